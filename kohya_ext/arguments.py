@@ -1,0 +1,289 @@
+"""How options, presets and the user's config file reach a script, through the script's own parser.
+
+Upstream's order is: defaults < config file < command line. A preset becomes the parser's *defaults*, so that everything
+upstream does after that, reading the config file included, stays upstream's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import toml
+
+from kohya_ext import overlay
+from kohya_ext.console import stop, warn
+from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.overlay import Overlay
+from kohya_ext.settings import (
+    Settings,
+    add_to,
+    flags,
+    from_environment,
+    from_table,
+    negated_flags,
+    options,
+)
+
+
+class QuietParser(argparse.ArgumentParser):
+    """A parser of our own whose errors are ours: a UserError instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError, with the nearest right spelling of an option that is not known."""
+        raise UserError(message + _nearest_option(self, message))
+
+
+def _nearest_option(parser: argparse.ArgumentParser, message: str) -> str:
+    if not message.startswith("unrecognized arguments:"):
+        return ""
+    unknown = next((word.split("=")[0] for word in message.split() if word.startswith("--")), "")
+    return did_you_mean(unknown, parser._option_string_actions)
+
+
+# --- the user's config file ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The file behind ``--config_file``, flattened as upstream flattens it."""
+
+    path: Path
+    values: Mapping[str, object]
+    remarks: tuple[str, ...]
+    """What upstream would lose without a word: a key said twice, a table in a table."""
+
+
+def read_config_file(name: str) -> ConfigFile:
+    """Read a config file with upstream's own TOML library. Raises UserError when it is not there or is broken."""
+    path = Path(name if name.endswith(".toml") else f"{name}.toml")
+    try:
+        document = toml.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--config_file {path}: {error.strerror or error}") from None
+    except (toml.TomlDecodeError, UnicodeDecodeError, IndexError) as error:
+        raise UserError(f"--config_file {path} is not valid TOML: {error}") from None
+    values: dict[str, object] = {}
+    remarks: list[str] = []
+    for section, content in document.items():
+        for key, value in content.items() if isinstance(content, dict) else [(section, content)]:
+            if key in values:
+                remarks.append(f"{key} is said twice; the last one counts: {value!r}")
+            if isinstance(value, dict):
+                remarks.append(f"[{section}.{key}] is a table in a table, which sd-scripts does not read")
+            values[key] = value
+    return ConfigFile(path, values, tuple(remarks))
+
+
+# --- one run's arguments ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """Everything known of a run's options before the script's own parser exists."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+    """Option name -> where its value comes from, in words; a name that is not here has its default."""
+    presets: Overlay
+    config: ConfigFile | None
+
+
+def read_arguments(script: str | None, argv: Sequence[str], environ: Mapping[str, str]) -> RunArguments:
+    """Resolve the extension's options: default < preset < config file < environment < command line.
+
+    ``script`` is the file name of a training script whose arguments ``argv`` are; None when there is no command line to
+    read (a tool, a test runner, another program that imports sd-scripts), and the environment alone counts. Raises
+    UserError for a value that cannot be read, an unknown preset, or one of another family.
+    """
+    config: ConfigFile | None = None
+    given: dict[str, Any] = {}
+    if script is not None:
+        parser = QuietParser(add_help=False, allow_abbrev=False)
+        add_to(parser)
+        parser.add_argument("--config_file", default=None)
+        parser.add_argument("--output_config", action="store_true")
+        known, _ = parser.parse_known_args(list(argv))
+        given = vars(known)
+        config_file, writes_it = given.pop("config_file"), given.pop("output_config")
+        if config_file and not writes_it:
+            config = read_config_file(config_file)
+    layers = {
+        "command line": {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()},
+        "environment": from_environment(environ),
+        "config file": from_table(config.values, str(config.path)) if config else {},
+    }
+    names = next((layer["preset"] for layer in layers.values() if "preset" in layer), ())
+    presets = overlay.load(names, script) if script is not None else Overlay()
+    set_by_preset = {key: value.value for key, value in presets.values.items()}
+    layers["preset"] = from_table(set_by_preset, f"preset {presets.label}")
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in reversed(layers.items()):
+        values.update(layer)
+        origins.update(dict.fromkeys(layer, origin))
+    return RunArguments(Settings(**values), origins, presets, config)
+
+
+# --- the script's own parser -----------------------------------------------------------------------------------------
+
+
+class TrainingParser(argparse.ArgumentParser):
+    """A script's own parser, taken over in place by :func:`take_over`.
+
+    When it first reads the command line it gains the extension's options and a ``--no-`` form of every switch, checks the
+    preset and the config file against its own actions, and takes the preset's values as its defaults.
+    """
+
+    run: RunArguments
+    completed: bool
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, the first call that reads ``sys.argv`` prepared as the class says."""
+        if not self.completed:
+            self.completed = True
+            complete(self)
+        if args is None and namespace is None:
+            self._lay_preset_under()
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Say one line, with the nearest right spelling, instead of two hundred lines of usage; exit code 2."""
+        stop(message + _nearest_option(self, message))
+
+    def _lay_preset_under(self) -> None:
+        wrong = [
+            f"preset {value.preset}: {problem}"
+            for key, value in self.run.presets.values.items()
+            if (problem := find_problem(self, key, value.value)) is not None
+        ]
+        if wrong:
+            stop("\n".join(wrong))
+        if self.run.config is not None:
+            self._check(self.run.config)
+        self.set_defaults(**{key: value.value for key, value in self.run.presets.values.items()})
+
+    def _check(self, config: ConfigFile) -> None:
+        found = [find_problem(self, key, value) for key, value in config.values.items()]
+        problems = [f"{config.path}: {problem}" for problem in [*config.remarks, *filter(None, found)]]
+        if problems and self.run.settings.strict:
+            stop("\n".join(problems))
+        for problem in problems:
+            warn(problem)
+
+
+def take_over(parser: argparse.ArgumentParser, run: RunArguments) -> None:
+    """Turn a plain parser into a :class:`TrainingParser`. One of another class is left as it is."""
+    if type(parser) is argparse.ArgumentParser:
+        parser.__class__ = TrainingParser
+        assert isinstance(parser, TrainingParser)
+        parser.run, parser.completed = run, False
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Add the extension's options, where the script has none of that name, and the ``--no-`` form of every switch."""
+    switches = [action for action in parser._actions if isinstance(action, argparse._StoreTrueAction)]
+    for action in switches:
+        for name in (option[2:] for option in action.option_strings if option.startswith("--")):
+            parser.add_argument(
+                *(flag for flag in negated_flags(name) if flag not in parser._option_string_actions),
+                dest=action.dest,
+                action="store_false",
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+    taken = parser._option_string_actions
+    free = frozenset(name for name, _ in options("training") if not any(flag in taken for flag in flags(name)))
+    add_to(
+        parser.add_argument_group("kohya_ext", "patches and presets; any switch is turned off by its --no- form"),
+        "training",
+        free,
+    )
+
+
+# --- checking values against a parser --------------------------------------------------------------------------------
+
+
+def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> str | None:
+    """Return what is wrong with ``key = value`` in a TOML file for this parser, and how to write it; None when right."""
+    actions = [action for action in parser._actions if action.dest == key]
+    if not actions:
+        return f"unknown key {key}.{did_you_mean(key, (action.dest for action in parser._actions))}"
+    action = actions[0]
+    if action.nargs == 0:
+        return None if isinstance(value, bool) else f"{key} must be true or false, not {value!r}"
+    if action.nargs in ("*", "+") or isinstance(action.nargs, int) or isinstance(action, argparse._AppendAction):
+        if not isinstance(value, list):
+            return f"{key} must be a list: {key} = [{_toml(value)}]"
+        items: Iterable[object] = value
+    else:
+        items = [value]
+    return next((problem for item in items if (problem := _find_item_problem(action, key, item)) is not None), None)
+
+
+def _find_item_problem(action: argparse.Action, key: str, item: object) -> str | None:
+    if action.choices is not None and item not in list(action.choices):
+        choices = [str(choice) for choice in action.choices if choice is not None]
+        return f"{key} must be one of {', '.join(choices)}, not {item!r}.{did_you_mean(str(item), choices)}"
+    kind = action.type or str
+    if kind is str:
+        return None if isinstance(item, str) else f'{key} must be text: {key} = "{item}"'
+    number = isinstance(item, (int, float)) and not isinstance(item, bool)
+    if kind is int:
+        right = number and isinstance(item, int)
+        return None if right else f"{key} must be a whole number without quotes, not {item!r}"
+    if kind is float:
+        return None if number else f"{key} must be a number without quotes, not {item!r}"
+    if callable(kind):
+        try:
+            kind(str(item))
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            return f"{key} cannot be {item!r}: {error}"
+    return None
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- where a value comes from ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One argument of a run, its value, its origin and the reason a preset gives."""
+
+    key: str
+    value: object
+    origin: str
+    why: str
+
+
+def trace(parser: argparse.ArgumentParser, run: RunArguments, argv: Sequence[str]) -> Iterator[Traced]:
+    """Yield every key that a preset, the config file, the environment or the command line sets, in the presets' order."""
+    said = _said_on_command_line(parser, argv)
+    preset, config = run.presets.values, dict(run.config.values) if run.config else {}
+    own = dict(options("training"))
+    for key in dict.fromkeys([*preset, *config, *said, *run.origins]):
+        origin, value, why = "command line", said.get(key), ""
+        if key in own:
+            origin, value = run.origins.get(key, "default"), getattr(run.settings, key)
+        elif key not in said:
+            if key in config:
+                assert run.config is not None
+                origin, value = str(run.config.path), config[key]
+            else:
+                origin, value, why = f"preset {preset[key].preset}", preset[key].value, preset[key].why
+        yield Traced(key, value, origin, why)
+
+
+def _said_on_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, object]:
+    unset = object()
+    lists = (argparse._AppendAction, argparse._ExtendAction)
+    keys = [action.dest for action in parser._actions if not isinstance(action, lists)]
+    space = argparse.Namespace(**dict.fromkeys(keys, unset))
+    known, _ = parser.parse_known_args(list(argv), space)
+    return {key: value for key, value in vars(known).items() if value is not unset and key in keys}

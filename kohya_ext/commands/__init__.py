@@ -1,0 +1,1 @@
+"""The commands of ``python -m kohya_ext``, one module each: ``HELP`` (one line), ``configure(parser)``, ``run(args)``."""

@@ -1,0 +1,123 @@
+"""Run a script of sd-scripts, untouched, in this process, with the patches armed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kohya_ext import __version__
+from kohya_ext.arguments import QuietParser, read_arguments
+from kohya_ext.autoload import watch
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts import Checkout, find_or_fetch, is_training_script
+from kohya_ext.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
+
+USAGE = """python -m kohya_ext [options] SCRIPT [script arguments]
+       python -m kohya_ext COMMAND [--help]"""
+
+EPILOG = """commands:
+  setup      fetch sd-scripts into the user cache, or register a copy
+  doctor     what is installed, which checkout, every patch and whether it applies
+  presets    list presets, show one and where each value comes from
+  options    every option, its variable and its meaning
+  demo       make a tiny model and pictures, train a LoRA with the real script
+
+The options may also stand behind SCRIPT. `python -m kohya_ext SCRIPT --help` shows the script's own with them."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Find the script, check what can be checked before anything is imported, then run it or hand it to accelerate."""
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 0
+    given = parser.parse_args(argv)
+    before = list(argv[: len(argv) - len(given.arguments) - 1])
+    launch, after = _launcher_options(given.arguments)
+    chosen = {**from_environment(os.environ), **vars(given), **launch}
+    settings = Settings(**{name: chosen[name] for name, _ in options("launcher") if name in chosen})
+    switched_off = not checked(MASTER_SWITCH, boolean, os.environ.get(MASTER_SWITCH, "1"), f"the variable {MASTER_SWITCH}")
+
+    by_option = "sd_scripts" in vars(given) or "sd_scripts" in launch
+    checkout = find_or_fetch(settings.sd_scripts, "--sd-scripts" if by_option else "KOHYA_SD_SCRIPTS", given.script)
+    script = checkout.script(given.script)
+    own = _launcher_options(before)[1]
+    if not is_training_script(script) and own:
+        raise UserError(f"{own[0]} has no meaning for {script.name}, which is not a training script: leave it out")
+    arguments = [*own, *after]
+    if not switched_off:
+        _check(checkout, script, arguments, settings)
+    elif own:
+        raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is given: leave out one of the two")
+
+    if settings.num_processes is not None or settings.multi_gpu or settings.accelerate_config is not None:
+        return _hand_over(settings, checkout, script, arguments)
+    _run(script, arguments, switched_off)
+    return 0
+
+
+def _parser() -> QuietParser:
+    parser = QuietParser(
+        prog="python -m kohya_ext",
+        usage=USAGE,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kohya_ext {__version__}")
+    add_to(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="a script of sd-scripts: sdxl_train.py, networks/merge_lora.py, ...")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return parser
+
+
+def _launcher_options(arguments: Sequence[str]) -> tuple[Mapping[str, object], list[str]]:
+    """Take the launcher's own options out of a list of arguments; return them and what is left, in order."""
+    parser = QuietParser(add_help=False, allow_abbrev=False)
+    add_to(parser, "launcher")
+    known, rest = parser.parse_known_args(list(arguments))
+    return vars(known), rest
+
+
+def _check(checkout: Checkout, script: Path, arguments: Sequence[str], settings: Settings) -> None:
+    """Raise UserError for what would otherwise be found only after ten seconds of imports."""
+    if checkout.layout == "unknown" and not settings.allow_unknown_version:
+        raise UserError(
+            f"{checkout.path} ({checkout.label}) has a layout that kohya_ext {__version__} does not know: it knows v0.10 and "
+            "v0.11. Run `python -m kohya_ext setup` for one it knows and name it with --sd-scripts, or try this one with "
+            f"{flags('allow_unknown_version')[1]}"
+        )
+    read_arguments(script.name if is_training_script(script) else None, arguments, os.environ)
+
+
+def _run(script: Path, arguments: Sequence[str], switched_off: bool) -> None:
+    if not switched_off:
+        os.environ[MASTER_SWITCH] = "1"
+        watch()
+    sys.argv = [str(script), *arguments]
+    # A plain start puts the script's folder first; under `python -m` the working directory stands there instead.
+    sys.path[0] = str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
+    if importlib.util.find_spec("accelerate") is None:
+        raise UserError("several processes need accelerate: `pip install accelerate`, or leave out --num_processes")
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    if settings.accelerate_config is not None:
+        command += ["--config_file", str(settings.accelerate_config)]
+    if settings.num_processes is not None:
+        command += ["--num_processes", str(settings.num_processes)]
+    if settings.multi_gpu:
+        command += ["--multi_gpu"]
+    command += ["-m", "kohya_ext", str(script), *arguments]
+    environ = {**os.environ, "KOHYA_SD_SCRIPTS": str(checkout.path)}
+    if os.name == "posix":
+        os.execve(sys.executable, command, environ)  # the same process: signals and the exit code need no passing on
+    return subprocess.run(command, env=environ).returncode

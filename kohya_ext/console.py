@@ -1,0 +1,38 @@
+"""What the extension says, on standard error, so that a script's own output stays as it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import NoReturn
+
+from kohya_ext.errors import UserError
+
+
+def note(message: str) -> None:
+    """Say one line, once a run: other ranks and data-loader workers stay silent."""
+    if speaks():
+        print(f"kohya_ext: {message}", file=sys.stderr, flush=True)
+
+
+def warn(message: str) -> None:
+    """Say one line of warning, once a run."""
+    note(f"warning: {message}")
+
+
+def error(message: str) -> None:
+    """Say what is wrong, whoever finds it."""
+    print(f"kohya_ext: error: {message}", file=sys.stderr, flush=True)
+
+
+def stop(message: str) -> NoReturn:
+    """Say what is wrong and leave with exit code 2, from wherever the script is."""
+    for line in message.splitlines():
+        error(line)
+    raise SystemExit(UserError.exit_code)
+
+
+def speaks() -> bool:
+    """Return whether this process is the one of its run that talks: rank 0, and no worker of it."""
+    return os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None

@@ -1,0 +1,292 @@
+"""The one table of options.
+
+A row is a field of :class:`Settings`. Its name gives the flag (``--activation_memory_budget``, dashes accepted too) and
+the key in a TOML file; its type, default, environment variable and meaning stand beside it. The launcher's parser, the
+script's ``--help``, ``doctor`` and the README's table all read it from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from kohya_ext.errors import UserError
+
+#: Switches everything: ``1`` arms the extension in a plain start of a script, ``0`` keeps it out of every start.
+MASTER_SWITCH = "KOHYA_EXT"
+
+Scope = Literal["training", "launcher"]
+
+
+def boolean(value: object) -> bool:
+    """Read a strict boolean: TOML's own, or ``1/0 true/false yes/no on/off``. Raises ValueError for anything else."""
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(f"must be 1 or 0 (true/false, yes/no, on/off), not {value!r}")
+
+
+def names(value: object) -> tuple[str, ...]:
+    """Read one or several names: a list, or text with commas. Raises ValueError for anything else."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"must be a name or a list of names, not {value!r}")
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def fraction(value: object) -> float:
+    """Read a number in [0, 1]. Raises ValueError for anything else."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = float(cast(Any, value))
+    except (TypeError, ValueError):
+        raise ValueError(f"must be a number from 0 to 1, not {value!r}") from None
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"must be a number from 0 to 1, not {value}")
+    return number
+
+
+def count(value: object) -> int:
+    """Read a positive whole number. Raises ValueError for anything else."""
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"must be a whole number of 1 or more, not {value!r}")
+    return number
+
+
+def path(value: object) -> Path:
+    """Read a path, ``~`` expanded. Raises ValueError when empty."""
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError(f"must be a path, not {value!r}")
+    return Path(value).expanduser()
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a row of the table says beside its name, type and default."""
+
+    help: str
+    parse: Callable[[object], Any]
+    environment: str | None = None
+    """The variable that sets it where no command line can be edited (the GUI, an existing script)."""
+    metavar: str | None = None
+    scope: Scope = "training"
+    """``training``: also on the script's own command line and in its TOML file. ``launcher``: before anything is run."""
+    activates: bool = False
+    """Whether its variable alone arms the extension in a plain start of a script."""
+    patch: str | None = None
+    """The patch that does what it asks for. While ``patches/`` has none of that name, asking for it changes nothing and
+    is answered by a line that says so."""
+
+    @property
+    def is_switch(self) -> bool:
+        """True when the flag takes no value and has a ``--no-`` form."""
+        return self.parse is boolean
+
+    @property
+    def is_repeatable(self) -> bool:
+        """True when the flag may stand several times, or take a comma-separated list."""
+        return self.parse is names
+
+
+def _option(default: Any, help: str, parse: Callable[[object], Any], **rest: Any) -> Any:  # noqa: A002
+    return field(default=default, metadata={"option": Option(help=help, parse=parse, **rest)})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The extension's options for one run, after defaults, presets, config file, environment and command line."""
+
+    preset: tuple[str, ...] = _option(
+        (),
+        "fill what the command line and the config file leave open from a preset: a VRAM tier (8gb, 12gb, 16gb, 24gb), "
+        "another name that `presets list` shows, or a TOML file; several are stacked, the later one wins",
+        names,
+        environment="KOHYA_EXT_PRESET",
+        metavar="NAME",
+        activates=True,
+    )
+    strict: bool = _option(
+        False,
+        "stop at what is otherwise a warning: an unknown key or a wrong type in the config file, a patch whose target "
+        "looks different from what it knows",
+        boolean,
+        environment="KOHYA_EXT_STRICT",
+    )
+    disable_patch: tuple[str, ...] = _option(
+        (),
+        "turn patches off by name (see `doctor`), `*` for all of them",
+        names,
+        environment="KOHYA_EXT_DISABLE",
+        metavar="NAME",
+    )
+    selective_torch_compile: bool = _option(
+        False,
+        "compile the model's repeated blocks instead of the whole model",
+        boolean,
+        environment="SDSCRIPTS_SELECTIVE_TORCH_COMPILE",
+        activates=True,
+        patch="selective_torch_compile",
+    )
+    activation_memory_budget: float | None = _option(
+        None,
+        "share of the activations that compiled blocks may keep for backward, from 0 (recompute all) to 1 (keep all)",
+        fraction,
+        environment="SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET",
+        metavar="FRACTION",
+        activates=True,
+        patch="activation_memory_budget",
+    )
+    report: Path | None = _option(
+        None,
+        "at the end of the run, write what was applied, seconds and peak memory to this JSON file",
+        path,
+        environment="KOHYA_EXT_REPORT",
+        metavar="FILE",
+    )
+    allow_unknown_version: bool = _option(
+        False,
+        "go on with an sd-scripts whose layout is not known (a fork, an older release): each patch still checks its target",
+        boolean,
+        environment="KOHYA_EXT_ALLOW_UNKNOWN_VERSION",
+        scope="launcher",
+    )
+    sd_scripts: Path | None = _option(
+        None,
+        "the sd-scripts checkout to use, instead of looking for one",
+        path,
+        environment="KOHYA_SD_SCRIPTS",
+        metavar="FOLDER",
+        scope="launcher",
+    )
+    num_processes: int | None = _option(
+        None,
+        "hand over to `accelerate launch` with this many processes",
+        count,
+        metavar="N",
+        scope="launcher",
+    )
+    multi_gpu: bool = _option(False, "hand over to `accelerate launch --multi_gpu`", boolean, scope="launcher")
+    accelerate_config: Path | None = _option(
+        None,
+        "hand over to `accelerate launch` with this config file",
+        path,
+        metavar="FILE",
+        scope="launcher",
+    )
+
+
+def options(scope: Scope | None = None) -> Iterator[tuple[str, Option]]:
+    """Yield (name, option) for every row, or for those of one scope, in the table's order."""
+    for row in fields(Settings):
+        option: Option = row.metadata["option"]
+        if scope is None or option.scope == scope:
+            yield row.name, option
+
+
+def flags(name: str) -> list[str]:
+    """Return the spellings of an option's flag: sd-scripts writes underscores, fingers write dashes."""
+    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+
+
+def negated_flags(name: str) -> list[str]:
+    """Return the spellings that turn a switch off."""
+    return list(dict.fromkeys([f"--no-{name}", f"--no-{name.replace('_', '-')}"]))
+
+
+def add_to(parser: argparse._ActionsContainer, scope: Scope | None = None, only: frozenset[str] | None = None) -> None:
+    """Add the options of ``scope`` to a parser, or those of them named in ``only``.
+
+    Values not given on the command line stay out of the namespace.
+    """
+    for name, option in options(scope):
+        if only is not None and name not in only:
+            continue
+        if option.is_switch:
+            parser.add_argument(*flags(name), dest=name, action="store_true", default=argparse.SUPPRESS, help=option.help)
+            parser.add_argument(
+                *negated_flags(name), dest=name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+        else:
+            parser.add_argument(
+                *flags(name),
+                dest=name,
+                type=_argument_type(option),
+                action="extend" if option.is_repeatable else "store",
+                default=argparse.SUPPRESS,
+                metavar=option.metavar,
+                help=option.help.replace("%", "%%"),
+            )
+
+
+def _argument_type(option: Option) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return option.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options set by variables. Raises UserError for a value that cannot be read."""
+    found: dict[str, Any] = {}
+    for name, option in options():
+        text = environ.get(option.environment) if option.environment else None
+        if text is None or (text == "" and not option.is_switch):
+            continue
+        found[name] = checked(name, option.parse, text, f"the environment variable {option.environment}")
+    return found
+
+
+def from_table(table: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Return the extension's training options found in a TOML table. Raises UserError for a value that cannot be read."""
+    return {
+        name: checked(name, option.parse, table[name], f"{name} in {where}")
+        for name, option in options("training")
+        if name in table
+    }
+
+
+def checked(name: str, parse: Callable[[object], Any], value: object, label: str) -> Any:
+    """Parse a value; a UserError that starts with ``label`` when it cannot be read."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise UserError(f"{label} {error}") from None
+
+
+def switched_on(environ: Mapping[str, str]) -> bool:
+    """Return whether the environment arms the extension in a plain start of a script.
+
+    ``KOHYA_EXT`` decides when it is set; otherwise any option that activates. A value that cannot be read counts as on,
+    so that its error is shown where sd-scripts runs rather than in every Python start.
+    """
+    master = environ.get(MASTER_SWITCH)
+    if master is not None:
+        return _is_on(boolean, master)
+    return any(
+        _is_on(option.parse, environ[option.environment])
+        for _, option in options()
+        if option.activates and option.environment and environ.get(option.environment)
+    )
+
+
+def _is_on(parse: Callable[[object], Any], text: str) -> bool:
+    try:
+        value = parse(text)
+    except ValueError:
+        return True
+    return value is not False and value is not None and value != ()
