@@ -265,19 +265,25 @@ class Traced:
 def trace(parser: argparse.ArgumentParser, run: RunArguments, argv: Sequence[str]) -> Iterator[Traced]:
     """Yield every key that a preset, the config file, the environment or the command line sets, in the presets' order."""
     said = _said_on_command_line(parser, argv)
-    preset, config = run.presets.values, dict(run.config.values) if run.config else {}
+    layers = {"command line": said}
+    if run.config is not None:
+        layers[str(run.config.path)] = dict(run.config.values)
+    layers.update({f"preset {preset.name}": _plain(preset.values) for preset in reversed(run.presets.presets)})
     own = dict(options("training"))
-    for key in dict.fromkeys([*preset, *config, *said, *run.origins]):
-        origin, value, why = "command line", said.get(key), ""
+    keys = dict.fromkeys(key for layer in reversed(layers.values()) for key in layer)
+    for key in [*(key for key in keys if key not in own), *(key for key in run.origins if key in own)]:
         if key in own:
-            origin, value = run.origins.get(key, "default"), getattr(run.settings, key)
-        elif key not in said:
-            if key in config:
-                assert run.config is not None
-                origin, value = str(run.config.path), config[key]
-            else:
-                origin, value, why = f"preset {preset[key].preset}", preset[key].value, preset[key].why
-        yield Traced(key, value, origin, why)
+            yield Traced(key, getattr(run.settings, key), run.origins[key], "")
+            continue
+        origin, *hidden = [name for name, layer in layers.items() if key in layer]
+        over = f", over {hidden[0]}'s {layers[hidden[0]][key]!r}" if hidden else ""
+        preset = run.presets.values.get(key)
+        why = preset.why if preset is not None and origin.startswith("preset ") else ""
+        yield Traced(key, layers[origin][key], origin + over, why)
+
+
+def _plain(values: Mapping[str, overlay.Value]) -> dict[str, object]:
+    return {key: value.value for key, value in values.items()}
 
 
 def _said_on_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, object]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tomlkit
+from tomlkit import TOMLDocument
+from tomlkit.container import OutOfOrderTableProxy
 from tomlkit.exceptions import ParseError
 from tomlkit.items import Item, Table
 
@@ -136,12 +138,10 @@ def parse(text: str, name: str, family: str | None) -> Preset:
         raise UserError(f"preset {name} is not valid TOML: {error}") from None
     about: Mapping[str, object] = {}
     values: dict[str, Value] = {}
-    for key, item in _arguments(document):
+    for key, item in _arguments(document, name):
         if key == ABOUT and isinstance(item, Table):
             about = item.unwrap()
             continue
-        if isinstance(item, Table):
-            raise UserError(f"preset {name}: [{key}] is nested too deep; sd-scripts flattens one level")
         if key in values:
             raise UserError(f"preset {name} says {key} twice")
         values[key] = Value(item.unwrap(), item.trivia.comment.lstrip("# ").strip(), name)
@@ -149,9 +149,17 @@ def parse(text: str, name: str, family: str | None) -> Preset:
     return Preset(name, str(its_family) if its_family else None, about, values)
 
 
-def _arguments(document: Mapping[str, Item]) -> Iterator[tuple[str, Item]]:
-    for key, item in document.items():
+def _arguments(document: TOMLDocument, name: str) -> Iterator[tuple[str, Item]]:
+    for key in document:
+        item = document.item(key)
+        if isinstance(item, OutOfOrderTableProxy):
+            raise UserError(f"preset {name}: [{key}] stands in two places: put its keys together")
         if isinstance(item, Table) and key != ABOUT:
-            yield from item.items()
+            # Iterating over items would hand out bare booleans, which have lost their comments.
+            for inner in item:
+                content = item.value.item(inner)
+                if isinstance(content, (Table, OutOfOrderTableProxy)):
+                    raise UserError(f"preset {name}: [{key}.{inner}] is nested too deep; sd-scripts flattens one level")
+                yield inner, content
         else:
             yield key, item

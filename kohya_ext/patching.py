@@ -151,7 +151,7 @@ class Patcher:
         layout = self.checkout.layout
         if layout == "unknown":
             return None if self.settings.allow_unknown_version else f"{self.checkout.label} has a layout it does not know"
-        return None if layout in target.layouts else f"layout {layout} has no {target.module}"
+        return None if layout in target.layouts else f"nothing to do there in layout {layout}"
 
     def _hook(self, patch: Patch, target: Target) -> Callable[[ModuleType], None]:
         def on_import(module: ModuleType) -> None:

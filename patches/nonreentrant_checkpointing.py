@@ -4,6 +4,10 @@ The reentrant kind runs a block without gradients and only connects it to the gr
 none does (a frozen base, latents, a text encoder's token ids) the gradients of everything in the block are lost, with a
 warning at best; and its nested backward makes DistributedDataParallel mark parameters ready twice.
 https://pytorch.org/docs/stable/checkpoint.html
+
+Every other U-Net and DiT of sd-scripts is non-reentrant already. Left alone: v0.10's XTI_hijack.py, which says nothing but
+cannot be imported with the diffusers that sd-scripts itself pins. ``torch.utils.checkpoint.checkpoint`` is never rebound:
+dynamo recognises that very function, and would break the graph at any other.
 """
 
 from __future__ import annotations
@@ -11,8 +15,6 @@ from __future__ import annotations
 import inspect
 from functools import wraps
 from typing import Any
-
-import wrapt
 
 from kohya_ext.patching import Patch, Target
 
@@ -40,28 +42,6 @@ def _unless_it_takes_kwargs(original: Any) -> str | None:
     return f"its parameters are {list(parameters)}"
 
 
-class _NonReentrantCheckpoint(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """``torch`` as one module sees it, whose ``utils.checkpoint.checkpoint`` is non-reentrant unless told otherwise.
-
-    Only for a module that names no mode at all and is never compiled: dynamo recognises torch's own function alone.
-    """
-
-    @property
-    def utils(self) -> Any:
-        return _Utils(self.__wrapped__.utils)
-
-
-class _Utils(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    @property
-    def checkpoint(self) -> Any:
-        return _Checkpoint(self.__wrapped__.checkpoint)
-
-
-class _Checkpoint(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    def checkpoint(self, function: Any, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        return self.__wrapped__.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-
-
 PATCH = Patch(
     name="nonreentrant_checkpointing",
     summary="gradient checkpointing with use_reentrant=False in the SDXL U-Net, ControlNet, LLLite and text encoders",
@@ -75,7 +55,6 @@ PATCH = Patch(
             _non_reentrant_by_default,
             _unless_it_takes_kwargs,
         ),
-        Target("XTI_hijack", "torch", _NonReentrantCheckpoint, layouts=frozenset({"v0.10"})),
     ),
     exactness="exact",
     held_to="the gradients without checkpointing, bit for bit",

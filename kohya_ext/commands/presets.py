@@ -29,11 +29,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--explain",
         action="store_true",
-        help="check it against the script's own parser and say where each value of a whole command line comes from; "
-        "give the script's arguments behind a `--`",
+        help="check it against the script's own parser and say where each value of a whole command line comes from",
     )
     show.add_argument("--sd-scripts", metavar="FOLDER", help="the checkout to check against, instead of looking for one")
-    show.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    show.add_argument(
+        "--with",
+        dest="arguments",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="ARGUMENT",
+        help="with --explain: the script's own arguments, up to the end of the line",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,8 +89,7 @@ def _explain(arguments: argparse.Namespace) -> Table:
     script = checkout.script(arguments.script)
     if not is_training_script(script):
         raise UserError(f"{script.name} is not a training script: presets have no meaning for it")
-    given = [word for word in arguments.arguments if word != "--"]
-    argv = [*(part for name in arguments.names for part in ("--preset", name)), *given]
+    argv = [*(part for name in arguments.names for part in ("--preset", name)), *arguments.arguments]
     resolved = read_arguments(script.name, argv, os.environ)
     parser = script_parser(checkout, script)
     complete(parser)

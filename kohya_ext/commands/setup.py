@@ -34,8 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_table())
         return 0
     folder = Path(arguments.repo).expanduser() if arguments.repo else None
+    missing: tuple[str, ...] = ()
     if folder is not None and arguments.ref is None and sdscripts.describe(folder, "") is not None:
-        checkout, missing = sdscripts.register(folder), ()
+        checkout = sdscripts.register(folder)
         done = "registered"
     else:
         fetched = sdscripts.fetch_report(arguments.repo or sdscripts.UPSTREAM, arguments.ref or sdscripts.PINNED_REF)

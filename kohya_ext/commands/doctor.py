@@ -1,0 +1,205 @@
+"""What is installed, which sd-scripts and which GPU are found, and what every patch does there. Paste it into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kohya_ext import __version__
+from kohya_ext.probing import importable
+from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
+from kohya_ext.session import OPTIONS, begin
+from kohya_ext.settings import MASTER_SWITCH, from_environment, options, switched_on
+
+#: What sd-scripts and the patches depend on, by the name pip knows it by.
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "accelerate",
+    "diffusers",
+    "transformers",
+    "huggingface-hub",
+    "safetensors",
+    "xformers",
+    "bitsandbytes",
+    "triton",
+    "triton-windows",
+    "lycoris-lora",
+    "deepspeed",
+    "wrapt",
+    "toml",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to look at, instead of looking for one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look and say; return the exit code: 1 when a patch failed or does not know its target, or nothing can be trained."""
+    named = arguments.sd_scripts or from_environment(os.environ).get("sd_scripts")
+    checkout = find(named, "--sd-scripts" if arguments.sd_scripts else "KOHYA_SD_SCRIPTS")
+    found = examine(checkout)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        _show(Console(soft_wrap=False), found)
+    return 0 if _is_well(found) else 1
+
+
+def examine(checkout: Checkout | None) -> dict[str, Any]:
+    """Return everything as plain data. Memory in bytes."""
+    return {
+        "kohya_ext": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "device": _device(),
+        "compile": _compile(),
+        "environment": _environment(),
+        "sd_scripts": _checkout(checkout),
+        "patches": _patches(checkout) if checkout is not None else [],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> dict[str, Any]:
+    if importlib.util.find_spec("torch") is None:
+        return {"kind": "none", "why": "torch is not installed"}
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability()
+        return {
+            "kind": "cuda",
+            "name": torch.cuda.get_device_name(),
+            "count": torch.cuda.device_count(),
+            "compute_capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda,
+            "memory_total": total,
+            "memory_free": free,
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+        }
+    if getattr(torch.backends, "mps", None) is not None and torch.backends.mps.is_available():
+        return {"kind": "mps"}
+    built = f"built for CUDA {torch.version.cuda}, no usable card" if torch.version.cuda else "a CPU build"
+    return {"kind": "cpu", "why": f"torch {torch.__version__} is {built}"}
+
+
+def _compile() -> dict[str, Any]:
+    compiler = next((path for name in ("cl", "cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    return {"compiler": compiler, "triton": importlib.util.find_spec("triton") is not None}
+
+
+def _environment() -> dict[str, Any]:
+    names = [MASTER_SWITCH, *(option.environment for _, option in options() if option.environment)]
+    return {
+        "variables": {name: os.environ[name] for name in names if name in os.environ},
+        "arms_plain_starts": switched_on(os.environ),
+    }
+
+
+def _checkout(checkout: Checkout | None) -> dict[str, Any] | None:
+    if checkout is None:
+        return None
+    return {
+        "path": str(checkout.path),
+        "found": checkout.found,
+        "version": checkout.version,
+        "layout": checkout.layout,
+        "commit": checkout.commit,
+    }
+
+
+def _patches(checkout: Checkout) -> list[dict[str, Any]]:
+    session = begin(checkout)
+    patches = {**session.options_hook.patches, **session.patcher.patches}
+    outcomes = [*session.options_hook.outcomes.values(), *session.patcher.outcomes.values()]
+    modules = {target.label: target.module for patch in patches.values() for target in patch.targets}
+    rows = []
+    with importable(checkout):
+        for outcome in outcomes:
+            if outcome.status == "waiting":
+                try:
+                    importlib.import_module(modules[outcome.target])
+                except Exception as error:  # whatever a broken environment throws is what doctor is asked to show
+                    outcome.reason = f"{modules[outcome.target]} cannot be imported: {error}"
+            patch = patches[outcome.patch]
+            rows.append({**asdict(outcome), "summary": patch.summary, "exactness": patch.exactness, "held_to": patch.held_to})
+    return rows
+
+
+def _is_well(found: Mapping[str, Any]) -> bool:
+    statuses = [(row["status"], row["surprise"]) for row in found["patches"]]
+    return bool(statuses) and all(status in ("applied", "skipped") and not surprise for status, surprise in statuses)
+
+
+def _show(console: Console, found: Mapping[str, Any]) -> None:
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_row("kohya_ext", f"{found['kohya_ext']}, Python {escape(found['python'])}")
+    facts.add_row("system", found["system"])
+    facts.add_row("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items()))
+    facts.add_row("device", escape(_device_words(found["device"])))
+    facts.add_row("compiling", _compile_words(found["compile"]))
+    variables = ", ".join(f"{name}={value}" for name, value in found["environment"]["variables"].items())
+    armed = "armed" if found["environment"]["arms_plain_starts"] else "not armed: set KOHYA_EXT=1, or use the launcher"
+    facts.add_row("switches", escape(variables) or "none set")
+    facts.add_row("plain starts", armed)
+    facts.add_row("sd-scripts", escape(_checkout_words(found["sd_scripts"])))
+    console.print(facts)
+    table = Table("patch", "target", "outcome", "results", title="patches")
+    for row in found["patches"]:
+        outcome = row["status"] + (f": {row['reason']}" if row["reason"] else "")
+        colour = {"applied": "green", "failed": "red", "waiting": "red"}.get(row["status"], "red" if row["surprise"] else "dim")
+        held = "" if row["patch"] == OPTIONS else f"{row['exactness']}: {row['held_to']}"
+        table.add_row(row["patch"], row["target"], f"[{colour}]{escape(outcome)}[/]", held)
+    if found["patches"]:
+        console.print(table)
+
+
+def _device_words(device: Mapping[str, Any]) -> str:
+    if device["kind"] != "cuda":
+        return f"{device['kind']} ({device.get('why', '')})".replace(" ()", "")
+    gib = 2**30
+    return (
+        f"{device['count']} x {device['name']}, compute capability {device['compute_capability']}, CUDA {device['cuda']}, "
+        f"{device['memory_free'] / gib:.1f} of {device['memory_total'] / gib:.1f} GiB free"
+        + ("" if device["bf16"] else ", no bf16: use --mixed_precision fp16")
+    )
+
+
+def _compile_words(compiling: Mapping[str, Any]) -> str:
+    return f"C compiler {compiling['compiler'] or 'not found'}, Triton {'found' if compiling['triton'] else 'not found'}"
+
+
+def _checkout_words(checkout: Mapping[str, Any] | None) -> str:
+    if checkout is None:
+        looked = ", ".join(str(folder) for _, folder in candidates(None, "", None))
+        return f"none found in {looked}: run `python -m kohya_ext setup` (fetches {UPSTREAM})"
+    version = f"v{checkout['version']}" if checkout["version"] else "version unknown"
+    commit = f", commit {checkout['commit'][:8]}" if checkout["commit"] else ""
+    return f"{version}, layout {checkout['layout']}{commit}, in {checkout['path']} ({checkout['found']})"
