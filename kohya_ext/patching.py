@@ -34,8 +34,8 @@ class Target:
     """The module that holds it; the patch is applied when something imports it."""
     attribute: str
     """Its name in the module, dotted for a method: ``PreTrainedModel.gradient_checkpointing_enable``."""
-    replace: Callable[[Any], Any]
-    """original -> replacement. Runs once, when the module is imported."""
+    replace: Callable[[Any, Settings], Any]
+    """(original, the run's settings) -> replacement. Runs once, when the module is imported."""
     expect: Callable[[Any], str | None] = lambda original: None
     """original -> why it is not what the patch knows, or None when it is. A surprise is skipped, never guessed at."""
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
@@ -171,7 +171,7 @@ class Patcher:
             surprise = "it is not there" if original is _ABSENT else target.expect(original)
             if surprise is None:
                 own = vars(owner).get(name, _ABSENT)
-                setattr(owner, name, target.replace(original))
+                setattr(owner, name, target.replace(original, self.settings))
                 self._applied[key] = _Applied(owner, name, own)
                 outcome.status = "applied"
         except Exception as error:  # a patch that fails must not take the training down with it

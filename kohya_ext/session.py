@@ -127,7 +127,7 @@ def _plain(value: object) -> object:
 
 
 def _options_patch(run: RunArguments) -> Patch:
-    def add_options(original: Any) -> Any:
+    def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)
         def add_training_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
             take_over(parser, run)

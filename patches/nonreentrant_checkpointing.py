@@ -17,13 +17,14 @@ from functools import wraps
 from typing import Any
 
 from kohya_ext.patching import Patch, Target
+from kohya_ext.settings import Settings
 
 
 def _unless_true(original: object) -> str | None:
     return None if original is True else f"it is {original!r}, not True"
 
 
-def _non_reentrant_by_default(original: Any) -> Any:
+def _non_reentrant_by_default(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def gradient_checkpointing_enable(
         self: Any, gradient_checkpointing_kwargs: dict[str, Any] | None = None, *args: Any, **kwargs: Any
@@ -47,7 +48,7 @@ PATCH = Patch(
     summary="gradient checkpointing with use_reentrant=False in the SDXL U-Net, ControlNet, LLLite and text encoders",
     targets=(
         # Read at call time by the U-Net's blocks, on which SDXL's ControlNet and LLLite are built.
-        Target("library.sdxl_original_unet", "USE_REENTRANT", lambda original: False, _unless_true),
+        Target("library.sdxl_original_unet", "USE_REENTRANT", lambda original, settings: False, _unless_true),
         # Every text encoder: sd-scripts never says which kind, and transformers 4 then takes the reentrant one.
         Target(
             "transformers.modeling_utils",
