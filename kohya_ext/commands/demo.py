@@ -23,7 +23,7 @@ from kohya_ext import sdscripts
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.tiny import arguments as tiny
-from kohya_ext.tiny import checkpoints, dataset
+from kohya_ext.tiny import checkpoints, dataset, environment
 
 SCRIPT = "sdxl_train_network.py"
 PICTURES = 12
@@ -112,7 +112,7 @@ def _real(
     command += ["--preset", arguments.preset, "--report", str(files.report)]
     command += tiny.training_arguments(SCRIPT, models, files.folder / "pictures", files.folder)
     command += ["--max_train_steps", str(arguments.steps), "--logging_dir", str(files.events), "--learning_rate", "1e-3"]
-    return command, {**os.environ, **tiny.environment(models)}
+    return command, {**os.environ, **environment.variables(models.tokenizers)}
 
 
 def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], dict[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check it against the script's own parser and say where each value of a whole command line comes from",
     )
-    show.add_argument("--sd-scripts", metavar="FOLDER", help="the checkout to check against, instead of looking for one")
+    show.add_argument(
+        "--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to check against, instead of looking for one"
+    )
     show.add_argument(
         "--with",
         dest="arguments",
