@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do it; return the exit code."""
     console = Console()
     if arguments.action == "list":
-        console.print(_list())
+        _list(console)
     elif arguments.action == "path":
         print(_path(arguments.name))
     elif arguments.explain:
@@ -59,18 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list() -> Table:
-    table = Table("preset", "for", "card", "predicted peak", "what it is")
-    scripts: dict[str, list[str]] = {}
-    for script, family in overlay.FAMILIES.items():
-        scripts.setdefault(family, []).append(script)
+def _list(console: Console) -> None:
+    families: dict[str, Table] = {}
     for family, name, file in overlay.shipped():
+        table = families.setdefault(family, Table("preset", "card", "predicted peak", "what it is", box=None, pad_edge=False))
         about = overlay.parse(file.read_text(encoding="utf-8"), name, family).about
         peak = about.get("peak_gb")
-        reserved = f"{peak['reserved']} GB reserved" if isinstance(peak, dict) else ""
+        reserved = f"{peak['reserved']} GB" if isinstance(peak, dict) else "no more"
         card = f"{about['vram_gb']} GB" if "vram_gb" in about else "any"
-        table.add_row(f"{family}/{name}", ", ".join(scripts.get(family, [])), card, reserved, str(about.get("summary", "")))
-    return table
+        table.add_row(name, card, reserved, str(about.get("summary", "")))
+    for family, table in families.items():
+        scripts = [script for script, its in overlay.FAMILIES.items() if its == family]
+        console.print(f"[bold]{family}[/] ({', '.join(scripts)})", table, "")
 
 
 def _path(wanted: str) -> str:

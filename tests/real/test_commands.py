@@ -130,7 +130,7 @@ def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
     assert "nonreentrant_checkpointing" in done.stdout
     assert "sdxl-lora/8gb" in done.stdout
     assert (tmp_path / "loss.png").stat().st_size > 5_000
-    assert (tmp_path / "tiny.safetensors").is_file()
+    assert (tmp_path / "demo.safetensors").is_file()
 
 
 def test_the_demo_goes_on_without_sd_scripts(tmp_path):
@@ -150,4 +150,4 @@ def test_the_demo_goes_on_without_sd_scripts(tmp_path):
     assert "no sd-scripts found and none could be fetched" in " ".join(done.stdout.split())
     assert "the embedded loop, no sd-scripts" in done.stdout
     assert "nonreentrant_checkpointing" in done.stdout
-    assert (tmp_path / "demo" / "tiny.safetensors").is_file()
+    assert (tmp_path / "demo" / "demo.safetensors").is_file()
