@@ -62,6 +62,9 @@ class Patch:
     idea: str
     """A link to who introduced it."""
     wanted: Callable[[Settings], bool] = lambda settings: True
+    """Raises UserError for settings that cannot work together."""
+    facts: Callable[[], Mapping[str, object]] | None = None
+    """What it found out while the run went on, as plain JSON data; asked for the report of a run in which it is active."""
 
 
 @dataclass

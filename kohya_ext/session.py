@@ -94,6 +94,7 @@ class Session:
             "settings": {key: _plain(value) for key, value in asdict(self.run.settings).items()},
             "origins": dict(self.run.origins),
             "patches": [asdict(outcome) for outcome in self.patcher.outcomes.values()],
+            "facts": {patch.name: dict(patch.facts()) for patch in self.patcher.active() if patch.facts is not None},
             "seconds": round(time.monotonic() - self.started, 3),
             "memory": peak_memory(),
             "python": platform.python_version(),

@@ -65,6 +65,24 @@ def count(value: object) -> int:
     return number
 
 
+def one_of(*choices: str) -> Callable[[object], str]:
+    """Return a reader of one of ``choices``; it raises ValueError for anything else."""
+
+    def read(value: object) -> str:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
+        return str(value)
+
+    return read
+
+
+def name(value: object) -> str:
+    """Read a name. Raises ValueError when it is no text or empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"must be a name, not {value!r}")
+    return value.strip()
+
+
 def path(value: object) -> Path:
     """Read a path, ``~`` expanded. Raises ValueError when empty."""
     if not isinstance(value, (str, Path)) or not str(value):
@@ -137,6 +155,45 @@ class Settings:
         boolean,
         environment="SDSCRIPTS_SELECTIVE_TORCH_COMPILE",
         activates=True,
+        patch="selective_torch_compile",
+    )
+    compile_backend: str = _option(
+        "inductor",
+        "torch.compile's backend for the blocks",
+        name,
+        environment="KOHYA_EXT_COMPILE_BACKEND",
+        metavar="NAME",
+        patch="selective_torch_compile",
+    )
+    compile_mode: str = _option(
+        "default",
+        "torch.compile's mode for the blocks, for the inductor backend: default, or max-autotune-no-cudagraphs",
+        one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        environment="KOHYA_EXT_COMPILE_MODE",
+        metavar="MODE",
+        patch="selective_torch_compile",
+    )
+    compile_dynamic: str = _option(
+        "auto",
+        "whether one graph serves pictures of all sizes: true, false (a graph for each size), or auto (after the second size)",
+        one_of("auto", "true", "false"),
+        environment="KOHYA_EXT_COMPILE_DYNAMIC",
+        metavar="auto|true|false",
+        patch="selective_torch_compile",
+    )
+    compile_fullgraph: bool = _option(
+        False,
+        "leave a kind of block eager that cannot be compiled in one piece, instead of compiling its parts",
+        boolean,
+        environment="KOHYA_EXT_COMPILE_FULLGRAPH",
+        patch="selective_torch_compile",
+    )
+    compile_cache_size_limit: int | None = _option(
+        None,
+        "how many graphs one kind of block may have before further ones run eager (64 if not given)",
+        count,
+        environment="KOHYA_EXT_COMPILE_CACHE_SIZE_LIMIT",
+        metavar="N",
         patch="selective_torch_compile",
     )
     activation_memory_budget: float | None = _option(

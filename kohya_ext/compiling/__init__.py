@@ -1,0 +1,9 @@
+"""Compiling the repeated blocks of a model: the engine behind ``--selective_torch_compile``.
+
+- `support`: whether torch.compile can work on this machine at all;
+- `configuration`: torch's own settings, put where every thread sees them;
+- `fallback`: a backend that goes back to eager when a graph cannot be compiled;
+- `blocks`: a compiled method, what is counted about it and what is said.
+
+Which classes are compiled is said by the patch. Importing this package imports no torch; its modules do when they are used.
+"""

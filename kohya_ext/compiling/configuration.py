@@ -1,0 +1,94 @@
+"""torch's own settings for compiled blocks, and where compiled code is kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+
+from kohya_ext.session import current
+
+#: SDXL's ResnetBlock2D alone has 16 variants by its channels; torch's 8 would leave the rest eager without a word.
+DEFAULT_RECOMPILE_LIMIT = 64
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class SettingNotSeen(RuntimeError):
+    """A setting of torch cannot be made to hold on every thread."""
+
+
+def set_everywhere(config: Any, name: str, value: Any) -> None:
+    """Set one of torch's ``config`` modules' settings for this thread and for every thread that starts later.
+
+    Since torch 2.12 an assignment holds on its own thread only, and blocks are also compiled on autograd's threads: the
+    recompute of gradient checkpointing, and every backward graph. There the default is what counts, so it is changed too.
+    https://github.com/pytorch/pytorch/pull/173568
+
+    Raises SettingNotSeen when a new thread still sees another value.
+    """
+    setattr(config, name, value)
+    if _seen_by_a_new_thread(config, name) != value:
+        entry = config._config[_real_name(config, name)]
+        entry.default = value
+        if _seen_by_a_new_thread(config, name) != value:
+            raise SettingNotSeen(f"{config.__name__}.{name}")
+
+
+def _real_name(config: Any, name: str) -> str:
+    alias = getattr(config._config[name], "alias", None)
+    return str(alias).rpartition(".")[2] if alias else name
+
+
+def _seen_by_a_new_thread(config: Any, name: str) -> Any:
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(getattr(config, name)))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def prepare_torch(recompile_limit: int | None) -> None:
+    """Set what compiled blocks need, once, before the first of them is compiled. Raises SettingNotSeen."""
+    import torch
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
+    # torch 2.7 renamed it and kept the old name as an alias.
+    set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)
+    # DistributedDataParallel splits graphs at its buckets while its forward runs, and not in the recompute of
+    # checkpointing, which would then save other tensors. Blocks are small: their gradients are ready early anyway.
+    # https://pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer
+    set_everywhere(dynamo, "optimize_ddp", False)
+    # Tensors that are attributes of a module (the conditioning image of LLLite) would be static, one graph a bucket.
+    if hasattr(dynamo, "force_nn_module_property_static_shapes"):
+        set_everywhere(dynamo, "force_nn_module_property_static_shapes", False)
+    # Recompute must take the graph that forward took; the LRU order of dynamo's cache lets a more general one overtake it.
+    # https://github.com/pytorch/pytorch/issues/166926
+    set_lru_cache = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
+    if set_lru_cache is not None:
+        set_lru_cache(False)
+    # Padding is decided for each graph by timing it: forward and recompute may decide differently. Same issue.
+    set_everywhere(inductor, "shape_padding", False)
+
+
+def keep_compiled_code(device: str) -> Path:
+    """Point torch's caches of compiled code to a folder that lasts, and return it; the user's own choice of one wins."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    import torch
+
+    session = current()
+    commit = session.checkout.commit if session is not None else None
+    kind = torch.cuda.get_device_name() if device == "cuda" else device
+    name = f"{(commit or 'unversioned')[:8]}-torch{torch.__version__}-{kind}"
+    root = Path(os.environ.get("KOHYA_EXT_CACHE") or user_cache_path("kohya_ext", appauthor=False))
+    folder = root / "compiled" / re.sub(r"[^\w.+-]+", "_", name)
+    os.environ[CACHE_VARIABLE] = str(folder)
+    return folder
