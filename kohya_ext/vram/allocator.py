@@ -80,10 +80,8 @@ class CachingAllocator:
                 self.free(event.storage)
 
     def _segment(self, size: int, small: bool) -> _Block:
-        if small:
-            length = SMALL_SEGMENT
-        else:
-            length = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        length = SMALL_SEGMENT if small else large
         block = _Block(self._next_address, length, small)
         self._next_address += length
         self.reserved += length

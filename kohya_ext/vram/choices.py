@@ -133,10 +133,6 @@ def normalized(choices: Choices) -> Choices:
     whether there is one.
     """
     width, height, batch = _largest_batch(choices)
-    rates = {
-        name: None if getattr(choices, name) is None else float(getattr(choices, name) != 0)
-        for name in ("learning_rate", "learning_rate_te", "learning_rate_te1", "learning_rate_te2")
-    }
     lora = choices.trains_network
     defaults = Choices(choices.script)
     return replace(
@@ -160,8 +156,15 @@ def normalized(choices: Choices) -> Choices:
         gradient_accumulation_steps=min(choices.gradient_accumulation_steps, 2),
         max_grad_norm=float(choices.max_grad_norm != 0),
         network_dim=(choices.network_dim or 4) if lora else None,
-        **{**rates, "learning_rate": defaults.learning_rate if lora or choices.learning_rate else 0.0},
+        learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
+        learning_rate_te=_whether(choices.learning_rate_te),
+        learning_rate_te1=_whether(choices.learning_rate_te1),
+        learning_rate_te2=_whether(choices.learning_rate_te2),
     )
+
+
+def _whether(rate: float | None) -> float | None:
+    return None if rate is None else float(rate != 0)
 
 
 def size(choices: Choices) -> tuple[int, int]:

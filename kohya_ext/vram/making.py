@@ -90,7 +90,7 @@ def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
 
 def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Estimate:
     from kohya_ext.vram.allocator import CachingAllocator
-    from kohya_ext.vram.events import Kind, peak, peak_by_phase
+    from kohya_ext.vram.events import peak, peak_by_phase
     from kohya_ext.vram.step import measure, measure_caching
 
     logs = {**measure_caching(choices, arguments, trainer), "step": measure(choices, arguments, trainer)}
@@ -103,16 +103,14 @@ def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
     highest = max(logs, key=lambda name: reserved[name])
     moments = {name: found.bytes for name, found in peaks.items() if name != "step"}
     step = logs["step"]
+    before = sum(event.bytes for event in step.events[: step.start])
     return Estimate(
         choices=choices.key(),
         allocated=peaks[highest].bytes,
         reserved=reserved[highest],
         moment=peaks["step"].phase if highest == "step" else highest,
         parts={kind.value: size for kind, size in peaks[highest].parts.items()},
-        moments={
-            **moments,
-            **peak_by_phase(step.events[step.start :], sum(event.bytes for event in step.events[: step.start])),
-        },
+        moments={**moments, **peak_by_phase(step.events[step.start :], before)},
         flops=step.flops,
         trained=step.trained,
         made_with={

@@ -154,7 +154,7 @@ def _prepare_network(
     except ImportError as error:
         raise UserError(f"--network_module {choices.network_module} cannot be imported: {error}") from None
     encoders = models.text_encoders if len(models.text_encoders) > 1 else models.text_encoders[0]
-    options = dict(word.split("=", 1) for word in choices.network_args or ())
+    options: dict[str, Any] = dict(word.split("=", 1) for word in choices.network_args or ())
     options.setdefault("dropout", choices.network_dropout)
     network = module.create_network(
         1.0, choices.network_dim, arguments.network_alpha, models.vae, encoders, models.unet,
@@ -234,8 +234,8 @@ def _prepare_finetune(
         # Only the layer before the last is used.
         models.text_encoders[0].text_model.encoder.layers[-1].requires_grad_(False)
         models.text_encoders[0].text_model.final_layer_norm.requires_grad_(False)
+    parameters = [parameter for module in trained for parameter in module.parameters()]
     groups = [{"params": list(module.parameters()), "lr": 1e-5} for module in trained]
-    parameters = [parameter for group in groups for parameter in group["params"]]
     if train_unet:
         models.unet = accelerator.prepare(models.unet)
     models.text_encoders = [

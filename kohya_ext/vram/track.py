@@ -35,7 +35,7 @@ class _Storage:
 
 
 @dataclass
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Logs allocations and frees as :class:`Event`, counts FLOPs, and answers what only data could."""
 
     assumed_integer: int = 0
