@@ -77,6 +77,13 @@ class Choices:
     fused_optimizer_groups: int | None = None
     train_inpainting: bool = False
     v2: bool = False
+    model_type: str = "flux"
+    t5xxl_max_token_length: int | None = None
+    apply_t5_attn_mask: bool = False
+    apply_lg_attn_mask: bool = False
+    train_t5xxl: bool = False
+    gemma2_max_token_length: int | None = None
+    blockwise_fused_optimizers: bool = False
     deepspeed: bool = False
     torch_compile: bool = False
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,13 @@ from kohya_ext.vram.choices import Choices
 from kohya_ext.vram.estimate import Estimate
 
 #: The script whose trainer runs a family's step.
-TRAINERS: Mapping[str, str] = {"sdxl": "sdxl_train_network.py", "sd15": "train_network.py"}
+TRAINERS: Mapping[str, str] = {
+    "sdxl": "sdxl_train_network.py",
+    "sd15": "train_network.py",
+    "flux": "flux_train_network.py",
+    "lumina": "lumina_train_network.py",
+    "sd3": "sd3_train_network.py",
+}
 
 
 def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> Estimate:
@@ -40,11 +47,12 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
         arguments = _arguments(checkout, script, run, argv)
         choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
         trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
-        known = {**defaults, **vars(arguments), **_spelling(choices)}
+        known = argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)})
         try:
-            return _measure(checkout, choices, argparse.Namespace(**known), trainer)
+            return _measure(checkout, choices, known, trainer)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
+            traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
             raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
 
 
@@ -52,6 +60,8 @@ def _refuse(choices: Choices) -> None:
     """Raise UserError for what is known not to be modelled."""
     if choices.family not in TRAINERS:
         raise UserError(f"estimates for {choices.script} are not modelled: {', '.join(TRAINERS)} are")
+    if choices.fused_optimizer_groups or choices.blockwise_fused_optimizers:
+        raise UserError("estimates with --fused_optimizer_groups or --blockwise_fused_optimizers are not modelled")
     if choices.deepspeed:
         raise UserError("estimates with --deepspeed are not modelled: what it keeps where depends on its own configuration")
 
@@ -59,7 +69,9 @@ def _refuse(choices: Choices) -> None:
 def _spelling(choices: Choices) -> dict[str, Any]:
     """The normalized choices that the step reads from its arguments."""
     names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
-    return {name: getattr(choices, name) for name in names}
+    spelt = {name: getattr(choices, name) for name in names}
+    # A fine-tune runs the network trainer's step: as one that trains no text encoder, unless it says so.
+    return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.train_text_encoder}
 
 
 def _arguments(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> argparse.Namespace:
@@ -91,8 +103,9 @@ def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
 def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Estimate:
     from kohya_ext.vram.allocator import CachingAllocator
     from kohya_ext.vram.events import peak, peak_by_phase
-    from kohya_ext.vram.step import measure, measure_caching
+    from kohya_ext.vram.step import measure, measure_caching, settle
 
+    settle(choices, arguments, trainer)
     logs = {**measure_caching(choices, arguments, trainer), "step": measure(choices, arguments, trainer)}
     peaks = {name: peak(log.events, log.kinds) for name, log in logs.items()}
     reserved = {}

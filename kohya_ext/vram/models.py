@@ -37,6 +37,10 @@ class Models:
     """What the encoding strategy asks its tokenizers for: sizes, no vocabulary."""
     extras: Callable[[int], dict[str, torch.Tensor]] = field(default=lambda batch: {})
     """Batch size -> whatever else this family's step reads from a batch."""
+    blocks: Callable[[int], list[Any]] = field(default=lambda count: [])
+    """``--blocks_to_swap`` -> the blocks that then lie in host memory."""
+    caption_tokens: int = CLIP_TOKENS
+    """The longest caption, assumed wherever a step asks how long one is."""
 
 
 def build(family: str, choices: Choices) -> Models:
@@ -136,7 +140,132 @@ def _sd_vae() -> Any:
     return diffusers.AutoencoderKL(**util.create_vae_diffusers_config())
 
 
-BUILDERS: dict[str, Callable[[Choices], Models]] = {"sdxl": _sdxl, "sd15": _sd15}
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+def _flux(choices: Choices) -> Models:
+    """FLUX.1 dev, or Chroma."""
+    flux, util = importlib.import_module("library.flux_models"), importlib.import_module("library.flux_utils")
+    sizes = flux.configs["dev"]
+    chroma = choices.model_type == "chroma"
+    if chroma:
+        models = importlib.import_module("library.chroma_models")
+        transformer, clip = models.Chroma(models.chroma_params), util.dummy_clip_l()
+    else:
+        transformer, clip = flux.Flux(sizes.params), _placed(util.load_clip_l(None, torch.float32, "cpu", state_dict={}))
+    length = choices.t5xxl_max_token_length or 512
+    return Models(
+        unet=transformer,
+        text_encoders=[clip, _placed(util.load_t5xxl(None, torch.float32, "cpu", state_dict={}))],
+        vae=flux.AutoEncoder(sizes.ae_params),
+        latents=(16, 8),
+        token_ids=lambda batch: [_ids(batch, CLIP_TOKENS), _ids(batch, length), _mask(batch, length)],
+        conditions=lambda batch: [
+            torch.zeros(batch, CLIP_TOKENS, 1) if chroma else torch.zeros(batch, sizes.params.vec_in_dim),
+            torch.zeros(batch, length, sizes.params.context_in_dim),
+            torch.zeros(batch, length, 3),
+            _mask(batch, length),
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: [
+            *transformer.double_blocks[len(transformer.double_blocks) - count // 2 :],
+            *transformer.single_blocks[len(transformer.single_blocks) - (count - count // 2) * 2 :],
+        ],
+        caption_tokens=length,
+    )
+
+
+def _lumina(choices: Choices) -> Models:
+    """Lumina Image 2.0."""
+    models, util = importlib.import_module("library.lumina_models"), importlib.import_module("library.lumina_util")
+    transformer = models.NextDiT_2B_GQA_patch2_Adaln_Refiner()
+    gemma = _placed(util.load_gemma2(None, torch.float32, "cpu", state_dict={}))
+    flux = importlib.import_module("library.flux_models")
+    length = choices.gemma2_max_token_length or 256
+    return Models(
+        unet=transformer,
+        text_encoders=[gemma],
+        vae=flux.AutoEncoder(flux.configs["dev"].ae_params),
+        latents=(16, 8),
+        token_ids=lambda batch: [_ids(batch, length), _mask(batch, length)],
+        conditions=lambda batch: [
+            torch.zeros(batch, length, gemma.config.hidden_size),
+            _ids(batch, length),
+            _mask(batch, length),
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: list(transformer.layers[len(transformer.layers) - count :]),
+        caption_tokens=length,
+    )
+
+
+def _sd3(choices: Choices) -> Models:
+    """Stable Diffusion 3.5 medium: which one a checkpoint holds, only the checkpoint says."""
+    models, util = importlib.import_module("library.sd3_models"), importlib.import_module("library.sd3_utils")
+    flux_util = importlib.import_module("library.flux_utils")
+    transformer = models.create_sd3_mmdit(
+        models.SD3Params(
+            patch_size=2, depth=24, num_patches=384**2, pos_embed_max_size=384, adm_in_channels=2048, qk_norm="rms",
+            x_block_self_attn_layers=list(range(13)), context_embedder_in_features=4096, context_embedder_out_features=1536,
+            model_type="5-medium",
+        )
+    )  # fmt: skip
+    transformers = importlib.import_module("transformers")
+    small = _clip(util, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+                  hidden_act="quick_gelu", projection_dim=768)  # fmt: skip
+    large = _clip(util, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
+                  hidden_act="gelu", projection_dim=1280)  # fmt: skip
+    length = choices.t5xxl_max_token_length or 256
+    widths = small.hidden_size + large.hidden_size
+    return Models(
+        unet=transformer,
+        text_encoders=[
+            transformers.CLIPTextModelWithProjection(small),
+            transformers.CLIPTextModelWithProjection(large),
+            _placed(flux_util.load_t5xxl(None, torch.float32, "cpu", state_dict={})),
+        ],
+        vae=models.SDVAE(torch.float32, "cpu"),
+        latents=(16, 8),
+        token_ids=lambda batch: [
+            *(_ids(batch, count) for count in (CLIP_TOKENS, CLIP_TOKENS, length)),
+            *(_mask(batch, count) for count in (CLIP_TOKENS, CLIP_TOKENS, length)),
+        ],
+        conditions=lambda batch: [
+            torch.zeros(batch, CLIP_TOKENS, widths),
+            torch.zeros(batch, length, 4096),
+            torch.zeros(batch, widths),
+            *(_mask(batch, count) for count in (CLIP_TOKENS, CLIP_TOKENS, length)),
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: list(transformer.joint_blocks[len(transformer.joint_blocks) - count :]),
+        caption_tokens=length,
+    )
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros(batch, length, dtype=torch.long)
+
+
+def _mask(batch: int, length: int) -> torch.Tensor:
+    return torch.ones(batch, length, dtype=torch.long)
+
+
+def _placed(module: Any) -> Any:
+    """A module whose loader left it on the meta device, with memory of its own."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+    return module
+
+
+BUILDERS: dict[str, Callable[[Choices], Models]] = {
+    "sdxl": _sdxl,
+    "sd15": _sd15,
+    "flux": _flux,
+    "lumina": _lumina,
+    "sd3": _sd3,
+}
 
 
 def cast(module: Any, dtype: torch.dtype, skip: Sequence[Any] = ()) -> None:

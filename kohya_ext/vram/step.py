@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from kohya_ext.errors import UserError
+from kohya_ext.vram.assume import Assumptions
 from kohya_ext.vram.autocast import cuda_rules
 from kohya_ext.vram.choices import Choices, size
 from kohya_ext.vram.events import Event, Kind
@@ -61,28 +62,62 @@ class Training:
     """Modules on the card during the step."""
 
 
+class _Dataset:
+    """What a trainer asks of its datasets before training: they have the sizes that were asked for."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._size = size(choices)
+
+    def verify_bucket_reso_steps(self, steps: int) -> None:
+        """Do nothing: a bucket that does not fit would stop the run, not cost memory."""
+
+    def is_text_encoder_output_cacheable(self, cache_supports_dropout: bool = False) -> bool:
+        """Return True."""
+        return True
+
+    def get_resolutions(self) -> list[tuple[int, int]]:
+        """Return the one size."""
+        return [self._size]
+
+
+def settle(choices: Choices, arguments: Namespace, trainer: Any) -> None:
+    """Let the trainer check its arguments and draw its conclusions from them, as it does before it loads a model."""
+    trainer.assert_extra_args(arguments, _Dataset(choices), None)
+    trainer.is_swapping_blocks = False
+    importlib.import_module("library.strategy_base").TextEncodingStrategy._strategy = None
+    strategy = trainer.get_text_encoding_strategy(arguments)
+    importlib.import_module("library.strategy_base").TextEncodingStrategy.set_strategy(strategy)
+
+
 def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
     """Run one step and return its log.
 
     ``choices`` are normalized, ``arguments`` the namespace they were read from, ``trainer`` the family's network trainer.
     Raises UserError for what is not modelled.
     """
-    with _fakes():
+    with _fakes() as assumptions:
         training = prepare(choices, arguments, trainer)
-        return run(training)
+        assumptions.integer = training.models.caption_tokens
+        tracker = Tracker()
+        with tracker, _bitsandbytes_without_kernels():
+            start = lay_out(training, tracker)
+            flops = take(training, tracker)
+    numbers = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
+    return Log(tracker.events, tracker.kinds, start, flops, numbers)
 
 
 def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dict[str, Log]:
     """Return the logs of what is done once, before the first step: caching latents and text encoder outputs."""
     logs = {}
-    with _fakes():
+    with _fakes() as assumptions:
         models = build(choices.family, choices)
+        assumptions.integer = models.caption_tokens
         dtype, vae_dtype = _dtypes(choices)
         accelerator = _accelerator(choices)
         if choices.cache_latents:
             cast(models.vae, vae_dtype)
             models.vae.requires_grad_(False).eval()
-            batch = min(choices.vae_batch_size, choices.train_batch_size) if choices.vae_batch_size else 1
+            batch = min(choices.vae_batch_size or 1, choices.train_batch_size)
 
             def encode_images() -> Any:
                 return trainer.encode_images_to_latents(arguments, models.vae, _images(choices, batch).to(vae_dtype))
@@ -93,12 +128,11 @@ def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dic
                 cast(encoder, dtype)
                 encoder.requires_grad_(False).eval()
             strategy = trainer.get_text_encoding_strategy(arguments)
-            batch = choices.text_encoder_batch_size or choices.train_batch_size
+            ids = models.token_ids(choices.text_encoder_batch_size or choices.train_batch_size)
 
             def encode_captions() -> Any:
-                encoders = trainer.get_models_for_text_encoding(arguments, accelerator, models.text_encoders)
                 with accelerator.autocast():
-                    return strategy.encode_tokens(models.tokenizers, encoders, models.token_ids(batch))
+                    return strategy.encode_tokens(models.tokenizers, models.text_encoders, ids)
 
             logs["caching text encoder outputs"] = _log_once(
                 [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders], encode_captions
@@ -153,7 +187,8 @@ def _prepare_network(
         module = importlib.import_module(choices.network_module)
     except ImportError as error:
         raise UserError(f"--network_module {choices.network_module} cannot be imported: {error}") from None
-    encoders = models.text_encoders if len(models.text_encoders) > 1 else models.text_encoders[0]
+    # What load_target_model hands out: SD1.5's alone is no list.
+    encoders = models.text_encoders[0] if choices.family == "sd15" else models.text_encoders
     options: dict[str, Any] = dict(word.split("=", 1) for word in choices.network_args or ())
     options.setdefault("dropout", choices.network_dropout)
     network = module.create_network(
@@ -162,6 +197,7 @@ def _prepare_network(
     )  # fmt: skip
     train_unet = not choices.network_train_text_encoder_only
     train_text_encoder = bool(trainer.is_train_text_encoder(arguments))
+    trainer.post_process_network(arguments, accelerator, network, models.text_encoders, models.unet)
     network.apply_to(encoders, models.unet, train_text_encoder, train_unet)
     flags = trainer.get_text_encoders_train_flags(arguments, models.text_encoders)
     checkpointing = choices.gradient_checkpointing
@@ -265,7 +301,7 @@ def _optimizer(choices: Choices, arguments: Namespace, groups: Any) -> Any:
     wanted = choices.optimizer_type[len("paged") :] if paged else choices.optimizer_type
     said = Namespace(**{**vars(arguments), "optimizer_type": wanted})
     try:
-        with _real_tensors():  # its tables of constants are data
+        with unset_fake_temporarily():  # its tables of constants are data
             optimizer = factory(said, groups)[-1]
     except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
         raise UserError(f"--optimizer_type {choices.optimizer_type}: {error}") from None
@@ -274,14 +310,6 @@ def _optimizer(choices: Choices, arguments: Namespace, groups: Any) -> Any:
         if "foreach" in group and not group.get("fused"):
             group["foreach"] = group["foreach"] is not False
     return optimizer
-
-
-@contextlib.contextmanager
-def _real_tensors() -> Iterator[None]:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        yield
 
 
 @contextlib.contextmanager
@@ -303,67 +331,62 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
             setattr(functional, name, original)
 
 
-def _states(optimizer: Any) -> list[torch.Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-
-
 # --- one step --------------------------------------------------------------------------------------------------------
 
 
-def run(training: Training) -> Log:
-    """Run one step, the optimizer's state already there, and log it."""
+def lay_out(training: Training, tracker: Tracker) -> int:
+    """Lay on the card what is there before a step, the optimizer's state with it; return the number of its events."""
     choices, optimizer = training.choices, training.optimizer
-    tracker = Tracker()
-    fused = choices.fused_backward_pass or bool(choices.fused_optimizer_groups)
-    with tracker, _bitsandbytes_without_kernels():
-        for module, kind in training.resident:
-            tracker.mark(_tensors(module), kind)
-        tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
-        _make_states(training)
-        states = _states(optimizer)
-        tracker.mark(states, Kind.OPTIMIZER_STATE)
-        accumulates = choices.gradient_accumulation_steps > 1
-        if accumulates:
-            _make_gradients(training)
-            tracker.mark((parameter.grad for parameter in training.trained), Kind.GRADIENT)
-        for parameter in training.trained:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda one: tracker.mark([one.grad], Kind.GRADIENT))
-        if fused:
-            _step_in_backward(training)
+    if choices.blocks_to_swap:
+        # A swapped block uses the place of one that left; only weights travel (custom_offloading_utils.py).
+        swapped = [part for block in training.models.blocks(choices.blocks_to_swap) for part in block.modules()]
+        tracker.leave_out(part.weight for part in swapped if isinstance(getattr(part, "weight", None), torch.Tensor))
+    for module, kind in training.resident:
+        tracker.mark(_tensors(module), kind)
+    tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
+    # The state, which stays, comes from gradients that do not.
+    _make_gradients(training)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tracker.mark(states, Kind.OPTIMIZER_STATE)
+    if choices.gradient_accumulation_steps > 1:
+        _make_gradients(training)
+        tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
+    for parameter in training.trained:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda one: tracker.mark([one.grad], Kind.GRADIENT))
+    if choices.fused_backward_pass:
+        _step_in_backward(training)
+    gc.collect()
+    return tracker.compact(away=states if choices.optimizer_type.lower().startswith("paged") else ())
+
+
+def take(training: Training, tracker: Tracker) -> int:
+    """Take one step; return its FLOPs: with gradient accumulation this is the last micro-step, and they are those of all."""
+    before = tracker.flops
+    loss = _forward(training)
+    tracker.mark_saved()
+    with tracker.during(BACKWARD):
+        training.accelerator.backward(loss)
+    with tracker.during(STEP):
+        if training.network is not None:
+            training.trainer.all_reduce_network(training.accelerator, training.network)
+            tracker.mark((one.grad for one in training.trained if one.grad is not None), Kind.GRADIENT)
+        if not training.choices.fused_backward_pass:
+            if training.choices.max_grad_norm:
+                training.accelerator.clip_grad_norm_(training.trained, training.choices.max_grad_norm)
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=True)
+        del loss
         gc.collect()
-        start = tracker.compact(away=states if choices.optimizer_type.lower().startswith("paged") else ())
-        flops = tracker.flops
-        loss = _forward(training)
-        tracker.mark_saved()
-        with tracker.during(BACKWARD):
-            training.accelerator.backward(loss)
-        flops = (tracker.flops - flops) * training.arguments.gradient_accumulation_steps
-        with tracker.during(STEP):
-            if training.network is not None:
-                training.trainer.all_reduce_network(training.accelerator, training.network)
-                tracker.mark((one.grad for one in training.trained if one.grad is not None), Kind.GRADIENT)
-            if not fused:
-                if choices.max_grad_norm:
-                    training.accelerator.clip_grad_norm_(training.trained, choices.max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            del loss
-            gc.collect()
-    return Log(tracker.events, tracker.kinds, start, flops, sum(one.numel() for one in training.trained if one.requires_grad))
+    return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
 
 
 def _make_gradients(training: Training) -> None:
     for parameter in training.trained:
         if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-
-
-def _make_states(training: Training) -> None:
-    """Let the optimizer make its state, which stays, from gradients that do not."""
-    _make_gradients(training)
-    training.optimizer.step()
-    training.optimizer.zero_grad(set_to_none=True)
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _step_in_backward(training: Training) -> None:
@@ -390,13 +413,15 @@ def _forward(training: Training) -> Any:
     if network is None:
         # The network trainer makes its inputs require grad for reentrant checkpointing; a fine-tune's script does not.
         arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False})
+    with unset_fake_temporarily():  # it copies its tensors deeply, for which they need data
+        scheduler = trainer.get_noise_scheduler(arguments, torch.device("cpu"))
     return trainer.process_batch(
         _batch(training),
         training.models.text_encoders,
         training.models.unet,
         network if network is not None else SimpleNamespace(),
         training.models.vae,
-        trainer.get_noise_scheduler(arguments, torch.device("cpu")),
+        scheduler,
         training.vae_dtype,
         training.weight_dtype,
         training.accelerator,
@@ -435,9 +460,9 @@ def _images(choices: Choices, batch: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _fakes() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True), cuda_rules():
-        yield
+def _fakes() -> Iterator[Assumptions]:
+    with FakeTensorMode(allow_non_fake_inputs=True), cuda_rules(), Assumptions() as assumptions:
+        yield assumptions
 
 
 def _accelerator(choices: Choices) -> Any:

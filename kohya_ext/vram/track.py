@@ -36,10 +36,8 @@ class _Storage:
 
 @dataclass
 class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Logs allocations and frees as :class:`Event`, counts FLOPs, and answers what only data could."""
+    """Logs allocations and frees as :class:`Event` and counts FLOPs."""
 
-    assumed_integer: int = 0
-    """The answer to ``.item()`` and ``.tolist()`` on an integer tensor without data, such as a caption's length."""
     events: list[Event] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     """The kind of each storage, by its number."""
@@ -67,6 +65,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for tensor in tensors:
             self.kinds[self._see(tensor, kind)] = kind
 
+    def leave_out(self, tensors: Iterable[Any]) -> None:
+        """Say that some tensors lie somewhere else: they are seen, and weigh nothing."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._live[id(storage)] = _Storage(len(self.kinds), weakref.ref(storage))
+            self.kinds.append(Kind.TEMPORARY)
+
     def mark_saved(self) -> None:
         """Call between forward and backward: what forward made and is still alive is kept for backward."""
         for storage in self._live.values():
@@ -87,17 +92,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and log the storages it returns for the first time."""
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default and _has_no_data(args[0]):
-            return self._assumed(args[0].dtype)
         result = func(*args, **kwargs)
         self._count(func, args, kwargs, result)
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self._see(value, self._kind_of(func, args))
         return result
-
-    def _assumed(self, dtype: torch.dtype) -> bool | int | float:
-        return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else self.assumed_integer
 
     def _kind_of(self, func: Any, args: Any) -> Kind:
         if self.phase == BACKWARD:
@@ -133,10 +133,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         formula = _FLOPS.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
-
-
-def _has_no_data(tensor: Any) -> bool:
-    return tensor.device.type == "meta" or hasattr(tensor, "fake_mode")
 
 
 def _sdpa_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
