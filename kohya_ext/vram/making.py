@@ -43,17 +43,27 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
     # Compiled blocks cannot run on fake tensors: their figures are those of the uncompiled ones, which need more.
     settings = replace(run.settings, selective_torch_compile=False, activation_memory_budget=None)
     Patcher(registry(), settings, checkout).arm()
-    with _quiet(), importable(checkout):
-        arguments = _arguments(checkout, script, run, argv)
-        choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
-        trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
-        known = argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)})
+    with quiet(), importable(checkout):
+        choices, known, trainer = compose(checkout, script, run, argv)
         try:
             return _measure(checkout, choices, known, trainer)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
             raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
+
+
+def compose(
+    checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
+) -> tuple[Choices, argparse.Namespace, Any]:
+    """Return what :mod:`kohya_ext.vram.step` takes: normalized choices, the script's arguments, the family's network trainer.
+
+    The checkout must be importable. Raises UserError for arguments the script does not take.
+    """
+    arguments = _arguments(checkout, script, run, argv)
+    choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
+    trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
+    return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
 
 
 def _refuse(choices: Choices) -> None:
@@ -135,7 +145,7 @@ def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the scripts' log lines and their libraries' warnings to themselves."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
