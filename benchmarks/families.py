@@ -99,7 +99,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")
 BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if name.startswith("budget-")))
-COMPILE = ("upstream", "compiled", "upstream-compile")
+COMPILE = ("upstream-compile", "compiled")
 
 
 def arguments(family: Family, reduced: bool, recipe: Recipe | None = None, *more: str) -> list[str]:

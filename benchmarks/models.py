@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 from benchmarks.plan import Plan
+from kohya_ext.errors import UserError
 from kohya_ext.tiny import checkpoints, dataset
 from kohya_ext.tiny.checkpoints import Models
 
-#: Drawn once.
 PICTURES = 4
+
+#: What :mod:`benchmarks.full_size` can write; said here because it imports torch.
+FULL_SIZE = ("sdxl",)
 
 
 def of(plan: Plan) -> Models:
@@ -26,9 +29,7 @@ def pictures(plan: Plan) -> Path:
 
 def side(plan: Plan) -> int:
     """Return the pictures' larger side: the resolution that is trained at."""
-    words = plan.arguments()
-    last = max(index for index, word in enumerate(words) if word == "--resolution")
-    return int(words[last + 1].partition(",")[0])
+    return int(plan.said("resolution", "1024").partition(",")[0])
 
 
 def variables(plan: Plan) -> dict[str, str]:
@@ -43,6 +44,8 @@ def prepare(plan: Plan) -> None:
         if plan.bench.reduced:
             checkpoints.write(plan.family.models, plan.bench.checkout.path, plan.bench.scratch / "tiny", plan.bench.python)
         else:
+            if plan.family.models not in FULL_SIZE:
+                raise UserError(f"{plan.family_name} at full size is measured by `step`; whole scripts: {', '.join(FULL_SIZE)}")
             command = [sys.executable, "-m", "benchmarks.full_size", plan.family.models]
             where = [str(plan.bench.checkout.path), str(plan.bench.scratch / "full")]
             subprocess.run([*command, *where], check=True, env=plan.bench.environment())

@@ -40,8 +40,8 @@ class Plan:
         return time.monotonic() > self.deadline
 
     def turns(self) -> Iterator[int]:
-        """Yield the numbers of the rounds, as long as there is time."""
-        for number in range(self.rounds):
+        """Yield the numbers of the rounds, from 1, as long as there is time."""
+        for number in range(1, self.rounds + 1):
             if self.out_of_time:
                 return
             yield number
@@ -49,6 +49,12 @@ class Plan:
     def arguments(self, recipe: Recipe | None = None) -> list[str]:
         """Return a variant's command line."""
         return arguments(self.family, self.bench.reduced, recipe, *self.more)
+
+    def said(self, name: str, default: str) -> str:
+        """Return an option's value on every variant's command line: the last one counts."""
+        words = self.arguments()
+        places = [index for index, word in enumerate(words) if word == f"--{name}"]
+        return words[places[-1] + 1] if places else default
 
     def recipes(self, default: tuple[str, ...]) -> list[tuple[Recipe, Variant]]:
         """Return the chosen variants; those that this tree has no patch for are marked as left out. Raises UserError."""

@@ -18,7 +18,7 @@ from kohya_ext.tiny import environment
 ROOT = Path(__file__).parent.parent
 
 
-class WorkerFailed(Exception):
+class WorkerError(Exception):
     """A worker said what went wrong, or ended without a word."""
 
 
@@ -60,7 +60,7 @@ class Worker:
     log: Path
 
     def ask(self, command: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a command, if any, and return the answer. Raises WorkerFailed."""
+        """Send a command, if any, and return the answer. Raises WorkerError."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -71,10 +71,10 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise WorkerFailed(f"it ended with exit code {self.process.wait()}: {last_line(self.log)}")
+            raise WorkerError(f"it ended with exit code {self.process.wait()}: {last_line(self.log)}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise WorkerFailed(str(answer["error"]))
+            raise WorkerError(str(answer["error"]))
         return answer
 
     def end(self) -> None:
@@ -108,7 +108,7 @@ def worker(bench: Bench, name: str, spec: Mapping[str, Any], **variables: str) -
 
 
 def ask_once(bench: Bench, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a worker for one answer. Raises WorkerFailed."""
+    """Run a worker for one answer. Raises WorkerError."""
     with worker(bench, name, spec) as running:
         return running.ask()
 

@@ -66,6 +66,10 @@ class Comparison:
     flops: int | None = None
     """Of one step without recomputing anything; a multiply-add is two."""
 
+    def is_whole(self, rounds: int) -> bool:
+        """Return whether every variant that could be measured has had all its rounds."""
+        return all(len(variant.rounds) == rounds for variant in self.variants if variant.status == "measured")
+
     def summary(self) -> dict[str, Any]:
         """Medians, quartiles and ratios to the first variant."""
         rows: dict[str, Any] = {}
@@ -93,6 +97,8 @@ class Result:
     commits: dict[str, Any]
     reduced: bool
     """Small models and pictures: ratios say little of a card's."""
+    note: str = ""
+    """What a reader must know: a machine shared with others."""
     comparisons: list[Comparison] = field(default_factory=list)
     complete: bool = False
     """False while it is being measured, and for good when the time was up before all rounds were done."""
@@ -125,7 +131,7 @@ def read(file: Path) -> Result:
         raise ValueError(f"{file} is no result of these benchmarks: {error}") from None
 
 
-def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bool) -> Result:
+def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bool, note: str = "") -> Result:
     """Return an empty result of this machine, now. ``device`` is what a worker says of the device."""
     command = shlex.join([Path(sys.executable).name, *_module_and_arguments()])
     return Result(
@@ -147,6 +153,7 @@ def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bo
             "sd_scripts_version": checkout.version,
         },
         reduced=reduced,
+        note=note,
     )
 
 

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.families import FAMILIES
 from benchmarks.plan import Plan
-from benchmarks.processes import Bench, WorkerFailed, ask_once
+from benchmarks.processes import Bench, WorkerError, ask_once
 from benchmarks.results import FOLDER, Result, begin
 from kohya_ext.console import error, note
 from kohya_ext.errors import UserError
@@ -30,13 +31,10 @@ SUITES: Mapping[str, tuple[str, str, int, int]] = {
     "tiers": ("tiers", "measure", 1, 8),
 }
 
-#: Sides of the matrices whose product rates a device.
-MATMUL = {"cuda": 8192, "cpu": 1024}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure one suite; return the exit code: 0, 1 when a variant failed, 2 for a mistake on the command line."""
-    given = _parser().parse_args(argv)
+    given = parse(sys.argv[1:] if argv is None else argv)
     try:
         return _measure(given)
     except UserError as problem:
@@ -44,12 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UserError.exit_code
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read a command line; ``more`` is what stands behind ``--``. Ends the process for a mistake, as argparse does."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    given = _parser().parse_args(words[:end])
+    given.more = tuple(words[end + 1 :])
+    return given
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        usage="python -m benchmarks.run SUITE [options] [-- further arguments of the script, for every variant]",
+        description=__doc__,
+    )
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="what to run on (the GPU, if there is one)")
     parser.add_argument("--family", choices=FAMILIES, default="sdxl-lora")
-    parser.add_argument("--variants", metavar="NAME,...", default="", help="instead of the suite's own; the first is the baseline")
+    parser.add_argument(
+        "--variants", metavar="NAME,...", default="", help="instead of the suite's own; the first is the baseline"
+    )
     parser.add_argument("--rounds", type=_count, metavar="N", help="how often every variant has its turn")
     parser.add_argument("--steps", type=_count, metavar="N", help="samples a round")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no round after this time")
@@ -57,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout (found as kohya_ext finds it)")
     parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="for models and logs; kept, and used again")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON (benchmarks/results/SUITE-FAMILY-DEVICE.json)")
-    parser.add_argument("more", nargs="*", metavar="-- ...", help="further arguments of the script, for every variant")
+    parser.add_argument("--note", default="", help="what a reader of the figures must know: a machine shared with others")
     return parser
 
 
@@ -81,13 +94,13 @@ def _measure(given: argparse.Namespace) -> int:
         if given.device == "cuda" and about["device"] != "cuda":
             raise UserError("--device cuda: PyTorch sees no GPU here")
         bench = replace(bench, device=about["device"], reduced=about["device"] == "cpu" and not given.full_size)
-        result = begin(given.suite, checkout, about, bench.reduced)
+        result = begin(given.suite, checkout, about, bench.reduced, given.note)
         output = given.output or FOLDER / f"{given.suite}-{given.family}-{about['device']}.json"
         plan = Plan(
             bench=bench,
             family_name=given.family,
             variants=tuple(filter(None, given.variants.split(","))),
-            more=tuple(given.more),
+            more=given.more,
             rounds=given.rounds or rounds,
             steps=given.steps or steps,
             deadline=start + 60 * given.minutes,
@@ -100,10 +113,10 @@ def _measure(given: argparse.Namespace) -> int:
     return _tell(result)
 
 
-def _device(bench: Bench) -> dict[str, object]:
+def _device(bench: Bench) -> dict[str, Any]:
     try:
-        return ask_once(bench, "device", {"work": "device", "matmul": MATMUL[bench.device]})
-    except WorkerFailed as problem:
+        return ask_once(bench, "device", {"work": "device"})
+    except WorkerError as problem:
         raise UserError(f"PyTorch cannot be used here: {problem}") from None
 
 

@@ -211,6 +211,7 @@ def describe_facts(step: Step) -> dict[str, Any]:
 def describe_device() -> dict[str, Any]:
     """The device that ``accelerate`` would take."""
     if os.environ.get("ACCELERATE_USE_CPU") or not torch.cuda.is_available():
+        torch.set_num_threads(1)  # as its steps run: see processes.Bench.environment
         return {"device": "cpu", "threads": torch.get_num_threads()}
     about = torch.cuda.get_device_properties(0)
     return {
@@ -228,9 +229,13 @@ def _driver() -> str | None:
     return file.read_text(encoding="utf-8").splitlines()[0] if file.is_file() else None
 
 
-def matmul_rate(size: int, count: int = 20) -> dict[str, Any]:
+#: Sides of the matrices whose product rates a device.
+MATMUL = {"cuda": 8192, "cpu": 1024}
+
+
+def matmul_rate(device: str, count: int = 20) -> dict[str, Any]:
     """Return FLOP/s of square bf16 products, the median over ``count`` after as many to warm up."""
-    device = describe_device()["device"]
+    size = MATMUL[device]
     first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
     for _ in range(2 * count):
@@ -271,7 +276,8 @@ def main() -> None:
         answer(lambda: count_flops(spec))
         return
     if spec["work"] == "device":
-        answer(lambda: {**describe_device(), "matmul": matmul_rate(spec["matmul"])})
+        about = describe_device()
+        answer(lambda: {**about, "matmul": matmul_rate(about["device"])})
         return
     start = time.perf_counter()
     made: list[Step] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.families import COMPILE
 from benchmarks.plan import Plan
-from benchmarks.processes import Worker, WorkerFailed, worker
+from benchmarks.processes import Worker, WorkerError, worker
 from benchmarks.results import Comparison, Result, Variant
 from benchmarks.suites.step import configuration, spec
 
@@ -16,20 +16,16 @@ ASPECTS = (1.0, 4 / 3, 3 / 4, 3 / 2, 2 / 3, 16 / 9, 9 / 16)
 
 def measure(plan: Plan, result: Result) -> None:
     """Measure each compiler over a bucket set, cold and from its cache, against the whole model's compile."""
-    eager, compilers = [], []
-    for recipe, variant in plan.recipes(COMPILE):
-        (compilers if "compile" in " ".join(variant.arguments) else eager).append((recipe, variant))
-    compilers.sort(key=lambda row: row[0].patched)  # upstream's is what ours is compared with
+    compilers = plan.recipes(COMPILE)
     cold = Comparison("compile, cold start", "seconds of compiling", configuration(plan), [variant for _, variant in compilers])
     second = Comparison(
         "compile, second start", "seconds of compiling", configuration(plan),
         [Variant(variant.name, variant.meaning, variant.arguments, variant.status, variant.reason) for _, variant in compilers],
     )  # fmt: skip
     result.comparisons += [cold, second]
-    done = 0
-    for done in (number + 1 for number in plan.turns()):
-        for index, (recipe, _) in enumerate(compilers):
-            kept = plan.bench.scratch / "kept" / f"{recipe.patched}-{done}"
+    for number in plan.turns():
+        for index, (recipe, first) in enumerate(compilers):
+            kept = plan.bench.scratch / "kept" / f"{first.name}-{number}"
             for comparison in (cold, second):
                 variant = comparison.variants[index]
                 if variant.status != "measured":
@@ -37,10 +33,10 @@ def measure(plan: Plan, result: Result) -> None:
                 try:
                     with worker(plan.bench, variant.name, spec(plan, recipe), TORCHINDUCTOR_CACHE_DIR=str(kept)) as one:
                         _walk(one, variant)
-                except WorkerFailed as error:
+                except WorkerError as error:
                     variant.status, variant.reason = "failed", str(error)
                 plan.save()
-    result.complete = done == plan.rounds
+    result.complete = cold.is_whole(plan.rounds) and second.is_whole(plan.rounds)
 
 
 def _walk(one: Worker, variant: Variant) -> None:

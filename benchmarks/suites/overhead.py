@@ -19,6 +19,8 @@ from kohya_ext.tiny import arguments
 #: A start is 20 ms: many are needed for a median that holds.
 STARTS = 20
 
+_REACHED = "import sys; print('kohya_ext.autoload' in sys.modules)"
+
 
 def measure(plan: Plan, result: Result) -> None:
     """Measure all three."""
@@ -40,9 +42,14 @@ def _python_start(plan: Plan, result: Result) -> bool:
     environment = plan.bench.environment()
     del environment["PYTHONPATH"]  # it would bring a sitecustomize of its own
     ways = [(bare, {}), (armed, {}), (armed, {"KOHYA_EXT": "1"})]
-    done = 0
-    for done in (number + 1 for number in plan.turns()):
-        for row, _ in zip(rows, ways, strict=True):
+    for row, (python, variables) in zip(rows, ways, strict=True):
+        told = subprocess.run([str(python), "-c", _REACHED], check=True, env={**environment, **variables}, capture_output=True)
+        row.facts = {"kohya_ext_imported": told.stdout.strip() == b"True"}
+        if row.facts["kohya_ext_imported"] is not (row.name == "on"):
+            row.status, row.reason = "failed", "the start-up file did not do what this measures"
+            return False
+    for _ in plan.turns():
+        for row in rows:
             row.rounds.append([])
         for _ in range(STARTS):
             for row, (python, variables) in zip(rows, ways, strict=True):
@@ -50,7 +57,7 @@ def _python_start(plan: Plan, result: Result) -> bool:
                 subprocess.run([str(python), "-c", "pass"], check=True, env={**environment, **variables})
                 row.rounds[-1].append(time.perf_counter() - start)
         plan.save()
-    return done == plan.rounds
+    return comparison.is_whole(plan.rounds)
 
 
 def _environment(folder: Path, armed: bool) -> Path:
@@ -58,7 +65,8 @@ def _environment(folder: Path, armed: bool) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     (site,) = folder.rglob("site-packages")
-    (site / "paths.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
+    # Read in the order of their names: the packages must be found by the time the start-up file looks for them.
+    (site / "a_paths.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
     if armed:
         (site / "kohya_ext.pth").write_bytes((ROOT / "kohya_ext.pth").read_bytes())
     return python
@@ -71,17 +79,18 @@ def _launcher(plan: Plan, result: Result) -> bool:
         Variant("launcher", "python -m kohya_ext --disable_patch '*' script.py", ["--disable_patch", "*"]),
     ]
     title = f"launcher: {plan.family.script}"
-    comparison = Comparison(title, "seconds a run", {**step.configuration(plan), "samples_a_round": 1, "warm_up_steps": 0}, rows)
+    comparison = Comparison(
+        title, "seconds a run", {**step.configuration(plan), "samples_a_round": 1, "warm_up_steps": 0}, rows
+    )
     result.comparisons.append(comparison)
     models.prepare(plan)
     script, checkout = plan.family.script, plan.bench.checkout.path
     starts = [[str(checkout / script)], ["-m", "kohya_ext", "--sd-scripts", str(checkout), "--disable_patch", "*", script]]
-    done = 0
-    for done in (number + 1 for number in plan.turns()):
+    for number in plan.turns():
         for row, start in zip(rows, starts, strict=True):
             if row.status != "measured":
                 continue
-            output = plan.bench.scratch / "runs" / f"{row.name}-{done}"
+            output = plan.bench.scratch / "runs" / f"{row.name}-{number}"
             output.mkdir(parents=True, exist_ok=True)
             tiny = arguments.training_arguments(script, models.of(plan), models.pictures(plan), output)
             log = output / "log.txt"
@@ -100,4 +109,4 @@ def _launcher(plan: Plan, result: Result) -> bool:
             else:
                 row.rounds.append([time.perf_counter() - begun])
             plan.save()
-    return done == plan.rounds
+    return comparison.is_whole(plan.rounds)

@@ -35,14 +35,13 @@ def measure(plan: Plan, result: Result) -> None:
     )  # fmt: skip
     result.comparisons.append(comparison)
     models.prepare(plan)
-    done = 0
-    for done in (number + 1 for number in plan.turns()):
+    for number in plan.turns():
         for recipe, variant in chosen:
             if variant.status == "measured":
-                output = plan.bench.scratch / "runs" / f"{variant.name}-{done}"
+                output = plan.bench.scratch / "runs" / f"{variant.name}-{number}"
                 train(plan, variant, output, _start(plan, recipe), plan.arguments(recipe))
                 plan.save()
-    result.complete = done == plan.rounds
+    result.complete = comparison.is_whole(plan.rounds)
 
 
 def _start(plan: Plan, recipe: Recipe) -> list[str]:
@@ -100,6 +99,7 @@ def wall_times(folder: Path) -> list[float]:
         if tag is not None:
             return [event.wall_time for event in accumulator.Scalars(tag)]
     raise FileNotFoundError(f"no losses in {folder}")
+
 
 def without(words: Iterable[str], names: Iterable[str]) -> Iterator[str]:
     """Yield a command line's words without some options and their values. A preset fills what is left open."""

@@ -1,16 +1,17 @@
-"""The model step: real U-Net or DiT, LoRA network, optimizer and autocast, as sd-scripts composes them, without its data loader.
+"""The model step: real U-Net or DiT, LoRA network, optimizer and autocast, as sd-scripts composes them; no data loader.
 
 Its variants are those of :data:`benchmarks.families.STEP`, or ``budget``'s: the curve of time against memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.families import BUDGET, STEP, Recipe
 from benchmarks.plan import Plan
-from benchmarks.processes import Worker, WorkerFailed, ask_once, worker
+from benchmarks.processes import Worker, WorkerError, ask_once, worker
 from benchmarks.results import Comparison, Result, Variant
 
 #: Steps before the measured rounds: the first compiles, the next ones settle allocator and clocks.
@@ -37,20 +38,19 @@ def compare(plan: Plan, result: Result, default: tuple[str, ...], title: str) ->
     with ExitStack() as stack:
         running = _start(plan, chosen, stack)
         for variant, one in running:
-            _guarded(variant, lambda one=one, variant=variant: _warm_up(one, variant))  # type: ignore[misc]
+            _guarded(variant, _warm_up, one)
             plan.save()
-        done = 0
-        for done in (number + 1 for number in plan.turns()):
+        for _ in plan.turns():
             for variant, one in running:
                 if variant.status == "measured":
-                    _guarded(variant, lambda one=one, variant=variant: _round(one, variant, plan.steps))  # type: ignore[misc]
+                    _guarded(variant, _round, one, plan.steps)
             plan.save()
         for variant, one in running:
             if variant.status == "measured":
-                _guarded(variant, lambda one=one, variant=variant: variant.facts.update(one.ask({"do": "facts"})))  # type: ignore[misc]
+                _guarded(variant, _facts, one)
     comparison.flops = _flops(plan)
     plan.save()
-    return done == plan.rounds
+    return comparison.is_whole(plan.rounds)
 
 
 def configuration(plan: Plan) -> dict[str, Any]:
@@ -59,6 +59,7 @@ def configuration(plan: Plan) -> dict[str, Any]:
         "family": plan.family_name,
         "script": plan.family.script,
         "arguments": plan.arguments(),
+        "batch": int(plan.said("train_batch_size", "1")),
         "rounds": plan.rounds,
         "samples_a_round": plan.steps,
         "warm_up_steps": WARM_UP,
@@ -78,26 +79,35 @@ def _start(plan: Plan, chosen: list[tuple[Recipe, Variant]], stack: ExitStack) -
             one = stack.enter_context(worker(plan.bench, variant.name, spec(plan, recipe)))
             started.append((variant, one))
             if plan.bench.device == "cpu":
-                _guarded(variant, lambda one=one, variant=variant: variant.warm_up.update(one.ask()))  # type: ignore[misc]
+                _guarded(variant, _prepare, one)
     if plan.bench.device == "cuda":
         for variant, one in started:
-            _guarded(variant, lambda one=one, variant=variant: variant.warm_up.update(one.ask()))  # type: ignore[misc]
+            _guarded(variant, _prepare, one)
     return [(variant, one) for variant, one in started if variant.status == "measured"]
 
 
-def _guarded(variant: Variant, work: Any) -> None:
+def _guarded(variant: Variant, work: Callable[..., None], *arguments: Any) -> None:
+    """Let a worker do something for its variant; what goes wrong is the variant's."""
     try:
-        work()
-    except WorkerFailed as error:
+        work(variant, *arguments)
+    except WorkerError as error:
         variant.status, variant.reason = "failed", str(error)
 
 
-def _warm_up(one: Worker, variant: Variant) -> None:
+def _prepare(variant: Variant, one: Worker) -> None:
+    variant.warm_up.update(one.ask())
+
+
+def _facts(variant: Variant, one: Worker) -> None:
+    variant.facts.update(one.ask({"do": "facts"}))
+
+
+def _warm_up(variant: Variant, one: Worker) -> None:
     answer = one.ask({"do": "steps", "count": WARM_UP})
     variant.warm_up.update(first_steps_seconds=answer["seconds"], compiled=answer["compiled"])
 
 
-def _round(one: Worker, variant: Variant, steps: int) -> None:
+def _round(variant: Variant, one: Worker, steps: int) -> None:
     answer = one.ask({"do": "steps", "count": steps})
     variant.rounds.append(answer["seconds"])
     for name, peak in answer["memory"].items():
@@ -110,5 +120,5 @@ def _flops(plan: Plan) -> int | None:
     about = {"work": "flops", "script": plan.family.script, "arguments": plan.arguments()}
     try:
         return int(ask_once(plan.bench, "flops", about)["flops"])
-    except WorkerFailed:
+    except WorkerError:
         return None

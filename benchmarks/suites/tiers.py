@@ -29,17 +29,16 @@ def measure(plan: Plan, result: Result) -> None:
     )  # fmt: skip
     result.comparisons.append(comparison)
     models.prepare(plan)
-    done = 0
-    for done in (number + 1 for number in plan.turns()):
+    for number in plan.turns():
         for preset, row in zip(presets, rows, strict=True):
             if row.status != "measured":
                 continue
             start = ["-m", "benchmarks.capped", str(row.facts["cap_bytes"]), "--sd-scripts", str(plan.bench.checkout.path)]
             own = ["--preset", preset.name, *_reduced(plan), *plan.more]
-            output = plan.bench.scratch / "runs" / f"{preset.name.replace('/', '-')}-{done}"
+            output = plan.bench.scratch / "runs" / f"{preset.name.replace('/', '-')}-{number}"
             train(plan, row, output, [*start, plan.family.script], own, leave_out=set(preset.values))
             plan.save()
-    result.complete = done == plan.rounds
+    result.complete = comparison.is_whole(plan.rounds)
 
 
 def _card(plan: Plan, preset: overlay.Preset) -> dict[str, object]:

@@ -53,9 +53,7 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
             raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
 
 
-def compose(
-    checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
-) -> tuple[Choices, argparse.Namespace, Any]:
+def compose(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, argparse.Namespace, Any]:
     """Return what :mod:`kohya_ext.vram.step` takes: normalized choices, the script's arguments, the family's network trainer.
 
     The checkout must be importable. Raises UserError for arguments the script does not take.
