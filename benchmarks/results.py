@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
@@ -91,6 +91,7 @@ class Result:
 
     suite: str
     command: str
+    """What makes it again, without the places of one machine's files."""
     date: str
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -133,7 +134,7 @@ def read(file: Path) -> Result:
 
 def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bool, note: str = "") -> Result:
     """Return an empty result of this machine, now. ``device`` is what a worker says of the device."""
-    command = shlex.join([Path(sys.executable).name, *_module_and_arguments()])
+    command = shlex.join(["python", *without_places(_module_and_arguments())])
     return Result(
         suite=suite,
         command=command,
@@ -186,6 +187,21 @@ def _git(*arguments: str) -> str:
 def _module_and_arguments() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return ["-m", spec.name, *sys.argv[1:]] if spec is not None else [*map(str, sys.argv)]
+
+
+#: Options of ``benchmarks.run`` that say where things lie on one machine, and change nothing that is measured.
+PLACES = ("--sd-scripts", "--scratch", "--output")
+
+
+def without_places(words: Sequence[str]) -> list[str]:
+    """Return a command line's words without :data:`PLACES` and their values."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if not skip and not word.startswith(tuple(f"{name}=" for name in PLACES)) and word not in PLACES:
+            kept.append(word)
+        skip = word in PLACES
+    return kept
 
 
 def _versions() -> dict[str, str]:

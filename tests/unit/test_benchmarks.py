@@ -1,6 +1,7 @@
 """The benchmarks' statistics, what they write, and what they plan. Nothing here is timed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from benchmarks import agenda, families, report, run
 from benchmarks.plan import Plan
 from benchmarks.processes import Bench
 from benchmarks.ratios import quartiles, ratio
-from benchmarks.results import Comparison, Result, Variant, read
+from benchmarks.results import Comparison, Result, Variant, read, without_places
 from benchmarks.suites.script import without
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
@@ -81,13 +82,31 @@ def test_the_table_tells_ratio_pictures_and_reasons():
     assert "compiled 60 s" in lines[-1]
 
 
+def test_the_command_names_no_place_of_one_machine():
+    words = [
+        "-m",
+        "benchmarks.run",
+        "step",
+        "--scratch",
+        "/some/where",
+        "--rounds",
+        "2",
+        "--output=/some/file",
+        "--",
+        "--seed",
+        "1",
+    ]
+    assert without_places(words) == ["-m", "benchmarks.run", "step", "--rounds", "2", "--", "--seed", "1"]
+
+
 def test_every_committed_result_can_be_read():
     files = sorted((Path(report.FOLDER)).glob("*.json"))
     assert files
     for file in files:
         result = read(file)
         assert result.commits["sd_scripts"], file
-        assert result.command.startswith("python"), file
+        assert result.command.startswith("python -m benchmarks.run "), file
+        assert not re.search(r"(?<![\w.])/(root|home|tmp|work|Users)/", file.read_text(encoding="utf-8")), file
 
 
 def _plan(**more) -> Plan:
