@@ -44,16 +44,24 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
     settings = replace(run.settings, selective_torch_compile=False, activation_memory_budget=None)
     Patcher(registry(), settings, checkout).arm()
     with _quiet(), importable(checkout):
-        arguments = _arguments(checkout, script, run, argv)
-        choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
-        trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
-        known = argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)})
+        choices, arguments, trainer = read(checkout, script, run, argv)
         try:
-            return _measure(checkout, choices, known, trainer)
+            return _measure(checkout, choices, arguments, trainer)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
             raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
+
+
+def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, argparse.Namespace, Any]:
+    """Return a command line's normalized choices, the arguments that its step reads, and its family's network trainer.
+
+    Raises UserError for arguments the script does not take.
+    """
+    arguments = _arguments(checkout, script, run, argv)
+    choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
+    trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
+    return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
 
 
 def _refuse(choices: Choices) -> None:
@@ -62,6 +70,8 @@ def _refuse(choices: Choices) -> None:
         raise UserError(f"estimates for {choices.script} are not modelled: {', '.join(TRAINERS)} are")
     if choices.fused_optimizer_groups or choices.blockwise_fused_optimizers:
         raise UserError("estimates with --fused_optimizer_groups or --blockwise_fused_optimizers are not modelled")
+    if choices.family in ("flux", "lumina", "sd3") and choices.trains_text_encoder and not choices.trains_network:
+        raise UserError(f"estimates for {choices.script} with --train_text_encoder are not modelled")
     if choices.deepspeed:
         raise UserError("estimates with --deepspeed are not modelled: what it keeps where depends on its own configuration")
 
@@ -71,7 +81,7 @@ def _spelling(choices: Choices) -> dict[str, Any]:
     names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
     spelt = {name: getattr(choices, name) for name in names}
     # A fine-tune runs the network trainer's step: as one that trains no text encoder, unless it says so.
-    return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.train_text_encoder}
+    return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.trains_text_encoder}
 
 
 def _arguments(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kohya_ext.vram.choices import Choices
 
@@ -152,11 +153,11 @@ def _flux(choices: Choices) -> Models:
         models = importlib.import_module("library.chroma_models")
         transformer, clip = models.Chroma(models.chroma_params), util.dummy_clip_l()
     else:
-        transformer, clip = flux.Flux(sizes.params), _placed(util.load_clip_l(None, torch.float32, "cpu", state_dict={}))
+        transformer, clip = flux.Flux(sizes.params), _loaded(util.load_clip_l)
     length = choices.t5xxl_max_token_length or 512
     return Models(
         unet=transformer,
-        text_encoders=[clip, _placed(util.load_t5xxl(None, torch.float32, "cpu", state_dict={}))],
+        text_encoders=[clip, _loaded(util.load_t5xxl)],
         vae=flux.AutoEncoder(sizes.ae_params),
         latents=(16, 8),
         token_ids=lambda batch: [_ids(batch, CLIP_TOKENS), _ids(batch, length), _mask(batch, length)],
@@ -179,7 +180,7 @@ def _lumina(choices: Choices) -> Models:
     """Lumina Image 2.0."""
     models, util = importlib.import_module("library.lumina_models"), importlib.import_module("library.lumina_util")
     transformer = models.NextDiT_2B_GQA_patch2_Adaln_Refiner()
-    gemma = _placed(util.load_gemma2(None, torch.float32, "cpu", state_dict={}))
+    gemma = _loaded(util.load_gemma2)
     flux = importlib.import_module("library.flux_models")
     length = choices.gemma2_max_token_length or 256
     return Models(
@@ -222,7 +223,7 @@ def _sd3(choices: Choices) -> Models:
         text_encoders=[
             transformers.CLIPTextModelWithProjection(small),
             transformers.CLIPTextModelWithProjection(large),
-            _placed(flux_util.load_t5xxl(None, torch.float32, "cpu", state_dict={})),
+            _loaded(flux_util.load_t5xxl),
         ],
         vae=models.SDVAE(torch.float32, "cpu"),
         latents=(16, 8),
@@ -250,11 +251,13 @@ def _mask(batch: int, length: int) -> torch.Tensor:
     return torch.ones(batch, length, dtype=torch.long)
 
 
-def _placed(module: Any) -> Any:
-    """A module whose loader left it on the meta device, with memory of its own."""
+def _loaded(load: Callable[..., Any]) -> Any:
+    """Run a text encoder's loader with no weights in its file, and give what it leaves on the meta device memory."""
+    with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
+        module = load(None, torch.float32, "cpu", state_dict={})
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
+            if parameter is not None:
                 part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
     return module
 

@@ -247,11 +247,11 @@ def _network_groups(network: Any, arguments: Namespace) -> Any:
 def _prepare_finetune(
     choices: Choices, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
 ) -> tuple[Any, Any, list[Any], bool]:
-    """As sdxl_train.py does, in its order."""
+    """As sdxl_train.py does, in its order; the transformers' scripts load their model in 16 bits whatever is trained."""
     encoder_rates = _text_encoder_rates(choices, len(models.text_encoders))
     train_text_encoder = any(encoder_rates)
     train_unet = choices.learning_rate != 0
-    full = dtype if choices.full_bf16 else torch.float32
+    full = dtype if choices.full_bf16 or choices.family in ("flux", "lumina", "sd3") else torch.float32
     cast(models.unet, full if train_unet else dtype)
     models.unet.requires_grad_(train_unet)
     models.unet.train(train_unet)
@@ -283,7 +283,7 @@ def _prepare_finetune(
 
 def _text_encoder_rates(choices: Choices, count: int) -> list[bool]:
     """Which text encoders are trained: a rate of 0 leaves one out."""
-    if not choices.train_text_encoder:
+    if not choices.trains_text_encoder:
         return [False] * count
     said = [choices.learning_rate_te] if count == 1 else [choices.learning_rate_te1, choices.learning_rate_te2]
     return [(choices.learning_rate if rate is None else rate) != 0 for rate in said]
@@ -390,7 +390,11 @@ def _make_gradients(training: Training) -> None:
 
 
 def _step_in_backward(training: Training) -> None:
-    """Step each parameter as soon as its gradient is whole, as sdxl_train.py does with --fused_backward_pass."""
+    """Step each parameter as soon as its gradient is whole, as sdxl_train.py does with --fused_backward_pass.
+
+    Upstream's clipping before it is left out: it hands one tensor to a function that wants a list, which then looks for the
+    gradients of its rows and finds none. That costs time, and no memory.
+    """
     optimizer = training.optimizer
     importlib.import_module("library.adafactor_fused").patch_adafactor_fused(optimizer)
     for group in optimizer.param_groups:
@@ -398,8 +402,6 @@ def _step_in_backward(training: Training) -> None:
             if parameter.requires_grad:
 
                 def step(tensor: Any, group: Any = group) -> None:
-                    if training.choices.max_grad_norm:
-                        training.accelerator.clip_grad_norm_(tensor, training.choices.max_grad_norm)
                     optimizer.step_param(tensor, group)
                     tensor.grad = None
 
