@@ -84,6 +84,8 @@ class Choices:
     apply_lg_attn_mask: bool = False
     train_t5xxl: bool = False
     gemma2_max_token_length: int | None = None
+    qwen3_max_token_length: int = 512
+    t5_max_token_length: int = 512
     blockwise_fused_optimizers: bool = False
     deepspeed: bool = False
     torch_compile: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ class Models:
     """Channels, and pixels per latent along a side."""
     token_ids: Callable[[int], list[torch.Tensor]]
     """Batch size -> what the dataset hands out for captions that are not cached."""
-    conditions: Callable[[int], list[torch.Tensor]]
+    conditions: Callable[[int], list[torch.Tensor | None]]
     """Batch size -> what it hands out for cached text encoder outputs."""
     tokenizers: Any
     """What the encoding strategy asks its tokenizers for: sizes, no vocabulary."""
@@ -243,6 +244,58 @@ def _sd3(choices: Choices) -> Models:
     )
 
 
+def _anima(choices: Choices) -> Models:
+    """Anima, as far as it is served with cached captions: its adapter reads T5's token ids, its text encoder is Qwen3 0.6B."""
+    util, vae = importlib.import_module("library.anima_utils"), importlib.import_module("library.qwen_image_autoencoder_kl")
+    transformers = importlib.import_module("transformers")
+    transformer = _constructed(
+        util.anima_models, "Anima", lambda: util.load_anima_model("cpu", "", "torch", False, "cpu", torch.bfloat16)
+    )
+    config = Path(str(util.__file__)).parent.parent / "configs" / "qwen3_06b"
+    encoder = transformers.Qwen3Model(transformers.Qwen3Config.from_pretrained(config, local_files_only=True))
+    long, short = choices.qwen3_max_token_length, choices.t5_max_token_length
+    return Models(
+        unet=transformer,
+        text_encoders=[encoder],
+        vae=_constructed(vae, "AutoencoderKLQwenImage", lambda: vae.load_vae("")),
+        latents=(16, 8),
+        token_ids=lambda batch: [_ids(batch, long), _mask(batch, long), _ids(batch, short), _mask(batch, short)],
+        conditions=lambda batch: [
+            torch.zeros(batch, long, encoder.config.hidden_size),
+            _mask(batch, long),
+            _ids(batch, short),
+            _mask(batch, short),
+            None,
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: list(transformer.blocks[len(transformer.blocks) - count :]),
+        caption_tokens=long,
+    )
+
+
+class _SeenError(Exception):
+    """A loader has reached the class it builds."""
+
+
+def _constructed(module: Any, name: str, load: Callable[[], Any]) -> Any:
+    """Construct a class of a module with the sizes that its loader keeps to itself, and nothing that it loads."""
+    kind = getattr(module, name)
+    given: dict[str, Any] = {}
+
+    def note(**sizes: Any) -> None:
+        given.update(sizes)
+        raise _SeenError
+
+    setattr(module, name, note)
+    try:
+        load()
+    except _SeenError:
+        return kind(**given)
+    finally:
+        setattr(module, name, kind)
+    raise RuntimeError(f"the loader of {name} did not construct one")
+
+
 def _ids(batch: int, length: int) -> torch.Tensor:
     return torch.zeros(batch, length, dtype=torch.long)
 
@@ -268,6 +321,7 @@ BUILDERS: dict[str, Callable[[Choices], Models]] = {
     "flux": _flux,
     "lumina": _lumina,
     "sd3": _sd3,
+    "anima": _anima,
 }
 
 

@@ -153,7 +153,7 @@ def _log_once(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) -> 
 
 
 def prepare(choices: Choices, arguments: Namespace, trainer: Any) -> Training:
-    """Build models, network and optimizer and lay them on the card, as the script does before its first step."""
+    """Build models, network and optimizer on torch's default device, as the script does before its first step."""
     models = build(choices.family, choices)
     accelerator = _accelerator(choices)
     weight_dtype, vae_dtype = _dtypes(choices)
@@ -416,7 +416,7 @@ def _forward(training: Training) -> Any:
         # The network trainer makes its inputs require grad for reentrant checkpointing; a fine-tune's script does not.
         arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False})
     with unset_fake_temporarily():  # it copies its tensors deeply, for which they need data
-        scheduler = trainer.get_noise_scheduler(arguments, torch.device("cpu"))
+        scheduler = trainer.get_noise_scheduler(arguments, torch.get_default_device())
     return trainer.process_batch(
         _batch(training),
         training.models.text_encoders,
@@ -470,8 +470,8 @@ def _fakes() -> Iterator[Assumptions]:
 def _accelerator(choices: Choices) -> Any:
     accelerate = importlib.import_module("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    precision = choices.mixed_precision
-    return accelerate.Accelerator(cpu=True, mixed_precision=precision, device_placement=False)
+    on_cpu = torch.get_default_device().type == "cpu"
+    return accelerate.Accelerator(cpu=on_cpu, mixed_precision=choices.mixed_precision, device_placement=False)
 
 
 def _dtypes(choices: Choices) -> tuple[torch.dtype, torch.dtype]:

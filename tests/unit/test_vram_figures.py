@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kohya_ext.errors import UserError
-from kohya_ext.vram.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator
+from kohya_ext.vram.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, least
 from kohya_ext.vram.card import gigabytes, read_size
 from kohya_ext.vram.events import Event, Kind, peak, peak_by_phase
 
@@ -100,3 +100,21 @@ def test_a_size_that_cannot_be_read_is_a_user_error(text: str) -> None:
 
 def test_gigabytes_are_decimal() -> None:
     assert gigabytes(2**30) == "1.07"
+
+
+def test_a_full_card_gets_its_empty_segments_back_before_it_gives_up() -> None:
+    events = [
+        Event(0, 40 * MIB, "forward"),
+        Event(0, -40 * MIB, "forward"),
+        Event(1, 60 * MIB, "forward"),
+        Event(2, 4 * MIB, "forward"),
+    ]
+    freely = CachingAllocator()
+    freely.replay(events)
+    assert freely.reserved == 100 * MIB  # the 4 MiB lie in what the 40 left
+    capped = CachingAllocator(limit=80 * MIB)
+    capped.replay(events)
+    assert capped.reserved == 80 * MIB
+    with pytest.raises(MemoryError):
+        CachingAllocator(limit=79 * MIB).replay(events)
+    assert 80 * MIB <= least(events, 64 * MIB, freely.reserved) <= 112 * MIB
