@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=96, help="channels of the U-Net's first level; SDXL has 320")
     parser.add_argument("--size", type=int, default=512, help="pixels along a side")
     parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--limit", type=float, default=2.0, help="percent above the weights that a case may be off")
+    parser.add_argument("--limit", type=float, default=5.0, help="percent above the weights that a case may be off")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     logging.disable(logging.WARNING)
