@@ -84,10 +84,9 @@ def ready(spec: dict[str, Any]) -> Step:
     if patcher is not None:
         patcher.arm()
     sys.path.insert(0, str(checkout.path))
-    with making.quiet():
-        choices, arguments, trainer = making.compose(checkout, spec["script"], run, spec["arguments"])
-        settle(choices, arguments, trainer)
-        accelerator = _accelerator(arguments)
+    choices, arguments, trainer = making.read(checkout, spec["script"], run, spec["arguments"])
+    settle(choices, arguments, trainer)
+    accelerator = _accelerator(arguments)
     with torch.device(accelerator.device):
         with _default_dtype(choices):
             models = build(choices.family, choices)

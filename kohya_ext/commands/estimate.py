@@ -49,7 +49,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code: 1 when it does not fit the card, so that scripts can ask."""
+    """Do it; return the exit code: 1 when more is reserved than the card has, so that scripts can ask."""
     behind = QuietParser(add_help=False, allow_abbrev=False)
     _add_own(behind)
     own, argv = behind.parse_known_args(arguments.arguments)
@@ -127,6 +127,11 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
         rest = card - found.on_the_card
         fits = "leaves" if rest >= 0 else "is short of"
         lines.append(f"A card of {gigabytes(card)} GB ({card / GIB:.1f} GiB) {fits} {gigabytes(abs(rest))} GB.")
+        if rest < 0 <= rest + found.reserved - found.least:
+            lines.append(
+                f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "
+                f"{gigabytes(found.least)} GB. Under Windows and WSL the driver would take system memory instead."
+            )
     if run.settings.selective_torch_compile:
         lines.append("Compiled blocks are not modelled: these are the figures without compiling, which needs more.")
     lines.append(

@@ -1,14 +1,14 @@
 """What PyTorch's CUDA caching allocator reserves for a log of allocations: the driver never sees a tensor, only segments.
 
 Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings (no expandable segments, no maximum
-split size): best fit in two pools, blocks split and merged inside segments that are never given back.
+split size): best fit in two pools, blocks split and merged inside segments that go back to the driver only when it has no more.
 https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kohya_ext.vram.events import Event
@@ -39,8 +39,10 @@ class _Block:
 class CachingAllocator:
     """Replays allocations and frees, given by the number of their storage."""
 
+    limit: int | None = None
+    """Bytes that the card has for segments; None for any number."""
     reserved: int = 0
-    """Bytes in segments. They only ever grow: this is ``torch.cuda.max_memory_reserved``."""
+    """Bytes in segments. Without a limit they only ever grow, to ``torch.cuda.max_memory_reserved``."""
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
@@ -83,9 +85,20 @@ class CachingAllocator:
         large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
         length = SMALL_SEGMENT if small else large
         block = _Block(self._next_address, length, small)
+        if self.limit is not None and self.reserved + length > self.limit:
+            self._give_back()
+            if self.reserved + length > self.limit:
+                raise MemoryError
         self._next_address += length
         self.reserved += length
         return block
+
+    def _give_back(self) -> None:
+        """Return to the driver the segments in which nothing lies, as the allocator does before it gives up."""
+        for pool in self._free.values():
+            unused = [row for row in pool if row[2].before is None and row[2].after is None]
+            self.reserved -= sum(size for size, _, _ in unused)
+            pool[:] = [row for row in pool if row not in unused]
 
     def _put_back(self, block: _Block) -> None:
         block.free = True
@@ -94,6 +107,19 @@ class CachingAllocator:
     def _take_out(self, block: _Block) -> None:
         pool = self._free[block.small]
         del pool[bisect_left(pool, (block.size, block.address), key=lambda row: row[:2])]
+
+
+def least(events: Sequence[Event], tensors: int, reserved: int) -> int:
+    """Return the fewest reserved bytes with which a log still runs, to 32 MiB: between its tensors' peak and ``reserved``."""
+    below, enough = tensors, reserved
+    while enough - below > 32 * _MIB:
+        limit = (below + enough) // 2
+        try:
+            CachingAllocator(limit).replay(events)
+            enough = limit
+        except MemoryError:
+            below = limit
+    return enough
 
 
 def _merged(first: _Block, second: _Block) -> _Block:

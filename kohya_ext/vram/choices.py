@@ -64,6 +64,7 @@ class Choices:
     network_train_unet_only: bool = False
     network_train_text_encoder_only: bool = False
     train_text_encoder: bool = False
+    stop_text_encoder_training: int | None = None
     learning_rate: float = 2e-06
     learning_rate_te: float | None = None
     learning_rate_te1: float | None = None
@@ -83,6 +84,8 @@ class Choices:
     apply_lg_attn_mask: bool = False
     train_t5xxl: bool = False
     gemma2_max_token_length: int | None = None
+    qwen3_max_token_length: int = 512
+    t5_max_token_length: int = 512
     blockwise_fused_optimizers: bool = False
     deepspeed: bool = False
     torch_compile: bool = False
@@ -96,6 +99,13 @@ class Choices:
     def trains_network(self) -> bool:
         """True for a LoRA or another network on a frozen base, False for a fine-tune."""
         return FAMILIES[self.script].endswith("-lora")
+
+    @property
+    def trains_text_encoder(self) -> bool:
+        """Whether a fine-tune trains text encoders: train_db.py does unless told to stop before it begins."""
+        if self.script == "train_db.py":
+            return self.stop_text_encoder_training is None or self.stop_text_encoder_training >= 0
+        return self.train_text_encoder
 
     def key(self) -> dict[str, Any]:
         """What tells this run's figures from another's: the choices that differ from the defaults."""
@@ -161,6 +171,7 @@ def normalized(choices: Choices) -> Choices:
         cache_text_encoder_outputs=choices.cache_text_encoder_outputs or choices.cache_text_encoder_outputs_to_disk,
         cache_text_encoder_outputs_to_disk=False,
         gradient_accumulation_steps=min(choices.gradient_accumulation_steps, 2),
+        stop_text_encoder_training=None if (choices.stop_text_encoder_training or 0) >= 0 else -1,
         max_grad_norm=float(choices.max_grad_norm != 0),
         network_dim=(choices.network_dim or 4) if lora else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,

@@ -27,6 +27,9 @@ class Estimate:
     """Tensors at the peak, over all moments: ``torch.cuda.max_memory_allocated``."""
     reserved: int
     """What the caching allocator holds for them at most: ``torch.cuda.max_memory_reserved``."""
+    least: int
+    """What it can hold them in, to 32 MiB: reserved memory in which nothing lies goes back when the card has no more. Not under
+    Windows and WSL, where the driver takes system memory instead, many times slower."""
     moment: str
     """When the peak is: forward, backward, optimizer step, caching latents, caching text encoder outputs."""
     parts: Mapping[str, int]

@@ -31,6 +31,7 @@ TRAINERS: Mapping[str, str] = {
     "flux": "flux_train_network.py",
     "lumina": "lumina_train_network.py",
     "sd3": "sd3_train_network.py",
+    "anima": "anima_train_network.py",
 }
 
 
@@ -40,23 +41,32 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
     Raises UserError for arguments the script does not take, and for a run that is not modelled.
     """
     _refuse(choosing.read(script, run, argv)[0])
-    # Compiled blocks cannot run on fake tensors: their figures are those of the uncompiled ones, which need more.
-    settings = replace(run.settings, selective_torch_compile=False, activation_memory_budget=None)
-    Patcher(registry(), settings, checkout).arm()
-    with quiet(), importable(checkout):
-        choices, known, trainer = compose(checkout, script, run, argv)
+    with _quiet(), importable(checkout), patched(checkout, run):
         try:
-            return _measure(checkout, choices, known, trainer)
+            choices, arguments, trainer = read(checkout, script, run, argv)
+            return _measure(checkout, choices, arguments, trainer)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
             raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
 
 
-def compose(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, argparse.Namespace, Any]:
-    """Return what :mod:`kohya_ext.vram.step` takes: normalized choices, the script's arguments, the family's network trainer.
+@contextlib.contextmanager
+def patched(checkout: Checkout, run: RunArguments) -> Iterator[None]:
+    """Have the patches of a run, but for compiling: compiled blocks cannot run on fake tensors, and need less."""
+    settings = replace(run.settings, selective_torch_compile=False, activation_memory_budget=None)
+    patcher = Patcher(registry(), settings, checkout)
+    patcher.arm()
+    try:
+        yield
+    finally:
+        patcher.undo()
 
-    The checkout must be importable. Raises UserError for arguments the script does not take.
+
+def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, argparse.Namespace, Any]:
+    """Return a command line's normalized choices, the arguments that its step reads, and its family's network trainer.
+
+    Raises UserError for arguments the script does not take.
     """
     arguments = _arguments(checkout, script, run, argv)
     choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
@@ -70,6 +80,8 @@ def _refuse(choices: Choices) -> None:
         raise UserError(f"estimates for {choices.script} are not modelled: {', '.join(TRAINERS)} are")
     if choices.fused_optimizer_groups or choices.blockwise_fused_optimizers:
         raise UserError("estimates with --fused_optimizer_groups or --blockwise_fused_optimizers are not modelled")
+    if choices.family in ("flux", "lumina", "sd3", "anima") and choices.trains_text_encoder and not choices.trains_network:
+        raise UserError(f"estimates for {choices.script} with --train_text_encoder are not modelled")
     if choices.deepspeed:
         raise UserError("estimates with --deepspeed are not modelled: what it keeps where depends on its own configuration")
 
@@ -79,7 +91,7 @@ def _spelling(choices: Choices) -> dict[str, Any]:
     names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
     spelt = {name: getattr(choices, name) for name in names}
     # A fine-tune runs the network trainer's step: as one that trains no text encoder, unless it says so.
-    return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.train_text_encoder}
+    return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.trains_text_encoder}
 
 
 def _arguments(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> argparse.Namespace:
@@ -109,7 +121,7 @@ def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Estimate:
-    from kohya_ext.vram.allocator import CachingAllocator
+    from kohya_ext.vram.allocator import CachingAllocator, least
     from kohya_ext.vram.events import peak, peak_by_phase
     from kohya_ext.vram.step import measure, measure_caching, settle
 
@@ -129,6 +141,7 @@ def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
         choices=choices.key(),
         allocated=peaks[highest].bytes,
         reserved=reserved[highest],
+        least=least(logs[highest].events, peaks[highest].bytes, reserved[highest]),
         moment=peaks["step"].phase if highest == "step" else highest,
         parts={kind.value: size for kind, size in peaks[highest].parts.items()},
         moments={**moments, **peak_by_phase(step.events[step.start :], before)},
@@ -143,7 +156,7 @@ def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keep the scripts' log lines and their libraries' warnings to themselves."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

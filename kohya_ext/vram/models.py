@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kohya_ext.vram.choices import Choices
 
@@ -31,7 +33,7 @@ class Models:
     """Channels, and pixels per latent along a side."""
     token_ids: Callable[[int], list[torch.Tensor]]
     """Batch size -> what the dataset hands out for captions that are not cached."""
-    conditions: Callable[[int], list[torch.Tensor]]
+    conditions: Callable[[int], list[torch.Tensor | None]]
     """Batch size -> what it hands out for cached text encoder outputs."""
     tokenizers: Any
     """What the encoding strategy asks its tokenizers for: sizes, no vocabulary."""
@@ -152,11 +154,11 @@ def _flux(choices: Choices) -> Models:
         models = importlib.import_module("library.chroma_models")
         transformer, clip = models.Chroma(models.chroma_params), util.dummy_clip_l()
     else:
-        transformer, clip = flux.Flux(sizes.params), _placed(util.load_clip_l(None, torch.float32, "cpu", state_dict={}))
+        transformer, clip = flux.Flux(sizes.params), _loaded(util.load_clip_l)
     length = choices.t5xxl_max_token_length or 512
     return Models(
         unet=transformer,
-        text_encoders=[clip, _placed(util.load_t5xxl(None, torch.float32, "cpu", state_dict={}))],
+        text_encoders=[clip, _loaded(util.load_t5xxl)],
         vae=flux.AutoEncoder(sizes.ae_params),
         latents=(16, 8),
         token_ids=lambda batch: [_ids(batch, CLIP_TOKENS), _ids(batch, length), _mask(batch, length)],
@@ -179,7 +181,7 @@ def _lumina(choices: Choices) -> Models:
     """Lumina Image 2.0."""
     models, util = importlib.import_module("library.lumina_models"), importlib.import_module("library.lumina_util")
     transformer = models.NextDiT_2B_GQA_patch2_Adaln_Refiner()
-    gemma = _placed(util.load_gemma2(None, torch.float32, "cpu", state_dict={}))
+    gemma = _loaded(util.load_gemma2)
     flux = importlib.import_module("library.flux_models")
     length = choices.gemma2_max_token_length or 256
     return Models(
@@ -222,7 +224,7 @@ def _sd3(choices: Choices) -> Models:
         text_encoders=[
             transformers.CLIPTextModelWithProjection(small),
             transformers.CLIPTextModelWithProjection(large),
-            _placed(flux_util.load_t5xxl(None, torch.float32, "cpu", state_dict={})),
+            _loaded(flux_util.load_t5xxl),
         ],
         vae=models.SDVAE(torch.float32, "cpu"),
         latents=(16, 8),
@@ -242,6 +244,58 @@ def _sd3(choices: Choices) -> Models:
     )
 
 
+def _anima(choices: Choices) -> Models:
+    """Anima, as far as it is served with cached captions: its adapter reads T5's token ids, its text encoder is Qwen3 0.6B."""
+    util, vae = importlib.import_module("library.anima_utils"), importlib.import_module("library.qwen_image_autoencoder_kl")
+    transformers = importlib.import_module("transformers")
+    transformer = _constructed(
+        util.anima_models, "Anima", lambda: util.load_anima_model("cpu", "", "torch", False, "cpu", torch.bfloat16)
+    )
+    config = Path(str(util.__file__)).parent.parent / "configs" / "qwen3_06b"
+    encoder = transformers.Qwen3Model(transformers.Qwen3Config.from_pretrained(config, local_files_only=True))
+    long, short = choices.qwen3_max_token_length, choices.t5_max_token_length
+    return Models(
+        unet=transformer,
+        text_encoders=[encoder],
+        vae=_constructed(vae, "AutoencoderKLQwenImage", lambda: vae.load_vae("")),
+        latents=(16, 8),
+        token_ids=lambda batch: [_ids(batch, long), _mask(batch, long), _ids(batch, short), _mask(batch, short)],
+        conditions=lambda batch: [
+            torch.zeros(batch, long, encoder.config.hidden_size),
+            _mask(batch, long),
+            _ids(batch, short),
+            _mask(batch, short),
+            None,
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: list(transformer.blocks[len(transformer.blocks) - count :]),
+        caption_tokens=long,
+    )
+
+
+class _SeenError(Exception):
+    """A loader has reached the class it builds."""
+
+
+def _constructed(module: Any, name: str, load: Callable[[], Any]) -> Any:
+    """Construct a class of a module with the sizes that its loader keeps to itself, and nothing that it loads."""
+    kind = getattr(module, name)
+    given: dict[str, Any] = {}
+
+    def note(**sizes: Any) -> None:
+        given.update(sizes)
+        raise _SeenError
+
+    setattr(module, name, note)
+    try:
+        load()
+    except _SeenError:
+        return kind(**given)
+    finally:
+        setattr(module, name, kind)
+    raise RuntimeError(f"the loader of {name} did not construct one")
+
+
 def _ids(batch: int, length: int) -> torch.Tensor:
     return torch.zeros(batch, length, dtype=torch.long)
 
@@ -250,11 +304,13 @@ def _mask(batch: int, length: int) -> torch.Tensor:
     return torch.ones(batch, length, dtype=torch.long)
 
 
-def _placed(module: Any) -> Any:
-    """A module whose loader left it on the meta device, with memory of its own."""
+def _loaded(load: Callable[..., Any]) -> Any:
+    """Run a text encoder's loader with no weights in its file, and give what it leaves on the meta device memory."""
+    with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
+        module = load(None, torch.float32, "cpu", state_dict={})
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
+            if parameter is not None:
                 part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
     return module
 
@@ -265,6 +321,7 @@ BUILDERS: dict[str, Callable[[Choices], Models]] = {
     "flux": _flux,
     "lumina": _lumina,
     "sd3": _sd3,
+    "anima": _anima,
 }
 
 

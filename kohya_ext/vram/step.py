@@ -155,9 +155,9 @@ def _log_once(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) -> 
 def prepare(
     choices: Choices, arguments: Namespace, trainer: Any, models: Models | None = None, accelerator: Any = None
 ) -> Training:
-    """Build models, network and optimizer and lay them on the card, as the script does before its first step.
+    """Build models, network and optimizer on torch's default device, as the script does before its first step.
 
-    ``models`` and ``accelerator`` are for a step on a real device (benchmarks/): models that already lie there.
+    ``models`` and ``accelerator`` may be brought along: a step that is timed (benchmarks/) has the script's own accelerator.
     """
     models = build(choices.family, choices) if models is None else models
     accelerator = _accelerator(choices) if accelerator is None else accelerator
@@ -252,11 +252,11 @@ def _network_groups(network: Any, arguments: Namespace) -> Any:
 def _prepare_finetune(
     choices: Choices, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
 ) -> tuple[Any, Any, list[Any], bool]:
-    """As sdxl_train.py does, in its order."""
+    """As sdxl_train.py does, in its order; the transformers' scripts load their model in 16 bits whatever is trained."""
     encoder_rates = _text_encoder_rates(choices, len(models.text_encoders))
     train_text_encoder = any(encoder_rates)
     train_unet = choices.learning_rate != 0
-    full = dtype if choices.full_bf16 else torch.float32
+    full = dtype if choices.full_bf16 or choices.family in ("flux", "lumina", "sd3") else torch.float32
     cast(models.unet, full if train_unet else dtype)
     models.unet.requires_grad_(train_unet)
     models.unet.train(train_unet)
@@ -288,7 +288,7 @@ def _prepare_finetune(
 
 def _text_encoder_rates(choices: Choices, count: int) -> list[bool]:
     """Which text encoders are trained: a rate of 0 leaves one out."""
-    if not choices.train_text_encoder:
+    if not choices.trains_text_encoder:
         return [False] * count
     said = [choices.learning_rate_te] if count == 1 else [choices.learning_rate_te1, choices.learning_rate_te2]
     return [(choices.learning_rate if rate is None else rate) != 0 for rate in said]
@@ -395,7 +395,11 @@ def _make_gradients(training: Training) -> None:
 
 
 def step_in_backward(training: Training) -> None:
-    """Step each parameter as soon as its gradient is whole, as sdxl_train.py does with --fused_backward_pass."""
+    """Step each parameter as soon as its gradient is whole, as sdxl_train.py does with --fused_backward_pass.
+
+    Upstream's clipping before it is left out: it hands one tensor to a function that wants a list, which then looks for the
+    gradients of its rows and finds none. That costs time, and no memory.
+    """
     optimizer = training.optimizer
     importlib.import_module("library.adafactor_fused").patch_adafactor_fused(optimizer)
     for group in optimizer.param_groups:
@@ -403,8 +407,6 @@ def step_in_backward(training: Training) -> None:
             if parameter.requires_grad:
 
                 def step(tensor: Any, group: Any = group) -> None:
-                    if training.choices.max_grad_norm:
-                        training.accelerator.clip_grad_norm_(tensor, training.choices.max_grad_norm)
                     optimizer.step_param(tensor, group)
                     tensor.grad = None
 
@@ -425,7 +427,7 @@ def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: 
         arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False})
     if scheduler is None:
         with unset_fake_temporarily():  # it copies its tensors deeply, for which they need data
-            scheduler = trainer.get_noise_scheduler(arguments, torch.device("cpu"))
+            scheduler = trainer.get_noise_scheduler(arguments, torch.get_default_device())
     return trainer.process_batch(
         make_batch(training) if batch is None else batch,
         training.models.text_encoders,
@@ -480,8 +482,8 @@ def _fakes() -> Iterator[Assumptions]:
 def _accelerator(choices: Choices) -> Any:
     accelerate = importlib.import_module("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    precision = choices.mixed_precision
-    return accelerate.Accelerator(cpu=True, mixed_precision=precision, device_placement=False)
+    on_cpu = torch.get_default_device().type == "cpu"
+    return accelerate.Accelerator(cpu=on_cpu, mixed_precision=choices.mixed_precision, device_placement=False)
 
 
 def _dtypes(choices: Choices) -> tuple[torch.dtype, torch.dtype]:
