@@ -19,7 +19,7 @@ DEFAULT_RECOMPILE_LIMIT = 64
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class SettingNotSeen(RuntimeError):
+class SettingNotSeenError(RuntimeError):
     """A setting of torch cannot be made to hold on every thread."""
 
 
@@ -30,14 +30,14 @@ def set_everywhere(config: Any, name: str, value: Any) -> None:
     recompute of gradient checkpointing, and every backward graph. There the default is what counts, so it is changed too.
     https://github.com/pytorch/pytorch/pull/173568
 
-    Raises SettingNotSeen when a new thread still sees another value.
+    Raises SettingNotSeenError when a new thread still sees another value.
     """
     setattr(config, name, value)
     if _seen_by_a_new_thread(config, name) != value:
         entry = config._config[_real_name(config, name)]
         entry.default = value
         if _seen_by_a_new_thread(config, name) != value:
-            raise SettingNotSeen(f"{config.__name__}.{name}")
+            raise SettingNotSeenError(f"{config.__name__}.{name}")
 
 
 def _real_name(config: Any, name: str) -> str:
@@ -54,7 +54,7 @@ def _seen_by_a_new_thread(config: Any, name: str) -> Any:
 
 
 def prepare_torch(recompile_limit: int | None) -> None:
-    """Set what compiled blocks need, once, before the first of them is compiled. Raises SettingNotSeen."""
+    """Set what compiled blocks need, once, before the first of them is compiled. Raises SettingNotSeenError."""
     import torch
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
