@@ -113,8 +113,8 @@ def _unless_it_takes_args(original: Any) -> str | None:
 def _wanted(settings: Settings) -> bool:
     if settings.selective_torch_compile and settings.compile_mode in ("reduce-overhead", "max-autotune"):
         raise UserError(
-            f"--compile_mode {settings.compile_mode} cannot be used with --selective_torch_compile: it records CUDA graphs, and "
-            "blocks that share their code would be recorded once each, with memory of their own. Use default or "
+            f"--compile_mode {settings.compile_mode} cannot be used with --selective_torch_compile: it records CUDA graphs, "
+            "and blocks that share their code would be recorded once each, with memory of their own. Use default or "
             "max-autotune-no-cudagraphs"
         )
     return settings.selective_torch_compile

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kohya_ext import __version__
+from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.session import OPTIONS, begin
@@ -66,13 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(checkout: Checkout | None) -> dict[str, Any]:
     """Return everything as plain data. Memory in bytes."""
+    device = _device()
     return {
         "kohya_ext": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
-        "device": _device(),
-        "compile": _compile(),
+        "device": device,
+        "compile": _compile(device["kind"]),
         "environment": _environment(),
         "sd_scripts": _checkout(checkout),
         "patches": _patches(checkout) if checkout is not None else [],
@@ -110,9 +112,14 @@ def _device() -> dict[str, Any]:
     return {"kind": "cpu", "why": f"torch {torch.__version__} is {built}"}
 
 
-def _compile() -> dict[str, Any]:
+def _compile(device: str) -> dict[str, Any]:
     compiler = next((path for name in ("cl", "cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    return {"compiler": compiler, "triton": importlib.util.find_spec("triton") is not None}
+    return {
+        "compiler": compiler,
+        "triton": importlib.util.find_spec("triton") is not None,
+        "obstacle": find_obstacle(device) if device != "none" else "torch is not installed",
+        "ignored_dynamo_backend": ignored_dynamo_backend(os.environ),
+    }
 
 
 def _environment() -> dict[str, Any]:
@@ -164,7 +171,7 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
     facts.add_row("system", found["system"])
     facts.add_row("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items()))
     facts.add_row("device", escape(_device_words(found["device"])))
-    facts.add_row("compiling", _compile_words(found["compile"]))
+    facts.add_row("compiling", escape(_compile_words(found["compile"])))
     variables = ", ".join(f"{name}={value}" for name, value in found["environment"]["variables"].items())
     armed = "armed" if found["environment"]["arms_plain_starts"] else "not armed: set KOHYA_EXT=1, or use the launcher"
     facts.add_row("switches", escape(variables) or "none set")
@@ -193,7 +200,15 @@ def _device_words(device: Mapping[str, Any]) -> str:
 
 
 def _compile_words(compiling: Mapping[str, Any]) -> str:
-    return f"C compiler {compiling['compiler'] or 'not found'}, Triton {'found' if compiling['triton'] else 'not found'}"
+    compiler, triton = compiling["compiler"] or "not found", "found" if compiling["triton"] else "not found"
+    words = f"C compiler {compiler}, Triton {triton}; --selective_torch_compile "
+    words += f"will not work here: {compiling['obstacle']}" if compiling["obstacle"] else "will work here"
+    if compiling["ignored_dynamo_backend"]:
+        words += (
+            f"; {compiling['ignored_dynamo_backend']} does nothing: sd-scripts overrules it. "
+            "Use --selective_torch_compile, or sd-scripts' own --torch_compile"
+        )
+    return words
 
 
 def _checkout_words(checkout: Mapping[str, Any] | None) -> str:

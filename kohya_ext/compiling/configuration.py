@@ -10,6 +10,7 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
+from kohya_ext.compiling.bound_methods import trace_methods_of_other_modules
 from kohya_ext.session import current
 
 #: SDXL's ResnetBlock2D alone has 16 variants by its channels; torch's 8 would leave the rest eager without a word.
@@ -18,7 +19,7 @@ DEFAULT_RECOMPILE_LIMIT = 64
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class SettingNotSeen(RuntimeError):
+class SettingNotSeenError(RuntimeError):
     """A setting of torch cannot be made to hold on every thread."""
 
 
@@ -29,14 +30,14 @@ def set_everywhere(config: Any, name: str, value: Any) -> None:
     recompute of gradient checkpointing, and every backward graph. There the default is what counts, so it is changed too.
     https://github.com/pytorch/pytorch/pull/173568
 
-    Raises SettingNotSeen when a new thread still sees another value.
+    Raises SettingNotSeenError when a new thread still sees another value.
     """
     setattr(config, name, value)
     if _seen_by_a_new_thread(config, name) != value:
         entry = config._config[_real_name(config, name)]
         entry.default = value
         if _seen_by_a_new_thread(config, name) != value:
-            raise SettingNotSeen(f"{config.__name__}.{name}")
+            raise SettingNotSeenError(f"{config.__name__}.{name}")
 
 
 def _real_name(config: Any, name: str) -> str:
@@ -53,11 +54,12 @@ def _seen_by_a_new_thread(config: Any, name: str) -> Any:
 
 
 def prepare_torch(recompile_limit: int | None) -> None:
-    """Set what compiled blocks need, once, before the first of them is compiled. Raises SettingNotSeen."""
+    """Set what compiled blocks need, once, before the first of them is compiled. Raises SettingNotSeenError."""
     import torch
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
+    trace_methods_of_other_modules()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
     # torch 2.7 renamed it and kept the old name as an alias.
     set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)

@@ -99,7 +99,9 @@ def _spare(graph_module: Any) -> Any:
 
 
 def _draws_random_numbers(graph_module: Any) -> bool:
-    return any("inductor_seed" in str(node.target) or "inductor_random" in str(node.target) for node in graph_module.graph.nodes)
+    return any(
+        "inductor_seed" in str(node.target) or "inductor_random" in str(node.target) for node in graph_module.graph.nodes
+    )
 
 
 def _interpreted(graph_module: Any) -> Any:

@@ -1,0 +1,69 @@
+"""The activation memory budget of torch's partitioner, set where it counts and made to mean what it says.
+
+``activation_memory_budget`` is the share of a compiled graph's activations that may be kept for backward; the rest is
+recomputed, the cheapest first. https://pytorch.org/blog/activation-checkpointing-techniques/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kohya_ext.compiling.configuration import set_everywhere
+
+
+def set_budget(share: float) -> None:
+    """Set the budget, from 0 (keep the inputs of each graph only) to 1, for graphs compiled from now on, on every thread.
+
+    Raises SettingNotSeenError, and AttributeError where this torch (before 2.4) has no such setting.
+    """
+    import torch._functorch.config as functorch
+
+    functorch.activation_memory_budget  # noqa: B018  an unknown name would be accepted by setattr on old versions
+    set_everywhere(functorch, "activation_memory_budget", share)
+    _leave_inputs_out_of_account()
+
+
+def _leave_inputs_out_of_account() -> None:
+    """Make the partitioner weigh activations only. Does nothing where it looks different.
+
+    It measures ``(saved - inputs) / (saved at 1.0 - inputs)``, with *all* inputs of the graph, parameters included,
+    whether they are saved or not. Where the weights of a block are larger than its activations (float32 weights at batch
+    1, say) that is negative, and every budget but 0 is taken for 1.0. Inputs cost nothing: they stay in memory anyway.
+    """
+    import torch._functorch.partitioners as partitioners
+
+    original = getattr(partitioners, "choose_saved_values_set", None)
+    needed = ("_size_of", "solve_min_cut")
+    if original is None or hasattr(original, "__wrapped__") or not all(hasattr(partitioners, name) for name in needed):
+        return
+
+    def choose_saved_values_set(joint_graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
+        if memory_budget in (0, 1):
+            return original(joint_graph, node_info, memory_budget)
+        inputs = frozenset(node_info.inputs)
+        size_of, solve_min_cut = partitioners._size_of, partitioners.solve_min_cut
+
+        def size_beyond_inputs(node: Any) -> Any:
+            return 0 if node in inputs else size_of(node)
+
+        def with_true_sizes(*args: Any, **kwargs: Any) -> Any:
+            with _replaced(partitioners, "_size_of", size_of):
+                return solve_min_cut(*args, **kwargs)
+
+        with _replaced(partitioners, "_size_of", size_beyond_inputs), _replaced(partitioners, "solve_min_cut", with_true_sizes):
+            return original(joint_graph, node_info, memory_budget)
+
+    choose_saved_values_set.__wrapped__ = original  # type: ignore[attr-defined]
+    partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

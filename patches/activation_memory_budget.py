@@ -1,0 +1,81 @@
+"""Let the partitioner of torch.compile trade recompute for memory.
+
+What is compiled keeps only a share of its activations and recomputes the rest in backward, the cheapest first, where
+gradient checkpointing recomputes everything. It is the alternative to checkpointing, not an addition: inside a checkpoint
+nothing outlives the block anyway, and what the budget makes it recompute is recomputed twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import Any
+
+from kohya_ext.console import note, warn
+from kohya_ext.patching import Patch, Target
+from kohya_ext.settings import Settings
+
+
+def _set_before_training(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def prepare_accelerator(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        _set(settings, args)
+        return original(args, *rest, **kwargs)
+
+    return prepare_accelerator
+
+
+def _set(settings: Settings, args: Any) -> None:
+    from kohya_ext.compiling.budget import set_budget
+
+    share = settings.activation_memory_budget
+    assert share is not None, "wanted without a value"
+    whole_model = getattr(args, "torch_compile", False) or getattr(args, "compile", False)
+    if not whole_model and not settings.selective_torch_compile:
+        warn(f"--activation_memory_budget {share} does nothing without --selective_torch_compile (or --torch_compile)")
+        return
+    if not whole_model and settings.compile_backend == "eager":
+        warn(f"--activation_memory_budget {share} does nothing with --compile_backend eager, which partitions no graph")
+        return
+    if share < 1 and getattr(args, "gradient_checkpointing", False):
+        warn(
+            f"--activation_memory_budget {share} saves nothing with --gradient_checkpointing and recomputes twice: "
+            "use one of them (--no-gradient_checkpointing turns the other off)"
+        )
+    try:
+        set_budget(share)
+    except Exception as error:  # torch's internals differ between versions; training goes on with what it has
+        warn(f"this torch takes no activation memory budget: {type(error).__name__}: {error}")
+        return
+    note(f"compiled blocks keep {share:.0%} of their activations" if share else "compiled blocks recompute all activations")
+
+
+def _unless_it_takes_args(original: Any) -> str | None:
+    parameters = list(inspect.signature(original).parameters)
+    return None if parameters[:1] == ["args"] else f"its parameters are {parameters}"
+
+
+PATCH = Patch(
+    name="activation_memory_budget",
+    summary="what compiled blocks keep for backward, as a share; float32 weights at batch 1 no longer make it do nothing",
+    targets=(
+        Target(
+            "library.accelerator_setup",
+            "prepare_accelerator",
+            _set_before_training,
+            _unless_it_takes_args,
+            frozenset({"v0.11"}),
+        ),
+        Target(
+            "library.train_util",
+            "prepare_accelerator",
+            _set_before_training,
+            _unless_it_takes_args,
+            frozenset({"v0.10", "unknown"}),
+        ),
+    ),
+    exactness="close",
+    held_to="the same training with a budget of 1: in float32, weights within 1e-5 after the first steps",
+    idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
+    wanted=lambda settings: settings.activation_memory_budget is not None,
+)
