@@ -69,7 +69,7 @@ def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
     Raises UserError for arguments the script does not take.
     """
     arguments = _arguments(checkout, script, run, argv)
-    choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
+    choices = choosing.normalized(choosing.from_values(script, vars(arguments), run))
     trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
     return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
 
