@@ -170,8 +170,8 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
                 f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "
                 f"{gigabytes(found.least)} GB. Under Windows and WSL the driver would take system memory instead."
             )
-    if run.settings.selective_torch_compile:
-        lines.append("Compiled blocks are not modelled: these are the figures without compiling, which needs more.")
+    if run.settings.selective_torch_compile or found.choices.get("torch_compile"):
+        lines.append("Compiling is not modelled: these are the figures without it, which mostly needs more.")
     lines.append(
         f"1 GB is 1e9 bytes; {NOT_CALIBRATED}. Made with sd-scripts {made['sd_scripts']}, torch {made['torch']}, "
         f"kohya_ext {made['kohya_ext']}. One process; sampling pictures and saving are not modelled."

@@ -76,6 +76,7 @@ class Choices:
     max_grad_norm: float = 1.0
     fused_backward_pass: bool = False
     fused_optimizer_groups: int | None = None
+    dim_from_weights: bool = False
     train_inpainting: bool = False
     v2: bool = False
     model_type: str = "flux"
