@@ -40,6 +40,7 @@ def _step(family: str, variants: str, *more: str, suite: str = "step") -> tuple[
 GPU = (
     Job("sdxl-lora-step", _step("sdxl-lora", "upstream,patched,compiled,upstream-free,compiled-free")),
     Job("sdxl-lora-budget", _step("sdxl-lora", "upstream,budget-0.75,budget-0.5,budget-0.25,budget-0", suite="budget")),
+    Job("sdxl-lora-shares", _step("sdxl-lora", "upstream,share-0.5,compiled-share-0.75,compiled-share-0.5", suite="budget")),
     Job("sdxl-lora-b4", _step("sdxl-lora", "upstream,compiled,budget-0.5", "--train_batch_size", "4")),
     Job("sdxl-lora-script", ("script", "--family", "sdxl-lora")),
     Job("lumina-lora-b6", _step("lumina-lora", "upstream,compiled,upstream-compile", "--train_batch_size", "6")),

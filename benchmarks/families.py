@@ -75,6 +75,17 @@ def _budget(share: float) -> Recipe:
     )
 
 
+def _share(share: float) -> dict[str, Recipe]:
+    """Checkpointing for a part of the blocks, eager and compiled."""
+    chosen, patch = (*_CHECKPOINTING, "--checkpoint_share", f"{share:g}"), "selective_checkpointing"
+    return {
+        f"share-{share:g}": Recipe(f"patched, eager, checkpointing {share:.0%} of the blocks", chosen, patches=(patch,)),
+        f"compiled-share-{share:g}": Recipe(
+            f"selective compile, checkpointing {share:.0%} of the blocks", (*chosen, *_COMPILED), patches=(*_SELECTIVE, patch)
+        ),
+    }
+
+
 RECIPES: Mapping[str, Recipe] = {
     "upstream": Recipe("upstream, checkpointing", _CHECKPOINTING, patched=False),
     "patched": Recipe("patched, eager, checkpointing", _CHECKPOINTING),
@@ -95,10 +106,11 @@ RECIPES: Mapping[str, Recipe] = {
         "upstream's --torch_compile (accelerate: the whole model), no checkpointing", ("--torch_compile",), patched=False
     ),
     **{f"budget-{share:g}": _budget(share) for share in (0.9, 0.75, 0.5, 0.25, 0.1, 0.0)},
+    **{name: recipe for share in (0.75, 0.5, 0.25) for name, recipe in _share(share).items()},
 }
 
 STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")
-BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if name.startswith("budget-")))
+BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if "-0" in name))
 COMPILE = ("upstream-compile", "compiled")
 
 
