@@ -7,6 +7,7 @@ complete, so results brought back to ``--results`` are not made again.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.processes import ROOT
 from benchmarks.results import read
+from benchmarks.vram_calibration import CASES
 from kohya_ext.console import note
 
 #: A job is not begun with less than this left: it would end before its first round.
@@ -26,10 +28,14 @@ LEAST_SECONDS = 60
 
 @dataclass(frozen=True)
 class Job:
-    """One call of ``benchmarks.run``."""
+    """One call of ``benchmarks.run``, or of the calibration."""
 
     name: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+
+
+#: The estimates against a card: a module of its own, which keeps its own file and goes on where it was cut off.
+CALIBRATION = Job("vram_calibration")
 
 
 def _step(family: str, variants: str, *more: str, suite: str = "step") -> tuple[str, ...]:
@@ -48,6 +54,7 @@ GPU = (
     Job("sdxl-finetune-step", _step("sdxl-finetune", "upstream,compiled,compiled-free")),
     Job("sdxl-lora-tiers", ("tiers", "--family", "sdxl-lora")),
     Job("sdxl-finetune-tiers", ("tiers", "--family", "sdxl-finetune")),
+    CALIBRATION,
     Job("flux-lora-step", _step("flux-lora", "upstream,compiled,budget-0.5")),
     Job("sdxl-lora-compile", ("compile", "--family", "sdxl-lora")),
     Job("sdxl-lora-overhead", ("overhead", "--family", "sdxl-lora")),
@@ -65,8 +72,10 @@ CPU = (
 def is_done(job: Job, results: Path) -> bool:
     """Return whether a job's result is there and complete."""
     try:
+        if job is CALIBRATION:
+            return set(CASES) <= set(json.loads((results / f"{job.name}.json").read_text(encoding="utf-8"))["rows"])
         return read(results / f"{job.name}.json").complete
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -105,24 +114,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _do(job: Job, given: argparse.Namespace, left: float) -> None:
     note(f"{job.name}: {left:.0f} s left")
-    suite, *rest = job.arguments
-    common = [
-        "--device",
-        given.device,
-        "--sd-scripts",
-        str(given.sd_scripts),
-        "--scratch",
-        str(given.results.resolve() / "scratch"),
-    ]
-    common += ["--output", str(given.results / f"{job.name}.json"), "--minutes", f"{0.85 * left / 60:.2f}"]
     begun = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.run", suite, *common, *rest], start_new_session=True)
+    process = subprocess.Popen(command(job, given, left), start_new_session=True)
     try:
         process.wait(timeout=left)
     except subprocess.TimeoutExpired:
         note(f"{job.name}: the time is up; what it has measured is kept")
         _end(process)
     note(f"{job.name}: {time.monotonic() - begun:.0f} s")
+
+
+def command(job: Job, given: argparse.Namespace, left: float) -> list[str]:
+    """Return a job's command line, for ``left`` seconds."""
+    common = ["--device", given.device, "--sd-scripts", str(given.sd_scripts)]
+    common += ["--output", str(given.results.resolve() / f"{job.name}.json")]
+    if job is CALIBRATION:
+        return [sys.executable, "-m", "benchmarks.vram_calibration", *common]
+    suite, *rest = job.arguments
+    common += ["--scratch", str(given.results.resolve() / "scratch"), "--minutes", f"{0.85 * left / 60:.2f}"]
+    return [sys.executable, "-m", "benchmarks.run", suite, *common, *rest]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER, Comparison, Result, Variant, read
+from benchmarks.results import FOLDER, Comparison, Result, Variant, kept, read
 from kohya_ext.console import error, note
 from kohya_ext.vram.card import GB
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=FOLDER, metavar="FOLDER", help=f"for {REPORT} and the pictures")
     given = parser.parse_args(argv)
     try:
-        results = [(file, read(file)) for file in given.files or sorted(FOLDER.glob("*.json"))]
+        results = [(file, read(file)) for file in given.files or kept()]
     except (OSError, ValueError) as problem:
         error(str(problem))
         return 2

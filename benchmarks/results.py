@@ -132,6 +132,11 @@ def read(file: Path) -> Result:
         raise ValueError(f"{file} is no result of these benchmarks: {error}") from None
 
 
+def kept(folder: Path = FOLDER) -> list[Path]:
+    """Return the results in a folder, which other benchmarks share."""
+    return [file for file in sorted(folder.glob("*.json")) if '"suite":' in file.read_text(encoding="utf-8")[:100]]
+
+
 def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bool, note: str = "") -> Result:
     """Return an empty result of this machine, now. ``device`` is what a worker says of the device."""
     command = shlex.join(["python", *without_places(_module_and_arguments())])
