@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import sysconfig
 import time
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks import models
 from benchmarks.plan import Plan
@@ -36,8 +40,8 @@ def _python_start(plan: Plan, result: Result) -> bool:
         Variant("off", "with kohya_ext.pth, no variable set"),
         Variant("on", "with kohya_ext.pth, KOHYA_EXT=1", ["KOHYA_EXT=1"]),
     ]
-    comparison = Comparison("python start", "seconds a start", {"command": "python -c pass", "starts_a_round": STARTS}, rows)
-    result.comparisons.append(comparison)
+    about = {"command": "python -c pass", "starts_a_round": STARTS}
+    both = _Both("python start", "a start", about, rows, result)
     bare, armed = (_environment(plan.bench.scratch / name, name == "armed") for name in ("bare", "armed"))
     environment = plan.bench.environment()
     del environment["PYTHONPATH"]  # it would bring a sitecustomize of its own
@@ -49,15 +53,50 @@ def _python_start(plan: Plan, result: Result) -> bool:
             row.status, row.reason = "failed", "the start-up file did not do what this measures"
             return False
     for _ in plan.turns():
-        for row in rows:
-            row.rounds.append([])
+        both.begin_round()
         for _ in range(STARTS):
             for row, (python, variables) in zip(rows, ways, strict=True):
-                start = time.perf_counter()
-                subprocess.run([str(python), "-c", "pass"], check=True, env={**environment, **variables})
-                row.rounds[-1].append(time.perf_counter() - start)
+                with both.timed(row):
+                    subprocess.run([str(python), "-c", "pass"], check=True, env={**environment, **variables})
         plan.save()
-    return comparison.is_whole(plan.rounds)
+    return both.wall.is_whole(plan.rounds)
+
+
+class _Both:
+    """Two comparisons of the same processes: the seconds on the clock, and those of a processor, which hardly depend on
+    what else the machine does.
+    """
+
+    def __init__(self, title: str, what: str, about: dict[str, Any], rows: list[Variant], result: Result) -> None:
+        self.wall = Comparison(title, f"seconds {what}", about, rows)
+        self.processor = Comparison(
+            f"{title}, processor time",
+            f"processor seconds {what}",
+            about,
+            [Variant(row.name, row.meaning, row.arguments) for row in rows],
+        )
+        result.comparisons += [self.wall, self.processor]
+
+    def begin_round(self) -> None:
+        """Let every variant have a next round."""
+        for row in (*self.wall.variants, *self.processor.variants):
+            if row.status == "measured":
+                row.rounds.append([])
+
+    @contextmanager
+    def timed(self, row: Variant) -> Iterator[None]:
+        """Add what is run, and waited for, inside the block to the row's last round."""
+        twin = self.processor.variants[self.wall.variants.index(row)]
+        start, used = time.perf_counter(), _processor_seconds()
+        yield
+        row.rounds[-1].append(time.perf_counter() - start)
+        twin.rounds[-1].append(_processor_seconds() - used)
+
+
+def _processor_seconds() -> float:
+    """Of all child processes that have ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _environment(folder: Path, armed: bool) -> Path:
@@ -79,14 +118,13 @@ def _launcher(plan: Plan, result: Result) -> bool:
         Variant("launcher", "python -m kohya_ext --disable_patch '*' script.py", ["--disable_patch", "*"]),
     ]
     title = f"launcher: {plan.family.script}"
-    comparison = Comparison(
-        title, "seconds a run", {**step.configuration(plan), "samples_a_round": 1, "warm_up_steps": 0}, rows
-    )
-    result.comparisons.append(comparison)
+    about = {**step.configuration(plan), "samples_a_round": 1, "warm_up_steps": 0}
+    both = _Both(title, "a run", about, rows, result)
     models.prepare(plan)
     script, checkout = plan.family.script, plan.bench.checkout.path
     starts = [[str(checkout / script)], ["-m", "kohya_ext", "--sd-scripts", str(checkout), "--disable_patch", "*", script]]
     for number in plan.turns():
+        both.begin_round()
         for row, start in zip(rows, starts, strict=True):
             if row.status != "measured":
                 continue
@@ -94,8 +132,7 @@ def _launcher(plan: Plan, result: Result) -> bool:
             output.mkdir(parents=True, exist_ok=True)
             tiny = arguments.training_arguments(script, models.of(plan), models.pictures(plan), output)
             log = output / "log.txt"
-            with log.open("w", encoding="utf-8") as file:
-                begun = time.perf_counter()
+            with log.open("w", encoding="utf-8") as file, both.timed(row):
                 ended = subprocess.run(
                     [plan.bench.python, *start, *tiny, *plan.arguments()],
                     cwd=output,
@@ -106,7 +143,5 @@ def _launcher(plan: Plan, result: Result) -> bool:
                 )
             if ended.returncode:
                 row.status, row.reason = "failed", f"exit code {ended.returncode}: {last_line(log)}"
-            else:
-                row.rounds.append([time.perf_counter() - begun])
             plan.save()
-    return comparison.is_whole(plan.rounds)
+    return both.wall.is_whole(plan.rounds)
