@@ -166,8 +166,13 @@ def _clear() -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def take_steps(step: Step, count: int, size: list[int] | None = None) -> dict[str, Any]:
-    """Take steps; return seconds of each, memory peaks in bytes, and what was compiled since the start."""
+def take_steps(step: Step, count: int, size: list[int] | None = None, clear: bool = False) -> dict[str, Any]:
+    """Take steps; return seconds of each, memory peaks in bytes, and what was compiled since the start.
+
+    With ``clear`` the allocator first gives back what it has kept: compiling reserves more than the steps after it.
+    """
+    if clear:
+        _clear()
     if size is not None:
         step.resize(*size)
     if step.device.type == "cuda":

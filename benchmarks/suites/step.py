@@ -14,8 +14,11 @@ from benchmarks.plan import Plan
 from benchmarks.processes import Worker, WorkerError, ask_once, worker
 from benchmarks.results import Comparison, Result, Variant
 
-#: Steps before the measured rounds: the first compiles, the next ones settle allocator and clocks.
+#: Steps before the measured rounds: the first compiles, the next ones settle clocks.
 WARM_UP = 3
+
+#: And after that, with the allocator's cache emptied: what is reserved then is what the steps need.
+SETTLING = 2
 
 
 def measure(plan: Plan, result: Result) -> None:
@@ -62,7 +65,7 @@ def configuration(plan: Plan) -> dict[str, Any]:
         "batch": int(plan.said("train_batch_size", "1")),
         "rounds": plan.rounds,
         "samples_a_round": plan.steps,
-        "warm_up_steps": WARM_UP,
+        "warm_up_steps": WARM_UP + SETTLING,
     }
 
 
@@ -104,6 +107,7 @@ def _facts(variant: Variant, one: Worker) -> None:
 
 def _warm_up(variant: Variant, one: Worker) -> None:
     answer = one.ask({"do": "steps", "count": WARM_UP})
+    one.ask({"do": "steps", "count": SETTLING, "clear": True})
     variant.warm_up.update(first_steps_seconds=answer["seconds"], compiled=answer["compiled"])
 
 
