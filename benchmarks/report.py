@@ -81,7 +81,9 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
     titles = ["variant", comparison.unit, "ratio"]
     titles += ["pictures a second"] if stepping else []
     titles += ["allocated GB", "reserved GB"] if cuda else ["process GB"] if host else []
-    titles += ["share of the bf16 matmul rate"] if comparison.flops and rate and cuda else []
+    titles += (
+        ["share of the device's own bf16 matmul rate, recomputing not counted"] if comparison.flops and rate and cuda else []
+    )
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     summary = comparison.summary()
@@ -94,7 +96,7 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
         cells += [f"{batch / row['median']:.2f}"] if stepping else []
         names = ("allocated", "reserved") if cuda else ("host_resident",) if host else ()
         cells += [f"{variant.memory[name] / GB:.2f}" if name in variant.memory else "" for name in names]
-        if comparison.flops and rate and cuda:
+        if rated and comparison.flops:
             cells.append(f"{comparison.flops / row['median'] / rate:.1%}")
         yield f"| {' | '.join(cells)} |"
     if stepping and any(variant.warm_up for variant in comparison.variants):
@@ -165,15 +167,13 @@ def _trade_off(axes: Any, comparison: Comparison, variants: Sequence[Variant]) -
         x, y = variant.memory["reserved"] / GB, summary[variant.name]["median"]
         axes.plot([x], [y], "o", color="black" if variant is comparison.variants[0] else "tab:blue")
         axes.annotate(variant.name, (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
-    for card in (8, 12, 16, 24):
+    for card in (8, 12, 16, 24, 32, 48):
         axes.axvline(card * 2**30 / GB, color="tab:red", alpha=0.3, linewidth=1)
-        axes.annotate(
-            f"{card} GB card", (card * 2**30 / GB, axes.get_ylim()[1]), fontsize=7, color="tab:red", ha="right", va="top"
-        )
+        axes.annotate(f"{card} GB card", (card * 2**30 / GB, 0), fontsize=7, color="tab:red", ha="right", va="bottom")
     axes.set_xlabel("reserved on the GPU, GB (1e9 bytes)")
     axes.set_ylabel(comparison.unit)
     axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.15 * max(variant.memory["reserved"] / GB for variant in variants))
 
 
 def _bars(axes: Any, comparison: Comparison, variants: Sequence[Variant]) -> None:
