@@ -81,9 +81,8 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
     titles = ["variant", comparison.unit, "ratio"]
     titles += ["pictures a second"] if stepping else []
     titles += ["allocated GB", "reserved GB"] if cuda else ["process GB"] if host else []
-    titles += (
-        ["share of the device's own bf16 matmul rate, recomputing not counted"] if comparison.flops and rate and cuda else []
-    )
+    rated = bool(comparison.flops and rate and cuda)
+    titles += ["share of the device's own bf16 matmul rate, recomputing not counted"] if rated else []
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
     summary = comparison.summary()
