@@ -28,7 +28,8 @@ class Blocks:
     classes: tuple[str, ...]
 
 
-#: Every model that sd-scripts trains. Where checkpointing wraps a method from within ``forward``, it is that inner one.
+#: Every model that sd-scripts trains, but Chroma: see _reason_to_stand_aside. Where checkpointing wraps a method from
+#: within ``forward``, it is that inner one.
 BLOCKS = (
     # SD1.5 and SD2; its blocks are checkpointed from outside.
     Blocks("library.original_unet", "forward", ("BasicTransformerBlock", "ResnetBlock2D")),
@@ -38,7 +39,6 @@ BLOCKS = (
     ),
     Blocks("library.sd3_models", "_forward", ("MMDiTBlock",)),
     Blocks("library.flux_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
-    Blocks("library.chroma_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
     Blocks("library.lumina_models", "_forward", ("JointTransformerBlock",)),
     Blocks("library.hunyuan_image_modules", "_forward", ("MMDoubleStreamBlock", "MMSingleStreamBlock")),
     Blocks("library.anima_models", "_forward", ("Block",)),
@@ -87,7 +87,7 @@ def _look_at_arguments(original: Any, settings: Settings) -> Any:
     def prepare_accelerator(args: Any, *rest: Any, **kwargs: Any) -> Any:
         from kohya_ext.compiling.blocks import RUN
 
-        reason = _other_compiler(args)
+        reason = _reason_to_stand_aside(args)
         if reason is not None:
             RUN.stand_aside(reason)
         return original(args, *rest, **kwargs)
@@ -95,11 +95,14 @@ def _look_at_arguments(original: Any, settings: Settings) -> Any:
     return prepare_accelerator
 
 
-def _other_compiler(args: Any) -> str | None:
+def _reason_to_stand_aside(args: Any) -> str | None:
     if getattr(args, "torch_compile", False):
         return "--torch_compile compiles the whole model already; leave it out to compile the blocks"
     if getattr(args, "compile", False):
         return "sd-scripts' own --compile compiles the blocks already"
+    if getattr(args, "model_type", None) == "chroma":
+        # Lengths become sizes of slices, several in every block: half a dozen graph breaks each, and graphs for each length.
+        return "Chroma's blocks read their text lengths from the GPU, which torch.compile cannot follow"
     if getattr(args, "deepspeed", False):
         return "DeepSpeed takes the model's forward over"
     return None
