@@ -65,6 +65,17 @@ def count(value: object) -> int:
     return number
 
 
+def minutes(value: object) -> float:
+    """Read a number of minutes, 0 or more. Raises ValueError for anything else."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = -1.0
+    if isinstance(value, bool) or not 0.0 <= number < float("inf"):
+        raise ValueError(f"must be a number of minutes, 0 or more, not {value!r}")
+    return number
+
+
 def path(value: object) -> Path:
     """Read a path, ``~`` expanded. Raises ValueError when empty."""
     if not isinstance(value, (str, Path)) or not str(value):
@@ -147,6 +158,22 @@ class Settings:
         metavar="FRACTION",
         activates=True,
         patch="activation_memory_budget",
+    )
+    disk_full_wait: float = _option(
+        10.0,
+        "when a save finds the disk full, keep the weights in memory and try again for this many minutes before giving up",
+        minutes,
+        environment="KOHYA_EXT_DISK_FULL_WAIT",
+        metavar="MINUTES",
+        patch="atomic_saves",
+    )
+    fallback_dir: Path | None = _option(
+        None,
+        "a folder, on another disk, that a save goes to when there is no room in --output_dir",
+        path,
+        environment="KOHYA_EXT_FALLBACK_DIR",
+        metavar="FOLDER",
+        patch="atomic_saves",
     )
     report: Path | None = _option(
         None,
