@@ -313,7 +313,7 @@ def _check_out(folder: Path, commit: str) -> tuple[str, ...]:
     listing = _git("ls-tree", "-r", "-z", commit, folder=folder).split("\0")
     files = {path: row.split()[2] for row, path in (line.split("\t", 1) for line in listing if line)}
     # Lazy fetching would go to the network for each absent file of a partial clone.
-    kinds = _git("cat-file", "--batch-check", folder=folder, stdin="\n".join(files.values()) + "\n").splitlines()
+    kinds = _git("cat-file", "--batch-check", folder=folder, stdin="".join(f"{blob}\n" for blob in files.values())).splitlines()
     missing = tuple(path for path, kind in zip(files, kinds, strict=True) if kind.endswith(" missing"))
     _git("update-ref", "--no-deref", "HEAD", commit, folder=folder)
     _git("read-tree", commit, folder=folder)

@@ -42,13 +42,12 @@ class Session:
     started: float
 
     @classmethod
-    def start(cls, checkout: Checkout, argv: Sequence[str], environ: Mapping[str, str]) -> Session:
-        """Resolve the options and arm the patches. ``argv`` is the running script and its arguments.
+    def start(cls, checkout: Checkout, script: Path | None, argv: Sequence[str], environ: Mapping[str, str]) -> Session:
+        """Resolve the options and arm the patches. ``argv`` holds the script's arguments.
 
         Raises UserError for anything wrong in them.
         """
-        script = _training_script(checkout, argv)
-        run = read_arguments(script.name if script else None, argv[1:], environ)
+        run = read_arguments(script.name if script else None, argv, environ)
         patches = registry()
         session = cls(
             checkout,
@@ -180,7 +179,7 @@ def begin(checkout: Checkout) -> Session:
     global _current
     if _current is None:
         try:
-            _current = Session.start(checkout, sys.argv, os.environ)
+            _current = Session.start(checkout, _training_script(checkout, sys.argv), sys.argv[1:], os.environ)
         except UserError as error:
             stop(str(error))
     return _current

@@ -1,0 +1,214 @@
+"""Make a tiny SDXL model and a dozen pictures, train a LoRA with the real script and a preset, and show what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kohya_ext import sdscripts
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.tiny import arguments as tiny
+from kohya_ext.tiny import checkpoints, dataset
+
+SCRIPT = "sdxl_train_network.py"
+PICTURES = 12
+PIXELS = 128
+NEEDED = ("torch", "torchvision", "accelerate", "diffusers", "transformers", "tensorboard", "matplotlib")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--output", type=Path, default=Path("kohya_ext_demo"), help="folder for everything it makes")
+    parser.add_argument("--steps", type=int, default=60, help="training steps")
+    parser.add_argument("--preset", default="8gb", help="the preset it trains with; the tiny sizes overrule its resolution")
+    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to use, instead of looking for one")
+    parser.add_argument("--embedded", action="store_true", help="train without sd-scripts, as when none can be had")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; return the exit code."""
+    console = Console()
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        raise UserError(f"the demo trains for real and needs {', '.join(absent)}: pip install 'kohya-ext[train]'")
+    folder = arguments.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    checkout = None if arguments.embedded else _checkout(console, arguments.sd_scripts)
+    dataset.write(folder / "pictures", PICTURES, PIXELS)
+    files = _Files(folder)
+    files.forget()
+    command, environ = _embedded(arguments, files) if checkout is None else _real(console, arguments, files, checkout)
+    code = _train(console, command, environ, files, arguments.steps)
+    if code:
+        console.print(f"[red]training failed with exit code {code}[/]; the end of {escape(str(files.log))}:")
+        console.print(escape("\n".join(files.log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])))
+        return code
+    _show(console, files, checkout)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Files:
+    folder: Path
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.json"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "training.log"
+
+    @property
+    def events(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def lora(self) -> Path:
+        return self.folder / f"{tiny.OUTPUT_NAME}.safetensors"
+
+    @property
+    def plot(self) -> Path:
+        return self.folder / "loss.png"
+
+    def forget(self) -> None:
+        """Remove what an earlier demo left, so that nothing old is shown as new."""
+        for file in (self.report, self.log, self.lora, self.plot, *self.events.rglob("events.*")):
+            file.unlink(missing_ok=True)
+
+
+def _checkout(console: Console, named: Path | None) -> Checkout | None:
+    if named is not None:
+        return sdscripts.find(named)
+    try:
+        return sdscripts.find_or_fetch()
+    except UserError as error:
+        console.print(f"[yellow]{escape(str(error))}[/]")
+        console.print("Going on without sd-scripts: an SDXL-shaped U-Net from diffusers and a small training loop of our own.")
+        return None
+
+
+def _real(
+    console: Console, arguments: argparse.Namespace, files: _Files, checkout: Checkout
+) -> tuple[list[str], dict[str, str]]:
+    with console.status("making a tiny SDXL checkpoint and tokenizers"):
+        models = checkpoints.write("sdxl", checkout.path, files.folder / "models")
+    command = [sys.executable, "-m", "kohya_ext", "--sd-scripts", str(checkout.path), SCRIPT]
+    command += ["--preset", arguments.preset, "--report", str(files.report)]
+    command += tiny.training_arguments(SCRIPT, models, files.folder / "pictures", files.folder)
+    command += ["--max_train_steps", str(arguments.steps), "--logging_dir", str(files.events), "--learning_rate", "1e-3"]
+    return command, {**os.environ, **tiny.environment(models)}
+
+
+def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], dict[str, str]]:
+    command = [sys.executable, "-m", "kohya_ext.tiny.embedded", "--preset", arguments.preset, "--report", str(files.report)]
+    command += ["--train_data_dir", str(files.folder / "pictures"), "--output_dir", str(files.folder)]
+    command += ["--output_name", tiny.OUTPUT_NAME, "--max_train_steps", str(arguments.steps)]
+    command += ["--logging_dir", str(files.events), "--mixed_precision", "no"]
+    return command, {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _train(console: Console, command: Sequence[str], environ: dict[str, str], files: _Files, steps: int) -> int:
+    """Run the training, its output in the log, its steps as a bar; return its exit code."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, files.log.open("w", encoding="utf-8") as log:
+        task = progress.add_task("loading sd-scripts", total=steps)
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            # tqdm's bars end in a carriage return, which text mode reads as the end of a line too.
+            if match := re.match(rf"steps:.*?(\d+)/{steps} ", line):
+                progress.update(task, completed=int(match.group(1)), description="training")
+        return process.wait()
+
+
+def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
+    report = json.loads(files.report.read_text(encoding="utf-8"))
+    losses, seconds = _losses(files.events)
+    _plot(losses, files.plot)
+    table = Table(show_header=False, title="what happened")
+    table.add_row("trained by", f"{report['script']} of {checkout.label}" if checkout else "the embedded loop, no sd-scripts")
+    table.add_row("preset", ", ".join(report["presets"]))
+    table.add_row("patches applied", ", ".join(_applied(report)) or "none")
+    table.add_row("steps a second", f"{(len(losses) - 1) / seconds:.1f}" if seconds > 0 else "not measured")
+    table.add_row("peak memory", _memory(report["memory"]))
+    table.add_row(
+        "loss",
+        f"{_mean(losses[: len(losses) // 4]):.3f} in the first quarter, {_mean(losses[-len(losses) // 4 :]):.3f} in the last",
+    )
+    table.add_row("LoRA file", f"{files.lora} ({files.lora.stat().st_size / 1e6:.2f} MB)")
+    table.add_row("picture of the loss", str(files.plot))
+    console.print(table)
+
+
+def _applied(report: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["patch"] for row in report["patches"] if row["status"] == "applied"))
+
+
+def _memory(memory: dict[str, int]) -> str:
+    if "cuda_reserved" in memory:
+        return f"{memory['cuda_allocated'] / 1e9:.2f} GB allocated, {memory['cuda_reserved'] / 1e9:.2f} GB reserved on the card"
+    return f"{memory['host_resident'] / 1e9:.2f} GB of main memory (no card in use)"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _losses(folder: Path) -> tuple[list[float], float]:
+    """Read the loss of each step and the seconds from the first to the last from TensorBoard's files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = []
+    for file in folder.rglob("events.*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        for tag in ("loss/current", "loss"):
+            if tag in events.Tags()["scalars"]:
+                rows += [(event.step, event.value, event.wall_time) for event in events.Scalars(tag)]
+                break
+    rows.sort()
+    return [value for _, value, _ in rows], rows[-1][2] - rows[0][2] if rows else 0.0
+
+
+def _plot(losses: Sequence[float], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    window = max(1, len(losses) // 8)
+    smooth = [_mean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    axes.plot(range(1, len(losses) + 1), losses, color="#b8c4d6", linewidth=1, label="each step")
+    axes.plot(range(1, len(losses) + 1), smooth, color="#1f4e8c", linewidth=2, label=f"mean of {window}")
+    axes.set(xlabel="step", ylabel="loss", title="kohya_ext demo: a tiny LoRA")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)

@@ -1,0 +1,131 @@
+"""The real scripts, on tiny models, in processes of their own; once for every generation of sd-scripts that is there."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from kohya_ext import sdscripts
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.tiny import arguments, checkpoints, dataset
+from kohya_ext.tiny.checkpoints import Models
+
+#: The ways in which a person starts a script: untouched, through the launcher, with the launcher below accelerate, and
+#: plain with the environment's switch.
+Start = Literal["plain", "launcher", "accelerate", "environment"]
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _generations() -> dict[str, Checkout]:
+    """The newest checkout of each known layout that the product itself finds."""
+    found = [checkout for checkout in (sdscripts.find(), *sdscripts.known()) if checkout is not None]
+    return {checkout.layout: checkout for checkout in reversed(found) if checkout.layout in sdscripts.KNOWN_LAYOUTS}
+
+
+def _why_not() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed (pip install 'kohya-ext[train]')"
+    return None if _generations() else "no sd-scripts found (python -m kohya_ext setup)"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test that asks for a checkout once for each generation."""
+    if "checkout" not in metafunc.fixturenames:
+        return
+    reason = _why_not()
+    if reason is not None:
+        metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
+        return
+    generations = sorted(_generations().items())
+    metafunc.parametrize("checkout", [it for _, it in generations], ids=[layout for layout, _ in generations], scope="session")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of a script."""
+
+    code: int
+    output: str
+    """Standard output and standard error, as they came."""
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"{arguments.OUTPUT_NAME}.safetensors"
+
+    @cached_property
+    def tensors(self) -> Mapping[str, object]:
+        from safetensors.torch import load_file
+
+        assert self.code == 0, self.output[-4000:]
+        return load_file(self.file)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
+    """family -> tiny models, written once a session."""
+    written: dict[str, Models] = {}
+
+    def of(family: str) -> Models:
+        if family not in written:
+            checkout = next(iter(_generations().values()))
+            written[family] = checkpoints.write(family, checkout.path, tmp_path_factory.mktemp(family))
+        return written[family]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    dataset.write(folder, 4, 128)
+    return folder
+
+
+@pytest.fixture
+def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Run a training script of a checkout for four steps: ``train(checkout, script, *more arguments, start=, env=)``."""
+
+    def run(
+        checkout: Checkout,
+        script: str,
+        *more: str,
+        start: Start = "launcher",
+        env: Mapping[str, str] | None = None,
+        before: tuple[str, ...] = (),
+    ) -> Run:
+        family = models(arguments.SCRIPTS[script][0])
+        output = tmp_path_factory.mktemp("run")
+        given = [*arguments.training_arguments(script, family, pictures, output), *more]
+        environ = {**os.environ, **arguments.environment(family), **(env or {})}
+        if start == "environment":
+            environ.setdefault("KOHYA_EXT", "1")
+        launcher = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), *before, script]
+        command = {
+            "plain": [str(checkout.path / script)],
+            "environment": [str(checkout.path / script)],
+            "launcher": launcher,
+            "accelerate": ["-m", "accelerate.commands.launch", "--num_processes", "1", *launcher],
+        }[start]
+        done = subprocess.run(
+            [sys.executable, *command, *given],
+            env=environ,
+            cwd=output,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        return Run(done.returncode, done.stdout, output)
+
+    return run

@@ -1,0 +1,224 @@
+import argparse
+
+import pytest
+
+from kohya_ext import arguments
+from kohya_ext.arguments import find_problem, read_arguments, take_over, trace
+from kohya_ext.errors import UserError
+
+SCRIPT = "sdxl_train.py"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A parser with every kind of action that sd-scripts' parsers have."""
+    parser = argparse.ArgumentParser(prog=SCRIPT)
+    parser.add_argument("--config_file")
+    parser.add_argument("--output_config", action="store_true")
+    parser.add_argument("--resolution", type=str)
+    parser.add_argument("--train_batch_size", type=int, default=1)
+    parser.add_argument("--learning_rate", type=float, default=2e-6)
+    parser.add_argument("--lr_warmup_steps", type=lambda text: float(text) if "." in text else int(text), default=0)
+    parser.add_argument("--cache_latents", action="store_true")
+    parser.add_argument("--no_half_vae", action="store_true")
+    parser.add_argument("--network_args", nargs="*")
+    parser.add_argument("--save_model_as", choices=[None, "ckpt", "safetensors"])
+    return parser
+
+
+def parse(monkeypatch, *argv, environ=None, script=SCRIPT):
+    """What a script does: parse, then parse again over its config file, as upstream's read_config_from_file does."""
+    monkeypatch.setattr("sys.argv", [script, *argv])
+    parser = make_parser()
+    take_over(parser, read_arguments(script, argv, environ or {}))
+    args = parser.parse_args()
+    if args.config_file:
+        args = parser.parse_args(namespace=argparse.Namespace(**arguments.read_config_file(args.config_file).values))
+    return args
+
+
+@pytest.fixture
+def preset(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('train_batch_size = 4 # why\ncache_latents = true\nresolution = "1024,1024"\n')
+    return str(file)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text):
+        file = tmp_path / "config.toml"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
+def test_default_then_preset_then_config_then_command_line(monkeypatch, preset, config):
+    file = config("train_batch_size = 8\nlearning_rate = 0.5\n")
+    args = parse(monkeypatch, "--preset", preset, "--config_file", file, "--learning_rate", "0.1")
+    assert (args.train_batch_size, args.learning_rate, args.resolution, args.no_half_vae) == (8, 0.1, "1024,1024", False)
+
+
+def test_a_switch_from_preset_or_config_can_be_turned_off(monkeypatch, preset, config):
+    assert parse(monkeypatch, "--preset", preset).cache_latents is True
+    assert parse(monkeypatch, "--preset", preset, "--no-cache_latents").cache_latents is False
+    assert parse(monkeypatch, "--config_file", config("cache_latents = true"), "--no-cache-latents").cache_latents is False
+    assert parse(monkeypatch, "--preset", preset, "--config_file", config("cache_latents = false")).cache_latents is False
+
+
+def test_a_preset_may_be_named_in_the_config_file_or_the_environment(monkeypatch, preset, config):
+    named = config(f"preset = '{preset}'")
+    assert parse(monkeypatch, "--config_file", named).train_batch_size == 4
+    assert parse(monkeypatch, environ={"KOHYA_EXT_PRESET": preset}).train_batch_size == 4
+
+
+def test_extension_options_obey_config_then_environment_then_command_line(config):
+    file = config("activation_memory_budget = 0.2\nselective_torch_compile = true\n")
+    environ = {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0.4"}
+    run = read_arguments(SCRIPT, ["--config_file", file], {})
+    assert (run.settings.activation_memory_budget, run.origins["activation_memory_budget"]) == (0.2, "config file")
+    run = read_arguments(SCRIPT, ["--config_file", file], environ)
+    assert (run.settings.activation_memory_budget, run.origins["activation_memory_budget"]) == (0.4, "environment")
+    argv = ["--config_file", file, "--activation-memory-budget=0.6", "--no-selective_torch_compile"]
+    run = read_arguments(SCRIPT, argv, environ)
+    assert (run.settings.activation_memory_budget, run.settings.selective_torch_compile) == (0.6, False)
+
+
+def test_help_shows_the_extension(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse(monkeypatch, "--help")
+    shown = capsys.readouterr().out
+    assert leaving.value.code == 0
+    assert "kohya_ext:" in shown
+    assert "--activation_memory_budget" in shown
+    assert "--no-cache" not in shown
+
+
+def test_an_option_the_script_has_itself_stays_the_scripts(monkeypatch):
+    monkeypatch.setattr("sys.argv", [SCRIPT, "--activation_memory_budget", "0.5"])
+    parser = make_parser()
+    take_over(parser, read_arguments(SCRIPT, ["--activation_memory_budget", "0.5"], {}))
+    parser.add_argument("--activation_memory_budget", type=str, default="theirs")
+    assert parser.parse_args().activation_memory_budget == "0.5"
+
+
+def test_arguments_given_as_a_list_get_no_preset(monkeypatch, preset):
+    parser = make_parser()
+    take_over(parser, read_arguments(SCRIPT, ["--preset", preset], {}))
+    assert parser.parse_args([]).train_batch_size == 1
+
+
+def test_a_misspelt_option_is_answered_in_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse(monkeypatch, "--learnign_rate", "1")
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err == (
+        "kohya_ext: error: unrecognized arguments: --learnign_rate 1 Did you mean --learning_rate?\n"
+    )
+
+
+PROBLEMS = [
+    ("learnign_rate", 1e-4, "unknown key learnign_rate. Did you mean learning_rate?"),
+    ("learning_rate", "1e-4", "learning_rate must be a number without quotes, not '1e-4'"),
+    ("train_batch_size", 1.5, "train_batch_size must be a whole number without quotes, not 1.5"),
+    ("train_batch_size", True, "train_batch_size must be a whole number without quotes, not True"),
+    ("resolution", 512, 'resolution must be text: resolution = "512"'),
+    ("cache_latents", "false", "cache_latents must be true or false, not 'false'"),
+    ("network_args", "a=b", 'network_args must be a list: network_args = ["a=b"]'),
+    ("network_args", [1], 'network_args must be text: network_args = "1"'),
+    ("save_model_as", "zip", "save_model_as must be one of ckpt, safetensors, not 'zip'."),
+    ("lr_warmup_steps", "many", "lr_warmup_steps cannot be 'many': "),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "problem"), PROBLEMS, ids=[f"{key}={value}" for key, value, _ in PROBLEMS])
+def test_a_wrong_value_is_named_with_the_right_way_to_write_it(key, value, problem):
+    found = find_problem(make_parser(), key, value)
+    assert found is not None
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learning_rate", 1),
+        ("learning_rate", 1e-4),
+        ("lr_warmup_steps", 10),
+        ("lr_warmup_steps", 0.1),
+        ("network_args", ["a=b"]),
+        ("save_model_as", "ckpt"),
+        ("cache_latents", False),
+        ("resolution", "512"),
+    ],
+)
+def test_a_right_value_is_left_alone(key, value):
+    assert find_problem(make_parser(), key, value) is None
+
+
+def test_the_config_file_is_warned_about_and_strictly_refused(monkeypatch, config, capsys):
+    file = config("[one]\nlearnign_rate = 1.0\ntrain_batch_size = 2\n[two]\ntrain_batch_size = 3\n[two.three]\nx = 1\n")
+    assert parse(monkeypatch, "--config_file", file).train_batch_size == 3
+    said = capsys.readouterr().err
+    assert "warning: " in said
+    assert "Did you mean learning_rate?" in said
+    assert "train_batch_size is said twice; the last one counts: 3" in said
+    assert "[two.three] is a table in a table" in said
+    with pytest.raises(SystemExit) as leaving:
+        parse(monkeypatch, "--config_file", file, "--strict")
+    assert leaving.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_presets_mistake_is_always_an_error(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "wrong.toml"
+    file.write_text("learnign_rate = 1.0\nresolution = 512\n")
+    with pytest.raises(SystemExit) as leaving:
+        parse(monkeypatch, "--preset", str(file))
+    said = capsys.readouterr().err
+    assert leaving.value.code == 2
+    assert said.count("kohya_ext: error: preset") == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config_file", "nowhere"], r"--config_file nowhere\.toml: No such file"),
+        (["--activation_memory_budget", "1.5"], r"must be a number from 0 to 1, not 1\.5"),
+        (["--preset"], "expected one argument"),
+        (["--preset", "17gb"], "no preset 17gb"),
+    ],
+)
+def test_what_is_wrong_is_found_before_the_script_runs(argv, message):
+    with pytest.raises(UserError, match=message):
+        read_arguments(SCRIPT, argv, {})
+
+
+def test_broken_toml_is_named(config):
+    with pytest.raises(UserError, match=r"config\.toml is not valid TOML: .*line 1"):
+        read_arguments(SCRIPT, ["--config_file", config("a = \n")], {})
+
+
+def test_a_config_file_that_is_to_be_written_need_not_be_there():
+    assert read_arguments(SCRIPT, ["--config_file", "new", "--output_config"], {}).config is None
+
+
+def test_another_programs_command_line_is_not_read():
+    run = read_arguments(None, ["--strict", "--preset", "nonsense"], {})
+    assert run.settings.strict is False
+    assert run.settings.preset == ()
+
+
+def test_every_value_is_traced_to_where_it_comes_from(preset, config):
+    file = config("train_batch_size = 8\nactivation_memory_budget = 0.5\n")
+    argv = ["--preset", preset, "--config_file", file, "--no-cache_latents"]
+    parser = make_parser()
+    arguments.complete(parser)
+    traced = {row.key: row for row in trace(parser, read_arguments(SCRIPT, argv, {}), argv)}
+    assert traced["resolution"].origin == f"preset {preset}"
+    assert (traced["train_batch_size"].value, traced["train_batch_size"].origin) == (8, f"{file}, over preset {preset}'s 4")
+    assert (traced["cache_latents"].value, traced["cache_latents"].origin) == (
+        False,
+        f"command line, over preset {preset}'s True",
+    )
+    assert (traced["activation_memory_budget"].value, traced["activation_memory_budget"].origin) == (0.5, "config file")
+    assert traced["preset"].origin == "command line"

@@ -1,0 +1,102 @@
+"""What a person types, in a process of its own: bad input is one clear line and exit code 2, before anything is loaded."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_sdscripts import make_tree
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def call(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", "kohya_ext", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd)
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch) -> Path:
+    """A folder that looks like sd-scripts, whose scripts say what they were given."""
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    folder = make_tree(tmp_path / "tree")
+    body = "import sys\nprint('ran', sys.path[0], sys.argv)\nif '--fail' in sys.argv: sys.exit(7)\n"
+    (folder / "sdxl_train.py").write_text(body + "if __name__ != '__main__': read_config_from_file()\n")
+    (folder / "tools").mkdir()
+    (folder / "tools" / "merge_models.py").write_text(body + "'__main__'\n")
+    return folder
+
+
+WRONG = [
+    (["sdxl_trian.py"], "Did you mean sdxl_train.py?"),
+    (["sdxl_train.py", "--preset", "17gb"], "no preset 17gb for sdxl_train.py"),
+    (["--preset", "sdxl-lora/16gb", "sdxl_train.py"], "is for sdxl_train_network.py, not for sdxl_train.py"),
+    (["sdxl_train.py", "--activation_memory_budget", "1.5"], "must be a number from 0 to 1, not 1.5"),
+    (["--activation-memory-budget=x", "sdxl_train.py"], "must be a number from 0 to 1, not 'x'"),
+    (["sdxl_train.py", "--config_file", "broken.toml"], "broken.toml is not valid TOML"),
+    (["sdxl_train.py", "--config_file", "absent"], "--config_file absent.toml: No such file"),
+    (["--presett", "16gb", "sdxl_train.py"], "Did you mean --preset?"),
+    (["--preset", "16gb", "tools/merge_models.py"], "--preset has no meaning for merge_models.py"),
+    (["--num_processes", "0", "sdxl_train.py"], "must be a whole number of 1 or more"),
+    (["--sd-scripts", "nowhere", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
+    (["presets", "show", "17gb", "--script", "sdxl_train.py"], "no preset 17gb"),
+    (["setup", "--repo", "nowhere", "--ref", "v1"], "could not fetch v1 of nowhere"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_what_is_wrong_is_one_line_and_exit_code_2(tree, arguments, message):
+    (tree / "broken.toml").write_text("a = \n")
+    done = call(*arguments, cwd=tree)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("kohya_ext: error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def test_an_unknown_layout_is_refused_with_the_ways_out(tmp_path):
+    old = make_tree(tmp_path / "old", "unknown", "0.9.1")
+    done = call("train_network.py", cwd=old)
+    assert done.returncode == 2
+    assert "layout that kohya_ext" in done.stderr
+    assert "--allow-unknown-version" in done.stderr
+    assert call("--allow-unknown-version", "networks/merge_lora.py", cwd=old).returncode == 0
+
+
+@pytest.mark.parametrize("script", ["sdxl_train.py", "tools/merge_models.py"])
+def test_the_script_runs_as_if_started_plainly(tree, tmp_path, script):
+    done = call("--sd-scripts", str(tree), script, "--a", "b c", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    path = tree / script
+    assert done.stdout == f"ran {path.parent} {[str(path), '--a', 'b c']}\n"
+    assert call("--sd-scripts", str(tree), script, "--fail", cwd=tmp_path).returncode == 7
+
+
+def test_options_before_the_script_reach_it_behind(tree):
+    done = call("--strict", "--report", "x.json", "sdxl_train.py", "--seed", "1", cwd=tree)
+    assert "['--strict', '--report', 'x.json', '--seed', '1']"[1:-1] in done.stdout
+
+
+def test_the_master_switch_keeps_the_extension_out(tree):
+    done = call("sdxl_train.py", "--seed", "1", cwd=tree, KOHYA_EXT="0")
+    assert done.returncode == 0
+    done = call("--preset", "16gb", "sdxl_train.py", cwd=tree, KOHYA_EXT="0")
+    assert done.returncode == 2
+    assert "KOHYA_EXT=0 turns the extension off, but --preset is given" in done.stderr
+
+
+def test_without_arguments_it_says_how_it_is_used():
+    done = call()
+    assert done.returncode == 0
+    assert "COMMAND" in done.stdout
+    assert "demo" in done.stdout
+
+
+def test_looking_for_a_preset_imports_no_torch(tree):
+    code = "import sys; from kohya_ext.__main__ import main; main(['presets', 'list']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    assert done.returncode == 0

@@ -1,0 +1,80 @@
+import re
+
+import pytest
+
+from kohya_ext import overlay
+from kohya_ext.errors import UserError
+
+TIERS = {"8gb", "12gb", "16gb", "24gb"}
+SHIPPED = list(overlay.shipped())
+
+
+def test_both_first_families_have_every_tier_and_a_stackable_one():
+    for family in ("sdxl-lora", "sdxl-finetune"):
+        assert {name for its, name, _ in SHIPPED if its == family} >= TIERS | {"quality"}
+
+
+@pytest.mark.parametrize(("family", "name", "file"), SHIPPED, ids=[f"{family}/{name}" for family, name, _ in SHIPPED])
+def test_a_shipped_preset_says_what_it_costs_what_was_traded_and_why(family, name, file):
+    text = file.read_text(encoding="utf-8")
+    preset = overlay.parse(text, f"{family}/{name}", family)
+    header = text[: text.index("[preset]")]
+    assert re.search(r"^# Costs: ", header, re.M)
+    assert re.search(r"^# Traded: ", header, re.M)
+    assert preset.about["family"] == family
+    assert preset.about["summary"]
+    assert all(value.why for value in preset.values.values())
+    if name in TIERS:
+        card = float(preset.about["vram_gb"]) * 2**30 / 1e9
+        assert preset.about["peak_gb"]["allocated"] < preset.about["peak_gb"]["reserved"] < card
+
+
+def test_a_tier_means_the_scripts_own_family():
+    assert overlay.load(["16gb"], "sdxl_train.py").label == "sdxl-finetune/16gb"
+    assert overlay.load(["16GB"], "sdxl_train_network.py").label == "sdxl-lora/16gb"
+
+
+def test_the_users_own_16_gb_settings_are_the_fine_tune_preset():
+    values = {key: value.value for key, value in overlay.load(["16gb"], "sdxl_train.py").values.items()}
+    assert values["mixed_precision"] == "bf16"
+    assert values["train_batch_size"] == 1
+    assert values["gradient_accumulation_steps"] == 2
+    assert values["cache_latents"] is True
+    assert values["gradient_checkpointing"] is True
+
+
+def test_the_later_of_two_presets_wins(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text("train_batch_size = 3 # because\n")
+    stacked = overlay.load(["16gb", str(mine)], "sdxl_train.py")
+    assert stacked.values["train_batch_size"] == overlay.Value(3, "because", str(mine))
+    assert stacked.values["gradient_accumulation_steps"].preset == "sdxl-finetune/16gb"
+    assert overlay.load([str(mine), "16gb"], "sdxl_train.py").values["train_batch_size"].value == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "script", "message"),
+    [
+        (["17gb"], "sdxl_train.py", r"no preset 17gb for sdxl_train.py: there are 8gb, 12gb, .*Did you mean 1\dgb\?"),
+        (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),
+        (["16gb"], "sd3_train.py", "no preset 16gb for sd3_train.py: there are presets for .* only"),
+        (["nowhere.toml"], "sdxl_train.py", "no preset file nowhere.toml"),
+    ],
+)
+def test_a_preset_that_cannot_be_had_is_answered_with_those_that_can(names, script, message):
+    with pytest.raises(UserError, match=message):
+        overlay.load(names, script)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = ", "not valid TOML"),
+        ("[one]\na = 1\n[two]\na = 2\n", "says a twice"),
+        ("[one.two]\na = 1\n", "nested too deep"),
+        ("[one]\na = 1\n[preset]\n[one.three]\nb = 1", "two places|nested too deep"),
+    ],
+)
+def test_a_broken_preset_is_named(text, message):
+    with pytest.raises(UserError, match=message):
+        overlay.parse(text, "mine.toml", None)

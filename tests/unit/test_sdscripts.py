@@ -1,0 +1,168 @@
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kohya_ext import sdscripts
+from kohya_ext.errors import UserError
+
+GIT = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=main")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *GIT, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def make_tree(folder: Path, layout: str = "v0.11", version: str = "0.11.1") -> Path:
+    """The files by which a checkout is told: no code of sd-scripts."""
+    (folder / "library").mkdir(parents=True)
+    (folder / "networks").mkdir()
+    (folder / "library" / "train_util.py").write_text("def prepare_accelerator(): ...\n" if layout == "v0.10" else "")
+    for name in {"v0.11": ("args", "accelerator_setup"), "v0.10": ("anima_models",), "unknown": ()}[layout]:
+        (folder / "library" / f"{name}.py").write_text("")
+    (folder / "train_network.py").write_text("if __name__ == '__main__': read_config_from_file(1)\n")
+    (folder / "networks" / "merge_lora.py").write_text("if __name__ == '__main__': ...\n")
+    (folder / "README.md").write_text(f"- **Version {version} (2026-01-01):**\n- **Version 0.1.0:**\n")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache" / "sd-scripts"
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    folder = make_tree(tmp_path / "repository")
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "one")
+    git(folder, "tag", "v1")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["v0.10", "v0.11", "unknown"])
+def test_a_checkout_is_described_from_its_files(tmp_path, layout):
+    checkout = sdscripts.describe(make_tree(tmp_path / "tree", layout, "0.9.9"), "here")
+    assert checkout is not None
+    assert (checkout.layout, checkout.version, checkout.commit) == (layout, "0.9.9", None)
+    assert checkout.label == "sd-scripts v0.9.9"
+    assert checkout.scripts() == ["train_network.py", "networks/merge_lora.py"]
+
+
+def test_another_folder_is_none(tmp_path):
+    assert sdscripts.describe(tmp_path, "here") is None
+
+
+def test_a_script_is_found_by_name_and_a_misspelt_one_answered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkout = sdscripts.describe(make_tree(tmp_path / "tree"), "here")
+    assert checkout.script("train_network") == checkout.script("train_network.py") == checkout.path / "train_network.py"
+    assert checkout.script("networks/merge_lora.py").name == "merge_lora.py"
+    with pytest.raises(UserError, match=r"no script train_netwrok.py .*Did you mean train_network.py\?"):
+        checkout.script("train_netwrok.py")
+    assert sdscripts.is_training_script(checkout.script("train_network"))
+    assert not sdscripts.is_training_script(checkout.script("networks/merge_lora.py"))
+
+
+def test_the_order_of_places(cache, tmp_path):
+    here, gui, own, named = (make_tree(tmp_path / name) for name in ("here", "here/sd-scripts", "own", "named"))
+    cached = sdscripts.register(make_tree(tmp_path / "registered"))
+    assert sdscripts.find().path == cached.path
+    import os
+
+    os.chdir(here)
+    assert sdscripts.find().path == here
+    (here / "train_network.py").unlink()
+    assert sdscripts.find().path == gui
+    assert sdscripts.find(script=str(own / "networks" / "merge_lora.py")).path == own
+    assert sdscripts.find(named).path == named
+
+
+def test_a_named_folder_without_sd_scripts_is_an_error(cache, tmp_path):
+    with pytest.raises(UserError, match=r"KOHYA_SD_SCRIPTS: no sd-scripts in .*setup"):
+        sdscripts.find(tmp_path, "KOHYA_SD_SCRIPTS")
+
+
+@pytest.mark.parametrize("ref", ["v1", "main", "HEAD", "commit", "short"])
+def test_a_local_repository_is_cloned_at_any_ref(cache, repository, ref):
+    commit = git(repository, "rev-parse", "HEAD")
+    fetched = sdscripts.fetch_report(str(repository), {"commit": commit, "short": commit[:9]}.get(ref, ref))
+    assert fetched.missing == ()
+    assert fetched.checkout.commit == commit
+    assert fetched.checkout.path.parent == cache
+    assert git(fetched.checkout.path, "status", "--porcelain") == ""
+    assert [checkout.path for checkout in sdscripts.known()] == [fetched.checkout.path]
+
+
+def test_so_is_a_url(cache, repository):
+    fetched = sdscripts.fetch_report(repository.as_uri(), "v1")
+    assert fetched.checkout.commit == git(repository, "rev-parse", "HEAD")
+
+
+def test_fetching_again_mends_what_was_spoilt(cache, repository):
+    first = sdscripts.fetch(str(repository), "v1")
+    (first.path / "train_network.py").write_text("spoilt")
+    second = sdscripts.fetch(str(repository), "v1")
+    assert second.path == first.path
+    assert "read_config" in (second.path / "train_network.py").read_text()
+    assert len(sdscripts.known()) == 1
+
+
+def test_a_partial_repository_gives_what_it_has_and_names_the_rest(cache, repository):
+    (repository / "big.dll").write_text("many bytes")
+    git(repository, "add", "-A")
+    git(repository, "commit", "-qm", "two")
+    blob = git(repository, "rev-parse", "HEAD:big.dll")
+    (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    fetched = sdscripts.fetch_report(str(repository), "HEAD")
+    assert fetched.missing == ("big.dll",)
+    assert (fetched.checkout.path / "train_network.py").is_file()
+    assert not (fetched.checkout.path / "big.dll").exists()
+
+
+@pytest.mark.parametrize(
+    ("repo", "ref", "message"),
+    [
+        ("repository", "v9", "it has no tag, branch or commit v9"),
+        ("nowhere", "v1", "could not fetch v1 of nowhere"),
+    ],
+)
+def test_what_cannot_be_fetched_is_said_and_leaves_nothing(cache, repository, tmp_path, repo, ref, message):
+    source = str(repository) if repo == "repository" else repo
+    with pytest.raises(UserError, match=message):
+        sdscripts.fetch(source, ref)
+    assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
+
+
+def test_a_repository_of_something_else_is_refused(cache, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    git(other, "commit", "-q", "--allow-empty", "-m", "one")
+    with pytest.raises(UserError, match="is no sd-scripts"):
+        sdscripts.fetch(str(other), "HEAD")
+    assert sdscripts.known() == []
+
+
+def test_no_network_and_nothing_found_lists_the_places_and_the_ways_out(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(sdscripts, "UPSTREAM", str(tmp_path / "no-network"))
+    with pytest.raises(UserError) as raised:
+        sdscripts.find_or_fetch()
+    said = str(raised.value)
+    assert "\n" not in said
+    for part in ("the working directory", "./sd-scripts", "--sd-scripts FOLDER", "setup --repo", "KOHYA_SD_SCRIPTS"):
+        assert part in said
+
+
+def test_a_registry_that_cannot_be_read_counts_as_empty(cache):
+    cache.mkdir(parents=True)
+    (cache / "registry.json").write_text("{")
+    assert sdscripts.known() == []
+    (cache / "registry.json").write_text(json.dumps([{"path": str(cache / "gone"), "cloned": True}]))
+    assert sdscripts.known() == []

@@ -1,0 +1,69 @@
+import argparse
+
+import pytest
+
+from kohya_ext import settings
+from kohya_ext.errors import UserError
+from kohya_ext.settings import Settings
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("off", False), ("", False), (True, True)])
+def test_booleans_are_strict_words(text, value):
+    assert settings.boolean(text) is value
+
+
+@pytest.mark.parametrize("text", ["2", "maybe", "None"])
+def test_other_words_are_no_booleans(text):
+    with pytest.raises(ValueError, match="must be 1 or 0"):
+        settings.boolean(text)
+
+
+@pytest.mark.parametrize("text", ["1.5", "-0.1", "nan", "half", True, None])
+def test_a_budget_is_a_number_from_0_to_1(text):
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        settings.fraction(text)
+
+
+def test_a_budget_of_0_is_a_budget_and_arms_plain_starts():
+    assert settings.fraction("0") == 0.0
+    assert settings.switched_on({"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "on"),
+    [
+        ({}, False),
+        ({"KOHYA_EXT": "1"}, True),
+        ({"KOHYA_EXT": "0", "KOHYA_EXT_PRESET": "16gb"}, False),
+        ({"KOHYA_EXT_PRESET": "16gb"}, True),
+        ({"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "1"}, True),
+        ({"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "0"}, False),
+        ({"KOHYA_EXT_DISABLE": "*"}, False),
+        ({"KOHYA_SD_SCRIPTS": "somewhere"}, False),
+        ({"KOHYA_EXT": "maybe"}, True),
+    ],
+)
+def test_what_arms_a_plain_start(environ, on):
+    assert settings.switched_on(environ) is on
+
+
+def test_a_variable_that_cannot_be_read_is_named():
+    with pytest.raises(UserError, match="SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET must be a number from 0 to 1"):
+        settings.from_environment({"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "1.5"})
+
+
+def test_every_row_has_a_meaning_and_reads_its_own_default_back():
+    for name, option in settings.options():
+        assert option.help
+        default = getattr(Settings(), name)
+        if isinstance(default, (bool, tuple)):
+            assert option.parse(list(default) if isinstance(default, tuple) else default) == default
+
+
+def test_underscores_dashes_and_no_forms_are_accepted():
+    parser = argparse.ArgumentParser()
+    settings.add_to(parser)
+    given = parser.parse_args(["--disable-patch", "a,b", "--disable_patch", "c", "--no-selective-torch-compile"])
+    assert given.disable_patch == ["a", "b", "c"]
+    assert given.selective_torch_compile is False
+    assert "strict" not in vars(given)
