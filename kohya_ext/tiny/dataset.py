@@ -1,0 +1,72 @@
+"""A small training set: coloured shapes on gradients, with captions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+_COLOURS = {
+    "red": (214, 48, 49),
+    "yellow": (253, 203, 110),
+    "green": (0, 184, 148),
+    "purple": (108, 92, 231),
+    "white": (245, 246, 250),
+}
+_BACKGROUNDS = {"blue": (9, 64, 130), "orange": (225, 112, 45), "grey": (99, 110, 114)}
+_SHAPES = ("circle", "square", "triangle", "diamond")
+
+CLASS = "2_sks"
+"""Subfolder in sd-scripts' layout: two repeats per epoch, class token "sks"."""
+
+METADATA = "metadata.json"
+"""The captions once more, by file name: what fine_tune.py calls --in_json."""
+
+
+def write(folder: Path, count: int, size: int) -> None:
+    """Draws `count` pictures, each with a caption of the same name (.txt), to the subfolder `CLASS` of `folder`.
+
+    The even ones are `size` x `size` pixels, the odd ones `size` x 3/4 `size`, so that there is more than one bucket.
+    The same arguments give the same pictures. `METADATA`, in `folder`, holds the captions again.
+    """
+    target = folder / CLASS
+    target.mkdir(parents=True, exist_ok=True)
+    captions = {}
+    for index in range(count):
+        shape = _SHAPES[index % len(_SHAPES)]
+        colour = list(_COLOURS)[index % len(_COLOURS)]
+        background = list(_BACKGROUNDS)[index % len(_BACKGROUNDS)]
+        picture = _gradient(size, size if index % 2 == 0 else size * 3 // 4, _BACKGROUNDS[background])
+        _draw(picture, shape, _COLOURS[colour])
+        path = target / f"{index:03}.png"
+        picture.save(path)
+        caption = f"a {colour} {shape} on {_article(background)} {background} background, sks style"
+        path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+        captions[path.name] = {"caption": caption}
+    (folder / METADATA).write_text(json.dumps(captions, indent=2), encoding="utf-8")
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
+
+
+def _gradient(width: int, height: int, colour: tuple[int, int, int]) -> Image.Image:
+    light = tuple((part + 255) // 2 for part in colour)
+    blend = Image.linear_gradient("L").resize((width, height))
+    return Image.composite(Image.new("RGB", (width, height), colour), Image.new("RGB", (width, height), light), blend)
+
+
+def _draw(picture: Image.Image, shape: str, colour: tuple[int, int, int]) -> None:
+    x, y = picture.width / 2, picture.height / 2
+    radius = min(x, y) * 0.7
+    canvas = ImageDraw.Draw(picture)
+    if shape == "circle":
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+        return
+    corners = {
+        "square": [(-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8)],
+        "triangle": [(0.0, -1.0), (0.9, 0.7), (-0.9, 0.7)],
+        "diamond": [(0.0, -1.0), (0.7, 0.0), (0.0, 1.0), (-0.7, 0.0)],
+    }
+    canvas.polygon([(x + radius * right, y + radius * down) for right, down in corners[shape]], fill=colour)

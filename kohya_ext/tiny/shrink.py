@@ -1,0 +1,247 @@
+"""Makes the architectures that sd-scripts hard-codes tiny, when it imports them.
+
+Class names, layer names and the number of resolutions stay: LoRA modules, block weights and checkpoint conversion work
+as in a full-size model. Known: Stable Diffusion 1.5, SDXL (with ControlNet), FLUX.1, Chroma, Lumina Image 2.0 and SD3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from kohya_ext.tiny import vocabulary
+
+_Arguments = dict[str, Any]
+
+CLIP_L_WIDTH = 32
+CLIP_G_WIDTH = 48
+T5_WIDTH = 64
+GEMMA_WIDTH = 32
+UNET_WIDTH = 16
+"""Channels at the first resolution; real models have 320."""
+
+REAL_T5_WIDTH = 4096
+REAL_CLIP_L_WIDTH = 768
+REAL_CLIP_G_WIDTH = 1280
+_REAL_UNET_WIDTH = 320
+
+
+@functools.cache
+def install() -> None:
+    """Shrinks each architecture when its module is imported, at once if it already is. A second call does nothing."""
+    for name, shrink in _SHRINKERS.items():
+        wrapt.register_post_import_hook(shrink, name)
+
+
+def _with_overrides(build: Callable[..., Any], overrides: Callable[[_Arguments], _Arguments]) -> Callable[..., Any]:
+    """`build`, called with its keyword arguments updated by what `overrides` says about them."""
+
+    @functools.wraps(build)
+    def built(*args: Any, **kwargs: Any) -> Any:
+        return build(*args, **{**kwargs, **overrides(kwargs)})
+
+    return built
+
+
+def _clip_text(config: _Arguments) -> _Arguments:
+    width = config.get("hidden_size")
+    if width == REAL_CLIP_L_WIDTH:
+        # SDXL reads hidden_states[11] of this text encoder, so its twelve layers stay.
+        small = {"hidden_size": CLIP_L_WIDTH, "num_hidden_layers": 12}
+    elif width == REAL_CLIP_G_WIDTH:
+        small = {"hidden_size": CLIP_G_WIDTH, "num_hidden_layers": 3}
+    else:
+        return {}
+    width = small["hidden_size"]
+    return small | {
+        "vocab_size": len(vocabulary.CLIP),
+        "intermediate_size": 2 * width,
+        "num_attention_heads": 2,
+        "projection_dim": width,
+    }
+
+
+def _t5(config: _Arguments) -> _Arguments:
+    return {
+        "vocab_size": len(vocabulary.T5),
+        "d_model": T5_WIDTH,
+        "d_ff": 2 * T5_WIDTH,
+        "d_kv": 16,
+        "num_heads": 4,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+    }
+
+
+def _gemma(config: _Arguments) -> _Arguments:
+    return {
+        "vocab_size": len(vocabulary.GEMMA),
+        "hidden_size": GEMMA_WIDTH,
+        "intermediate_size": 2 * GEMMA_WIDTH,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+    }
+
+
+def _sdxl_transformer(config: _Arguments) -> _Arguments:
+    return {
+        "num_attention_heads": config["in_channels"] // 16,
+        "attention_head_dim": 16,
+        "num_transformer_layers": 1 if config["num_transformer_layers"] == 2 else 2,
+        "cross_attention_dim": CLIP_L_WIDTH + CLIP_G_WIDTH,
+    }
+
+
+def _shrink_clip_config(module: Any) -> None:
+    module.CLIPTextConfig = _with_overrides(module.CLIPTextConfig, _clip_text)
+
+
+def _shrink_model_util(module: Any) -> None:
+    _shrink_clip_config(module)
+    module.UNET_PARAMS_MODEL_CHANNELS = UNET_WIDTH
+    module.UNET_PARAMS_CHANNEL_MULT = [1, 2, 2, 2]
+    module.UNET_PARAMS_CONTEXT_DIM = CLIP_L_WIDTH
+    module.UNET_PARAMS_NUM_HEADS = 2
+    module.VAE_PARAMS_CH = 16
+    module.VAE_PARAMS_CH_MULT = [1, 1, 1, 1]
+    module.VAE_PARAMS_NUM_RES_BLOCKS = 1
+    vae_config = module.create_vae_diffusers_config
+    module.create_vae_diffusers_config = lambda: {**vae_config(), "norm_num_groups": 8}
+
+
+def _shrink_sd_unet(module: Any) -> None:
+    module.BLOCK_OUT_CHANNELS = (UNET_WIDTH, 2 * UNET_WIDTH, 2 * UNET_WIDTH, 2 * UNET_WIDTH)
+    module.TIMESTEP_INPUT_DIM = UNET_WIDTH
+    module.TIME_EMBED_DIM = 4 * UNET_WIDTH
+    module.NORM_GROUPS = 8
+    module.TRANSFORMER_NORM_NUM_GROUPS = 8
+
+
+def _shrink_sdxl_unet(module: Any) -> None:
+    module.MODEL_CHANNELS = UNET_WIDTH
+    module.TIME_EMBED_DIM = 4 * UNET_WIDTH
+    module.CONTEXT_DIM = CLIP_L_WIDTH + CLIP_G_WIDTH
+    # The pooled output of text encoder 2, and six sizes as embeddings of 256 numbers each.
+    module.ADM_IN_CHANNELS = CLIP_G_WIDTH + 6 * 256
+    transformer = module.Transformer2DModel
+    transformer.__init__ = _with_overrides(transformer.__init__, _sdxl_transformer)
+    norm = module.GroupNorm32
+    norm_init = norm.__init__
+
+    def small_norm_init(self: Any, num_groups: int, num_channels: int, *args: Any, **kwargs: Any) -> None:
+        norm_init(self, min(num_groups, num_channels // 2), num_channels, *args, **kwargs)
+
+    norm.__init__ = small_norm_init
+
+
+def _shrink_sdxl_control_net(module: Any) -> None:
+    control_net = module.SdxlControlNet
+    init = control_net.__init__
+
+    def zero_convolution(real: Any) -> Any:
+        width = real.out_channels * UNET_WIDTH // _REAL_UNET_WIDTH
+        small = module.nn.Conv2d(width, width, kernel_size=1)
+        module.nn.init.zeros_(small.weight)
+        module.nn.init.zeros_(small.bias)
+        return small
+
+    def small_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.controlnet_down_blocks = module.nn.ModuleList(map(zero_convolution, self.controlnet_down_blocks))
+        self.controlnet_mid_block = zero_convolution(self.controlnet_mid_block)
+        embedding = self.controlnet_cond_embedding
+        embedding.conv_out = module.nn.Conv2d(embedding.conv_out.in_channels, UNET_WIDTH, kernel_size=3, padding=1)
+        module.nn.init.zeros_(embedding.conv_out.weight)
+        module.nn.init.zeros_(embedding.conv_out.bias)
+
+    control_net.__init__ = small_init
+
+
+# Three double and four single blocks are the fewest with which `--blocks_to_swap 1` is allowed.
+_FLUX_TRANSFORMER: _Arguments = {
+    "context_in_dim": T5_WIDTH,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "depth": 3,
+    "depth_single_blocks": 4,
+    "axes_dim": [8, 12, 12],
+}
+
+
+def _shrink_flux_models(module: Any) -> None:
+    for name, spec in module.configs.items():
+        module.configs[name] = dataclasses.replace(
+            spec,
+            params=dataclasses.replace(spec.params, **_FLUX_TRANSFORMER, vec_in_dim=CLIP_L_WIDTH),
+            # 32 channels are the fewest: the autoencoder normalises in 32 groups.
+            ae_params=dataclasses.replace(spec.ae_params, ch=32, ch_mult=[1, 1, 1, 1], num_res_blocks=1),
+        )
+
+
+def _shrink_flux_utils(module: Any) -> None:
+    module.CLIPConfig = _with_overrides(module.CLIPConfig, _clip_text)
+    module.T5Config = _with_overrides(module.T5Config, _t5)
+
+
+def _shrink_chroma_models(module: Any) -> None:
+    module.chroma_params = dataclasses.replace(
+        module.chroma_params, **_FLUX_TRANSFORMER, approximator_hidden_size=64, approximator_depth=2
+    )
+
+
+def _shrink_lumina_models(module: Any) -> None:
+    real = module.LuminaParams.get_2b_config
+
+    def get_2b_config() -> Any:
+        return dataclasses.replace(
+            real(), dim=48, n_layers=3, n_heads=2, n_kv_heads=1, axes_dims=[8, 8, 8], cap_feat_dim=GEMMA_WIDTH
+        )
+
+    module.LuminaParams.get_2b_config = staticmethod(get_2b_config)
+
+
+def _shrink_lumina_util(module: Any) -> None:
+    module.Gemma2Config = _with_overrides(module.Gemma2Config, _gemma)
+
+
+def _shrink_sd3_models(module: Any) -> None:
+    small = {"ch": 32, "ch_mult": (1, 1, 1, 1), "num_res_blocks": 1}
+    for half in (module.VAEEncoder, module.VAEDecoder):
+        half.__init__ = _with_overrides(half.__init__, lambda config: small)
+
+
+def _shrink_sd3_strategy(module: Any) -> None:
+    strategy = module.Sd3TextEncodingStrategy
+    concat = strategy.concat_encodings
+
+    def concat_encodings(self: Any, lg_out: Any, t5_out: Any, lg_pooled: Any) -> Any:
+        # The CLIP outputs are padded to the width of the real T5, so the tiny T5's must be as well.
+        if t5_out is not None:
+            t5_out = module.torch.nn.functional.pad(t5_out, (0, REAL_T5_WIDTH - t5_out.shape[-1]))
+        return concat(self, lg_out, t5_out, lg_pooled)
+
+    strategy.concat_encodings = concat_encodings
+
+
+_SHRINKERS: dict[str, Callable[[Any], None]] = {
+    "library.model_util": _shrink_model_util,
+    "library.original_unet": _shrink_sd_unet,
+    "library.sdxl_model_util": _shrink_clip_config,
+    "library.sdxl_original_unet": _shrink_sdxl_unet,
+    "library.sdxl_original_control_net": _shrink_sdxl_control_net,
+    "library.flux_models": _shrink_flux_models,
+    "library.flux_utils": _shrink_flux_utils,
+    "library.chroma_models": _shrink_chroma_models,
+    "library.lumina_models": _shrink_lumina_models,
+    "library.lumina_util": _shrink_lumina_util,
+    "library.sd3_models": _shrink_sd3_models,
+    "library.sd3_utils": _shrink_clip_config,
+    "library.strategy_sd3": _shrink_sd3_strategy,
+}

@@ -1,0 +1,175 @@
+"""Random weights for the shrunk architectures, made by sd-scripts' own classes and converters.
+
+Only for `python -m kohya_ext.tiny`: it puts a checkout on `sys.path` and shrinks the models until the process ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.tiny import shrink
+
+torch: Any = importlib.import_module("torch")
+transformers: Any = importlib.import_module("transformers")
+safetensors: Any = importlib.import_module("safetensors.torch")
+
+_SD3_DEPTH = 2
+_SD3_GRID = 32  # latents of up to 64x64, pictures of up to 512x512 pixels
+
+
+def write(family: str, checkout: Path, files: dict[str, Path]) -> None:
+    """Writes each of `files` (option of the training script -> path) in float32. KeyError: `family` is unknown."""
+    sys.path.insert(0, str(checkout))
+    shrink.install()
+    with torch.no_grad():
+        _WRITERS[family](files)
+
+
+def _write_sdxl(files: dict[str, Path]) -> None:
+    library = importlib.import_module("library.sdxl_model_util")
+    unet = importlib.import_module("library.sdxl_original_unet").SdxlUNet2DConditionModel()
+    library.save_stable_diffusion_checkpoint(
+        str(files["pretrained_model_name_or_path"]),
+        _filled(_clip_l(library), 1),
+        _filled(_clip_g(library), 2),
+        _filled(unet, 3),
+        epochs=0,
+        steps=0,
+        ckpt_info=None,
+        vae=_filled(_vae(), 4),
+        logit_scale=torch.tensor(4.6),
+        metadata={"format": "pt"},
+    )
+
+
+def _write_sd15(files: dict[str, Path]) -> None:
+    library = importlib.import_module("library.model_util")
+    config = library.create_unet_diffusers_config(v2=False)
+    library.save_stable_diffusion_checkpoint(
+        v2=False,
+        output_file=str(files["pretrained_model_name_or_path"]),
+        text_encoder=_filled(_clip_l(library), 1),
+        unet=_filled(library.UNet2DConditionModel(**config), 3),
+        ckpt_path=None,
+        epochs=0,
+        steps=0,
+        metadata={"format": "pt"},
+        vae=_filled(_vae(), 4),
+    )
+
+
+def _write_flux(files: dict[str, Path]) -> None:
+    models = importlib.import_module("library.flux_models")
+    _save(models.Flux(models.configs["dev"].params), 3, files["pretrained_model_name_or_path"])
+    _save(models.AutoEncoder(models.configs["dev"].ae_params), 4, files["ae"])
+    _save(_flux_clip_l(), 1, files["clip_l"])
+    _save(_t5(), 2, files["t5xxl"])
+
+
+def _write_chroma(files: dict[str, Path]) -> None:
+    models = importlib.import_module("library.flux_models")
+    chroma = importlib.import_module("library.chroma_models")
+    _save(chroma.Chroma(chroma.chroma_params), 3, files["pretrained_model_name_or_path"])
+    _save(models.AutoEncoder(models.configs["dev"].ae_params), 4, files["ae"])
+    _save(_t5(), 2, files["t5xxl"])
+
+
+def _write_lumina(files: dict[str, Path]) -> None:
+    models = importlib.import_module("library.lumina_models")
+    autoencoders = importlib.import_module("library.flux_models")
+    config = importlib.import_module("library.lumina_util").Gemma2Config()
+    _save(models.NextDiT_2B_GQA_patch2_Adaln_Refiner(), 3, files["pretrained_model_name_or_path"])
+    _save(autoencoders.AutoEncoder(autoencoders.configs["schnell"].ae_params), 4, files["ae"])
+    _save(transformers.Gemma2Model(config), 1, files["gemma2"])
+
+
+def _write_sd3(files: dict[str, Path]) -> None:
+    models = importlib.import_module("library.sd3_models")
+    library = importlib.import_module("library.sd3_utils")
+    params = models.SD3Params(
+        patch_size=2,
+        depth=_SD3_DEPTH,
+        num_patches=_SD3_GRID**2,
+        pos_embed_max_size=_SD3_GRID,
+        adm_in_channels=shrink.CLIP_L_WIDTH + shrink.CLIP_G_WIDTH,
+        qk_norm="rms",
+        x_block_self_attn_layers=[],
+        context_embedder_in_features=shrink.REAL_T5_WIDTH,
+        context_embedder_out_features=64 * _SD3_DEPTH,
+        model_type="5-large",
+    )
+    tensors = {
+        prefix + name: tensor
+        for prefix, module in (
+            ("model.diffusion_model.", _filled(models.create_sd3_mmdit(params), 3)),
+            ("first_stage_model.", _filled(models.SDVAE(), 4)),
+        )
+        for name, tensor in module.state_dict().items()
+    }
+    safetensors.save_file(tensors, files["pretrained_model_name_or_path"])
+    clip_l = library.CLIPTextConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH)
+    _save(transformers.CLIPTextModelWithProjection(clip_l), 1, files["clip_l"])
+    _save(_clip_g(library), 2, files["clip_g"])
+    _save(_t5(), 5, files["t5xxl"])
+
+
+_WRITERS: dict[str, Callable[[dict[str, Path]], None]] = {
+    "sdxl": _write_sdxl,
+    "sd15": _write_sd15,
+    "flux": _write_flux,
+    "chroma": _write_chroma,
+    "lumina": _write_lumina,
+    "sd3": _write_sd3,
+}
+
+
+def _clip_l(library: Any) -> Any:
+    return transformers.CLIPTextModel(library.CLIPTextConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH))
+
+
+def _clip_g(library: Any) -> Any:
+    return transformers.CLIPTextModelWithProjection(library.CLIPTextConfig(hidden_size=shrink.REAL_CLIP_G_WIDTH))
+
+
+def _flux_clip_l() -> Any:
+    library = importlib.import_module("library.flux_utils")
+    # What a text model reads from its configuration, but a CLIPConfig (which FLUX loads it with) has no default for.
+    text = {"max_position_embeddings": 77, "hidden_act": "quick_gelu", "attention_dropout": 0.0, "layer_norm_eps": 1e-5}
+    return transformers.CLIPTextModel(library.CLIPConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH, **text, eos_token_id=2))
+
+
+def _t5() -> Any:
+    library = importlib.import_module("library.flux_utils")
+    return transformers.T5EncoderModel(library.T5Config(feed_forward_proj="gated-gelu"))
+
+
+def _vae() -> Any:
+    config = importlib.import_module("library.model_util").create_vae_diffusers_config()
+    return importlib.import_module("diffusers").AutoencoderKL(**config)
+
+
+def _save(module: Any, seed: int, path: Path) -> None:
+    # Cloned because safetensors refuses tensors that share memory: T5 holds its embedding twice.
+    tensors = {name: tensor.clone() for name, tensor in _filled(module, seed).state_dict().items()}
+    safetensors.save_file(tensors, path)
+
+
+def _filled(module: Any, seed: int) -> Any:
+    """`module` with random parameters and buffers.
+
+    Its own initialisation would not do: layers that start at zero keep every gradient before them at zero, and a
+    training test on such a model proves nothing. Tensors are filled in the order of their names, each at a scale that
+    keeps the size of activations: 1 / sqrt(fan-in) for matrices and kernels, about 1 for norms, about 0 for biases.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in sorted(module.state_dict().items()):
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() > 1:
+            tensor.copy_(noise / tensor[0].numel() ** 0.5)
+        else:
+            tensor.copy_(0.02 * noise + (0.0 if name.endswith("bias") else 1.0))
+    return module

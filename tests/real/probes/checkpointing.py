@@ -1,0 +1,186 @@
+"""Gradients of the real classes under every kind of checkpointing, as JSON: ``checkpointing.py CHECKOUT CASE``.
+
+Prints, for one case: how many gradients there are without checkpointing, and for checkpointing with the patch and without it
+(upstream's own kind) either the error or the number of gradients that are missing and that differ in any bit. Upstream's
+workarounds (``requires_grad_`` on latents and embeddings) are left out on purpose: they hide what reentrant checkpointing
+loses.
+"""
+
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kohya_ext.patching import Patcher, registry
+from kohya_ext.sdscripts import describe
+from kohya_ext.settings import Settings
+from kohya_ext.tiny import shrink, vocabulary
+
+PATCH = "nonreentrant_checkpointing"
+checkout = describe(Path(sys.argv[1]), "named")
+sys.path.insert(0, str(checkout.path))
+shrink.install()
+
+import torch  # noqa: E402
+from library import sdxl_model_util, sdxl_original_unet  # noqa: E402
+from transformers import CLIPTextModel  # noqa: E402
+
+Build = Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor]]]
+CONTEXT = shrink.CLIP_L_WIDTH + shrink.CLIP_G_WIDTH
+ADDED = shrink.CLIP_G_WIDTH + 6 * 256
+
+
+def unet_inputs() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(2)
+    return torch.randn(2, 4, 16, 16), torch.tensor([17, 801]), torch.randn(2, 77, CONTEXT), torch.randn(2, ADDED)
+
+
+def wake(module: torch.nn.Module) -> torch.nn.Module:
+    """Fill every zero-initialised weight: behind one, all gradients are zero and none can be seen to be lost."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        if not parameter.any():
+            parameter.data.normal_(0, 0.05, generator=generator)
+    return module
+
+
+def lora(**kwargs: str) -> Build:
+    """An adapter on a frozen U-Net, as train_network.py composes them."""
+
+    def build() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+        from networks import lora as networks_lora
+
+        unet = wake(sdxl_original_unet.SdxlUNet2DConditionModel()).requires_grad_(False)
+        network = networks_lora.create_network(1.0, 4, 1.0, None, [], unet, **kwargs)
+        network.apply_to([], unet, False, True)
+        wake(network)
+        unet.add_module("adapter", network)
+        unet.train()
+        inputs = unet_inputs()
+        return unet, lambda: unet(*inputs)
+
+    return build
+
+
+def lllite() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    from networks import control_net_lllite_for_train as training
+
+    training.replace_unet_linear_and_conv2d()
+    unet = training.SdxlUNet2DConditionModelControlNetLLLite()
+    wake(unet)
+    unet.apply_lllite(8, 8, None)
+    wake(unet)
+    unet.requires_grad_(False)
+    unet.prepare_params()
+    for module in unet.lllite_modules:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("lllite" in name)
+    unet.train()
+    inputs, image = unet_inputs(), torch.rand(2, 3, 128, 128)
+    return unet, lambda: unet(*inputs, cond_image=image)
+
+
+def control_net() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    from library import sdxl_original_control_net as library_control_net
+
+    net = wake(library_control_net.SdxlControlNet())
+    controlled = wake(library_control_net.SdxlControlledUNet()).requires_grad_(False)
+    net.add_module("controlled", controlled)
+    net.train()
+    inputs, image = unet_inputs(), torch.rand(2, 3, 128, 128)
+    return net, lambda: controlled(*inputs, *net(*inputs, cond_image=image))
+
+
+def text_encoder(train_embeddings: bool) -> Build:
+    """CLIP-L under LoRA (frozen, so that nothing that enters its layers requires grad), or with its embeddings trained."""
+
+    def build() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+        from networks import lora as networks_lora
+
+        config = sdxl_model_util.CLIPTextConfig(hidden_size=768, hidden_act="quick_gelu", max_position_embeddings=77)
+        encoder = CLIPTextModel._from_config(config).requires_grad_(False)
+        if train_embeddings:
+            encoder.get_input_embeddings().requires_grad_(True)
+        else:
+            unet = sdxl_original_unet.SdxlUNet2DConditionModel()
+            network = networks_lora.create_network(1.0, 4, 1.0, None, [encoder], unet)
+            network.apply_to([encoder], unet, True, False)
+            encoder.add_module("adapter", torch.nn.ModuleList(wake(network).text_encoder_loras))
+        encoder.train()
+        tokens = torch.randint(len(vocabulary.CLIP), (2, 77), generator=torch.Generator().manual_seed(4))
+        return encoder, lambda: encoder(tokens).last_hidden_state
+
+    return build
+
+
+def distributed() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """The LoRA case below DistributedDataParallel with find_unused_parameters, in a group of one."""
+    module, forward = lora()()
+    if not torch.distributed.is_initialized():
+        file = tempfile.mktemp()
+        torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    parallel = torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    inputs = unet_inputs()
+    # Some input must require grad, or the reentrant kind fails for another reason first.
+    inputs[0].requires_grad_()
+    return module, lambda: parallel(*inputs)
+
+
+CASES: dict[str, Build] = {
+    "lora": lora(),
+    "locon": lora(conv_dim="4", conv_alpha="1"),
+    "lllite": lllite,
+    "control_net": control_net,
+    "text_encoder_lora": text_encoder(train_embeddings=False),
+    "textual_inversion": text_encoder(train_embeddings=True),
+    "distributed": distributed,
+}
+
+
+def gradients(build: Build, checkpointing: bool) -> dict[str, torch.Tensor | None]:
+    torch.manual_seed(1)
+    module, forward = build()
+    if checkpointing:
+        for part in module.modules():
+            # sd-scripts' U-Nets have the one, transformers' models the other.
+            for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
+                if callable(enable := getattr(part, name, None)) and part is not getattr(module, "adapter", None):
+                    enable()
+    forward().square().mean().backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def compare(build: Build, expected: dict[str, torch.Tensor | None]) -> dict[str, object]:
+    try:
+        found = gradients(build, checkpointing=True)
+    except RuntimeError as error:
+        return {"error": str(error).splitlines()[0]}
+    missing = [name for name, gradient in expected.items() if gradient is not None and found[name] is None]
+    there = [name for name in expected if expected[name] is not None and found[name] is not None]
+    return {
+        "missing": len(missing),
+        "different": sum(not torch.equal(expected[name], found[name]) for name in there),
+    }
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    patcher = Patcher({PATCH: registry()[PATCH]}, Settings(), checkout)
+    patcher.arm()
+    assert all(outcome.status == "applied" for outcome in patcher.outcomes.values()), patcher.outcomes
+    yield
+    patcher.undo()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    build = CASES[sys.argv[2]]
+    expected = gradients(build, checkpointing=False)
+    result: dict[str, object] = {"gradients": sum(gradient is not None for gradient in expected.values())}
+    with patched():
+        result["patched"] = compare(build, expected)
+    result["upstream"] = compare(build, expected)
+    print("RESULT " + json.dumps(result))
