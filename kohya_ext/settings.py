@@ -175,6 +175,15 @@ class Settings:
         metavar="FOLDER",
         patch="atomic_saves",
     )
+    stop_file: Path | None = _option(
+        None,
+        "stop after the current step, model and state saved, when this file appears; "
+        "default: OUTPUT_NAME.stop in --output_dir",
+        path,
+        environment="KOHYA_EXT_STOP_FILE",
+        metavar="FILE",
+        patch="safe_stop",
+    )
     report: Path | None = _option(
         None,
         "at the end of the run, write what was applied, seconds and peak memory to this JSON file",
