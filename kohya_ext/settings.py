@@ -184,6 +184,23 @@ class Settings:
         metavar="FILE",
         patch="safe_stop",
     )
+    checkpoint_every_minutes: float | None = _option(
+        None,
+        "save the full state every so many minutes, so that a kill or a power cut costs no more; 0: after every step",
+        minutes,
+        environment="KOHYA_EXT_CHECKPOINT_EVERY_MINUTES",
+        metavar="MINUTES",
+        activates=True,
+        patch="rolling_states",
+    )
+    checkpoint_keep: int = _option(
+        2,
+        "how many states of --checkpoint_every_minutes to keep, the newest",
+        count,
+        environment="KOHYA_EXT_CHECKPOINT_KEEP",
+        metavar="N",
+        patch="rolling_states",
+    )
     report: Path | None = _option(
         None,
         "at the end of the run, write what was applied, seconds and peak memory to this JSON file",

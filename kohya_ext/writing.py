@@ -102,7 +102,7 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
     partial = final.with_name(final.name + PARTIAL)
     _remove(partial)
     try:
-        with _depth():
+        with impatient():
             result = write(partial)
         _flush(partial)
         _give_name(partial, final)
@@ -116,7 +116,8 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
 
 
 @contextlib.contextmanager
-def _depth() -> Iterator[None]:
+def impatient() -> Iterator[None]:
+    """Within it a full disk is an error at once, whatever the caller of :func:`write_whole` says."""
     _inner.depth = getattr(_inner, "depth", 0) + 1
     try:
         yield
@@ -170,6 +171,14 @@ def _give_name(partial: Path, final: Path) -> None:
     else:
         partial.replace(final)
     _flush_folder(final.parent)
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a folder so that a crash leaves all of it or nothing under its name."""
+    doomed = folder.with_name(folder.name + _OLD)
+    _remove(doomed)
+    folder.rename(doomed)
+    _remove(doomed)
 
 
 def _bytes_in(path: Path) -> int:
