@@ -139,6 +139,9 @@ class Position:
         self._hidden = {}
         vars(self.accelerator).pop("log", None)
         self.step = goal["step"]
+        # What takes the batches may itself be wrapped.
+        while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
+            frame = frame.f_back
         if frame is None or not _set_local(frame, "global_step", self.step):
             stop("this script does not count its steps as known ones do, so its count cannot go on: --disable_patch honest_resume")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
@@ -171,8 +174,6 @@ def _set_local(frame: FrameType, name: str, value: int) -> bool:
 
     The count of steps is a local variable of each script's ``train``, and nothing that the script calls can hand it over.
     """
-    if not isinstance(frame.f_locals.get(name), int):
-        return False
     frame.f_locals[name] = value
     if sys.version_info < (3, 13):  # since then f_locals writes through (PEP 667)
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

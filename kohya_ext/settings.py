@@ -201,6 +201,14 @@ class Settings:
         metavar="N",
         patch="rolling_states",
     )
+    nan_patience: int = _option(
+        10,
+        "end the run, its last finite weights saved, after so many steps in a row whose loss or gradient is not finite",
+        count,
+        environment="KOHYA_EXT_NAN_PATIENCE",
+        metavar="N",
+        patch="nan_guard",
+    )
     report: Path | None = _option(
         None,
         "at the end of the run, write what was applied, seconds and peak memory to this JSON file",
