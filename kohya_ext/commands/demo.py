@@ -22,13 +22,12 @@ from rich.table import Table
 from kohya_ext import sdscripts
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
-from kohya_ext.tiny import arguments as tiny
-from kohya_ext.tiny import checkpoints, dataset
 
 SCRIPT = "sdxl_train_network.py"
 PICTURES = 12
 PIXELS = 128
-NEEDED = ("torch", "torchvision", "accelerate", "diffusers", "transformers", "tensorboard", "matplotlib")
+OUTPUT_NAME = "demo"
+NEEDED = ("PIL", "torch", "torchvision", "accelerate", "diffusers", "transformers", "tensorboard", "matplotlib")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
         raise UserError(f"the demo trains for real and needs {', '.join(absent)}: pip install 'kohya-ext[train]'")
+    from kohya_ext.tiny import dataset  # only here: it needs what was just looked for
+
     folder = arguments.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     checkout = None if arguments.embedded else _checkout(console, arguments.sd_scripts)
@@ -80,7 +81,7 @@ class _Files:
 
     @property
     def lora(self) -> Path:
-        return self.folder / f"{tiny.OUTPUT_NAME}.safetensors"
+        return self.folder / f"{OUTPUT_NAME}.safetensors"
 
     @property
     def plot(self) -> Path:
@@ -106,19 +107,31 @@ def _checkout(console: Console, named: Path | None) -> Checkout | None:
 def _real(
     console: Console, arguments: argparse.Namespace, files: _Files, checkout: Checkout
 ) -> tuple[list[str], dict[str, str]]:
+    from kohya_ext.tiny import arguments as tiny
+    from kohya_ext.tiny import checkpoints, environment
+
     with console.status("making a tiny SDXL checkpoint and tokenizers"):
         models = checkpoints.write("sdxl", checkout.path, files.folder / "models")
     command = [sys.executable, "-m", "kohya_ext", "--sd-scripts", str(checkout.path), SCRIPT]
     command += ["--preset", arguments.preset, "--report", str(files.report)]
     command += tiny.training_arguments(SCRIPT, models, files.folder / "pictures", files.folder)
-    command += ["--max_train_steps", str(arguments.steps), "--logging_dir", str(files.events), "--learning_rate", "1e-3"]
-    return command, {**os.environ, **tiny.environment(models)}
+    command += [
+        "--output_name",
+        OUTPUT_NAME,
+        "--max_train_steps",
+        str(arguments.steps),
+        "--logging_dir",
+        str(files.events),
+        "--learning_rate",
+        "1e-3",
+    ]
+    return command, {**os.environ, **environment.variables(models.tokenizers)}
 
 
 def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], dict[str, str]]:
     command = [sys.executable, "-m", "kohya_ext.tiny.embedded", "--preset", arguments.preset, "--report", str(files.report)]
     command += ["--train_data_dir", str(files.folder / "pictures"), "--output_dir", str(files.folder)]
-    command += ["--output_name", tiny.OUTPUT_NAME, "--max_train_steps", str(arguments.steps)]
+    command += ["--output_name", OUTPUT_NAME, "--max_train_steps", str(arguments.steps)]
     command += ["--logging_dir", str(files.events), "--mixed_precision", "no"]
     return command, {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        _show(Console(soft_wrap=False), found)
+        _show(Console(highlight=False), found)
     return 0 if _is_well(found) else 1
 
 
@@ -171,14 +171,14 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
     facts.add_row("plain starts", armed)
     facts.add_row("sd-scripts", escape(_checkout_words(found["sd_scripts"])))
     console.print(facts)
-    table = Table("patch", "target", "outcome", "results", title="patches")
-    for row in found["patches"]:
-        outcome = row["status"] + (f": {row['reason']}" if row["reason"] else "")
-        colour = {"applied": "green", "failed": "red", "waiting": "red"}.get(row["status"], "red" if row["surprise"] else "dim")
-        held = "" if row["patch"] == OPTIONS else f"{row['exactness']}: {row['held_to']}"
-        table.add_row(row["patch"], row["target"], f"[{colour}]{escape(outcome)}[/]", held)
-    if found["patches"]:
-        console.print(table)
+    for patch in dict.fromkeys(row["patch"] for row in found["patches"]):
+        rows = [row for row in found["patches"] if row["patch"] == patch]
+        held = "" if patch == OPTIONS else f" ({rows[0]['exactness']}: {rows[0]['held_to']})"
+        console.print(f"\n[bold]{patch}[/]: {escape(rows[0]['summary'] + held)}")
+        for row in rows:
+            colour = {"applied": "green", "skipped": "red" if row["surprise"] else "dim"}.get(row["status"], "red")
+            reason = f": {row['reason']}" if row["reason"] else ""
+            console.print(f"  [{colour}]{row['status']:<8}[/] {row['target']}[{colour}]{escape(reason)}[/]")
 
 
 def _device_words(device: Mapping[str, Any]) -> str:

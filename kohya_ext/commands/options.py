@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from kohya_ext import overlay
+from kohya_ext.patching import registry
 from kohya_ext.settings import MASTER_SWITCH, Settings, options
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--markdown", action="store_true", help="as the table that the README has")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the tables between the marks in a Markdown file anew")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show them; return the exit code."""
-    if arguments.markdown:
-        print(markdown())
+    if arguments.write:
+        text = arguments.write.read_text(encoding="utf-8")
+        arguments.write.write_text(with_tables(text), encoding="utf-8")
         return 0
-    table = Table("option", "variable", "default", "meaning")
-    for row in rows():
-        table.add_row(*row)
-    Console().print(table)
+    table = Table("option", "variable", "default", "meaning", box=None, pad_edge=False)
+    for flag, variable, default, meaning in rows():
+        table.add_row(flag, variable, default, meaning)
+    Console(highlight=False).print(table)
     return 0
 
 
@@ -34,15 +38,49 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     defaults = Settings()
     for name, option in options():
         default = getattr(defaults, name)
-        shown = "off" if default is False else "" if default in (None, ()) else str(default)
+        shown = {False: "off", True: "on"}.get(default, default) if isinstance(default, bool) else default
         flag = f"--{name}" + (f" {option.metavar}" if option.metavar else "")
-        yield flag, option.environment or "", shown, option.help
+        yield flag, option.environment or "", "" if shown in (None, ()) else str(shown), option.help
 
 
-def markdown() -> str:
-    """Return the table in Markdown."""
-    lines = ["| option | variable | default | meaning |", "|---|---|---|---|"]
-    for flag, variable, default, meaning in rows():
-        cells = (f"`{flag}`" if flag else "", f"`{variable}`" if variable else "", default, meaning)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
+def with_tables(text: str) -> str:
+    """Return a Markdown text with the tables of options, presets and patches between their marks as they are now."""
+    tables = {"options": _options(), "presets": _presets(), "patches": _patches()}
+    for name, table in tables.items():
+        before, mark, rest = text.partition(f"<!-- {name} -->")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if mark and end:
+            text = f"{before}{mark}\n{table}\n{end}{after}"
+    return text
+
+
+def _options() -> str:
+    shown = ([f"`{flag}`" if flag else "", f"`{variable}`" if variable else "", *rest] for flag, variable, *rest in rows())
+    return _markdown(("option", "variable", "default", "meaning"), shown)
+
+
+def _presets() -> str:
+    lines = []
+    for family, name, file in overlay.shipped():
+        about = overlay.parse(file.read_text(encoding="utf-8"), name, family).about
+        peak = about.get("peak_gb")
+        card = f"{about['vram_gb']} GB" if "vram_gb" in about else "any"
+        lines.append(
+            (
+                f"`{family}/{name}`",
+                card,
+                f"{peak['reserved']} GB" if isinstance(peak, dict) else "no more",
+                str(about["summary"]),
+            )
+        )
+    return _markdown(("preset", "card", "predicted peak (allocator)", "what it is"), lines)
+
+
+def _patches() -> str:
+    lines = ((f"`{patch.name}`", patch.summary, f"{patch.exactness}: {patch.held_to}") for patch in registry().values())
+    return _markdown(("patch", "what it does", "results"), lines)
+
+
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check it against the script's own parser and say where each value of a whole command line comes from",
     )
-    show.add_argument("--sd-scripts", metavar="FOLDER", help="the checkout to check against, instead of looking for one")
+    show.add_argument(
+        "--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to check against, instead of looking for one"
+    )
     show.add_argument(
         "--with",
         dest="arguments",
@@ -46,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do it; return the exit code."""
     console = Console()
     if arguments.action == "list":
-        console.print(_list())
+        _list(console)
     elif arguments.action == "path":
         print(_path(arguments.name))
     elif arguments.explain:
@@ -56,18 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list() -> Table:
-    table = Table("preset", "for", "card", "predicted peak", "what it is")
-    scripts: dict[str, list[str]] = {}
-    for script, family in overlay.FAMILIES.items():
-        scripts.setdefault(family, []).append(script)
+def _list(console: Console) -> None:
+    families: dict[str, Table] = {}
     for family, name, file in overlay.shipped():
+        table = families.setdefault(family, Table("preset", "card", "predicted peak", "what it is", box=None, pad_edge=False))
         about = overlay.parse(file.read_text(encoding="utf-8"), name, family).about
         peak = about.get("peak_gb")
-        reserved = f"{peak['reserved']} GB reserved" if isinstance(peak, dict) else ""
+        reserved = f"{peak['reserved']} GB" if isinstance(peak, dict) else "no more"
         card = f"{about['vram_gb']} GB" if "vram_gb" in about else "any"
-        table.add_row(f"{family}/{name}", ", ".join(scripts.get(family, [])), card, reserved, str(about.get("summary", "")))
-    return table
+        table.add_row(name, card, reserved, str(about.get("summary", "")))
+    for family, table in families.items():
+        scripts = [script for script, its in overlay.FAMILIES.items() if its == family]
+        console.print(f"[bold]{family}[/] ({', '.join(scripts)})", table, "")
 
 
 def _path(wanted: str) -> str:

@@ -1,6 +1,7 @@
 """The real scripts, on tiny models, in processes of their own; once for every generation of sd-scripts that is there."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -8,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from kohya_ext import sdscripts
 from kohya_ext.sdscripts import Checkout
-from kohya_ext.tiny import arguments, checkpoints, dataset
+from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 from kohya_ext.tiny.checkpoints import Models
 
 #: The ways in which a person starts a script: untouched, through the launcher, with the launcher below accelerate, and
@@ -22,6 +23,15 @@ from kohya_ext.tiny.checkpoints import Models
 Start = Literal["plain", "launcher", "accelerate", "environment"]
 
 ROOT = Path(__file__).parent.parent.parent
+SITE = Path(__file__).parent / "site"
+REPORT = "report.json"
+SPIED = "checkpoint_calls.json"
+
+#: More arguments for a script, the same in every run of it.
+MORE = {
+    # AdamW would blow up the rounding noise of weights whose true gradient is zero (a key's bias, say) to whole steps.
+    "sdxl_train.py": ("--train_text_encoder", "--optimizer_type", "SGDNesterov", "--learning_rate", "0.01"),
+}
 
 
 def _generations() -> dict[str, Checkout]:
@@ -52,6 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 class Run:
     """A finished run of a script."""
 
+    script: str
     code: int
     output: str
     """Standard output and standard error, as they came."""
@@ -60,6 +71,18 @@ class Run:
     @property
     def file(self) -> Path:
         return self.folder / f"{arguments.OUTPUT_NAME}.safetensors"
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the extension says of the run; empty when it was not there."""
+        file = self.folder / REPORT
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    @property
+    def checkpoint_calls(self) -> dict[str, int]:
+        """How often each kind of checkpointing was reached."""
+        file = self.folder / SPIED
+        return json.loads(file.read_text()) if file.is_file() else {}
 
     @cached_property
     def tensors(self) -> Mapping[str, object]:
@@ -90,7 +113,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run a training script of a checkout for four steps: ``train(checkout, script, *more arguments, start=, env=)``."""
 
@@ -104,10 +127,17 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
     ) -> Run:
         family = models(arguments.SCRIPTS[script][0])
         output = tmp_path_factory.mktemp("run")
-        given = [*arguments.training_arguments(script, family, pictures, output), *more]
-        environ = {**os.environ, **arguments.environment(family), **(env or {})}
-        if start == "environment":
-            environ.setdefault("KOHYA_EXT", "1")
+        given = [*arguments.training_arguments(script, family, pictures, output), *MORE.get(script, ()), *more]
+        environ = {
+            **os.environ,
+            **environment.variables(family.tokenizers),
+            "PYTHONPATH": environment.python_path(SITE),
+            "SPY_FILE": str(output / SPIED),
+            "COLUMNS": "200",
+            **({} if start == "plain" else {"KOHYA_EXT_REPORT": str(output / REPORT)}),
+            **({"KOHYA_EXT": "1"} if start == "environment" else {}),
+            **(env or {}),
+        }
         launcher = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), *before, script]
         command = {
             "plain": [str(checkout.path / script)],
@@ -126,6 +156,19 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
             encoding="utf-8",
             errors="replace",
         )
-        return Run(done.returncode, done.stdout, output)
+        return Run(script, done.returncode, done.stdout, output)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def upstream(train: Callable[..., Run]) -> Callable[[Checkout, str], Run]:
+    """(checkout, script) -> upstream's own run, the oracle; each is run once a session."""
+    runs: dict[tuple[str, str], Run] = {}
+
+    def of(checkout: Checkout, script: str) -> Run:
+        if (checkout.layout, script) not in runs:
+            runs[checkout.layout, script] = train(checkout, script, start="plain")
+        return runs[checkout.layout, script]
+
+    return of

@@ -1,6 +1,4 @@
-"""A real training script gives upstream's own result, in every way of starting it."""
-
-import json
+"""A real script gives upstream's own result, in every way of starting it, on every generation."""
 
 import pytest
 
@@ -8,24 +6,40 @@ from tests.real.conftest import Run
 
 torch = pytest.importorskip("torch")
 
-
-def same(left: Run, right: Run) -> bool:
-    assert left.tensors.keys() == right.tensors.keys()
-    return all(torch.equal(left.tensors[name], right.tensors[name]) for name in left.tensors)
+STARTS = ("launcher", "accelerate", "environment")
+SCRIPTS = ("sdxl_train_network.py", "sdxl_train.py", "train_network.py", "flux_train_network.py", "lumina_train_network.py")
 
 
-@pytest.fixture(scope="session")
-def upstream() -> dict[str, Run]:
-    return {}
+def assert_identical(ours: Run, theirs: Run) -> None:
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    different = [name for name in theirs.tensors if not torch.equal(ours.tensors[name], theirs.tensors[name])]
+    assert different == []
 
 
-@pytest.mark.parametrize("start", ["launcher", "accelerate", "environment"])
+def assert_patches_off(ours: Run, theirs: Run) -> None:
+    assert_identical(ours, theirs)
+    assert ours.report["script"] == ours.script
+    assert {row["status"] for row in ours.report["patches"]} == {"skipped"}
+    assert ours.checkpoint_calls == theirs.checkpoint_calls
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_with_patches_off_the_file_is_upstreams_bit_for_bit(checkout, train, upstream, start):
-    script = "sdxl_train_network.py"
-    if checkout.layout not in upstream:
-        upstream[checkout.layout] = train(checkout, script, start="plain")
-    ours = train(checkout, script, "--report", "report.json", start=start, env={"KOHYA_EXT_DISABLE": "*"})
-    assert same(ours, upstream[checkout.layout])
-    report = json.loads((ours.folder / "report.json").read_text())
-    assert {row["status"] for row in report["patches"]} == {"skipped"}
-    assert report["script"] == script
+    script = SCRIPTS[0]
+    off = {"before": ("--disable-patch", "*")} if start == "launcher" else {"env": {"KOHYA_EXT_DISABLE": "*"}}
+    assert_patches_off(train(checkout, script, start=start, **off), upstream(checkout, script))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_so_it_is_for_every_script_in_every_start(checkout, train, upstream, script, start):
+    ours = train(checkout, script, start=start, env={"KOHYA_EXT_DISABLE": "*"})
+    assert_patches_off(ours, upstream(checkout, script))
+
+
+def test_the_master_switch_keeps_everything_out(checkout, train, upstream):
+    ours = train(checkout, SCRIPTS[0], start="environment", env={"KOHYA_EXT": "0", "KOHYA_EXT_PRESET": "8gb"})
+    assert_identical(ours, upstream(checkout, SCRIPTS[0]))
+    assert ours.report == {}
+    assert "kohya_ext" not in ours.output

@@ -1,0 +1,72 @@
+"""Non-reentrant checkpointing is exact against no checkpointing, on real classes where the reentrant kind loses gradients."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.tiny import environment
+
+torch = pytest.importorskip("torch")
+
+PROBE = Path(__file__).parent / "probes" / "checkpointing.py"
+
+#: case -> what upstream's own kind does there: None where nothing is lost.
+UPSTREAM = {
+    "lora": None,
+    "locon": "gradients are missing",
+    "lllite": "does not require grad",
+    "control_net": None,
+    "text_encoder_lora": "does not require grad",
+    "textual_inversion": None,
+    "distributed": "Expected to mark a variable ready only once",
+}
+
+
+@pytest.fixture(scope="session")
+def gradients(checkout):
+    """case -> what the probe says of it, for this checkout."""
+    environ = {**os.environ, "PYTHONPATH": environment.python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROBE), str(checkout.path), *UPSTREAM]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.rpartition("RESULT ")[2])
+
+
+@pytest.mark.parametrize("case", UPSTREAM)
+def test_gradients_are_bitwise_those_without_checkpointing(gradients, case):
+    result = gradients[case]
+    assert result["gradients"] > 0
+    assert result["patched"] == {"missing": 0, "different": 0}
+    lost = UPSTREAM[case]
+    if lost is None:
+        assert result["upstream"]["missing"] == 0
+    elif lost == "gradients are missing":
+        assert result["upstream"]["missing"] > 0
+    else:
+        assert lost in result["upstream"]["error"]
+
+
+#: script -> how it is started here. Upstream's own run of each checkpoints some of it, its text encoders at least, in the
+#: reentrant way.
+RUNS = {
+    "sdxl_train_network.py": "launcher",
+    "sdxl_train.py": "accelerate",
+    "train_network.py": "environment",
+    "flux_train_network.py": "launcher",
+    "lumina_train_network.py": "environment",
+}
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_the_real_script_reaches_it_and_trains_to_upstreams_tensors(checkout, train, upstream, script):
+    theirs, ours = upstream(checkout, script), train(checkout, script, start=RUNS[script])
+    assert theirs.checkpoint_calls["reentrant"] > 0
+    assert ours.checkpoint_calls == {"non-reentrant": sum(theirs.checkpoint_calls.values())}
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in theirs.tensors.items():
+        torch.testing.assert_close(ours.tensors[name], tensor, rtol=0, atol=1e-6)
+    assert {"patch": "nonreentrant_checkpointing", "status": "applied"}.items() <= ours.report["patches"][-1].items()

@@ -1,0 +1,153 @@
+"""Options, presets, doctor and demo against the real scripts' own parsers and modules."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kohya_ext.tiny import environment
+
+torch = pytest.importorskip("torch")
+
+
+def call(*command, cwd=None, **env):
+    environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, encoding="utf-8", errors="replace")
+
+
+CHECK_PRESETS = """
+import sys
+from pathlib import Path
+from kohya_ext import overlay
+from kohya_ext.arguments import complete, find_problem
+from kohya_ext.probing import script_parser
+from kohya_ext.sdscripts import describe
+
+checkout = describe(Path(sys.argv[1]), "named")
+scripts = {family: script for script, family in reversed(overlay.FAMILIES.items())}
+parsers, checked = {}, 0
+for family, name, file in overlay.shipped():
+    if family not in parsers:
+        parsers[family] = script_parser(checkout, checkout.script(scripts[family]))
+        complete(parsers[family])
+    for key, value in overlay.parse(file.read_text(encoding="utf-8"), name, family).values.items():
+        checked += 1
+        if problem := find_problem(parsers[family], key, value.value):
+            print(f"PROBLEM {family}/{name}: {problem}")
+print("CHECKED", checked)
+"""
+
+
+def test_every_shipped_preset_fits_its_scripts_own_parser(checkout):
+    done = call("-c", CHECK_PRESETS, checkout.path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "PROBLEM" not in done.stdout, done.stdout
+    assert int(done.stdout.rpartition("CHECKED ")[2]) > 100
+
+
+@pytest.mark.parametrize("start", ["launcher", "environment"])
+def test_a_scripts_help_shows_the_extension(checkout, start):
+    script = checkout.path / "sdxl_train.py"
+    command = ["-m", "kohya_ext", script] if start == "launcher" else [script]
+    done = call(*command, "--help", **({} if start == "launcher" else {"KOHYA_EXT": "1"}))
+    assert done.returncode == 0, done.stderr[-4000:]
+    for flag in ("--preset NAME", "--activation_memory_budget", "--selective_torch_compile", "--fused_backward_pass"):
+        assert flag in done.stdout
+
+
+def test_a_bad_config_file_is_refused_before_anything_is_loaded(checkout, tmp_path):
+    (tmp_path / "mine.toml").write_text('learnign_rate = 1e-4\nresolution = 512\nsave_model_as = "zip"\n')
+    script = checkout.path / "sdxl_train_network.py"
+    done = call(script, "--config_file", "mine.toml", "--strict", cwd=tmp_path, KOHYA_EXT="1")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("kohya_ext: error: ")]
+    assert len(errors) == 3
+    assert "Did you mean learning_rate?" in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_explain_traces_a_whole_command_line(checkout, tmp_path):
+    (tmp_path / "mine.toml").write_text("learning_rate = 3e-5\n")
+    done = call(
+        *("-m", "kohya_ext", "presets", "show", "16gb", "--sd-scripts", checkout.path, "--script", "sdxl_train.py"),
+        *("--explain", "--with", "--config_file", "mine.toml", "--no-cache_latents"),
+        cwd=tmp_path,
+        COLUMNS="250",
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells]
+        for line in done.stdout.splitlines()
+        if len(cells := line.split("│")) > 4
+    }
+    assert rows["learning_rate"][2:4] == ["3e-05", "mine.toml, over preset sdxl-finetune/16gb's 1e-05"]
+    assert rows["cache_latents"][2:4] == ["False", "command line, over preset sdxl-finetune/16gb's True"]
+    assert rows["full_bf16"][3] == "preset sdxl-finetune/16gb"
+    assert rows["full_bf16"][4]
+
+
+def test_doctor_shows_every_patch_applied(checkout):
+    done = call("-m", "kohya_ext", "doctor", "--json", "--sd-scripts", checkout.path)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["sd_scripts"]["layout"] == checkout.layout
+    assert found["sd_scripts"]["version"] == checkout.version
+    assert found["packages"]["torch"] == torch.__version__.split("+")[0]
+    statuses = {(row["patch"], row["target"]): (row["status"], row["reason"]) for row in found["patches"]}
+    assert statuses["nonreentrant_checkpointing", "library.sdxl_original_unet:USE_REENTRANT"] == ("applied", "")
+    assert sum(status == "applied" for status, _ in statuses.values()) >= 3
+    assert all(status == "applied" or reason for status, reason in statuses.values())
+
+
+UPSTREAMS_TESTS = """
+import sys
+import pytest
+from kohya_ext import autoload, session
+
+autoload.watch()
+code = pytest.main(sys.argv[1:])
+print("ON", session.current())
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dadaptation") is None, reason="upstream's tests need dadaptation ([test])")
+def test_upstreams_own_tests_pass_with_the_extension_on(checkout):
+    done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", cwd=checkout.path)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "ON Session(" in done.stdout
+    assert " passed" in done.stdout
+
+
+def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
+    done = call("-m", "kohya_ext", "demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
+    assert "nonreentrant_checkpointing" in done.stdout
+    assert "sdxl-lora/8gb" in done.stdout
+    assert (tmp_path / "loss.png").stat().st_size > 5_000
+    assert (tmp_path / "demo.safetensors").is_file()
+
+
+def test_the_demo_goes_on_without_sd_scripts(tmp_path):
+    no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
+    done = call(
+        "-m",
+        "kohya_ext",
+        "demo",
+        "--steps",
+        "6",
+        "--output",
+        tmp_path / "demo",
+        cwd=tmp_path,
+        **{k: str(v) for k, v in no_network.items()},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "no sd-scripts found and none could be fetched" in " ".join(done.stdout.split())
+    assert "the embedded loop, no sd-scripts" in done.stdout
+    assert "nonreentrant_checkpointing" in done.stdout
+    assert (tmp_path / "demo" / "demo.safetensors").is_file()
