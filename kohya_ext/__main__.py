@@ -11,7 +11,7 @@ from kohya_ext.console import error
 from kohya_ext.errors import UserError
 
 #: In the order in which ``--help`` names them. Anything else on the command line is a script.
-COMMANDS = ("setup", "doctor", "presets", "options", "demo")
+COMMANDS = ("setup", "doctor", "check", "presets", "options", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

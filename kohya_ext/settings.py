@@ -159,6 +159,12 @@ class Settings:
         activates=True,
         patch="activation_memory_budget",
     )
+    preflight: bool = _option(
+        True,
+        "before a model is loaded, check pictures, captions, model files, output folder, and arguments that cannot go together",
+        boolean,
+        environment="KOHYA_EXT_PREFLIGHT",
+    )
     disk_full_wait: float = _option(
         10.0,
         "when a save finds the disk full, keep the weights in memory and try again for this many minutes before giving up",

@@ -24,6 +24,7 @@ USAGE = """python -m kohya_ext [options] SCRIPT [script arguments]
 EPILOG = """commands:
   setup      fetch sd-scripts into the user cache, or register a copy
   doctor     what is installed, which checkout, every patch and whether it applies
+  check      look at a script's arguments, pictures and models without training
   presets    list presets, show one and where each value comes from
   options    every option, its variable and its meaning
   demo       make a tiny model and pictures, train a LoRA with the real script
