@@ -73,6 +73,10 @@ def _header(name: str, option: str, found: Findings) -> Header | None:
         found.errors.append(f"{option} {name} is empty (0 bytes)")
         return None
     if path.suffix not in (".safetensors", ".sft"):
+        with path.open("rb") as stream:
+            start = stream.read(2)
+        if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # what torch.save writes: a zip, a pickle before 2020
+            found.errors.append(f"{option} {name} is neither a safetensors file nor a checkpoint of torch")
         return None
     try:
         return read_header(path)
