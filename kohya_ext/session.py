@@ -72,7 +72,10 @@ class Session:
                 note(f"{name} is not available yet in kohya_ext {__version__}: training goes on without it")
         wanted = [patch.name for patch in self.patcher.patches.values() if self._is_on(patch)]
         presets = f"preset {self.run.presets.label}" if self.run.presets.presets else "no preset"
-        note(f"{__version__}, {self.checkout.label}, {presets}, patches: {', '.join(wanted) or 'none'}")
+        why = ""
+        if self.checkout.layout == "unknown" and not self.run.settings.allow_unknown_version:
+            why = " (its layout is not known; KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
+        note(f"{__version__}, {self.checkout.label}, {presets}, patches: {', '.join(wanted) or 'none'}{why}")
 
     def _is_on(self, patch: Patch) -> bool:
         return any(

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
     if settings.num_processes is not None or settings.multi_gpu or settings.accelerate_config is not None:
         return _hand_over(settings, checkout, script, arguments)
-    _run(script, arguments, switched_off)
+    _run(checkout, script, arguments, switched_off)
     return 0
 
 
@@ -97,13 +97,16 @@ def _check(checkout: Checkout, script: Path, arguments: Sequence[str], settings:
     read_arguments(script.name if is_training_script(script) else None, arguments, os.environ)
 
 
-def _run(script: Path, arguments: Sequence[str], switched_off: bool) -> None:
+def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_off: bool) -> None:
     if not switched_off:
         os.environ[MASTER_SWITCH] = "1"
         watch()
     sys.argv = [str(script), *arguments]
     # A plain start puts the script's folder first; under `python -m` the working directory stands there instead.
     sys.path[0] = str(script.parent)
+    if str(checkout.path) not in sys.path:
+        # For scripts in subfolders, upstream counts on its requirements.txt, which installs ``library`` with -e.
+        sys.path.append(str(checkout.path))
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw
+if TYPE_CHECKING:
+    from PIL import Image
 
 _COLOURS = {
     "red": (214, 48, 49),
@@ -52,12 +54,16 @@ def _article(word: str) -> str:
 
 
 def _gradient(width: int, height: int, colour: tuple[int, int, int]) -> Image.Image:
+    from PIL import Image  # the names in this module are wanted where no picture can be drawn
+
     light = tuple((part + 255) // 2 for part in colour)
     blend = Image.linear_gradient("L").resize((width, height))
     return Image.composite(Image.new("RGB", (width, height), colour), Image.new("RGB", (width, height), light), blend)
 
 
 def _draw(picture: Image.Image, shape: str, colour: tuple[int, int, int]) -> None:
+    from PIL import ImageDraw
+
     x, y = picture.width / 2, picture.height / 2
     radius = min(x, y) * 0.7
     canvas = ImageDraw.Draw(picture)

@@ -58,6 +58,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("checkout", [it for _, it in generations], ids=[layout for layout, _ in generations], scope="session")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a generation's tests on one worker: what upstream's own runs gave is kept there for all of them."""
+    for item in items:
+        checkout = getattr(getattr(item, "callspec", None), "params", {}).get("checkout")
+        if isinstance(checkout, Checkout):
+            item.add_marker(pytest.mark.xdist_group(checkout.layout))
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished run of a script."""

@@ -90,6 +90,15 @@ def test_explain_traces_a_whole_command_line(checkout, tmp_path):
     assert rows["full_bf16"][4]
 
 
+@pytest.mark.parametrize("script", ["networks/check_lora_weights.py", "tools/show_metadata.py"])
+def test_tools_run_too(checkout, upstream, script):
+    file = upstream(checkout, "sdxl_train_network.py").file
+    option = ["--model"] if "metadata" in script else []
+    done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, cwd=file.parent)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert ("ss_network_dim" if option else "lora_unet_") in done.stdout
+
+
 def test_doctor_shows_every_patch_applied(checkout):
     done = call("-m", "kohya_ext", "doctor", "--json", "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -150,6 +150,18 @@ def test_a_repository_of_something_else_is_refused(cache, tmp_path):
     assert sdscripts.known() == []
 
 
+def test_the_first_run_fetches_the_pinned_commit_once_and_says_so(cache, repository, monkeypatch, capsys):
+    monkeypatch.setattr(sdscripts, "UPSTREAM", repository.as_uri())
+    monkeypatch.setattr(sdscripts, "PINNED_REF", git(repository, "rev-parse", "HEAD"))
+    checkout = sdscripts.find_or_fetch()
+    said = capsys.readouterr().err
+    assert "no sd-scripts found; fetching v0.11.1 from" in said
+    assert said.count("\n") == 1
+    assert checkout.path.parent == cache
+    assert sdscripts.find_or_fetch().path == checkout.path
+    assert capsys.readouterr().err == ""
+
+
 def test_no_network_and_nothing_found_lists_the_places_and_the_ways_out(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(sdscripts, "UPSTREAM", str(tmp_path / "no-network"))
     with pytest.raises(UserError) as raised:
