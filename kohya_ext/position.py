@@ -143,7 +143,9 @@ class Position:
         while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
             frame = frame.f_back
         if frame is None or not _set_local(frame, "global_step", self.step):
-            stop("this script does not count its steps as known ones do, so its count cannot go on: --disable_patch honest_resume")
+            stop(
+                "this script does not count its steps as known ones do, so its count cannot go on: --disable_patch honest_resume"
+            )
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             bar.update(self.step)
         set_random_state(self._random)

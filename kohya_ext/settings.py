@@ -183,8 +183,7 @@ class Settings:
     )
     stop_file: Path | None = _option(
         None,
-        "stop after the current step, model and state saved, when this file appears; "
-        "default: OUTPUT_NAME.stop in --output_dir",
+        "stop after the current step, model and state saved, when this file appears; default: OUTPUT_NAME.stop in --output_dir",
         path,
         environment="KOHYA_EXT_STOP_FILE",
         metavar="FILE",

@@ -88,7 +88,11 @@ def _get_optimizer(original: Any, settings: Settings) -> Any:
     def get_optimizer(args: Any, trainable_params: Any) -> Any:
         if isinstance(trainable_params, list) and not any(map(_holds_some, trainable_params)):
             module = getattr(args, "network_module", None)
-            cause = f": {module} matched no module, or its learning rate is 0 (--learning_rate, --unet_lr, --network_args)" if module else ""
+            cause = (
+                f": {module} matched no module, or its learning rate is 0 (--learning_rate, --unet_lr, --network_args)"
+                if module
+                else ""
+            )
             stop(f"nothing would be trained{cause}")
         return original(args, trainable_params)
 

@@ -23,7 +23,9 @@ OPTIMIZERS = {
     **dict.fromkeys(("AdamW", "SGDNesterov"), "torch"),
     "Adafactor": "transformers",
     "Lion": "lion_pytorch",
-    **dict.fromkeys(("AdamW8bit", "SGDNesterov8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"), "bitsandbytes"),
+    **dict.fromkeys(
+        ("AdamW8bit", "SGDNesterov8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"), "bitsandbytes"
+    ),
     "PagedLion8bit": "bitsandbytes",
     **dict.fromkeys(
         ("DAdaptation", "DAdaptAdamPreprint", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion"),
@@ -85,7 +87,9 @@ def _look_at_scheduler(args: Namespace, found: Findings) -> None:
         module, _, attribute = custom.rpartition(".")
         kind = _attribute(module or "torch.optim.lr_scheduler", attribute)
         if kind is None:
-            found.errors.append(f"--lr_scheduler_type {custom}: there is no {attribute} in {module or 'torch.optim.lr_scheduler'}")
+            found.errors.append(
+                f"--lr_scheduler_type {custom}: there is no {attribute} in {module or 'torch.optim.lr_scheduler'}"
+            )
         else:
             _look_at_parameters(kind, getattr(args, "lr_scheduler_args", None), f"--lr_scheduler_args: {custom}", found)
         return
@@ -136,7 +140,9 @@ def _read_pairs(pairs: Iterable[str] | None, label: str, found: Findings) -> dic
                 raise ValueError
             read[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found.errors.append(f"{label}: {pair!r} must be name=value, the value as Python writes it: eps=1e-8, betas=(0.9,0.99), x='text'")
+            found.errors.append(
+                f"{label}: {pair!r} must be name=value, the value as Python writes it: eps=1e-8, betas=(0.9,0.99), x='text'"
+            )
     return read
 
 
@@ -177,10 +183,14 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
         if not network and script.name.startswith("sdxl"):
             yield from together(name, "train_text_encoder", because="a text encoder whose outputs are cached cannot be trained")
     for name in given(args, "cache_latents", "cache_latents_to_disk"):
-        yield from together(name, "color_aug", "random_crop", because="the latents are computed once, so the picture cannot change")
+        yield from together(
+            name, "color_aug", "random_crop", because="the latents are computed once, so the picture cannot change"
+        )
         yield from together(name, "train_inpainting", because="the mask is drawn anew each step")
     yield from together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained")
-    yield from together("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one of them")
+    yield from together(
+        "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one of them"
+    )
     yield from together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it")
     if has("fused_backward_pass") and (getattr(args, "optimizer_type", None) or "").lower() != "adafactor":
         yield "--fused_backward_pass works with --optimizer_type Adafactor only"
@@ -192,9 +202,12 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
         if has("cpu_offload_checkpointing") and has("gradient_checkpointing"):
             yield f"--cpu_offload_checkpointing ends in a TypeError in {script.name}: its model does not know it"
     scheduler = getattr(args, "lr_scheduler_type", None) or getattr(args, "lr_scheduler", None)
-    if has("lr_warmup_steps") and (has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")):
-        yield f"--lr_warmup_steps has no meaning for --lr_scheduler {scheduler}, which upstream takes for an error: leave it out" + (
-            " or take constant_with_warmup" if scheduler == "constant" else ""
+    if has("lr_warmup_steps") and (
+        has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")
+    ):
+        yield (
+            f"--lr_warmup_steps has no meaning for --lr_scheduler {scheduler}, which upstream takes for an error: leave it out"
+            + (" or take constant_with_warmup" if scheduler == "constant" else "")
         )
     bucket_steps = 32 if script.name.startswith("sdxl") else 64 if script.name == "train_network.py" else 1
     if has("enable_bucket") and (getattr(args, "bucket_reso_steps", None) or bucket_steps) % bucket_steps:

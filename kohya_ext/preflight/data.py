@@ -199,7 +199,9 @@ def _look_at_pictures(subset: Subset, files: list[Path], found: Findings) -> Non
             small += size[0] * size[1] < _SMALL * subset.resolution[0] * subset.resolution[1]
     if small:
         wanted = "x".join(map(str, subset.resolution or ()))
-        found.warnings.append(f"{small} of {len(files)} pictures in {subset.folder} have less than a quarter of {wanted}'s pixels")
+        found.warnings.append(
+            f"{small} of {len(files)} pictures in {subset.folder} have less than a quarter of {wanted}'s pixels"
+        )
     twice = [stem for stem, count in Counter(file.stem for file in files).items() if count > 1]
     if twice:
         found.warnings.append(f"{subset.folder}: pictures that share a name share caption and cache: {shortened(twice)}")

@@ -13,7 +13,19 @@ from kohya_ext.safetensors_header import Header, read_header
 
 #: Arguments that name files to load, beside the model itself.
 _OTHERS = (
-    *("vae", "ae", "clip_l", "clip_g", "t5xxl", "gemma2", "qwen3", "text_encoder", "byt5", "llm_adapter_path", "t5_tokenizer_path"),
+    *(
+        "vae",
+        "ae",
+        "clip_l",
+        "clip_g",
+        "t5xxl",
+        "gemma2",
+        "qwen3",
+        "text_encoder",
+        "byt5",
+        "llm_adapter_path",
+        "t5_tokenizer_path",
+    ),
     *("network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
 )
 
@@ -107,7 +119,11 @@ def _look_at_family(script: Path, args: Namespace, file: Path, header: Header, f
     hint = ""
     if its in _SCRIPTS:
         hint = f": {_SCRIPTS[its]['network' not in script.name]} trains it"
-    found.errors.append(f"{file.name} is {its if its.startswith('a ') else f'{its} model'}, and {script.name} wants {wanted}{hint}".replace(" is SD", " is an SD", 1))
+    found.errors.append(
+        f"{file.name} is {its if its.startswith('a ') else f'{its} model'}, and {script.name} wants {wanted}{hint}".replace(
+            " is SD", " is an SD", 1
+        )
+    )
 
 
 def _look_at_state(args: Namespace, found: Findings) -> None:
