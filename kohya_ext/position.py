@@ -1,11 +1,11 @@
 """Where a training run stands, kept in each of its states, and the way back there.
 
 A state of accelerate's holds weights, optimizer, scheduler and random numbers, but neither how many steps were made nor
-which batches of the epoch were seen; the scripts start to count at zero again. Added here: the steps, the pass over the data, the
-batches of it, and the random state in which that pass began. To go on, the passes that were finished are left out, the
-unfinished one is begun with its own random state and its batches are drawn (not trained) up to the place, and the random
-state of the save is put back: the next batch, the next noise and the next file name are those of the run that was not
-interrupted.
+which batches of the epoch were seen; the scripts start to count at zero again. Added here: the steps, the pass over the
+data, the batches of it, and the random state in which that pass began. To go on, the passes that were finished are left
+out, the unfinished one is begun with its own random state and its batches are drawn (not trained) up to the place, and
+the random state of the save is put back: the next batch, the next noise and the next file name are those of the run that
+was not interrupted.
 
 The batches drawn again cost their loading. Not restored: the random state of ``--persistent_data_loader_workers``, which
 lives in the workers across epochs.
@@ -94,8 +94,8 @@ class Position:
         goal = torch.load(file, map_location="cpu", weights_only=True)
         if goal["step"] >= self.args.max_train_steps:
             stop(
-                f"{folder} is at step {goal['step']} and --max_train_steps is {self.args.max_train_steps}: there is nothing left "
-                "to train. Give more steps or leave out --resume"
+                f"{folder} is at step {goal['step']} and --max_train_steps is {self.args.max_train_steps}: "
+                "there is nothing left to train. Give more steps or leave out --resume"
             )
         self._goal = goal
         if hasattr(self.args, "initial_step"):
@@ -143,9 +143,7 @@ class Position:
         while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
             frame = frame.f_back
         if frame is None or not _set_local(frame, "global_step", self.step):
-            stop(
-                "this script does not count its steps as known ones do, so its count cannot go on: --disable_patch honest_resume"
-            )
+            stop("this script counts its steps in a way that is not known, so it cannot go on: --disable_patch honest_resume")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             bar.update(self.step)
         set_random_state(self._random)
@@ -190,7 +188,8 @@ def random_state() -> dict[str, Any]:
     import numpy
     import torch
 
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    state: Any = numpy.random.get_state(legacy=True)
+    kind, keys, *rest = state
     return {
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), *rest),

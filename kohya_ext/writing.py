@@ -30,7 +30,7 @@ _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 R = TypeVar("R")
 
 
-class DiskFull(OSError):
+class DiskFullError(OSError):
     """There was no room; what bore the name before is whole."""
 
     def __init__(self, path: Path, needed: int, free: int) -> None:
@@ -56,21 +56,26 @@ class WhenFull:
     """A folder to write to instead, at once."""
 
 
-_inner = threading.local()
+class _Inner(threading.local):
+    depth = 0
+    """How many folders, and :func:`impatient` blocks, this thread is in."""
+
+
+_inner = _Inner()
 
 
 def write_whole(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: WhenFull | None = None) -> R:
     """Have ``write`` make the file or folder at another path, then give it the name ``final``.
 
     ``size`` says how many bytes a file takes; it is asked only when there was no room. Of a folder it is 0 when that is
-    not known: then what was written and the file that did not fit are counted. Raises :class:`DiskFull` when there is no
+    not known: then what was written and the file that did not fit are counted. Raises :class:`DiskFullError` when there is no
     room and ``full`` did not help, and whatever else ``write`` raises; in each case ``final`` is what it was. Within a
     folder that is itself being written this way nothing is waited for: the folder is tried again as a whole.
     """
-    full = WhenFull() if full is None or getattr(_inner, "depth", 0) else full
+    full = WhenFull() if full is None or _inner.depth else full
     try:
         return _write_once(final, write, size)
-    except DiskFull as error:
+    except DiskFullError as error:
         if full.fallback is not None:
             elsewhere = full.fallback / final.name
             warn(f"{error}; it goes to {elsewhere} instead")
@@ -81,7 +86,7 @@ def write_whole(final: Path, write: Callable[[Path], R], size: Callable[[], int]
         return _wait_and_write(final, write, size, error, time.monotonic() + full.wait_seconds)
 
 
-def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: DiskFull, until: float) -> R:
+def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: DiskFullError, until: float) -> R:
     minutes = (until - time.monotonic()) / 60
     warn(f"{full}; the data stays in memory and is tried again for {minutes:.3g} minutes: make room there")
     while time.monotonic() < until:
@@ -90,7 +95,7 @@ def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], 
             continue
         try:
             result = _write_once(final, write, size)
-        except DiskFull as error:
+        except DiskFullError as error:
             full = error
         else:
             note(f"there is room again: {final.name} is saved")
@@ -118,23 +123,23 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Within it a full disk is an error at once, whatever the caller of :func:`write_whole` says."""
-    _inner.depth = getattr(_inner, "depth", 0) + 1
+    _inner.depth += 1
     try:
         yield
     finally:
         _inner.depth -= 1
 
 
-def _as_disk_full(error: Exception, final: Path, size: Callable[[], int], written: int) -> DiskFull | None:
+def _as_disk_full(error: Exception, final: Path, size: Callable[[], int], written: int) -> DiskFullError | None:
     """Tell a full disk from another failure: safetensors and torch hide the operating system's number in a text."""
     free = shutil.disk_usage(final.parent).free
-    if isinstance(error, DiskFull):  # of a file in this folder
-        return DiskFull(final, max(size(), written + error.needed), free)
+    if isinstance(error, DiskFullError):  # of a file in this folder
+        return DiskFullError(final, max(size(), written + error.needed), free)
     known = getattr(error, "errno", None) in _FULL or any(
         sign in str(error) for sign in ("No space left", "os error 28", "code: 28", "os error 122", "code: 122")
     )
     if known or (isinstance(error, (OSError, RuntimeError)) and free < size()):
-        return DiskFull(final, size(), free)
+        return DiskFullError(final, size(), free)
     return None
 
 

@@ -42,7 +42,7 @@ def _serialize_file(original: Any, settings: Settings) -> Any:
 
 
 def _tensor_size(spec: Any) -> int:
-    """safetensors 0.4 hands over dictionaries with the bytes, 0.8 objects that point to them."""
+    """The bytes of a tensor: safetensors 0.4 hands over dictionaries that hold them, 0.8 objects that point to them."""
     return len(spec["data"]) if isinstance(spec, dict) else int(spec.data_len)
 
 

@@ -51,12 +51,25 @@ def _draw(original: Any, settings: Settings) -> Any:
 def _load_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _give_own_storage(self._models)
         result = original(self, *args, **kwargs)
         if (current := position.position()) is not None:
             current.loaded()
         return result
 
     return load_state
+
+
+def _give_own_storage(models: Any) -> None:
+    """Let no weight be a slice of a larger one: safetensors refuses to load those.
+
+    sd-scripts makes SDXL's second text encoder of slices (its query, key and value are one tensor in the checkpoint), so that
+    upstream saves states of ``--train_text_encoder`` and cannot load them.
+    """
+    for model in models:
+        for weight in model.parameters():
+            if weight.untyped_storage().nbytes() > weight.numel() * weight.element_size():
+                weight.data = weight.data.clone()
 
 
 def _only_self(original: Any) -> str | None:

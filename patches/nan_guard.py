@@ -1,8 +1,8 @@
 """A step whose loss or gradient is not finite is skipped and said; many in a row end the run; NaN weights are never saved.
 
-Upstream trains on and saves a file full of NaN with exit code 0. Where there is a gradient scaler (fp16), skipping is its job, and
-only the loss is watched. Where the optimizer steps within the backward pass (fused), a loss that is not finite is not propagated.
-DeepSpeed does its own checks.
+Upstream trains on and saves a file full of NaN with exit code 0. Where there is a gradient scaler (fp16), skipping is its
+job, and only the loss is watched. Where the optimizer steps within the backward pass (fused), a loss that is not finite is
+not propagated. DeepSpeed does its own checks.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kohya_ext.console import note, warn
 from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
-from kohya_ext.writing import DiskFull, impatient, remove_whole
+from kohya_ext.writing import DiskFullError, impatient, remove_whole
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Rolling:
         try:
             with impatient():  # training is worth more than this state
                 accelerator.save_state(str(state))
-        except DiskFull as error:
+        except DiskFullError as error:
             warn(f"{error}; training goes on without this state")
             return
         pattern = re.compile(rf"{re.escape(self.name)}-rolling\d{{8}}-state")

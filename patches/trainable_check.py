@@ -1,8 +1,8 @@
-"""At the first step: is what should be trained trained, and nothing else?
+"""At the first step: what should be trained is trained, and nothing else.
 
 Each of these runs to its end upstream, and the file does nothing or the wrong thing: a network that matched no module of
-the U-Net, a learning rate of zero, the base model in the optimizer beside the LoRA, adapters on another device, weights that no
-gradient reaches.
+the U-Net, a learning rate of zero, the base model in the optimizer beside the LoRA, adapters on another device, weights
+that no gradient reaches.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _in_network(accelerator: Any, args: Namespace) -> Iterator[str]:
     own = {id(weight) for weight in networks[0].parameters()}
     foreign = sum(id(weight) not in own for weight in _weights(accelerator._optimizers))
     if foreign:
-        yield f"{foreign} weights of the base model are in the optimizer beside the network's: they would be trained and not saved"
+        yield f"{foreign} weights of the base model are in the optimizer: they would be trained beside the network, not saved"
 
 
 def _step(original: Any, settings: Settings) -> Any:
@@ -88,11 +88,7 @@ def _get_optimizer(original: Any, settings: Settings) -> Any:
     def get_optimizer(args: Any, trainable_params: Any) -> Any:
         if isinstance(trainable_params, list) and not any(map(_holds_some, trainable_params)):
             module = getattr(args, "network_module", None)
-            cause = (
-                f": {module} matched no module, or its learning rate is 0 (--learning_rate, --unet_lr, --network_args)"
-                if module
-                else ""
-            )
+            cause = f": {module} matched no module, or its learning rate is 0 (--unet_lr, --network_args)" if module else ""
             stop(f"nothing would be trained{cause}")
         return original(args, trainable_params)
 

@@ -96,7 +96,8 @@ def _look_at_scheduler(args: Namespace, found: Findings) -> None:
     name = getattr(args, "lr_scheduler", None)
     if name and not name.startswith("adafactor") and name not in SCHEDULERS:
         found.errors.append(
-            f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE.{did_you_mean(name, SCHEDULERS)}"
+            f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
+            + did_you_mean(name, SCHEDULERS)
         )
 
 
@@ -183,32 +184,26 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
         if not network and script.name.startswith("sdxl"):
             yield from together(name, "train_text_encoder", because="a text encoder whose outputs are cached cannot be trained")
     for name in given(args, "cache_latents", "cache_latents_to_disk"):
-        yield from together(
-            name, "color_aug", "random_crop", because="the latents are computed once, so the picture cannot change"
-        )
+        yield from together(name, "color_aug", "random_crop", because="the latents are computed once")
         yield from together(name, "train_inpainting", because="the mask is drawn anew each step")
     yield from together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained")
-    yield from together(
-        "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one of them"
-    )
+    yield from together("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one")
     yield from together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it")
-    if has("fused_backward_pass") and (getattr(args, "optimizer_type", None) or "").lower() != "adafactor":
+    adafactor = (getattr(args, "optimizer_type", None) or "").lower() == "adafactor"
+    if has("fused_backward_pass") and not adafactor:
         yield "--fused_backward_pass works with --optimizer_type Adafactor only"
     accumulation = getattr(args, "gradient_accumulation_steps", 1) or 1
     for name in given(args, "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers"):
         if accumulation > 1:
-            yield f"--{name} and --gradient_accumulation_steps {accumulation} cannot go together: gradients are used up as they come"
-    if network and script.name in ("sdxl_train_network.py", "train_network.py", "sd3_train_network.py"):
-        if has("cpu_offload_checkpointing") and has("gradient_checkpointing"):
-            yield f"--cpu_offload_checkpointing ends in a TypeError in {script.name}: its model does not know it"
+            yield f"--{name} and --gradient_accumulation_steps {accumulation} cannot go together: no gradient is kept"
+    no_offload = ("sdxl_train_network.py", "train_network.py", "sd3_train_network.py")
+    if script.name in no_offload and has("cpu_offload_checkpointing") and has("gradient_checkpointing"):
+        yield f"--cpu_offload_checkpointing ends in a TypeError in {script.name}: its model does not know it"
     scheduler = getattr(args, "lr_scheduler_type", None) or getattr(args, "lr_scheduler", None)
-    if has("lr_warmup_steps") and (
-        has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")
-    ):
-        yield (
-            f"--lr_warmup_steps has no meaning for --lr_scheduler {scheduler}, which upstream takes for an error: leave it out"
-            + (" or take constant_with_warmup" if scheduler == "constant" else "")
-        )
+    without_warmup = has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")
+    if has("lr_warmup_steps") and without_warmup:
+        instead = " or take constant_with_warmup" if scheduler == "constant" else ""
+        yield f"--lr_warmup_steps is an error with --lr_scheduler {scheduler}: leave it out{instead}"
     bucket_steps = 32 if script.name.startswith("sdxl") else 64 if script.name == "train_network.py" else 1
     if has("enable_bucket") and (getattr(args, "bucket_reso_steps", None) or bucket_steps) % bucket_steps:
         yield f"--bucket_reso_steps must be a multiple of {bucket_steps} for {script.name}"
@@ -225,6 +220,5 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
     yield from together("v_pred_like_loss", "v_parameterization", because="the model predicts v already")
     if script.name.startswith("sdxl"):
         yield from together("v2", "pretrained_model_name_or_path", because="SDXL has no v2")
-    if has("lr_scheduler") and str(args.lr_scheduler).startswith("adafactor"):
-        if (getattr(args, "optimizer_type", None) or "").lower() != "adafactor":
-            yield "--lr_scheduler adafactor works with --optimizer_type Adafactor only"
+    if str(scheduler).startswith("adafactor") and not adafactor:
+        yield "--lr_scheduler adafactor works with --optimizer_type Adafactor only"

@@ -105,8 +105,8 @@ def _in_subfolders(
             ignored.append(folder.name)
     if none and _holds_pictures(parent):
         found.errors.append(
-            f"{option} {parent} holds the pictures itself: sd-scripts wants its parent. Move them to {parent / ('10_' + parent.name)} "
-            "(10 repeats), or name the folder in a --dataset_config"
+            f"{option} {parent} holds the pictures itself, and sd-scripts wants the folder above: move them to "
+            f"{parent / ('10_' + parent.name)} (10 repeats), or name the folder in a --dataset_config"
         )
     elif none:
         found.errors.append(f"{option} {parent} has no subfolder named N_name (N repeats, such as 10_cat) with pictures")
@@ -270,7 +270,10 @@ def _look_at_captions(subset: Subset, files: list[Path], found: Findings) -> Non
     instead = f"trained on the words {subset.class_tokens!r} alone" if subset.class_tokens else "without any words"
     others = [ext for ext in (".txt", ".caption") if ext != subset.caption_extension and files[0].with_suffix(ext).exists()]
     hint = f"; there are {others[0]} files: --caption_extension {others[0]}" if others else ""
-    message = f"{len(missing)} of {len(files)} pictures in {subset.folder} have no {subset.caption_extension} caption and are {instead}{hint}"
+    message = (
+        f"{len(missing)} of {len(files)} pictures in {subset.folder} have no {subset.caption_extension} caption "
+        f"and are {instead}{hint}"
+    )
     (found.warnings if subset.class_tokens else found.errors).append(message)
 
 

@@ -13,25 +13,13 @@ from kohya_ext.safetensors_header import Header, read_header
 
 #: Arguments that name files to load, beside the model itself.
 _OTHERS = (
-    *(
-        "vae",
-        "ae",
-        "clip_l",
-        "clip_g",
-        "t5xxl",
-        "gemma2",
-        "qwen3",
-        "text_encoder",
-        "byt5",
-        "llm_adapter_path",
-        "t5_tokenizer_path",
-    ),
+    *("vae", "ae", "clip_l", "clip_g", "t5xxl", "gemma2", "qwen3", "text_encoder", "byt5", "llm_adapter_path"),
     *("network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
 )
 
 #: A piece of a tensor's name -> the family that it tells; the first that fits counts.
 _SIGNS = (
-    (("lora_down.", "lora_A.", "lora_unet_", "lora_te"), "a LoRA"),
+    (("lora_down.", "lora_A.", "lora_unet_", "lora_te"), "LoRA"),
     (("distilled_guidance_layer.",), "Chroma"),
     (("double_blocks.0.img_attn.",), "FLUX"),
     (("joint_blocks.0.",), "SD3"),
@@ -116,14 +104,8 @@ def _look_at_family(script: Path, args: Namespace, file: Path, header: Header, f
         wanted = "Chroma"
     if its is None or wanted is None or its == wanted:
         return
-    hint = ""
-    if its in _SCRIPTS:
-        hint = f": {_SCRIPTS[its]['network' not in script.name]} trains it"
-    found.errors.append(
-        f"{file.name} is {its if its.startswith('a ') else f'{its} model'}, and {script.name} wants {wanted}{hint}".replace(
-            " is SD", " is an SD", 1
-        )
-    )
+    hint = f": {_SCRIPTS[its]['network' not in script.name]} trains it" if its in _SCRIPTS else ""
+    found.errors.append(f"{file.name} is of the family {its}, and {script.name} wants {wanted}{hint}")
 
 
 def _look_at_state(args: Namespace, found: Findings) -> None:
