@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
@@ -25,18 +26,26 @@ def importable(checkout: Checkout) -> Iterator[None]:
         sys.path.remove(str(checkout.path))
 
 
-def script_parser(checkout: Checkout, script: Path) -> argparse.ArgumentParser:
-    """Return the parser that a training script builds for itself, without what takes it over when a session is on.
+def script_names(checkout: Checkout, script: Path) -> dict[str, Any]:
+    """Return the names a training script defines, from running it as a module. Takes about ten seconds: its imports.
 
-    Takes about ten seconds: the script's imports. Raises UserError when one of them is missing or it has no parser.
+    Raises UserError when one of them is missing or it is not a training script.
     """
     try:
         with importable(checkout):
             names = runpy.run_path(str(script), run_name="kohya_ext_probe")
-            parser = names["setup_parser"]()
     except ImportError as error:
         raise UserError(f"{script.name} cannot be imported here: {error}. See `python -m kohya_ext doctor`") from None
-    except KeyError:
-        raise UserError(f"{script.name} is not a training script: it has no setup_parser") from None
+    if "setup_parser" not in names:
+        raise UserError(f"{script.name} is not a training script: it has no setup_parser")
+    return names
+
+
+def script_parser(checkout: Checkout, script: Path) -> argparse.ArgumentParser:
+    """Return the parser that a training script builds for itself, without what takes it over when a session is on.
+
+    Raises UserError as :func:`script_names` does.
+    """
+    parser = script_names(checkout, script)["setup_parser"]()
     assert isinstance(parser, argparse.ArgumentParser)
     return parser

@@ -1,0 +1,146 @@
+"""How near the estimator is to what a step really allocates: the same step on real tensors, seen by torch's own profiler.
+
+    python benchmarks/vram_accuracy.py --sd-scripts FOLDER [--width 96] [--size 256] [--output benchmarks/results/NAME.json]
+
+A reduced SDXL on the CPU, for LoRA and full fine-tuning, with and without checkpointing. The estimate is made from fake
+tensors as always; the measured figure is the sum of the allocations and frees that the CPU allocator reports to
+torch.profiler while the step runs on real ones. What lies there before the step (weights, optimizer state) has known sizes
+and is added to both, so the figure that says most is the one above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.arguments import read_arguments
+from kohya_ext.probing import importable
+from kohya_ext.sdscripts import Checkout, find_or_fetch
+from kohya_ext.tiny import shrink
+from kohya_ext.vram import making, store
+from kohya_ext.vram.choices import Choices
+
+_COMMON = ["--sdpa", "--cache_latents", "--cache_text_encoder_outputs", "--mixed_precision", "bf16"]
+_LORA = ["--network_module", "networks.lora", "--network_dim", "16", "--network_train_unet_only", "--optimizer_type", "AdamW"]
+_FULL = ["--learning_rate", "1e-5", "--optimizer_type"]
+_ADAFACTOR = ["Adafactor", "--optimizer_args", "relative_step=False"]
+
+#: Name -> script and arguments, each with and without --gradient_checkpointing.
+CASES: dict[str, tuple[str, list[str]]] = {
+    "lora": ("sdxl_train_network.py", [*_COMMON, *_LORA]),
+    "full, fp32 weights, AdamW": ("sdxl_train.py", [*_COMMON, *_FULL, "AdamW"]),
+    "full, bf16 weights, Adafactor": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--full_bf16"]),
+    "full, fp32 weights, Adafactor fused": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--fused_backward_pass"]),
+}
+
+
+def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
+    """Return both peaks of one command line in bytes, and how far the estimate is off, in percent of the measured one."""
+    from kohya_ext.vram.events import peak
+    from kohya_ext.vram.step import measure, settle
+
+    choices, arguments, trainer = making.read(checkout, script, read_arguments(script, argv, {}), argv)
+    settle(choices, arguments, trainer)
+    log = measure(choices, arguments, trainer)
+    estimated = peak(log.events, log.kinds).bytes
+    before = sum(event.bytes for event in log.events[: log.start])
+    above, tensors = _measured(choices, arguments, trainer)
+    return {
+        "before the step": before,
+        "estimated": estimated,
+        "measured": before + above,
+        "measured, tensors alone": before + tensors,
+        "error_percent": round(100 * (estimated / (before + above) - 1), 3),
+        "error_percent_above_the_weights": round(100 * ((estimated - before) / above - 1), 3),
+    }
+
+
+def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int]:
+    """Return the peak of real allocations in one step, over what was there before it, in bytes; and that of its tensors.
+
+    The difference is what the CPU's kernels take for themselves while they run, which has no counterpart on a GPU.
+    """
+    import torch
+
+    from kohya_ext.vram.autocast import cuda_rules
+    from kohya_ext.vram.events import Kind, peak
+    from kohya_ext.vram.step import lay_out, prepare, take
+    from kohya_ext.vram.track import Tracker
+
+    torch.manual_seed(1)
+    with cuda_rules():
+        training = prepare(choices, arguments, trainer)
+        unused = Tracker()  # never entered: it sees no operator
+        lay_out(training, unused)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            take(training, unused)
+        tracker = Tracker()
+        with tracker:
+            for module, kind in training.resident:
+                tracker.mark((*module.parameters(), *module.buffers()), kind)
+            states = (value for state in training.optimizer.state.values() for value in state.values())
+            tracker.mark((value for value in states if isinstance(value, torch.Tensor)), Kind.OPTIMIZER_STATE)
+            start = len(tracker.events)
+            take(training, tracker)
+    alive = most = 0
+    for size in _allocations(profile):
+        alive += size
+        most = max(most, alive)
+    return most, peak(tracker.events[start:], tracker.kinds).bytes
+
+
+def _allocations(profile: Any) -> Iterator[int]:
+    """Yield bytes allocated (positive) and freed (negative) on the CPU, in their order."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        yield event.nbytes()
+
+
+def main() -> int:
+    """Compare every case; print and write JSON; return 1 when one is off by more than ``--limit`` percent."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
+    parser.add_argument("--width", type=int, default=96, help="channels of the U-Net's first level; SDXL has 320")
+    parser.add_argument("--size", type=int, default=512, help="pixels along a side")
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--limit", type=float, default=5.0, help="percent above the weights that a case may be off")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    shrink.UNET_WIDTH = given.width
+    shrink.install()
+    checkout = find_or_fetch(given.sd_scripts)
+    cases = {}
+    for name, (script, arguments) in CASES.items():
+        for suffix, more in (("", []), (", checkpointing", ["--gradient_checkpointing"])):
+            if f"{name}{suffix}".startswith(given.only):
+                argv = [*arguments, *more, "--resolution", str(given.size)]
+                with importable(checkout):
+                    cases[f"{name}{suffix}"] = compare(checkout, script, argv)
+                print(f"{name}{suffix}: {cases[f'{name}{suffix}']}", file=sys.stderr, flush=True)
+    report = {
+        "what": f"reduced SDXL, {given.width} channels, {given.size}x{given.size} pixels, on the CPU; bytes and percent",
+        "command": f"python benchmarks/vram_accuracy.py --width {given.width} --size {given.size}",
+        "sd_scripts": checkout.version,
+        "torch": store.version("torch"),
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "cases": cases,
+    }
+    text = json.dumps(report, indent=1)
+    if given.output is not None:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return int(any(abs(case["error_percent_above_the_weights"]) > given.limit for case in cases.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

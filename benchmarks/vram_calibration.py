@@ -1,0 +1,159 @@
+"""Compare the estimates with a CUDA card, and fit what only a card can tell: context, workspaces, fragmentation.
+
+    python benchmarks/vram_calibration.py [--sd-scripts FOLDER] [--output benchmarks/results/vram_calibration.json]
+
+Every case is a command line at full size with random weights, in a process of its own: its estimate, then three of the same
+steps on the card, with torch.cuda.max_memory_allocated, max_memory_reserved and what nvidia-smi counts. A case that is in the
+output file already is not run again, so an interrupted run goes on; a case that runs out of memory is recorded as such. Nothing
+else should use the card. ``--device cpu --width 32 --size 128`` goes through the same motions on a reduced SDXL without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import platform
+import statistics
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.arguments import read_arguments
+from kohya_ext.probing import importable
+from kohya_ext.sdscripts import find_or_fetch
+from kohya_ext.tiny import shrink
+from kohya_ext.vram import making, store
+from kohya_ext.vram.estimate import CONTEXT_BYTES
+
+_COMMON = "--mixed_precision bf16 --sdpa --cache_latents --cache_text_encoder_outputs"
+_LORA = f"{_COMMON} --network_dim 16 --network_train_unet_only --optimizer_type AdamW --network_module networks.lora"
+_FULL = f"{_COMMON} --learning_rate 1e-5 --gradient_checkpointing --optimizer_type"
+_ADAFACTOR = "Adafactor --optimizer_args relative_step=False"
+
+CASES = (
+    f"sdxl_train_network.py {_LORA} --gradient_checkpointing",
+    f"sdxl_train_network.py {_LORA} --gradient_checkpointing --train_batch_size 4",
+    f"sdxl_train_network.py {_LORA}",
+    f"sdxl_train.py {_FULL} {_ADAFACTOR} --fused_backward_pass --full_bf16",
+    f"sdxl_train.py {_FULL} {_ADAFACTOR} --fused_backward_pass",
+    f"sdxl_train.py {_FULL} AdamW8bit --full_bf16",
+    f"sdxl_train.py {_FULL} AdamW --full_bf16",
+    f"train_network.py {_LORA.replace('--cache_text_encoder_outputs ', '')} --gradient_checkpointing",
+    f"lumina_train_network.py {_LORA}_lumina --gradient_checkpointing",
+    f"flux_train_network.py {_LORA}_flux --gradient_checkpointing",
+    f"flux_train_network.py {_LORA}_flux --gradient_checkpointing --fp8_base",
+)
+
+
+def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Return one case's estimate and, on a card, what was allocated and reserved for it. Bytes."""
+    import torch
+
+    from kohya_ext.vram.step import lay_out, prepare, settle, take
+    from kohya_ext.vram.track import Tracker
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    if given.width:
+        shrink.UNET_WIDTH = given.width
+        shrink.install()
+    checkout = find_or_fetch(given.sd_scripts)
+    script, *argv = [*case.split(), "--resolution", str(given.size)]
+    run = read_arguments(script, argv, {})
+    estimated = making.make(checkout, script, run, argv)
+    row: dict[str, Any] = {"estimated": {"allocated": estimated.allocated, "reserved": estimated.reserved}}
+    cuda = given.device == "cuda"
+    before = _used() if cuda else None
+    with importable(checkout), making.patched(checkout, run):
+        choices, arguments, trainer = making.read(checkout, script, run, argv)
+        settle(choices, arguments, trainer)
+        torch.set_default_device(given.device)
+        try:
+            training = prepare(choices, arguments, trainer)
+            on_the_card = [module for module, _ in training.resident]
+            if training.models.vae not in on_the_card:
+                training.models.vae = None
+            training.models.text_encoders = [one for one in training.models.text_encoders if one in on_the_card]
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            unused = Tracker()  # never entered: it sees no operator
+            lay_out(training, unused)
+            for _ in range(3):
+                take(training, unused)
+        except torch.OutOfMemoryError as error:
+            return {**row, "out_of_memory": str(error).splitlines()[0]}
+    if cuda:
+        torch.cuda.synchronize()
+        row["measured"] = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "context": _used() - before - torch.cuda.memory_reserved(),
+        }
+        row["card"] = torch.cuda.get_device_name()
+    return row
+
+
+def _used() -> int:
+    """Return the bytes in use on the first card, all processes together."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
+
+
+def fit(rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the constants that the measured rows suggest; None without one."""
+    measured = [row for row in rows.values() if "measured" in row]
+    if not measured:
+        return None
+
+    def ratios(what: str) -> list[float]:
+        return [row["measured"][what] / row["estimated"][what] for row in measured]
+
+    return {
+        "context_bytes": round(statistics.median(row["measured"]["context"] for row in measured)),
+        "context_bytes_assumed_so_far": CONTEXT_BYTES,
+        "allocated_measured_over_estimated": {"median": statistics.median(ratios("allocated")), "all": ratios("allocated")},
+        "reserved_measured_over_estimated": {"median": statistics.median(ratios("reserved")), "all": ratios("reserved")},
+    }
+
+
+def main() -> int:
+    """Run what the output file lacks; write it after every case. Return 1 when a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", type=int, default=1024, help="pixels along a side")
+    parser.add_argument("--width", type=int, help="reduce the models, SDXL's U-Net to this many channels at its first level")
+    parser.add_argument("--only", default="", help="cases that begin so")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "vram_calibration.json")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case:
+        print("ROW" + json.dumps(measure(given.case, given)))
+        return 0
+    report = json.loads(given.output.read_text(encoding="utf-8")) if given.output.exists() else {"rows": {}}
+    for case in (case for case in CASES if case.startswith(given.only) and "measured" not in report["rows"].get(case, {})):
+        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--case", case], stdout=subprocess.PIPE, text=True)
+        found = done.stdout.rpartition("ROW")[2]
+        report["rows"][case] = json.loads(found) if done.returncode == 0 else {"failed": done.returncode}
+        report |= {
+            "what": "bytes; estimates and what a card says, one process a case",
+            "torch": store.version("torch"),
+            "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+            "size": given.size,
+            "fit": fit(report["rows"]),
+        }
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(case, report["rows"][case], sep="\n  ", flush=True)
+    print(json.dumps(report.get("fit"), indent=1))
+    return int(any("failed" in row for row in report["rows"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Predict the GPU memory of a training command line, without a GPU and without weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kohya_ext.arguments import QuietParser, RunArguments, read_arguments
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts import find_or_fetch, is_training_script
+from kohya_ext.settings import from_environment
+from kohya_ext.vram.card import GB, GIB, gigabytes, read_size
+from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate, estimate
+
+NOT_CALIBRATED = "not calibrated on CUDA: no figure has been compared with a GPU yet"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    _add_own(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="a training script of sd-scripts")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, --preset among them, as for a run"
+    )
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="as JSON, sizes in bytes")
+    parser.add_argument(
+        "--vram",
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="the card: 16GB is 16e9 bytes, 16GiB 17.18e9, and a plain 16 a card sold as 16 GB, which has 16 GiB; "
+        "a tier's preset brings its own",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", default=argparse.SUPPRESS, help="measure again, whatever is known (about 20 seconds)"
+    )
+    parser.add_argument("--chart", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="draw the parts as a PNG")
+    parser.add_argument("--sd-scripts", metavar="FOLDER", default=argparse.SUPPRESS, help="the checkout to use")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; return the exit code: 1 when more is reserved than the card has, so that scripts can ask."""
+    behind = QuietParser(add_help=False, allow_abbrev=False)
+    _add_own(behind)
+    own, argv = behind.parse_known_args(arguments.arguments)
+    chosen = {**vars(arguments), **vars(own)}
+    named = chosen.get("sd_scripts")
+    checkout = find_or_fetch(
+        Path(named) if named else from_environment(os.environ).get("sd_scripts"),
+        "--sd-scripts" if named else "KOHYA_SD_SCRIPTS",
+        arguments.script,
+    )
+    script = checkout.script(arguments.script)
+    if not is_training_script(script):
+        raise UserError(f"{script.name} is not a training script: nothing to estimate")
+    resolved = read_arguments(script.name, argv, os.environ)
+    card = read_size(chosen["vram"]) if "vram" in chosen else _presets_card(resolved)
+    found = estimate(checkout, script.name, resolved, argv, fresh=bool(chosen.get("fresh")))
+    if chosen.get("json"):
+        print(json.dumps(_as_json(found, card), indent=1))
+    else:
+        console = Console()
+        console.print(_table(found))
+        for line in _lines(found, card, resolved):
+            console.print(line, highlight=False, soft_wrap=True)
+    if "chart" in chosen:
+        _draw(found, card, chosen["chart"])
+    return 0 if card is None or found.on_the_card <= card else 1
+
+
+def _presets_card(run: RunArguments) -> int | None:
+    """Return the card that a tier's preset is for, the last one's that says: ``vram_gb`` counts as cards are sold, in GiB."""
+    said = [preset.about["vram_gb"] for preset in run.presets.presets if "vram_gb" in preset.about]
+    return round(float(str(said[-1])) * GIB) if said else None
+
+
+def _as_json(found: Estimate, card: int | None) -> dict[str, Any]:
+    rest = None if card is None else card - found.on_the_card
+    return {
+        **asdict(found),
+        "context_and_workspaces": CONTEXT_BYTES,
+        "on_the_card": found.on_the_card,
+        "card": card,
+        "margin": rest,
+        "calibrated_on_cuda": False,
+    }
+
+
+def _rows(found: Estimate) -> list[tuple[str, int]]:
+    return [
+        *found.parts.items(),
+        ("allocator reserve", found.reserved - found.allocated),
+        ("CUDA context + workspaces (assumed)", CONTEXT_BYTES),
+    ]
+
+
+def _table(found: Estimate) -> Table:
+    table = Table("at the peak", "GB", title=f"{found.choices['script']}: {gigabytes(found.on_the_card)} GB on the card")
+    table.columns[1].justify = "right"
+    for name, size in _rows(found):
+        table.add_row(name, gigabytes(size))
+    table.add_section()
+    table.add_row("tensors (max_memory_allocated)", gigabytes(found.allocated))
+    table.add_row("reserved (max_memory_reserved)", gigabytes(found.reserved))
+    table.add_row("on the card", gigabytes(found.on_the_card))
+    return table
+
+
+def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str]:
+    moments = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.moments.items())
+    made = found.made_with
+    lines = [
+        f"The peak is in: {found.moment}. Tensors at each moment (GB): {moments}.",
+        f"{found.flops / 1e12:.2f} TFLOP a step, {found.trained / 1e6:.1f} million numbers trained, for {_asked(found)}.",
+    ]
+    if card is not None:
+        rest = card - found.on_the_card
+        fits = "leaves" if rest >= 0 else "is short of"
+        lines.append(f"A card of {gigabytes(card)} GB ({card / GIB:.1f} GiB) {fits} {gigabytes(abs(rest))} GB.")
+        if rest < 0 <= rest + found.reserved - found.least:
+            lines.append(
+                f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "
+                f"{gigabytes(found.least)} GB. Under Windows and WSL the driver would take system memory instead."
+            )
+    if run.settings.selective_torch_compile:
+        lines.append("Compiled blocks are not modelled: these are the figures without compiling, which needs more.")
+    lines.append(
+        f"1 GB is 1e9 bytes; {NOT_CALIBRATED}. Made with sd-scripts {made['sd_scripts']}, torch {made['torch']}, "
+        f"kohya_ext {made['kohya_ext']}. One process; sampling pictures and saving are not modelled."
+    )
+    return lines
+
+
+def _asked(found: Estimate) -> str:
+    batch = found.choices.get("train_batch_size", 1)
+    return f"{str(found.choices['resolution']).replace(',', 'x')} pixels, batch {batch}"
+
+
+def _draw(found: Estimate, card: int | None, file: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--chart needs matplotlib: `pip install matplotlib`") from None
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    left = 0.0
+    for name, size in _rows(found):
+        axes.barh([0], [size / GB], left=left, label=f"{name} {gigabytes(size)}")
+        left += size / GB
+    if card is not None:
+        axes.axvline(card / GB, color="black", linestyle="--", label=f"card {gigabytes(card)}")
+    axes.set(yticks=[], xlabel="GB (1e9 bytes), not calibrated on CUDA", title=f"{found.choices['script']}, {_asked(found)}")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--chart {file}: {error}") from None

@@ -1,0 +1,69 @@
+"""CUDA's autocast rules on the CPU.
+
+On the CPU, autocast leaves in 16 bits what it raises to 32 on a GPU, so the tensors that a step saves differ: a layer norm
+under CUDA's autocast returns fp32. The list is that of aten/src/ATen/autocast_mode.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+#: Operators that CUDA's autocast runs in fp32 and the CPU's does not, of those that can occur in a training step.
+RAISED = (
+    "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp",
+    "expm1", "rsqrt", "norm.Scalar", "norm.ScalarOpt_dim", "softplus", "log", "log10", "log2", "log1p", "reciprocal",
+    "cosine_similarity", "cdist", "logsumexp", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d",
+)  # fmt: skip
+
+#: Operators that it asks for an fp32 result instead of raising their input.
+FP32_RESULT = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "cumsum", "cumprod")
+
+
+@contextmanager
+def cuda_rules() -> Iterator[None]:
+    """Make CPU autocast follow CUDA's list inside the block."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for names, rule in ((RAISED, _raised), (FP32_RESULT, _with_fp32_result)):
+            for name in names:
+                packet, _, overload = name.partition(".")
+                operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                library.impl(operator, rule(operator), "AutocastCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _raised(operator: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            return operator(*map(_in_fp32, args), **{key: _in_fp32(value) for key, value in kwargs.items()})
+
+    return run
+
+
+def _with_fp32_result(operator: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            if kwargs.get("dtype") is None and _is_lower(args[0]):
+                kwargs["dtype"] = torch.float32
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _is_lower(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if _is_lower(value) else value

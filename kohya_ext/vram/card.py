@@ -1,0 +1,26 @@
+"""Sizes of memory as people say them, and cards as they are sold."""
+
+from __future__ import annotations
+
+import re
+
+from kohya_ext.errors import UserError
+
+GB, GIB = 10**9, 2**30
+
+
+def read_size(text: str) -> int:
+    """Return bytes: ``16GB`` is 16e9, ``16GiB`` is 16 * 2**30, and a plain ``16`` is a card sold as 16 GB, which has 16 GiB.
+
+    Raises UserError for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gb|gib|g)?\s*", text, re.IGNORECASE)
+    if match is None or float(match.group(1)) == 0:
+        raise UserError(f"--vram {text}: write 16GB (16e9 bytes), 16GiB (17.18e9), or 16 for a card sold as 16 GB (16 GiB)")
+    unit = (match.group(2) or "").lower()
+    return round(float(match.group(1)) * (GB if unit == "gb" else GIB))
+
+
+def gigabytes(size: float) -> str:
+    """Return a size in GB (1e9 bytes) with two decimals."""
+    return f"{size / GB:.2f}"

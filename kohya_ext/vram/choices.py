@@ -1,0 +1,278 @@
+"""What determines the memory of a training step, read from a command line without importing the script.
+
+The fields of :class:`Choices` are sd-scripts' own keys with its own defaults; nothing else on a command line costs memory that
+is modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import toml
+
+from kohya_ext.arguments import QuietParser, RunArguments, find_problem
+from kohya_ext.errors import UserError
+from kohya_ext.overlay import FAMILIES
+from kohya_ext.settings import negated_flags
+
+#: A whole number or a number is written as such; text in a list stands for ``nargs="*"``.
+_PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One run's choices, as far as they cost memory."""
+
+    script: str
+    resolution: str | None = None
+    train_batch_size: int = 1
+    dataset_config: str | None = None
+    enable_bucket: bool = False
+    min_bucket_reso: int = 256
+    max_bucket_reso: int = 1024
+    bucket_reso_steps: int = 64
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
+    cpu_offload_checkpointing: bool = False
+    blocks_to_swap: int | None = None
+    mixed_precision: str = "no"
+    full_fp16: bool = False
+    full_bf16: bool = False
+    fp8_base: bool = False
+    fp8_base_unet: bool = False
+    sdpa: bool = False
+    xformers: bool = False
+    mem_eff_attn: bool = False
+    no_half_vae: bool = False
+    vae_batch_size: int = 1
+    text_encoder_batch_size: int | None = None
+    cache_latents: bool = False
+    cache_latents_to_disk: bool = False
+    cache_text_encoder_outputs: bool = False
+    cache_text_encoder_outputs_to_disk: bool = False
+    max_token_length: int | None = None
+    network_module: str | None = None
+    network_dim: int | None = None
+    network_args: tuple[str, ...] | None = None
+    network_dropout: float | None = None
+    network_train_unet_only: bool = False
+    network_train_text_encoder_only: bool = False
+    train_text_encoder: bool = False
+    stop_text_encoder_training: int | None = None
+    learning_rate: float = 2e-06
+    learning_rate_te: float | None = None
+    learning_rate_te1: float | None = None
+    learning_rate_te2: float | None = None
+    optimizer_type: str = ""
+    use_8bit_adam: bool = False
+    use_lion_optimizer: bool = False
+    optimizer_args: tuple[str, ...] | None = None
+    max_grad_norm: float = 1.0
+    fused_backward_pass: bool = False
+    fused_optimizer_groups: int | None = None
+    train_inpainting: bool = False
+    v2: bool = False
+    model_type: str = "flux"
+    t5xxl_max_token_length: int | None = None
+    apply_t5_attn_mask: bool = False
+    apply_lg_attn_mask: bool = False
+    train_t5xxl: bool = False
+    gemma2_max_token_length: int | None = None
+    qwen3_max_token_length: int = 512
+    t5_max_token_length: int = 512
+    blockwise_fused_optimizers: bool = False
+    deepspeed: bool = False
+    torch_compile: bool = False
+
+    @property
+    def family(self) -> str:
+        """The model's family: ``sdxl``, ``sd15``, ..."""
+        return FAMILIES[self.script].rpartition("-")[0]
+
+    @property
+    def trains_network(self) -> bool:
+        """True for a LoRA or another network on a frozen base, False for a fine-tune."""
+        return FAMILIES[self.script].endswith("-lora")
+
+    @property
+    def trains_text_encoder(self) -> bool:
+        """Whether a fine-tune trains text encoders: train_db.py does unless told to stop before it begins."""
+        if self.script == "train_db.py":
+            return self.stop_text_encoder_training is None or self.stop_text_encoder_training >= 0
+        return self.train_text_encoder
+
+    def key(self) -> dict[str, Any]:
+        """What tells this run's figures from another's: the choices that differ from the defaults."""
+        defaults = Choices(self.script)
+        return {name: value for name, value in asdict(self).items() if name == "script" or value != getattr(defaults, name)}
+
+
+def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, list[str]]:
+    """Return the choices of a command line over its preset and config file, and the flags that are none of them.
+
+    Raises UserError for a value that cannot be read.
+    """
+    parser = _parser()
+    layers = [(f"preset {run.presets.label}", {key: value.value for key, value in run.presets.values.items()})]
+    if run.config is not None:
+        layers.append((str(run.config.path), dict(run.config.values)))
+    for where, values in layers:
+        ours = {key: value for key, value in values.items() if any(action.dest == key for action in parser._actions)}
+        for key, value in ours.items():
+            if (problem := find_problem(parser, key, value)) is not None:
+                raise UserError(f"{where}: {problem}")
+        parser.set_defaults(**ours)
+    found, rest = parser.parse_known_args(list(argv))
+    return from_values(script, vars(found)), [word.split("=")[0] for word in rest if word.startswith("--")]
+
+
+def from_values(script: str, values: Mapping[str, Any]) -> Choices:
+    """Return the choices among a script's arguments, whoever parsed them."""
+    given = {name: values[name] for name in _rows() if values.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+        elif isinstance(value, Path):
+            given[name] = str(value)
+    return Choices(script, **given)
+
+
+def normalized(choices: Choices) -> Choices:
+    """Return choices with the same figures and one spelling for what costs the same.
+
+    A dataset file gives way to its largest batch, fp16 to bf16, xformers to PyTorch's own attention, a learning rate to
+    whether there is one.
+    """
+    width, height, batch = _largest_batch(choices)
+    lora = choices.trains_network
+    defaults = Choices(choices.script)
+    return replace(
+        choices,
+        resolution=f"{width},{height}",
+        train_batch_size=batch,
+        dataset_config=None,
+        enable_bucket=False,
+        min_bucket_reso=defaults.min_bucket_reso,
+        max_bucket_reso=defaults.max_bucket_reso,
+        bucket_reso_steps=defaults.bucket_reso_steps,
+        mixed_precision="bf16" if choices.mixed_precision == "fp16" else choices.mixed_precision,
+        full_bf16=choices.full_bf16 or choices.full_fp16,
+        full_fp16=False,
+        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn,
+        xformers=False,
+        cache_latents=choices.cache_latents or choices.cache_latents_to_disk,
+        cache_latents_to_disk=False,
+        cache_text_encoder_outputs=choices.cache_text_encoder_outputs or choices.cache_text_encoder_outputs_to_disk,
+        cache_text_encoder_outputs_to_disk=False,
+        gradient_accumulation_steps=min(choices.gradient_accumulation_steps, 2),
+        stop_text_encoder_training=None if (choices.stop_text_encoder_training or 0) >= 0 else -1,
+        max_grad_norm=float(choices.max_grad_norm != 0),
+        network_dim=(choices.network_dim or 4) if lora else None,
+        learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
+        learning_rate_te=_whether(choices.learning_rate_te),
+        learning_rate_te1=_whether(choices.learning_rate_te1),
+        learning_rate_te2=_whether(choices.learning_rate_te2),
+    )
+
+
+def _whether(rate: float | None) -> float | None:
+    return None if rate is None else float(rate != 0)
+
+
+def size(choices: Choices) -> tuple[int, int]:
+    """Return width and height in pixels of normalized choices."""
+    width, height = str(choices.resolution).split(",")
+    return int(width), int(height)
+
+
+# --- the largest batch -----------------------------------------------------------------------------------------------
+
+
+def _largest_batch(choices: Choices) -> tuple[int, int, int]:
+    batches = list(_batches(choices))
+    return max(batches, key=lambda batch: batch[0] * batch[1] * batch[2])
+
+
+def _batches(choices: Choices) -> Iterator[tuple[int, int, int]]:
+    if choices.dataset_config is None:
+        if choices.resolution is None:
+            raise UserError("the figures depend on the resolution: give --resolution, a preset or --dataset_config")
+        yield _batch(choices, choices.resolution, choices.train_batch_size, choices.enable_bucket)
+        return
+    file = Path(choices.dataset_config)
+    try:
+        document = toml.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--dataset_config {file}: {error.strerror or error}") from None
+    except (toml.TomlDecodeError, UnicodeDecodeError, IndexError) as error:
+        raise UserError(f"--dataset_config {file} is not valid TOML: {error}") from None
+    general = document.get("general", {})
+    for dataset in document.get("datasets", []) or [{}]:
+        said = {**general, **dataset}
+        resolution = said.get("resolution", choices.resolution)
+        if resolution is None:
+            raise UserError(f"--dataset_config {file}: a dataset without a resolution, and no --resolution")
+        batch_size = said.get("batch_size", choices.train_batch_size)
+        yield _batch(choices, resolution, batch_size, said.get("enable_bucket", choices.enable_bucket))
+
+
+def _batch(choices: Choices, resolution: object, batch: object, buckets: bool) -> tuple[int, int, int]:
+    try:
+        words = resolution if isinstance(resolution, (list, tuple)) else str(resolution).split(",")
+        numbers = [int(word) for word in words]
+        width, height = numbers * 2 if len(numbers) == 1 else numbers
+        if min(width, height) < 64:
+            raise ValueError
+        count = int(str(batch))
+        if count < 1:
+            raise ValueError
+    except ValueError:
+        raise UserError(
+            f"resolution {resolution!r}, batch size {batch!r}: write --resolution 1024 or 1024,768 (64 or more) and a batch "
+            "size of 1 or more"
+        ) from None
+    if buckets:
+        width, height = _largest_bucket(width * height, choices)
+    return width, height, count
+
+
+def _largest_bucket(area: int, choices: Choices) -> tuple[int, int]:
+    """Return the bucket with the most pixels: no side beyond ``--max_bucket_reso``, no more than ``area``, in steps."""
+    step = choices.bucket_reso_steps
+    square = math.isqrt(area) // step * step
+    sides = range(choices.min_bucket_reso // step * step or step, choices.max_bucket_reso + 1, step)
+    boxes = [(side, min(choices.max_bucket_reso, area // side // step * step)) for side in sides]
+    return max([(square, square), *boxes], key=lambda box: (box[0] * box[1], -abs(box[0] - box[1])))
+
+
+# --- the parser ------------------------------------------------------------------------------------------------------
+
+
+def _rows() -> dict[str, tuple[Any, bool]]:
+    """Field name -> (type of one value, whether it takes several)."""
+    rows = {}
+    for row in fields(Choices)[1:]:
+        kind = typing.get_type_hints(Choices)[row.name]
+        options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
+        several = typing.get_origin(options[0]) is tuple
+        rows[row.name] = (str if several else options[0], several)
+    return rows
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = Choices("")
+    parser = QuietParser(add_help=False, allow_abbrev=False)
+    for name, (kind, several) in _rows().items():
+        default = getattr(defaults, name)
+        if kind is bool:
+            parser.add_argument(f"--{name}", action="store_true")
+            parser.add_argument(*negated_flags(name), dest=name, action="store_false", default=argparse.SUPPRESS)
+        else:
+            parser.add_argument(f"--{name}", type=_PARSERS[kind], nargs="*" if several else None, default=default)
+    return parser

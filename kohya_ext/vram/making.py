@@ -1,0 +1,168 @@
+"""Make the figures of one run: the script's own parser and trainer, and one step of it on fake tensors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kohya_ext import __version__
+from kohya_ext.arguments import RunArguments, find_problem, take_over
+from kohya_ext.errors import UserError
+from kohya_ext.patching import Patcher, registry
+from kohya_ext.probing import importable, script_names
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.settings import options
+from kohya_ext.vram import choices as choosing
+from kohya_ext.vram import store
+from kohya_ext.vram.choices import Choices
+from kohya_ext.vram.estimate import Estimate
+
+#: The script whose trainer runs a family's step.
+TRAINERS: Mapping[str, str] = {
+    "sdxl": "sdxl_train_network.py",
+    "sd15": "train_network.py",
+    "flux": "flux_train_network.py",
+    "lumina": "lumina_train_network.py",
+    "sd3": "sd3_train_network.py",
+    "anima": "anima_train_network.py",
+}
+
+
+def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> Estimate:
+    """Return the figures of a command line, with the patches that the run would have.
+
+    Raises UserError for arguments the script does not take, and for a run that is not modelled.
+    """
+    _refuse(choosing.read(script, run, argv)[0])
+    with _quiet(), importable(checkout), patched(checkout, run):
+        try:
+            choices, arguments, trainer = read(checkout, script, run, argv)
+            return _measure(checkout, choices, arguments, trainer)
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, AssertionError) as error:
+            first = str(error).splitlines()[0] if str(error) else ""
+            traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
+            raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
+
+
+@contextlib.contextmanager
+def patched(checkout: Checkout, run: RunArguments) -> Iterator[None]:
+    """Have the patches of a run, but for compiling: compiled blocks cannot run on fake tensors, and need less."""
+    settings = replace(run.settings, selective_torch_compile=False, activation_memory_budget=None)
+    patcher = Patcher(registry(), settings, checkout)
+    patcher.arm()
+    try:
+        yield
+    finally:
+        patcher.undo()
+
+
+def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, argparse.Namespace, Any]:
+    """Return a command line's normalized choices, the arguments that its step reads, and its family's network trainer.
+
+    Raises UserError for arguments the script does not take.
+    """
+    arguments = _arguments(checkout, script, run, argv)
+    choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
+    trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
+    return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
+
+
+def _refuse(choices: Choices) -> None:
+    """Raise UserError for what is known not to be modelled."""
+    if choices.family not in TRAINERS:
+        raise UserError(f"estimates for {choices.script} are not modelled: {', '.join(TRAINERS)} are")
+    if choices.fused_optimizer_groups or choices.blockwise_fused_optimizers:
+        raise UserError("estimates with --fused_optimizer_groups or --blockwise_fused_optimizers are not modelled")
+    if choices.family in ("flux", "lumina", "sd3", "anima") and choices.trains_text_encoder and not choices.trains_network:
+        raise UserError(f"estimates for {choices.script} with --train_text_encoder are not modelled")
+    if choices.deepspeed:
+        raise UserError("estimates with --deepspeed are not modelled: what it keeps where depends on its own configuration")
+
+
+def _spelling(choices: Choices) -> dict[str, Any]:
+    """The normalized choices that the step reads from its arguments."""
+    names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
+    spelt = {name: getattr(choices, name) for name in names}
+    # A fine-tune runs the network trainer's step: as one that trains no text encoder, unless it says so.
+    return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.trains_text_encoder}
+
+
+def _arguments(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> argparse.Namespace:
+    """Return what the script's own parser makes of the command line, over the preset and the config file."""
+    parser = script_names(checkout, checkout.script(script))["setup_parser"]()
+    take_over(parser, run)
+    own = dict(options())
+    for where, values in (
+        (f"preset {run.presets.label}", {key: value.value for key, value in run.presets.values.items()}),
+        (str(run.config.path if run.config else ""), dict(run.config.values if run.config else {})),
+    ):
+        theirs = {key: value for key, value in values.items() if key not in own}
+        problems = [problem for key, value in theirs.items() if (problem := find_problem(parser, key, value)) is not None]
+        if problems:
+            raise UserError("\n".join(f"{where}: {problem}" for problem in problems))
+        parser.set_defaults(**theirs)
+    arguments: argparse.Namespace = parser.parse_args(list(argv))
+    return arguments
+
+
+def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
+    """Return a network script's trainer, and its arguments' defaults, which the trainer's step may read."""
+    names = script_names(checkout, checkout.script(script))
+    own = [kind for kind in names.values() if isinstance(kind, type) and kind.__module__ == names["__name__"]]
+    trainer = next(kind for kind in own if hasattr(kind, "process_batch"))
+    return trainer(), vars(names["setup_parser"]().parse_args([]))
+
+
+def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Estimate:
+    from kohya_ext.vram.allocator import CachingAllocator, least
+    from kohya_ext.vram.events import peak, peak_by_phase
+    from kohya_ext.vram.step import measure, measure_caching, settle
+
+    settle(choices, arguments, trainer)
+    logs = {**measure_caching(choices, arguments, trainer), "step": measure(choices, arguments, trainer)}
+    peaks = {name: peak(log.events, log.kinds) for name, log in logs.items()}
+    reserved = {}
+    for name, log in logs.items():
+        allocator = CachingAllocator()
+        allocator.replay(log.events)
+        reserved[name] = allocator.reserved
+    highest = max(logs, key=lambda name: reserved[name])
+    moments = {name: found.bytes for name, found in peaks.items() if name != "step"}
+    step = logs["step"]
+    before = sum(event.bytes for event in step.events[: step.start])
+    return Estimate(
+        choices=choices.key(),
+        allocated=peaks[highest].bytes,
+        reserved=reserved[highest],
+        least=least(logs[highest].events, peaks[highest].bytes, reserved[highest]),
+        moment=peaks["step"].phase if highest == "step" else highest,
+        parts={kind.value: size for kind, size in peaks[highest].parts.items()},
+        moments={**moments, **peak_by_phase(step.events[step.start :], before)},
+        flops=step.flops,
+        trained=step.trained,
+        made_with={
+            "kohya_ext": __version__,
+            "sd_scripts": checkout.version or checkout.commit or "unknown",
+            "torch": str(store.version("torch")),
+        },
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the scripts' log lines and their libraries' warnings to themselves."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

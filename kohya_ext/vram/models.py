@@ -1,0 +1,338 @@
+"""The models of each family at full size, and a batch for them, without weights: called under FakeTensorMode.
+
+Sizes come from sd-scripts' own modules wherever it has them as data; where it writes them into a loader that wants a file
+(the CLIP text encoders), they are said again here and the loader is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from kohya_ext.vram.choices import Choices
+
+CLIP_TOKENS = 77
+
+
+@dataclass
+class Models:
+    """One family's models and what its training step is fed."""
+
+    unet: Any
+    """The U-Net or DiT."""
+    text_encoders: list[Any]
+    vae: Any
+    latents: tuple[int, int]
+    """Channels, and pixels per latent along a side."""
+    token_ids: Callable[[int], list[torch.Tensor]]
+    """Batch size -> what the dataset hands out for captions that are not cached."""
+    conditions: Callable[[int], list[torch.Tensor | None]]
+    """Batch size -> what it hands out for cached text encoder outputs."""
+    tokenizers: Any
+    """What the encoding strategy asks its tokenizers for: sizes, no vocabulary."""
+    extras: Callable[[int], dict[str, torch.Tensor]] = field(default=lambda batch: {})
+    """Batch size -> whatever else this family's step reads from a batch."""
+    blocks: Callable[[int], list[Any]] = field(default=lambda count: [])
+    """``--blocks_to_swap`` -> the blocks that then lie in host memory."""
+    caption_tokens: int = CLIP_TOKENS
+    """The longest caption, assumed wherever a step asks how long one is."""
+
+
+def build(family: str, choices: Choices) -> Models:
+    """Build a family's models. Raises KeyError for a family that is not in :data:`BUILDERS`."""
+    return BUILDERS[family](choices)
+
+
+def attend(unet: Any, choices: Choices) -> None:
+    """Choose the U-Net's attention. xformers saves what PyTorch's own does, and need not be installed here."""
+    if choices.mem_eff_attn:
+        unet.set_use_memory_efficient_attention(False, True)
+    elif choices.xformers or choices.sdpa:
+        unet.set_use_sdpa(True)
+
+
+def _clip(module: Any, **sizes: Any) -> Any:
+    """A CLIP configuration, through the name that the family's loader uses."""
+    return module.CLIPTextConfig(
+        vocab_size=49408, max_position_embeddings=CLIP_TOKENS, layer_norm_eps=1e-05, pad_token_id=1, bos_token_id=0,
+        eos_token_id=2, **sizes,
+    )  # fmt: skip
+
+
+def _clip_tokenizer() -> Any:
+    return SimpleNamespace(model_max_length=CLIP_TOKENS, eos_token_id=2)
+
+
+def _clip_ids(batch: int, choices: Choices) -> torch.Tensor:
+    return torch.zeros(batch, (choices.max_token_length or 75) // 75, CLIP_TOKENS, dtype=torch.long)
+
+
+def _clip_length(choices: Choices) -> int:
+    """Tokens in a caption's embedding: several chunks of 77 lose their inner ends."""
+    return CLIP_TOKENS if choices.max_token_length is None else choices.max_token_length + 2
+
+
+def _sdxl(choices: Choices) -> Models:
+    unets = importlib.import_module("library.sdxl_original_unet")
+    util = importlib.import_module("library.sdxl_model_util")
+    transformers = importlib.import_module("transformers")
+    unet = unets.SdxlUNet2DConditionModel(in_channels=9 if choices.train_inpainting else 4)
+    attend(unet, choices)
+    # sdxl_model_util.load_models_from_sdxl_checkpoint
+    small = _clip(util, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+                  hidden_act="quick_gelu", projection_dim=768)  # fmt: skip
+    large = _clip(util, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
+                  hidden_act="gelu", projection_dim=1280)  # fmt: skip
+    length, widths = _clip_length(choices), (small.hidden_size, large.hidden_size)
+
+    return Models(
+        unet=unet,
+        text_encoders=[transformers.CLIPTextModel._from_config(small), transformers.CLIPTextModelWithProjection(large)],
+        vae=_sd_vae(),
+        latents=(4, 8),
+        token_ids=lambda batch: [_clip_ids(batch, choices)] * 2,
+        conditions=lambda batch: [
+            *(torch.zeros(batch, length, width) for width in widths),
+            torch.zeros(batch, large.projection_dim),
+        ],
+        tokenizers=SimpleNamespace(tokenizer1=_clip_tokenizer(), tokenizer2=_clip_tokenizer()),
+        extras=lambda batch: {
+            name: torch.zeros(batch, 2, dtype=torch.long) for name in ("original_sizes_hw", "crop_top_lefts", "target_sizes_hw")
+        },
+    )
+
+
+def _sd15(choices: Choices) -> Models:
+    unets = importlib.import_module("library.original_unet")
+    util = importlib.import_module("library.model_util")
+    transformers = importlib.import_module("transformers")
+    sizes = util.create_unet_diffusers_config(choices.v2, True)
+    unet = unets.UNet2DConditionModel(**sizes)
+    attend(unet, choices)
+    # model_util.load_models_from_stable_diffusion_checkpoint
+    clip = (
+        _clip(util, hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16,
+              hidden_act="gelu", projection_dim=512)
+        if choices.v2
+        else _clip(util, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+                   hidden_act="quick_gelu", projection_dim=768)
+    )  # fmt: skip
+    length = _clip_length(choices)
+    return Models(
+        unet=unet,
+        text_encoders=[transformers.CLIPTextModel._from_config(clip)],
+        vae=_sd_vae(),
+        latents=(4, 8),
+        token_ids=lambda batch: [_clip_ids(batch, choices)],
+        conditions=lambda batch: [torch.zeros(batch, length, clip.hidden_size)],
+        tokenizers=SimpleNamespace(tokenizer=_clip_tokenizer()),
+    )
+
+
+def _sd_vae() -> Any:
+    util = importlib.import_module("library.model_util")
+    diffusers = importlib.import_module("diffusers")
+    return diffusers.AutoencoderKL(**util.create_vae_diffusers_config())
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+def _flux(choices: Choices) -> Models:
+    """FLUX.1 dev, or Chroma."""
+    flux, util = importlib.import_module("library.flux_models"), importlib.import_module("library.flux_utils")
+    sizes = flux.configs["dev"]
+    chroma = choices.model_type == "chroma"
+    if chroma:
+        models = importlib.import_module("library.chroma_models")
+        transformer, clip = models.Chroma(models.chroma_params), util.dummy_clip_l()
+    else:
+        transformer, clip = flux.Flux(sizes.params), _loaded(util.load_clip_l)
+    length = choices.t5xxl_max_token_length or 512
+    return Models(
+        unet=transformer,
+        text_encoders=[clip, _loaded(util.load_t5xxl)],
+        vae=flux.AutoEncoder(sizes.ae_params),
+        latents=(16, 8),
+        token_ids=lambda batch: [_ids(batch, CLIP_TOKENS), _ids(batch, length), _mask(batch, length)],
+        conditions=lambda batch: [
+            torch.zeros(batch, CLIP_TOKENS, 1) if chroma else torch.zeros(batch, sizes.params.vec_in_dim),
+            torch.zeros(batch, length, sizes.params.context_in_dim),
+            torch.zeros(batch, length, 3),
+            _mask(batch, length),
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: [
+            *transformer.double_blocks[len(transformer.double_blocks) - count // 2 :],
+            *transformer.single_blocks[len(transformer.single_blocks) - (count - count // 2) * 2 :],
+        ],
+        caption_tokens=length,
+    )
+
+
+def _lumina(choices: Choices) -> Models:
+    """Lumina Image 2.0."""
+    models, util = importlib.import_module("library.lumina_models"), importlib.import_module("library.lumina_util")
+    transformer = models.NextDiT_2B_GQA_patch2_Adaln_Refiner()
+    gemma = _loaded(util.load_gemma2)
+    flux = importlib.import_module("library.flux_models")
+    length = choices.gemma2_max_token_length or 256
+    return Models(
+        unet=transformer,
+        text_encoders=[gemma],
+        vae=flux.AutoEncoder(flux.configs["dev"].ae_params),
+        latents=(16, 8),
+        token_ids=lambda batch: [_ids(batch, length), _mask(batch, length)],
+        conditions=lambda batch: [
+            torch.zeros(batch, length, gemma.config.hidden_size),
+            _ids(batch, length),
+            _mask(batch, length),
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: list(transformer.layers[len(transformer.layers) - count :]),
+        caption_tokens=length,
+    )
+
+
+def _sd3(choices: Choices) -> Models:
+    """Stable Diffusion 3.5 medium: which one a checkpoint holds, only the checkpoint says."""
+    models, util = importlib.import_module("library.sd3_models"), importlib.import_module("library.sd3_utils")
+    flux_util = importlib.import_module("library.flux_utils")
+    transformer = models.create_sd3_mmdit(
+        models.SD3Params(
+            patch_size=2, depth=24, num_patches=384**2, pos_embed_max_size=384, adm_in_channels=2048, qk_norm="rms",
+            x_block_self_attn_layers=list(range(13)), context_embedder_in_features=4096, context_embedder_out_features=1536,
+            model_type="5-medium",
+        )
+    )  # fmt: skip
+    transformers = importlib.import_module("transformers")
+    small = _clip(util, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+                  hidden_act="quick_gelu", projection_dim=768)  # fmt: skip
+    large = _clip(util, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
+                  hidden_act="gelu", projection_dim=1280)  # fmt: skip
+    length = choices.t5xxl_max_token_length or 256
+    widths = small.hidden_size + large.hidden_size
+    return Models(
+        unet=transformer,
+        text_encoders=[
+            transformers.CLIPTextModelWithProjection(small),
+            transformers.CLIPTextModelWithProjection(large),
+            _loaded(flux_util.load_t5xxl),
+        ],
+        vae=models.SDVAE(torch.float32, "cpu"),
+        latents=(16, 8),
+        token_ids=lambda batch: [
+            *(_ids(batch, count) for count in (CLIP_TOKENS, CLIP_TOKENS, length)),
+            *(_mask(batch, count) for count in (CLIP_TOKENS, CLIP_TOKENS, length)),
+        ],
+        conditions=lambda batch: [
+            torch.zeros(batch, CLIP_TOKENS, widths),
+            torch.zeros(batch, length, 4096),
+            torch.zeros(batch, widths),
+            *(_mask(batch, count) for count in (CLIP_TOKENS, CLIP_TOKENS, length)),
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: list(transformer.joint_blocks[len(transformer.joint_blocks) - count :]),
+        caption_tokens=length,
+    )
+
+
+def _anima(choices: Choices) -> Models:
+    """Anima, as far as it is served with cached captions: its adapter reads T5's token ids, its text encoder is Qwen3 0.6B."""
+    util, vae = importlib.import_module("library.anima_utils"), importlib.import_module("library.qwen_image_autoencoder_kl")
+    transformers = importlib.import_module("transformers")
+    transformer = _constructed(
+        util.anima_models, "Anima", lambda: util.load_anima_model("cpu", "", "torch", False, "cpu", torch.bfloat16)
+    )
+    config = Path(str(util.__file__)).parent.parent / "configs" / "qwen3_06b"
+    encoder = transformers.Qwen3Model(transformers.Qwen3Config.from_pretrained(config, local_files_only=True))
+    long, short = choices.qwen3_max_token_length, choices.t5_max_token_length
+    return Models(
+        unet=transformer,
+        text_encoders=[encoder],
+        vae=_constructed(vae, "AutoencoderKLQwenImage", lambda: vae.load_vae("")),
+        latents=(16, 8),
+        token_ids=lambda batch: [_ids(batch, long), _mask(batch, long), _ids(batch, short), _mask(batch, short)],
+        conditions=lambda batch: [
+            torch.zeros(batch, long, encoder.config.hidden_size),
+            _mask(batch, long),
+            _ids(batch, short),
+            _mask(batch, short),
+            None,
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: list(transformer.blocks[len(transformer.blocks) - count :]),
+        caption_tokens=long,
+    )
+
+
+class _SeenError(Exception):
+    """A loader has reached the class it builds."""
+
+
+def _constructed(module: Any, name: str, load: Callable[[], Any]) -> Any:
+    """Construct a class of a module with the sizes that its loader keeps to itself, and nothing that it loads."""
+    kind = getattr(module, name)
+    given: dict[str, Any] = {}
+
+    def note(**sizes: Any) -> None:
+        given.update(sizes)
+        raise _SeenError
+
+    setattr(module, name, note)
+    try:
+        load()
+    except _SeenError:
+        return kind(**given)
+    finally:
+        setattr(module, name, kind)
+    raise RuntimeError(f"the loader of {name} did not construct one")
+
+
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros(batch, length, dtype=torch.long)
+
+
+def _mask(batch: int, length: int) -> torch.Tensor:
+    return torch.ones(batch, length, dtype=torch.long)
+
+
+def _loaded(load: Callable[..., Any]) -> Any:
+    """Run a text encoder's loader with no weights in its file, and give what it leaves on the meta device memory."""
+    with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
+        module = load(None, torch.float32, "cpu", state_dict={})
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+    return module
+
+
+BUILDERS: dict[str, Callable[[Choices], Models]] = {
+    "sdxl": _sdxl,
+    "sd15": _sd15,
+    "flux": _flux,
+    "lumina": _lumina,
+    "sd3": _sd3,
+    "anima": _anima,
+}
+
+
+def cast(module: Any, dtype: torch.dtype, skip: Sequence[Any] = ()) -> None:
+    """Cast a module's floating-point parameters and buffers, as ``.to(dtype)`` does with tensors that are not fake."""
+    for part in module.modules():
+        if part in skip:
+            continue
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                part._parameters[name] = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.to(dtype)

@@ -1,0 +1,483 @@
+"""One training step of sd-scripts on fake tensors: its own network, optimizer and loss, prepared as its scripts prepare them.
+
+The forward is the script's own ``process_batch``. A fine-tune's script has it inside one long function, so its step runs the
+network trainer's of the same family without a network: the same models, inputs and loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from kohya_ext.errors import UserError
+from kohya_ext.vram.assume import Assumptions
+from kohya_ext.vram.autocast import cuda_rules
+from kohya_ext.vram.choices import Choices, size
+from kohya_ext.vram.events import Event, Kind
+from kohya_ext.vram.models import Models, build, cast
+from kohya_ext.vram.track import BACKWARD, STEP, Tracker
+
+CACHING = "caching"
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a step allocates. ``events[:start]`` is what lies on the card before it."""
+
+    events: Sequence[Event]
+    kinds: Sequence[Kind]
+    start: int
+    flops: int
+    """Of one step: every micro-step of gradient accumulation."""
+    trained: int = 0
+    """Numbers that are trained."""
+
+
+@dataclass
+class Training:
+    """A run that is ready for its first step."""
+
+    choices: Choices
+    arguments: Namespace
+    trainer: Any
+    accelerator: Any
+    models: Models
+    network: Any
+    trained: list[Any]
+    """Parameters in the optimizer."""
+    optimizer: Any
+    train_text_encoder: bool
+    weight_dtype: torch.dtype
+    vae_dtype: torch.dtype
+    resident: list[tuple[Any, Kind]]
+    """Modules on the card during the step."""
+
+
+class _Dataset:
+    """What a trainer asks of its datasets before training: they have the sizes that were asked for."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._size = size(choices)
+
+    def verify_bucket_reso_steps(self, steps: int) -> None:
+        """Do nothing: a bucket that does not fit would stop the run, not cost memory."""
+
+    def is_text_encoder_output_cacheable(self, cache_supports_dropout: bool = False) -> bool:
+        """Return True."""
+        return True
+
+    def get_resolutions(self) -> list[tuple[int, int]]:
+        """Return the one size."""
+        return [self._size]
+
+
+def settle(choices: Choices, arguments: Namespace, trainer: Any) -> None:
+    """Let the trainer check its arguments and draw its conclusions from them, as it does before it loads a model."""
+    trainer.assert_extra_args(arguments, _Dataset(choices), None)
+    trainer.is_swapping_blocks = False
+    importlib.import_module("library.strategy_base").TextEncodingStrategy._strategy = None
+    strategy = trainer.get_text_encoding_strategy(arguments)
+    importlib.import_module("library.strategy_base").TextEncodingStrategy.set_strategy(strategy)
+
+
+def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
+    """Run one step and return its log.
+
+    ``choices`` are normalized, ``arguments`` the namespace they were read from, ``trainer`` the family's network trainer.
+    Raises UserError for what is not modelled.
+    """
+    with _fakes() as assumptions:
+        training = prepare(choices, arguments, trainer)
+        assumptions.integer = training.models.caption_tokens
+        tracker = Tracker()
+        with tracker, _bitsandbytes_without_kernels():
+            start = lay_out(training, tracker)
+            flops = take(training, tracker)
+    numbers = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
+    return Log(tracker.events, tracker.kinds, start, flops, numbers)
+
+
+def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dict[str, Log]:
+    """Return the logs of what is done once, before the first step: caching latents and text encoder outputs."""
+    logs = {}
+    with _fakes() as assumptions:
+        models = build(choices.family, choices)
+        assumptions.integer = models.caption_tokens
+        dtype, vae_dtype = _dtypes(choices)
+        accelerator = _accelerator(choices)
+        if choices.cache_latents:
+            cast(models.vae, vae_dtype)
+            models.vae.requires_grad_(False).eval()
+            batch = min(choices.vae_batch_size or 1, choices.train_batch_size)
+
+            def encode_images() -> Any:
+                return trainer.encode_images_to_latents(arguments, models.vae, _images(choices, batch).to(vae_dtype))
+
+            logs["caching latents"] = _log_once([(models.vae, Kind.VAE)], encode_images)
+        if choices.cache_text_encoder_outputs:
+            for encoder in models.text_encoders:
+                cast(encoder, dtype)
+                encoder.requires_grad_(False).eval()
+            strategy = trainer.get_text_encoding_strategy(arguments)
+            ids = models.token_ids(choices.text_encoder_batch_size or choices.train_batch_size)
+
+            def encode_captions() -> Any:
+                with accelerator.autocast():
+                    return strategy.encode_tokens(models.tokenizers, models.text_encoders, ids)
+
+            logs["caching text encoder outputs"] = _log_once(
+                [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders], encode_captions
+            )
+    return logs
+
+
+def _log_once(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) -> Log:
+    with Tracker() as tracker, tracker.during(CACHING), torch.no_grad():
+        for module, kind in resident:
+            tracker.mark(_tensors(module), kind)
+        start = len(tracker.events)
+        work()
+    return Log(tracker.events, tracker.kinds, start, tracker.flops)
+
+
+# --- preparing, as the scripts do ------------------------------------------------------------------------------------
+
+
+def prepare(choices: Choices, arguments: Namespace, trainer: Any) -> Training:
+    """Build models, network and optimizer on torch's default device, as the script does before its first step."""
+    models = build(choices.family, choices)
+    accelerator = _accelerator(choices)
+    weight_dtype, vae_dtype = _dtypes(choices)
+    preparing = _prepare_network if choices.trains_network else _prepare_finetune
+    network, groups, trained, train_text_encoder = preparing(choices, arguments, trainer, models, accelerator, weight_dtype)
+    if not trained:
+        raise UserError("nothing is trained with these arguments: every learning rate is 0")
+    optimizer = _optimizer(choices, arguments, groups)
+    resident: list[tuple[Any, Kind]] = [(models.unet, Kind.WEIGHT)]
+    if network is not None:
+        resident.append((network, Kind.TRAINED_WEIGHT))
+    if not choices.cache_text_encoder_outputs:
+        resident += [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders]
+    if not choices.cache_latents:
+        cast(models.vae, vae_dtype)
+        models.vae.requires_grad_(False).eval()
+        resident.append((models.vae, Kind.VAE))
+    return Training(
+        choices, arguments, trainer, accelerator, models, network, trained, optimizer, train_text_encoder, weight_dtype,
+        vae_dtype, resident,
+    )  # fmt: skip
+
+
+def _prepare_network(
+    choices: Choices, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
+) -> tuple[Any, Any, list[Any], bool]:
+    """As NetworkTrainer.train does, in its order."""
+    if choices.network_module is None:
+        raise UserError("the figures depend on the network: give --network_module, networks.lora for a LoRA, or a preset")
+    try:
+        module = importlib.import_module(choices.network_module)
+    except ImportError as error:
+        raise UserError(f"--network_module {choices.network_module} cannot be imported: {error}") from None
+    # What load_target_model hands out: SD1.5's alone is no list.
+    encoders = models.text_encoders[0] if choices.family == "sd15" else models.text_encoders
+    options: dict[str, Any] = dict(word.split("=", 1) for word in choices.network_args or ())
+    options.setdefault("dropout", choices.network_dropout)
+    network = module.create_network(
+        1.0, choices.network_dim, arguments.network_alpha, models.vae, encoders, models.unet,
+        neuron_dropout=choices.network_dropout, **options,
+    )  # fmt: skip
+    train_unet = not choices.network_train_text_encoder_only
+    train_text_encoder = bool(trainer.is_train_text_encoder(arguments))
+    trainer.post_process_network(arguments, accelerator, network, models.text_encoders, models.unet)
+    network.apply_to(encoders, models.unet, train_text_encoder, train_unet)
+    flags = trainer.get_text_encoders_train_flags(arguments, models.text_encoders)
+    checkpointing = choices.gradient_checkpointing
+    if checkpointing:
+        models.unet.enable_gradient_checkpointing()
+        for encoder, flag in zip(models.text_encoders, flags, strict=True):
+            if flag and encoder.supports_gradient_checkpointing:
+                encoder.gradient_checkpointing_enable()
+    if choices.full_bf16:
+        cast(network, dtype)
+    base = torch.float8_e4m3fn if choices.fp8_base or choices.fp8_base_unet else dtype
+    models.unet.requires_grad_(False)
+    cast(models.unet, base)
+    for encoder in models.text_encoders:
+        encoder.requires_grad_(False)
+        cast(encoder, dtype)
+    for part in (models.unet, *models.text_encoders):
+        part.train(checkpointing)
+    if checkpointing:
+        for index, (encoder, flag) in enumerate(zip(models.text_encoders, flags, strict=True)):
+            if flag:
+                trainer.prepare_text_encoder_grad_ckpt_workaround(index, encoder)
+    models.unet = accelerator.prepare(models.unet)
+    if train_text_encoder:
+        models.text_encoders = [
+            accelerator.prepare(encoder) if flag else encoder for encoder, flag in zip(models.text_encoders, flags, strict=True)
+        ]
+    groups = _network_groups(network, arguments)
+    network.prepare_grad_etc(encoders, models.unet)
+    network.on_epoch_start(encoders, models.unet)
+    return network, groups, list(network.get_trainable_params()), train_text_encoder
+
+
+def _network_groups(network: Any, arguments: Namespace) -> Any:
+    several = hasattr(network, "prepare_optimizer_params_with_multiple_te_lrs")
+    rate = arguments.text_encoder_lr
+    if not several and isinstance(rate, (list, tuple)):
+        rate = rate[0] if rate else None
+    prepare_groups = network.prepare_optimizer_params_with_multiple_te_lrs if several else network.prepare_optimizer_params
+    try:
+        groups = prepare_groups(rate, arguments.unet_lr, arguments.learning_rate)
+    except TypeError:  # networks that know no default learning rate
+        groups = prepare_groups(rate, arguments.unet_lr)
+    return groups[0] if isinstance(groups, tuple) else groups
+
+
+def _prepare_finetune(
+    choices: Choices, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
+) -> tuple[Any, Any, list[Any], bool]:
+    """As sdxl_train.py does, in its order; the transformers' scripts load their model in 16 bits whatever is trained."""
+    encoder_rates = _text_encoder_rates(choices, len(models.text_encoders))
+    train_text_encoder = any(encoder_rates)
+    train_unet = choices.learning_rate != 0
+    full = dtype if choices.full_bf16 or choices.family in ("flux", "lumina", "sd3") else torch.float32
+    cast(models.unet, full if train_unet else dtype)
+    models.unet.requires_grad_(train_unet)
+    models.unet.train(train_unet)
+    if choices.gradient_checkpointing:
+        models.unet.enable_gradient_checkpointing()
+    trained = [models.unet] if train_unet else []
+    for encoder, trains in zip(models.text_encoders, encoder_rates, strict=True):
+        if trains and choices.gradient_checkpointing:
+            encoder.gradient_checkpointing_enable()
+        cast(encoder, full if trains else dtype)
+        encoder.requires_grad_(trains)
+        encoder.train(trains)
+        if trains:
+            trained.append(encoder)
+    if train_text_encoder and choices.family == "sdxl" and encoder_rates[0]:
+        # Only the layer before the last is used.
+        models.text_encoders[0].text_model.encoder.layers[-1].requires_grad_(False)
+        models.text_encoders[0].text_model.final_layer_norm.requires_grad_(False)
+    parameters = [parameter for module in trained for parameter in module.parameters()]
+    groups = [{"params": list(module.parameters()), "lr": 1e-5} for module in trained]
+    if train_unet:
+        models.unet = accelerator.prepare(models.unet)
+    models.text_encoders = [
+        accelerator.prepare(encoder) if trains else encoder
+        for encoder, trains in zip(models.text_encoders, encoder_rates, strict=True)
+    ]
+    return None, groups, parameters, train_text_encoder
+
+
+def _text_encoder_rates(choices: Choices, count: int) -> list[bool]:
+    """Which text encoders are trained: a rate of 0 leaves one out."""
+    if not choices.trains_text_encoder:
+        return [False] * count
+    said = [choices.learning_rate_te] if count == 1 else [choices.learning_rate_te1, choices.learning_rate_te2]
+    return [(choices.learning_rate if rate is None else rate) != 0 for rate in said]
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def _optimizer(choices: Choices, arguments: Namespace, groups: Any) -> Any:
+    try:
+        factory = importlib.import_module("library.optimizer").get_optimizer
+    except ImportError:
+        factory = importlib.import_module("library.train_util").get_optimizer
+    paged = choices.optimizer_type.lower().startswith("paged")
+    wanted = choices.optimizer_type[len("paged") :] if paged else choices.optimizer_type
+    said = Namespace(**{**vars(arguments), "optimizer_type": wanted})
+    try:
+        with unset_fake_temporarily():  # its tables of constants are data
+            optimizer = factory(said, groups)[-1]
+    except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"--optimizer_type {choices.optimizer_type}: {error}") from None
+    for group in optimizer.param_groups:
+        # torch's default on a GPU; on the CPU it would be a loop.
+        if "foreach" in group and not group.get("fused"):
+            group["foreach"] = group["foreach"] is not False
+    return optimizer
+
+
+@contextlib.contextmanager
+def _bitsandbytes_without_kernels() -> Iterator[None]:
+    """Its updates work in place and allocate nothing; its kernels cannot take tensors without data."""
+    try:
+        functional = importlib.import_module("bitsandbytes.functional")
+    except ImportError:
+        yield
+        return
+    names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
+    kept = {name: getattr(functional, name) for name in names}
+    try:
+        for name in names:
+            setattr(functional, name, lambda *args, **kwargs: None)
+        yield
+    finally:
+        for name, original in kept.items():
+            setattr(functional, name, original)
+
+
+# --- one step --------------------------------------------------------------------------------------------------------
+
+
+def lay_out(training: Training, tracker: Tracker) -> int:
+    """Lay on the card what is there before a step, the optimizer's state with it; return the number of its events."""
+    choices, optimizer = training.choices, training.optimizer
+    if choices.blocks_to_swap:
+        # A swapped block uses the place of one that left; only weights travel (custom_offloading_utils.py).
+        swapped = [part for block in training.models.blocks(choices.blocks_to_swap) for part in block.modules()]
+        tracker.leave_out(part.weight for part in swapped if isinstance(getattr(part, "weight", None), torch.Tensor))
+    for module, kind in training.resident:
+        tracker.mark(_tensors(module), kind)
+    tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
+    # The state, which stays, comes from gradients that do not.
+    _make_gradients(training)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tracker.mark(states, Kind.OPTIMIZER_STATE)
+    if choices.gradient_accumulation_steps > 1:
+        _make_gradients(training)
+        tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
+    for parameter in training.trained:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda one: tracker.mark([one.grad], Kind.GRADIENT))
+    if choices.fused_backward_pass:
+        _step_in_backward(training)
+    gc.collect()
+    return tracker.compact(away=states if choices.optimizer_type.lower().startswith("paged") else ())
+
+
+def take(training: Training, tracker: Tracker) -> int:
+    """Take one step; return its FLOPs: with gradient accumulation this is the last micro-step, and they are those of all."""
+    before = tracker.flops
+    loss = _forward(training)
+    tracker.mark_saved()
+    with tracker.during(BACKWARD):
+        training.accelerator.backward(loss)
+    with tracker.during(STEP):
+        if training.network is not None:
+            training.trainer.all_reduce_network(training.accelerator, training.network)
+            tracker.mark((one.grad for one in training.trained if one.grad is not None), Kind.GRADIENT)
+        if not training.choices.fused_backward_pass:
+            if training.choices.max_grad_norm:
+                training.accelerator.clip_grad_norm_(training.trained, training.choices.max_grad_norm)
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=True)
+        del loss
+        gc.collect()
+    return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
+
+
+def _make_gradients(training: Training) -> None:
+    for parameter in training.trained:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _step_in_backward(training: Training) -> None:
+    """Step each parameter as soon as its gradient is whole, as sdxl_train.py does with --fused_backward_pass.
+
+    Upstream's clipping before it is left out: it hands one tensor to a function that wants a list, which then looks for the
+    gradients of its rows and finds none. That costs time, and no memory.
+    """
+    optimizer = training.optimizer
+    importlib.import_module("library.adafactor_fused").patch_adafactor_fused(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+
+                def step(tensor: Any, group: Any = group) -> None:
+                    optimizer.step_param(tensor, group)
+                    tensor.grad = None
+
+                parameter.register_post_accumulate_grad_hook(step)
+
+
+def _forward(training: Training) -> Any:
+    choices, trainer = training.choices, training.trainer
+    network = training.network
+    arguments = training.arguments
+    if network is None:
+        # The network trainer makes its inputs require grad for reentrant checkpointing; a fine-tune's script does not.
+        arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False})
+    with unset_fake_temporarily():  # it copies its tensors deeply, for which they need data
+        scheduler = trainer.get_noise_scheduler(arguments, torch.get_default_device())
+    return trainer.process_batch(
+        _batch(training),
+        training.models.text_encoders,
+        training.models.unet,
+        network if network is not None else SimpleNamespace(),
+        training.models.vae,
+        scheduler,
+        training.vae_dtype,
+        training.weight_dtype,
+        training.accelerator,
+        arguments,
+        trainer.get_text_encoding_strategy(arguments),
+        training.models.tokenizers,
+        is_train=True,
+        train_text_encoder=training.train_text_encoder,
+        train_unet=network is not None and not choices.network_train_text_encoder_only,
+    )
+
+
+def _batch(training: Training) -> dict[str, Any]:
+    choices, models = training.choices, training.models
+    batch = choices.train_batch_size
+    channels, scale = models.latents
+    width, height = size(choices)
+    made: dict[str, Any] = {"loss_weights": torch.ones(batch), **models.extras(batch)}
+    if choices.cache_latents:
+        made["latents"] = torch.zeros(batch, channels, height // scale, width // scale)
+    else:
+        made["images"] = _images(choices, batch)
+    if choices.cache_text_encoder_outputs:
+        made["text_encoder_outputs_list"] = models.conditions(batch)
+    else:
+        made["input_ids_list"] = models.token_ids(batch)
+    return made
+
+
+def _images(choices: Choices, batch: int) -> torch.Tensor:
+    width, height = size(choices)
+    return torch.zeros(batch, 3, height, width)
+
+
+# --- the surroundings ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _fakes() -> Iterator[Assumptions]:
+    with FakeTensorMode(allow_non_fake_inputs=True), cuda_rules(), Assumptions() as assumptions:
+        yield assumptions
+
+
+def _accelerator(choices: Choices) -> Any:
+    accelerate = importlib.import_module("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    on_cpu = torch.get_default_device().type == "cpu"
+    return accelerate.Accelerator(cpu=on_cpu, mixed_precision=choices.mixed_precision, device_placement=False)
+
+
+def _dtypes(choices: Choices) -> tuple[torch.dtype, torch.dtype]:
+    dtype = torch.float32 if choices.mixed_precision == "no" else torch.bfloat16
+    return dtype, torch.float32 if choices.no_half_vae else dtype
+
+
+def _tensors(module: Any) -> Iterable[torch.Tensor]:
+    return (*module.parameters(), *module.buffers())

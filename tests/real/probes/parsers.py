@@ -1,0 +1,16 @@
+"""Prints the defaults of every script's own parser, as JSON. Arguments: checkout, scripts."""
+
+import json
+import sys
+from pathlib import Path
+
+from kohya_ext.probing import script_parser
+from kohya_ext.sdscripts import describe
+
+checkout = describe(Path(sys.argv[1]), "given")
+assert checkout is not None
+found = {}
+for script in sys.argv[2:]:
+    parser = script_parser(checkout, checkout.path / script)
+    found[script] = {action.dest: action.default for action in parser._actions if action.dest != "help"}
+print("JSON" + json.dumps(found, default=str))

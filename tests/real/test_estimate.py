@@ -1,0 +1,87 @@
+"""The estimator against the real thing: the scripts' own parsers, and allocations of the same step on real tensors."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.overlay import FAMILIES
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.tiny.environment import python_path
+from kohya_ext.vram.choices import Choices
+from kohya_ext.vram.making import TRAINERS
+from tests.real.conftest import ROOT
+
+SCRIPTS = tuple(script for script, family in FAMILIES.items() if family.rpartition("-")[0] in TRAINERS)
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=ENVIRON, cwd=ROOT)
+
+
+def test_the_choices_have_the_names_and_defaults_of_the_scripts_own_parsers(checkout: Checkout) -> None:
+    done = run(str(ROOT / "tests" / "real" / "probes" / "parsers.py"), str(checkout.path), *SCRIPTS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    parsers = json.loads(done.stdout.split("JSON", 1)[1])
+    assert set(parsers) == set(SCRIPTS)
+    defaults = {row.name: row.default for row in fields(Choices) if row.name != "script"}
+    # The one default that differs between scripts; the builders know SD3's.
+    del defaults["t5xxl_max_token_length"]
+    everywhere = {name for parser in parsers.values() for name in parser}
+    assert set(defaults) - everywhere == (set() if checkout.layout == "v0.11" else {"train_inpainting"})
+    for parser in parsers.values():
+        assert {name: parser[name] for name in defaults if name in parser} == {
+            name: value for name, value in defaults.items() if name in parser
+        }
+
+
+def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout) -> None:
+    benchmark = str(ROOT / "benchmarks" / "vram_accuracy.py")
+    done = run(benchmark, "--sd-scripts", str(checkout.path), "--width", "64", "--size", "256", "--only", "lora")
+    assert done.returncode == 0, done.stderr[-2000:]
+    cases = json.loads(done.stdout)["cases"]
+    assert set(cases) == {"lora", "lora, checkpointing"}
+    for case in cases.values():
+        assert case["estimated"] == case["measured, tensors alone"]
+        assert abs(case["error_percent"]) < 1
+        assert abs(case["error_percent_above_the_weights"]) < 2
+    assert cases["lora"]["measured"] > cases["lora, checkpointing"]["measured"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "allocated", "reserved"),
+    [
+        (("sdxl_train_network.py", "--preset", "8gb"), 6.50, 7.23),
+        (("sdxl_train.py", "--preset", "12gb"), 7.15, 8.24),
+        (("sdxl_train.py", "--preset", "24gb"), 17.02, 18.56),
+        (("sdxl_train.py", "--preset", "24gb", "--no-fused_backward_pass", "--optimizer_type=AdamW8bit"), 26.04, 27.38),
+    ],
+)
+def test_full_size_figures_that_were_measured_another_way(
+    checkout: Checkout, argv: tuple[str, ...], allocated: float, reserved: float, tmp_path: Path
+) -> None:
+    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), "--fresh", "--json", *argv)
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    assert said["allocated"] / 1e9 == pytest.approx(allocated, rel=0.01)
+    assert said["reserved"] / 1e9 == pytest.approx(reserved, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("sdxl_train.py", "--preset", "16gb", "--learnign_rate", "1"), "Did you mean --learning_rate"),
+        (("sdxl_train.py", "--preset", "16gb", "--fused_optimizer_groups", "4"), "not modelled"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line_and_exit_code_2(checkout: Checkout, argv: tuple[str, ...], named: str) -> None:
+    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), *argv)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr

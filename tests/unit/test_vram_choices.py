@@ -1,0 +1,106 @@
+"""What of a command line determines its memory."""
+
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.arguments import read_arguments
+from kohya_ext.errors import UserError
+from kohya_ext.vram.choices import Choices, normalized, read, size
+
+LORA = "sdxl_train_network.py"
+
+
+def ask(*argv: str, script: str = LORA) -> Choices:
+    return normalized(read(script, read_arguments(script, argv, {}), argv)[0])
+
+
+def test_a_presets_values_are_read_and_the_command_line_wins() -> None:
+    asked = ask("--preset", "16gb", "--train_batch_size", "3", "--no-gradient_checkpointing")
+    assert (asked.train_batch_size, asked.gradient_checkpointing, asked.network_dim) == (3, False, 16)
+    assert size(asked) == (1024, 1024)
+
+
+def test_the_config_file_stands_between_them(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("train_batch_size = 7\nnetwork_dim = 64\n")
+    asked = ask("--preset", "16gb", "--config_file", str(file), "--network_dim", "8")
+    assert (asked.train_batch_size, asked.network_dim) == (7, 8)
+
+
+def test_a_value_of_the_wrong_type_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('resolution = "512"\ntrain_batch_size = "many"\n')
+    with pytest.raises(UserError, match=r"c\.toml: train_batch_size must be a whole number"):
+        ask("--config_file", str(file))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("--mixed_precision", "fp16"), ("--mixed_precision", "bf16")),
+        (("--xformers",), ("--sdpa",)),
+        (("--cache_latents_to_disk",), ("--cache_latents",)),
+        (("--learning_rate", "1e-4"), ("--learning_rate", "3e-5")),
+        (("--resolution", "1024"), ("--resolution", "1024,1024", "--enable_bucket")),
+        (("--network_alpha", "1"), ("--network_alpha", "16")),
+        (("--output_name", "a"), ("--seed", "3", "--train_data_dir", "x")),
+    ],
+)
+def test_what_costs_the_same_is_the_same_question(one: tuple[str, ...], other: tuple[str, ...]) -> None:
+    resolution = () if "--resolution" in one else ("--resolution", "512")
+    assert ask(*resolution, *one).key() == ask(*resolution, *other).key()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--train_batch_size", "2"), ("--gradient_checkpointing",), ("--network_dim", "32"), ("--optimizer_type", "Lion"),
+        ("--optimizer_args", "fused=True"), ("--cache_latents",), ("--mixed_precision", "bf16"), ("--full_bf16",),
+        ("--network_train_unet_only",), ("--max_token_length", "225"), ("--gradient_accumulation_steps", "4"),
+    ],
+)  # fmt: skip
+def test_what_costs_memory_is_another_question(more: tuple[str, ...]) -> None:
+    assert ask("--resolution", "512").key() != ask("--resolution", "512", *more).key()
+
+
+def test_learning_rate_0_trains_nothing_of_the_unet() -> None:
+    assert ask("--resolution", "512", "--learning_rate", "0", script="sdxl_train.py").learning_rate == 0
+    assert ask("--resolution", "512", "--learning_rate", "1", script="sdxl_train.py").learning_rate != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--resolution", "1024"), (1024, 1024)),
+        (("--resolution", "1024,768"), (1024, 768)),
+        (("--resolution", "1000", "--enable_bucket"), (960, 1024)),
+        (("--resolution", "768,512", "--enable_bucket", "--max_bucket_reso", "1024"), (768, 512)),
+    ],
+)
+def test_the_largest_bucket_counts(arguments: tuple[str, ...], expected: tuple[int, int]) -> None:
+    width, height = size(ask(*arguments))
+    assert width * height == expected[0] * expected[1]
+
+
+def test_the_largest_batch_of_a_dataset_file_counts(tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text(
+        "[general]\nresolution = 512\nbatch_size = 2\n[[datasets]]\n[[datasets]]\nresolution = [1024, 768]\nbatch_size = 1\n"
+    )
+    asked = ask("--dataset_config", str(file))
+    assert (*size(asked), asked.train_batch_size) == (1024, 768, 1)
+    assert asked.key() == ask("--resolution", "1024,768").key()
+
+
+@pytest.mark.parametrize(
+    "argv", [(), ("--resolution", "big"), ("--resolution", "1,2,3"), ("--resolution", "0"), ("--dataset_config", "none.toml")]
+)
+def test_a_resolution_that_cannot_be_known_is_a_user_error(argv: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=r"resolution|dataset_config"):
+        ask(*argv)
+
+
+def test_flags_that_cost_nothing_are_handed_back() -> None:
+    argv = ("--resolution", "512", "--output_name", "x", "--seed=3", "--learnign_rate", "1")
+    assert read(LORA, read_arguments(LORA, argv, {}), argv)[1] == ["--output_name", "--seed", "--learnign_rate"]

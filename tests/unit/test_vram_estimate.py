@@ -1,0 +1,121 @@
+"""The estimate command as far as it needs no torch: the package's table, the presets' own figures, cards, bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kohya_ext import overlay
+from kohya_ext.__main__ import main
+from kohya_ext.arguments import read_arguments
+from kohya_ext.vram import store
+from kohya_ext.vram.choices import normalized, read
+from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
+
+SCRIPTS = {"sdxl-lora": "sdxl_train_network.py", "sdxl-finetune": "sdxl_train.py"}
+TIERS = [
+    (family, name, dict(preset.about))
+    for family, name, file in overlay.shipped()
+    if "vram_gb" in (preset := overlay.parse(file.read_text(encoding="utf-8"), name, family)).about
+]
+#: What a tier leaves free of its card, in percent: the estimate's own error, and a desktop's picture on the screen.
+MARGIN = 5
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like sd-scripts v0.11 to whoever only reads it."""
+    library = tmp_path / "sd-scripts" / "library"
+    library.mkdir(parents=True)
+    for name in ("train_util.py", "args.py", "accelerator_setup.py"):
+        (library / name).write_text('parser.add_argument("--output_name")\nparser.add_argument("--seed")\n')
+    for name in ("train_network.py", *SCRIPTS.values()):
+        (library.parent / name).write_text("read_config_from_file(args, parser)")
+    return library.parent
+
+
+def shipped(family: str, *argv: str, layout: str = "v0.11") -> list[Estimate]:
+    script = SCRIPTS[family]
+    key = json.loads(json.dumps(normalized(read(script, read_arguments(script, argv, {}), argv)[0]).key()))
+    return [Estimate(**row) for row in store.table()[layout] if row["choices"] == key]
+
+
+@pytest.mark.parametrize("layout", ["v0.10", "v0.11"])
+@pytest.mark.parametrize(("family", "name", "about"), TIERS, ids=[f"{family}/{name}" for family, name, _ in TIERS])
+def test_every_tier_is_in_the_table_fits_its_card_and_says_the_tables_figures(family, name, about, layout):
+    (found,) = shipped(family, "--preset", name, layout=layout)  # else: python benchmarks/vram_table.py
+    card = about["vram_gb"] * 2**30
+    held = found.least if about.get("tight") else found.reserved
+    assert held + CONTEXT_BYTES <= card * (1 - MARGIN / 100)
+    assert about["peak_gb"]["allocated"] == round(found.allocated / 1e9, 1)
+    assert about["peak_gb"]["reserved"] == round(found.reserved / 1e9, 1)
+    assert sum(found.parts.values()) == found.allocated == max(found.moments.values())
+
+
+def test_a_preset_made_20_percent_too_big_would_not_fit():
+    (found,) = shipped("sdxl-lora", "--preset", "8gb")
+    assert found.reserved * 1.2 + CONTEXT_BYTES > 8 * 2**30 * (1 - MARGIN / 100)
+
+
+def test_a_usual_question_is_answered_from_the_table_without_torch(checkout):
+    code = (
+        "import sys; from kohya_ext.__main__ import main;"
+        f"code = main(['estimate', '--sd-scripts', {str(checkout)!r}, 'sdxl_train_network.py', '--preset', '8gb', '--json',"
+        " '--output_name', 'x', '--seed', '3']);"
+        "assert 'torch' not in sys.modules and 'rich.table' in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["reserved"] == shipped("sdxl-lora", "--preset", "8gb")[0].reserved
+    assert said["card"] == 8 * 2**30
+    assert said["margin"] == said["card"] - said["reserved"] - said["context_and_workspaces"]
+    assert said["calibrated_on_cuda"] is False
+
+
+def test_it_says_in_words_what_it_is_worth_and_exits_1_when_it_does_not_fit(checkout, capsys):
+    arguments = ["estimate", "sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout)]
+    assert main(arguments) == 0
+    assert main([*arguments, "--vram", "16GB"]) == 1
+    said = capsys.readouterr().out
+    assert "not calibrated on CUDA" in said
+    assert "A card of 16.00 GB (14.9 GiB) is short of" in said
+
+
+def test_a_chart_is_a_picture(checkout, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "c.png"
+    assert main(["estimate", "sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout), "--chart", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["sdxl_train.py"], "--resolution"),
+        (["sdxl_train.py", "--preset", "17gb"], "no preset 17gb"),
+        (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram lots"),
+        (["no_script.py"], "no script no_script.py"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(checkout, capsys, argv, named):
+    assert main(["estimate", "--sd-scripts", str(checkout), *argv]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_figures_are_kept_for_exactly_what_determines_them(checkout, tmp_path, monkeypatch):
+    from kohya_ext import sdscripts
+
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    found = sdscripts.describe(checkout, "here")
+    argv = ("--resolution", "512")
+    asked = normalized(read("sdxl_train.py", read_arguments("sdxl_train.py", argv, {}), argv)[0])
+    made = Estimate(json.loads(json.dumps(asked.key())), 1, 2, 2, "forward", {"weights": 1}, {"forward": 1}, 3, 4, {})
+    assert store.find(found, asked, ()) is None
+    store.keep(found, made, ())
+    assert Estimate(**store.find(found, asked, ())) == made
+    assert store.find(found, asked, ("*",)) is None
+    monkeypatch.setattr(store, "METHOD", store.METHOD + 1)
+    assert store.find(found, asked, ()) is None

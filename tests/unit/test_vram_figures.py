@@ -1,0 +1,120 @@
+"""The log of a step and what is read from it: peaks, the allocator's reserve, sizes as people say them."""
+
+import itertools
+import random
+
+import pytest
+
+from kohya_ext.errors import UserError
+from kohya_ext.vram.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, least
+from kohya_ext.vram.card import gigabytes, read_size
+from kohya_ext.vram.events import Event, Kind, peak, peak_by_phase
+
+MIB = 2**20
+
+
+def test_a_peak_is_the_moment_with_the_most_bytes_and_its_parts_add_up() -> None:
+    kinds = [Kind.WEIGHT, Kind.ACTIVATION, Kind.GRADIENT, Kind.TEMPORARY]
+    events = [
+        Event(0, 100, "forward"),
+        Event(1, 50, "forward"),
+        Event(3, 10, "forward"),
+        Event(3, -10, "forward"),
+        Event(2, 30, "backward"),
+        Event(1, -50, "backward"),
+        Event(2, -30, "optimizer step"),
+    ]
+    found = peak(events, kinds)
+    assert (found.bytes, found.phase) == (180, "backward")
+    assert found.parts == {Kind.WEIGHT: 100, Kind.GRADIENT: 30, Kind.ACTIVATION: 50}
+    assert sum(found.parts.values()) == found.bytes
+    assert peak_by_phase(events) == {"forward": 160, "backward": 180, "optimizer step": 100}
+    assert peak_by_phase(events[1:], 100)["backward"] == 180
+
+
+def test_small_tensors_share_a_segment_and_large_ones_get_their_own() -> None:
+    allocator = CachingAllocator()
+    for storage in range(4):
+        allocator.allocate(storage, 300)
+    assert allocator.reserved == SMALL_SEGMENT
+    allocator.allocate(10, 2 * MIB)
+    assert allocator.reserved == SMALL_SEGMENT + LARGE_SEGMENT
+    allocator.allocate(11, 33 * MIB)
+    assert allocator.reserved == SMALL_SEGMENT + LARGE_SEGMENT + 34 * MIB
+
+
+def test_freed_neighbours_merge_so_that_a_larger_tensor_finds_room() -> None:
+    allocator = CachingAllocator()
+    for storage in range(4):
+        allocator.allocate(storage, 5 * MIB)
+    assert allocator.reserved == LARGE_SEGMENT
+    for storage in (1, 3, 2):
+        allocator.free(storage)
+    allocator.allocate(9, 9 * MIB)
+    assert allocator.reserved == LARGE_SEGMENT
+
+
+def test_a_gap_that_is_too_small_costs_a_new_segment() -> None:
+    allocator = CachingAllocator()
+    for storage in range(4):
+        allocator.allocate(storage, 5 * MIB)
+    allocator.free(0)
+    allocator.free(2)
+    allocator.allocate(9, 9 * MIB)
+    assert allocator.reserved == 2 * LARGE_SEGMENT
+
+
+def test_whatever_comes_and_goes_blocks_never_overlap_and_nothing_is_lost() -> None:
+    rng = random.Random(1)
+    allocator = CachingAllocator()
+    live: dict[int, int] = {}
+    for storage in range(3000):
+        if live and rng.random() < 0.48:
+            gone = rng.choice(list(live))
+            del live[gone]
+            allocator.free(gone)
+        else:
+            live[storage] = rng.choice((7, 5000, MIB, 3 * MIB, 40 * MIB))
+            allocator.allocate(storage, live[storage])
+        if storage % 100 == 0:
+            spans = sorted((block.address, block.address + block.size) for block in allocator._used.values())
+            assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+            free = sum(size for pool in allocator._free.values() for size, _, _ in pool)
+            assert free + sum(end - start for start, end in spans) == allocator.reserved
+    assert allocator.reserved >= sum(live.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("16GB", 16 * 10**9), ("16GiB", 16 * 2**30), ("16", 16 * 2**30), ("7.5 gb", 7_500_000_000), ("8g", 2**33)],
+)
+def test_a_size_says_which_gigabyte_it_means(text: str, size: int) -> None:
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "big", "16MB", "-4", "0"])
+def test_a_size_that_cannot_be_read_is_a_user_error(text: str) -> None:
+    with pytest.raises(UserError, match="--vram"):
+        read_size(text)
+
+
+def test_gigabytes_are_decimal() -> None:
+    assert gigabytes(2**30) == "1.07"
+
+
+def test_a_full_card_gets_its_empty_segments_back_before_it_gives_up() -> None:
+    events = [
+        Event(0, 40 * MIB, "forward"),
+        Event(0, -40 * MIB, "forward"),
+        Event(1, 60 * MIB, "forward"),
+        Event(2, 4 * MIB, "forward"),
+    ]
+    freely = CachingAllocator()
+    freely.replay(events)
+    assert freely.reserved == 100 * MIB  # the 4 MiB lie in what the 40 left
+    capped = CachingAllocator(limit=80 * MIB)
+    capped.replay(events)
+    assert capped.reserved == 80 * MIB
+    with pytest.raises(MemoryError):
+        CachingAllocator(limit=79 * MIB).replay(events)
+    assert 80 * MIB <= least(events, 64 * MIB, freely.reserved) <= 112 * MIB
