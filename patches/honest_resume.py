@@ -51,7 +51,7 @@ def _draw(original: Any, settings: Settings) -> Any:
 def _load_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _give_own_storage(self._models)
+        _give_own_storage(self)
         result = original(self, *args, **kwargs)
         if (current := position.position()) is not None:
             current.loaded()
@@ -60,13 +60,24 @@ def _load_state(original: Any, settings: Settings) -> Any:
     return load_state
 
 
-def _give_own_storage(models: Any) -> None:
-    """Let no weight be a slice of a larger one: safetensors refuses to load those.
+def _save_state(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _give_own_storage(self)
+        return original(self, *args, **kwargs)
+
+    return save_state
+
+
+def _give_own_storage(accelerator: Any) -> None:
+    """Let no weight be a slice of a larger one: accelerate takes such for one weight with several names, and saves one.
 
     sd-scripts makes SDXL's second text encoder of slices (its query, key and value are one tensor in the checkpoint), so that
-    upstream saves states of ``--train_text_encoder`` and cannot load them.
+    upstream's states of ``--train_text_encoder`` lack weights, and cannot be loaded.
     """
-    for model in models:
+    if str(accelerator.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        return  # sharded weights are slices for a reason
+    for model in accelerator._models:
         for weight in model.parameters():
             if weight.untyped_storage().nbytes() > weight.numel() * weight.element_size():
                 weight.data = weight.data.clone()
@@ -85,6 +96,7 @@ PATCH = Patch(
         around_batch(lambda accelerator: None, _count),
         Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, _only_self),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state),
+        Target("accelerate.accelerator", "Accelerator.save_state", _save_state),
     ),
     exactness="exact",
     held_to="the run that was not interrupted: the same final tensors (fp32, one process)",

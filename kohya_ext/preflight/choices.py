@@ -48,7 +48,8 @@ _NETWORK = "network"
 def look(script: Path, args: Namespace, found: Findings) -> None:
     """Check what is imported by name, then every combination."""
     _look_at_optimizer(args, found)
-    _look_at_scheduler(args, found)
+    if not _is_schedule_free(args):
+        _look_at_scheduler(args, found)
     if _NETWORK in script.name:
         _look_at_network(script, args, found)
     for option in ("optimizer_args", "lr_scheduler_args"):
@@ -99,6 +100,12 @@ def _look_at_scheduler(args: Namespace, found: Findings) -> None:
             f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
+
+
+def _is_schedule_free(args: Namespace) -> bool:
+    """Whether upstream leaves the scheduler out, and looks at none of its arguments."""
+    name = (getattr(args, "optimizer_type", None) or "").lower()
+    return name.endswith("schedulefree") or bool(getattr(args, "optimizer_schedulefree_wrapper", False))
 
 
 def _look_at_network(script: Path, args: Namespace, found: Findings) -> None:
@@ -175,8 +182,8 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
     if has("cache_text_encoder_outputs") or has("cache_text_encoder_outputs_to_disk"):
         name = "cache_text_encoder_outputs" if has("cache_text_encoder_outputs") else "cache_text_encoder_outputs_to_disk"
         changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
-        # Newer families cache an empty caption for the dropout too.
-        dropout = ("caption_dropout_rate",) if script.name.startswith(("sdxl", "flux", "sd3")) else ()
+        # Anima caches the empty caption too, and so can drop captions.
+        dropout = () if script.name.startswith("anima") else ("caption_dropout_rate",)
         yield from together(name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
         yield from together(name, "weighted_captions", because="upstream does not support it")
         if network and script.name.startswith("sdxl") and not has("network_train_unet_only"):
@@ -201,7 +208,7 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
         yield f"--cpu_offload_checkpointing ends in a TypeError in {script.name}: its model does not know it"
     scheduler = getattr(args, "lr_scheduler_type", None) or getattr(args, "lr_scheduler", None)
     without_warmup = has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")
-    if has("lr_warmup_steps") and without_warmup:
+    if has("lr_warmup_steps") and without_warmup and not _is_schedule_free(args):
         instead = " or take constant_with_warmup" if scheduler == "constant" else ""
         yield f"--lr_warmup_steps is an error with --lr_scheduler {scheduler}: leave it out{instead}"
     bucket_steps = 32 if script.name.startswith("sdxl") else 64 if script.name == "train_network.py" else 1
