@@ -9,12 +9,13 @@ and saved files are as without it.
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from kohya_ext.errors import UserError
+from kohya_ext.loop import on_start
 from kohya_ext.patching import Patch, Target
 from kohya_ext.settings import Settings
 
@@ -82,20 +83,15 @@ def _unless_a_method(original: Any) -> str | None:
 # --- standing aside --------------------------------------------------------------------------------------------------
 
 
-def _look_at_arguments(original: Any, settings: Settings) -> Any:
-    @wraps(original)
-    def prepare_accelerator(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        from kohya_ext.compiling.blocks import RUN
+def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    from kohya_ext.compiling.blocks import RUN
 
-        reason = _reason_to_stand_aside(args)
-        if reason is not None:
-            RUN.stand_aside(reason)
-        return original(args, *rest, **kwargs)
-
-    return prepare_accelerator
+    reason = _reason_to_stand_aside(args)
+    if reason is not None:
+        RUN.stand_aside(reason)
 
 
-def _reason_to_stand_aside(args: Any) -> str | None:
+def _reason_to_stand_aside(args: Namespace) -> str | None:
     if getattr(args, "torch_compile", False):
         return "--torch_compile compiles the whole model already; leave it out to compile the blocks"
     if getattr(args, "compile", False):
@@ -106,11 +102,6 @@ def _reason_to_stand_aside(args: Any) -> str | None:
     if getattr(args, "deepspeed", False):
         return "DeepSpeed takes the model's forward over"
     return None
-
-
-def _unless_it_takes_args(original: Any) -> str | None:
-    parameters = list(inspect.signature(original).parameters)
-    return None if parameters[:1] == ["args"] else f"its parameters are {parameters}"
 
 
 def _wanted(settings: Settings) -> bool:
@@ -132,23 +123,7 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="selective_torch_compile",
     summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
-    targets=(
-        *_targets(),
-        Target(
-            "library.accelerator_setup",
-            "prepare_accelerator",
-            _look_at_arguments,
-            _unless_it_takes_args,
-            frozenset({"v0.11"}),
-        ),
-        Target(
-            "library.train_util",
-            "prepare_accelerator",
-            _look_at_arguments,
-            _unless_it_takes_args,
-            frozenset({"v0.10", "unknown"}),
-        ),
-    ),
+    targets=(*_targets(), *on_start(_look_at_arguments)),
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
