@@ -6,19 +6,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from kohya_ext import commands
 from kohya_ext.arguments import QuietParser
 from kohya_ext.console import error
 from kohya_ext.errors import UserError
-
-#: In the order in which ``--help`` names them. Anything else on the command line is a script.
-COMMANDS = ("setup", "doctor", "presets", "options", "demo", "estimate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command or a script; return the exit code. A script's SystemExit and exceptions pass through untouched."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in COMMANDS:
+        if arguments and arguments[0] in commands.names():
             command = importlib.import_module(f"kohya_ext.commands.{arguments[0]}")
             parser = QuietParser(prog=f"python -m kohya_ext {arguments[0]}", description=command.__doc__)
             command.configure(parser)

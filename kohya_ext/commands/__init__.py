@@ -1,1 +1,23 @@
-"""The commands of ``python -m kohya_ext``, one module each: ``HELP`` (one line), ``configure(parser)``, ``run(args)``."""
+"""The commands of ``python -m kohya_ext``, one module each: a docstring, ``configure(parser)`` and ``run(args) -> exit code``.
+
+A new module here is a new command. Any first word that is no command is a script, which :mod:`kohya_ext.commands.run` runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+from pathlib import Path
+
+_SCRIPT_RUNNER = "run"
+
+
+def names() -> list[str]:
+    """Return the commands' names, sorted."""
+    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name != _SCRIPT_RUNNER)
+
+
+def summary(name: str) -> str:
+    """Return the first sentence of a command's docstring, without importing it."""
+    text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").partition(". ")[0].splitlines()[0].rstrip(".:")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kohya_ext import __version__
+from kohya_ext import __version__, commands
 from kohya_ext.arguments import QuietParser, read_arguments
 from kohya_ext.autoload import watch
 from kohya_ext.errors import UserError
@@ -22,11 +22,7 @@ USAGE = """python -m kohya_ext [options] SCRIPT [script arguments]
        python -m kohya_ext COMMAND [--help]"""
 
 EPILOG = """commands:
-  setup      fetch sd-scripts into the user cache, or register a copy
-  doctor     what is installed, which checkout, every patch and whether it applies
-  presets    list presets, show one and where each value comes from
-  options    every option, its variable and its meaning
-  demo       make a tiny model and pictures, train a LoRA with the real script
+{commands}
 
 The options may also stand behind SCRIPT. `python -m kohya_ext SCRIPT --help` shows the script's own with them."""
 
@@ -66,7 +62,7 @@ def _parser() -> QuietParser:
     parser = QuietParser(
         prog="python -m kohya_ext",
         usage=USAGE,
-        epilog=EPILOG,
+        epilog=EPILOG.format(commands="\n".join(f"  {name:10} {commands.summary(name)}" for name in commands.names())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
