@@ -271,6 +271,16 @@ class Settings:
         metavar="N",
         patch="nan_guard",
     )
+    checkpoint_share: float | None = _option(
+        None,
+        "share of the blocks that --gradient_checkpointing covers, from 0 (none) to 1 (all): what memory is left saves "
+        "recomputing; `estimate` says what a share costs",
+        fraction,
+        environment="KOHYA_EXT_CHECKPOINT_SHARE",
+        metavar="FRACTION",
+        activates=True,
+        patch="selective_checkpointing",
+    )
     report: Path | None = _option(
         None,
         "at the end of the run, write what was applied, seconds and peak memory to this JSON file",

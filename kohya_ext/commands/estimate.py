@@ -14,11 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kohya_ext.arguments import QuietParser, RunArguments, read_arguments
+from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import find_or_fetch, is_training_script
+from kohya_ext.sdscripts import Checkout, find_or_fetch, is_training_script
 from kohya_ext.settings import from_environment
+from kohya_ext.vram import choices as choosing
 from kohya_ext.vram.card import GB, GIB, gigabytes, read_size
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate, estimate
+from kohya_ext.vram.fill import smallest_share
+
+#: What --fill leaves free of the card: the estimate's own error, and a desktop's picture on the screen.
+MARGIN = 0.05
 
 NOT_CALIBRATED = "not calibrated on CUDA: no figure has been compared with a GPU yet"
 
@@ -44,6 +50,12 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fresh", action="store_true", default=argparse.SUPPRESS, help="measure again, whatever is known (about 20 seconds)"
     )
+    parser.add_argument(
+        "--fill",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="find the smallest --checkpoint_share that fits the card less 5 percent: the fastest step it has room for",
+    )
     parser.add_argument("--chart", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="draw the parts as a PNG")
     parser.add_argument("--sd-scripts", metavar="FOLDER", default=argparse.SUPPRESS, help="the checkout to use")
 
@@ -65,7 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"{script.name} is not a training script: nothing to estimate")
     resolved = read_arguments(script.name, argv, os.environ)
     card = read_size(chosen["vram"]) if "vram" in chosen else _presets_card(resolved)
-    found = estimate(checkout, script.name, resolved, argv, fresh=bool(chosen.get("fresh")))
+    fresh = bool(chosen.get("fresh"))
+    if chosen.get("fill"):
+        found, resolved = _fill(checkout, script.name, argv, card, fresh)
+    else:
+        found = estimate(checkout, script.name, resolved, argv, fresh)
     if chosen.get("json"):
         print(json.dumps(_as_json(found, card), indent=1))
     else:
@@ -76,6 +92,28 @@ def run(arguments: argparse.Namespace) -> int:
     if "chart" in chosen:
         _draw(found, card, chosen["chart"])
     return 0 if card is None or found.on_the_card <= card else 1
+
+
+def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None, fresh: bool) -> tuple[Estimate, RunArguments]:
+    """Return the estimate and the arguments of the smallest share of checkpointed blocks that fits; say which it is."""
+    if card is None:
+        raise UserError("--fill needs to know the card: give --vram, 16GB for instance, or a tier's preset")
+    if not choosing.read(script, read_arguments(script, argv, os.environ), argv)[0].gradient_checkpointing:
+        raise UserError("--fill chooses among checkpointed blocks: give --gradient_checkpointing, or a preset that has it")
+
+    def arguments(share: float) -> list[str]:
+        return [*argv, "--checkpoint_share", f"{share:g}"]
+
+    def ask(share: float) -> Estimate:
+        given = arguments(share)
+        return estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
+
+    filled = smallest_share(ask, round(card * (1 - MARGIN)))
+    if filled is None:
+        raise UserError(f"it does not fit {gigabytes(card)} GB less 5 percent with every block checkpointed")
+    share, found = filled
+    note(f"--checkpoint_share {share:g} is the smallest that fits {gigabytes(card)} GB less 5 percent")
+    return found, read_arguments(script, arguments(share), os.environ)
 
 
 def _presets_card(run: RunArguments) -> int | None:
@@ -132,8 +170,8 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
                 f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "
                 f"{gigabytes(found.least)} GB. Under Windows and WSL the driver would take system memory instead."
             )
-    if run.settings.selective_torch_compile:
-        lines.append("Compiled blocks are not modelled: these are the figures without compiling, which needs more.")
+    if run.settings.selective_torch_compile or found.choices.get("torch_compile"):
+        lines.append("Compiling is not modelled: these are the figures without it, which mostly needs more.")
     lines.append(
         f"1 GB is 1e9 bytes; {NOT_CALIBRATED}. Made with sd-scripts {made['sd_scripts']}, torch {made['torch']}, "
         f"kohya_ext {made['kohya_ext']}. One process; sampling pictures and saving are not modelled."
@@ -143,7 +181,9 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
 
 def _asked(found: Estimate) -> str:
     batch = found.choices.get("train_batch_size", 1)
-    return f"{str(found.choices['resolution']).replace(',', 'x')} pixels, batch {batch}"
+    share = found.choices.get("checkpoint_share")
+    covered = "" if share is None else f", {share:.0%} of the blocks checkpointed"
+    return f"{str(found.choices['resolution']).replace(',', 'x')} pixels, batch {batch}{covered}"
 
 
 def _draw(found: Estimate, card: int | None, file: Path) -> None:

@@ -76,6 +76,7 @@ class Choices:
     max_grad_norm: float = 1.0
     fused_backward_pass: bool = False
     fused_optimizer_groups: int | None = None
+    dim_from_weights: bool = False
     train_inpainting: bool = False
     v2: bool = False
     model_type: str = "flux"
@@ -89,6 +90,8 @@ class Choices:
     blockwise_fused_optimizers: bool = False
     deepspeed: bool = False
     torch_compile: bool = False
+    checkpoint_share: float | None = None
+    """The extension's own; from its settings, which know where it was said."""
 
     @property
     def family(self) -> str:
@@ -129,18 +132,18 @@ def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, 
                 raise UserError(f"{where}: {problem}")
         parser.set_defaults(**ours)
     found, rest = parser.parse_known_args(list(argv))
-    return from_values(script, vars(found)), [word.split("=")[0] for word in rest if word.startswith("--")]
+    return from_values(script, vars(found), run), [word.split("=")[0] for word in rest if word.startswith("--")]
 
 
-def from_values(script: str, values: Mapping[str, Any]) -> Choices:
-    """Return the choices among a script's arguments, whoever parsed them."""
+def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Choices:
+    """Return the choices among a script's arguments, whoever parsed them, and the extension's own."""
     given = {name: values[name] for name in _rows() if values.get(name) is not None}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return Choices(script, **given)
+    return Choices(script, **given, checkpoint_share=run.settings.checkpoint_share)
 
 
 def normalized(choices: Choices) -> Choices:
@@ -174,6 +177,7 @@ def normalized(choices: Choices) -> Choices:
         stop_text_encoder_training=None if (choices.stop_text_encoder_training or 0) >= 0 else -1,
         max_grad_norm=float(choices.max_grad_norm != 0),
         network_dim=(choices.network_dim or 4) if lora else None,
+        checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
         learning_rate_te=_whether(choices.learning_rate_te),
         learning_rate_te1=_whether(choices.learning_rate_te1),
@@ -257,7 +261,7 @@ def _largest_bucket(area: int, choices: Choices) -> tuple[int, int]:
 def _rows() -> dict[str, tuple[Any, bool]]:
     """Field name -> (type of one value, whether it takes several)."""
     rows = {}
-    for row in fields(Choices)[1:]:
+    for row in fields(Choices)[1:-1]:
         kind = typing.get_type_hints(Choices)[row.name]
         options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
         several = typing.get_origin(options[0]) is tuple

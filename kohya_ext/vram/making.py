@@ -69,27 +69,38 @@ def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
     Raises UserError for arguments the script does not take.
     """
     arguments = _arguments(checkout, script, run, argv)
-    choices = choosing.normalized(choosing.from_values(script, vars(arguments)))
+    choices = choosing.normalized(choosing.from_values(script, vars(arguments), run))
     trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
     return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
+
+
+#: Flags whose memory is not modelled: what they move, and when, no fake tensor shows.
+NOT_MODELLED = (
+    "deepspeed",
+    "cpu_offload_checkpointing",
+    "fused_optimizer_groups",
+    "blockwise_fused_optimizers",
+    "train_inpainting",
+    "dim_from_weights",
+)
 
 
 def _refuse(choices: Choices) -> None:
     """Raise UserError for what is known not to be modelled."""
     if choices.family not in TRAINERS:
         raise UserError(f"estimates for {choices.script} are not modelled: {', '.join(TRAINERS)} are")
-    if choices.fused_optimizer_groups or choices.blockwise_fused_optimizers:
-        raise UserError("estimates with --fused_optimizer_groups or --blockwise_fused_optimizers are not modelled")
-    if choices.family in ("flux", "lumina", "sd3", "anima") and choices.trains_text_encoder and not choices.trains_network:
+    for name in NOT_MODELLED:
+        if getattr(choices, name):
+            raise UserError(f"estimates with --{name} are not modelled")
+    if choices.family not in ("sdxl", "sd15") and choices.trains_text_encoder and not choices.trains_network:
         raise UserError(f"estimates for {choices.script} with --train_text_encoder are not modelled")
-    if choices.deepspeed:
-        raise UserError("estimates with --deepspeed are not modelled: what it keeps where depends on its own configuration")
 
 
 def _spelling(choices: Choices) -> dict[str, Any]:
     """The normalized choices that the step reads from its arguments."""
     names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
-    spelt = {name: getattr(choices, name) for name in names}
+    # Weights of captions and masks of losses are a few numbers, but want captions and masks.
+    spelt = {name: getattr(choices, name) for name in names} | {"weighted_captions": False, "masked_loss": False}
     # A fine-tune runs the network trainer's step: as one that trains no text encoder, unless it says so.
     return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.trains_text_encoder}
 

@@ -83,7 +83,7 @@ def _sdxl(choices: Choices) -> Models:
     unets = importlib.import_module("library.sdxl_original_unet")
     util = importlib.import_module("library.sdxl_model_util")
     transformers = importlib.import_module("transformers")
-    unet = unets.SdxlUNet2DConditionModel(in_channels=9 if choices.train_inpainting else 4)
+    unet = unets.SdxlUNet2DConditionModel()
     attend(unet, choices)
     # sdxl_model_util.load_models_from_sdxl_checkpoint
     small = _clip(util, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,

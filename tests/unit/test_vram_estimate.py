@@ -13,6 +13,7 @@ from kohya_ext.arguments import read_arguments
 from kohya_ext.vram import store
 from kohya_ext.vram.choices import normalized, read
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
+from kohya_ext.vram.fill import smallest_share
 
 SCRIPTS = {"sdxl-lora": "sdxl_train_network.py", "sdxl-finetune": "sdxl_train.py"}
 TIERS = [
@@ -119,3 +120,30 @@ def test_figures_are_kept_for_exactly_what_determines_them(checkout, tmp_path, m
     assert store.find(found, asked, ("*",)) is None
     monkeypatch.setattr(store, "METHOD", store.METHOD + 1)
     assert store.find(found, asked, ()) is None
+
+
+def test_a_card_is_filled_with_the_smallest_share_that_fits():
+    asked = []
+
+    def ask(share):
+        asked.append(share)
+        return Estimate({}, 0, int(10_000 * (1 - share)), 0, "", {}, {}, 0, 0, {})
+
+    for room, expected in ((10_000, 0.0), (5_000, 0.5), (4_999, 0.5625), (600, 1.0), (0, 1.0)):
+        asked.clear()
+        share, found = smallest_share(ask, room + CONTEXT_BYTES)
+        assert (share, found.reserved) == (expected, 10_000 * (1 - expected))
+        assert len(asked) <= 6
+    assert smallest_share(ask, CONTEXT_BYTES - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["sdxl_train.py", "--resolution", "512", "--fill"], "give --vram"),
+        (["sdxl_train.py", "--resolution", "512", "--fill", "--vram", "16"], "give --gradient_checkpointing"),
+    ],
+)
+def test_filling_says_what_it_needs(checkout, capsys, argv, named):
+    assert main(["estimate", "--sd-scripts", str(checkout), *argv]) == 2
+    assert named in capsys.readouterr().err
