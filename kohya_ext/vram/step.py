@@ -152,10 +152,15 @@ def _log_once(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) -> 
 # --- preparing, as the scripts do ------------------------------------------------------------------------------------
 
 
-def prepare(choices: Choices, arguments: Namespace, trainer: Any) -> Training:
-    """Build models, network and optimizer on torch's default device, as the script does before its first step."""
-    models = build(choices.family, choices)
-    accelerator = _accelerator(choices)
+def prepare(
+    choices: Choices, arguments: Namespace, trainer: Any, models: Models | None = None, accelerator: Any = None
+) -> Training:
+    """Build models, network and optimizer on torch's default device, as the script does before its first step.
+
+    ``models`` and ``accelerator`` may be brought along: a step that is timed (benchmarks/) has the script's own accelerator.
+    """
+    models = build(choices.family, choices) if models is None else models
+    accelerator = _accelerator(choices) if accelerator is None else accelerator
     weight_dtype, vae_dtype = _dtypes(choices)
     preparing = _prepare_network if choices.trains_network else _prepare_finetune
     network, groups, trained, train_text_encoder = preparing(choices, arguments, trainer, models, accelerator, weight_dtype)
@@ -357,7 +362,7 @@ def lay_out(training: Training, tracker: Tracker) -> int:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda one: tracker.mark([one.grad], Kind.GRADIENT))
     if choices.fused_backward_pass:
-        _step_in_backward(training)
+        step_in_backward(training)
     gc.collect()
     return tracker.compact(away=states if choices.optimizer_type.lower().startswith("paged") else ())
 
@@ -365,7 +370,7 @@ def lay_out(training: Training, tracker: Tracker) -> int:
 def take(training: Training, tracker: Tracker) -> int:
     """Take one step; return its FLOPs: with gradient accumulation this is the last micro-step, and they are those of all."""
     before = tracker.flops
-    loss = _forward(training)
+    loss = forward(training)
     tracker.mark_saved()
     with tracker.during(BACKWARD):
         training.accelerator.backward(loss)
@@ -389,7 +394,7 @@ def _make_gradients(training: Training) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _step_in_backward(training: Training) -> None:
+def step_in_backward(training: Training) -> None:
     """Step each parameter as soon as its gradient is whole, as sdxl_train.py does with --fused_backward_pass.
 
     Upstream's clipping before it is left out: it hands one tensor to a function that wants a list, which then looks for the
@@ -408,17 +413,23 @@ def _step_in_backward(training: Training) -> None:
                 parameter.register_post_accumulate_grad_hook(step)
 
 
-def _forward(training: Training) -> Any:
+def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: Any = None) -> Any:
+    """Return the loss of one batch, by the script's own ``process_batch``.
+
+    ``batch`` and ``scheduler`` (the trainer's noise scheduler) are made here unless they are given: a step that is timed
+    brings its own, as the script has them ready too.
+    """
     choices, trainer = training.choices, training.trainer
     network = training.network
     arguments = training.arguments
     if network is None:
         # The network trainer makes its inputs require grad for reentrant checkpointing; a fine-tune's script does not.
         arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False})
-    with unset_fake_temporarily():  # it copies its tensors deeply, for which they need data
-        scheduler = trainer.get_noise_scheduler(arguments, torch.get_default_device())
+    if scheduler is None:
+        with unset_fake_temporarily():  # it copies its tensors deeply, for which they need data
+            scheduler = trainer.get_noise_scheduler(arguments, torch.get_default_device())
     return trainer.process_batch(
-        _batch(training),
+        make_batch(training) if batch is None else batch,
         training.models.text_encoders,
         training.models.unet,
         network if network is not None else SimpleNamespace(),
@@ -436,7 +447,8 @@ def _forward(training: Training) -> Any:
     )
 
 
-def _batch(training: Training) -> dict[str, Any]:
+def make_batch(training: Training) -> dict[str, Any]:
+    """Return what the dataset hands out for a step, all zeros."""
     choices, models = training.choices, training.models
     batch = choices.train_batch_size
     channels, scale = models.latents

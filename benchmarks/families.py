@@ -1,0 +1,120 @@
+"""What is trained in a benchmark: the script and its arguments, at full size and reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of training, at the settings people use for speed: cached latents and text encoder outputs, bf16, SDPA."""
+
+    script: str
+    models: str
+    """The family of tiny models that stands for it when reduced."""
+    arguments: tuple[str, ...]
+    full: tuple[str, ...] = ("--resolution", "1024,1024", "--mixed_precision", "bf16")
+    reduced: tuple[str, ...] = ("--resolution", "256,256", "--mixed_precision", "no")
+    """bf16 on a CPU is emulated on most: reduced runs are fp32."""
+
+
+_CACHED = ("--sdpa", "--cache_latents", "--cache_text_encoder_outputs")
+_LORA = ("--network_train_unet_only", "--network_dim", "16", "--network_alpha", "16", "--learning_rate", "1e-4")
+_ADAMW = ("--optimizer_type", "AdamW")
+_FLOW = ("--model_prediction_type", "raw", "--timestep_sampling", "sigmoid")
+
+
+def _lora(module: str, *more: str) -> tuple[str, ...]:
+    return (*_CACHED, *_LORA, *_ADAMW, "--network_module", module, *more)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "sdxl-lora": Family("sdxl_train_network.py", "sdxl", _lora("networks.lora", "--no_half_vae")),
+    "sdxl-finetune": Family(
+        "sdxl_train.py",
+        "sdxl",
+        (*_CACHED, "--no_half_vae", "--learning_rate", "1e-5", "--max_grad_norm", "0", "--optimizer_type", "Adafactor",
+         "--optimizer_args", "scale_parameter=False", "relative_step=False", "warmup_init=False"),
+        full=("--resolution", "1024,1024", "--mixed_precision", "bf16", "--full_bf16"),
+    ),
+    "lumina-lora": Family("lumina_train_network.py", "lumina", _lora("networks.lora_lumina", *_FLOW)),
+    "flux-lora": Family("flux_train_network.py", "flux", _lora("networks.lora_flux", *_FLOW, "--guidance_scale", "1")),
+    "sd15-lora": Family(
+        "train_network.py",
+        "sd15",
+        # This script caches no text encoder outputs.
+        tuple(word for word in _lora("networks.lora") if word != "--cache_text_encoder_outputs"),
+        full=("--resolution", "512,512", "--mixed_precision", "bf16"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A variant, before it is measured."""
+
+    meaning: str
+    arguments: tuple[str, ...]
+    patched: bool = True
+    """False: upstream, without any of our code in its process."""
+    patches: tuple[str, ...] = ()
+    """Without these in ``patches/`` it is left out."""
+
+
+_CHECKPOINTING = ("--gradient_checkpointing",)
+_COMPILED = ("--selective_torch_compile",)
+_SELECTIVE = ("selective_torch_compile",)
+
+
+def _budget(share: float) -> Recipe:
+    return Recipe(
+        f"selective compile, budget {share:g}",
+        (*_COMPILED, "--activation_memory_budget", f"{share:g}"),
+        patches=(*_SELECTIVE, "activation_memory_budget"),
+    )
+
+
+def _share(share: float) -> dict[str, Recipe]:
+    """Checkpointing for a part of the blocks, eager and compiled."""
+    chosen, patch = (*_CHECKPOINTING, "--checkpoint_share", f"{share:g}"), "selective_checkpointing"
+    return {
+        f"share-{share:g}": Recipe(f"patched, eager, checkpointing {share:.0%} of the blocks", chosen, patches=(patch,)),
+        f"compiled-share-{share:g}": Recipe(
+            f"selective compile, checkpointing {share:.0%} of the blocks", (*chosen, *_COMPILED), patches=(*_SELECTIVE, patch)
+        ),
+    }
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "upstream": Recipe("upstream, checkpointing", _CHECKPOINTING, patched=False),
+    "patched": Recipe("patched, eager, checkpointing", _CHECKPOINTING),
+    "compiled": Recipe("selective compile, checkpointing", (*_CHECKPOINTING, *_COMPILED), patches=_SELECTIVE),
+    "traced": Recipe(
+        "selective compile's guards alone (backend eager), checkpointing",
+        (*_CHECKPOINTING, *_COMPILED, "--compile_backend", "eager"),
+        patches=_SELECTIVE,
+    ),
+    "upstream-compile": Recipe(
+        "upstream's --torch_compile (accelerate: the whole model), checkpointing",
+        (*_CHECKPOINTING, "--torch_compile"),
+        patched=False,
+    ),
+    "upstream-free": Recipe("upstream, no checkpointing", (), patched=False),
+    "compiled-free": Recipe("selective compile, no checkpointing", _COMPILED, patches=_SELECTIVE),
+    "upstream-compile-free": Recipe(
+        "upstream's --torch_compile (accelerate: the whole model), no checkpointing", ("--torch_compile",), patched=False
+    ),
+    **{f"budget-{share:g}": _budget(share) for share in (0.9, 0.75, 0.5, 0.25, 0.1, 0.0)},
+    **{name: recipe for share in (0.75, 0.5, 0.25) for name, recipe in _share(share).items()},
+}
+
+STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")
+BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if "-0" in name))
+COMPILE = ("upstream-compile", "compiled")
+
+
+def arguments(family: Family, reduced: bool, recipe: Recipe | None = None, *more: str) -> list[str]:
+    """Return the command line of a variant, without models, pictures and output; the last word on an option counts."""
+    size = family.reduced if reduced else family.full
+    return [*family.arguments, *size, *(recipe.arguments if recipe else ()), *more]

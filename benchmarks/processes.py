@@ -1,0 +1,127 @@
+"""The parent's side of workers: start one, ask it, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.tiny import environment
+
+ROOT = Path(__file__).parent.parent
+
+
+class WorkerError(Exception):
+    """A worker said what went wrong, or ended without a word."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a benchmark runs."""
+
+    checkout: Checkout
+    device: str
+    """``cuda`` or ``cpu``."""
+    reduced: bool
+    scratch: Path
+    """For logs, tiny models and compiled code."""
+    python: str = field(default=sys.executable)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """The variables of a process: this source tree first, models shrunk when reduced, nothing of ours switched on."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KOHYA_EXT", "SDSCRIPTS_"))}
+        folders = [environment.SITE] if self.reduced else []
+        variables = {
+            **kept,
+            "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "compiled"),
+        }
+        if "KOHYA_EXT_CACHE" in os.environ:
+            variables["KOHYA_EXT_CACHE"] = os.environ["KOHYA_EXT_CACHE"]
+        if self.device == "cpu":
+            # Where cores are shared, OpenMP's threads, which wait actively, slow small steps down many times.
+            variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        return {**variables, **more}
+
+
+@dataclass
+class Worker:
+    """A running ``benchmarks.worker``."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    def ask(self, command: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a command, if any, and return the answer. Raises WorkerError."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            if command is not None:
+                self.process.stdin.write(json.dumps(command) + "\n")
+                self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise WorkerError(f"it ended with exit code {self.process.wait()}: {last_line(self.log)}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(str(answer["error"]))
+        return answer
+
+    def end(self) -> None:
+        """Let it finish; its memory is free when this returns."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@contextmanager
+def worker(bench: Bench, name: str, spec: Mapping[str, Any], **variables: str) -> Iterator[Worker]:
+    """Run a worker inside the block. Its first answer, after it has prepared, is the caller's to read."""
+    bench.scratch.mkdir(parents=True, exist_ok=True)
+    log = bench.scratch / f"{name}.log"
+    whole = {"sd_scripts": str(bench.checkout.path), **spec}
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            [bench.python, "-m", "benchmarks.worker", json.dumps(whole)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=bench.scratch,
+            env=bench.environment(**variables),
+        )
+        running = Worker(process, log)
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+def ask_once(bench: Bench, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a worker for one answer. Raises WorkerError."""
+    with worker(bench, name, spec) as running:
+        return running.ask()
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is no blank."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def available(patches: Sequence[str]) -> str | None:
+    """Return why a variant cannot be had: a patch that this tree has not; None when it has all of them."""
+    from kohya_ext.patching import registry
+
+    missing = [name for name in patches if name not in registry()]
+    return f"this version has no patch {', '.join(missing)}" if missing else None

@@ -1,0 +1,194 @@
+"""``python -m benchmarks.report``: tables (Markdown) and pictures (PNG) of the JSON in results/."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER, Comparison, Result, Variant, kept, read
+from kohya_ext.console import error, note
+from kohya_ext.vram.card import GB
+
+REPORT = "README.md"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="results (all in benchmarks/results)")
+    parser.add_argument("--output", type=Path, default=FOLDER, metavar="FOLDER", help=f"for {REPORT} and the pictures")
+    given = parser.parse_args(argv)
+    try:
+        results = [(file, read(file)) for file in given.files or kept()]
+    except (OSError, ValueError) as problem:
+        error(str(problem))
+        return 2
+    if not results:
+        error(f"no results in {FOLDER}: run `python -m benchmarks.run step`")
+        return 2
+    given.output.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(_document(results, given.output))
+    (given.output / REPORT).write_text(text, encoding="utf-8")
+    note(str(given.output / REPORT))
+    return 0
+
+
+def _document(results: Sequence[tuple[Path, Result]], folder: Path) -> Iterator[str]:
+    yield "# Measured\n"
+    yield "Made by `python -m benchmarks.report` of the JSON files beside it; each table names the command that makes its file"
+    yield "again. Times are medians, with the quartiles in brackets. A ratio is the first row's median over the row's, above 1"
+    yield "is faster; in brackets the lowest and the highest of the rounds. GB is 1e9 bytes."
+    for file, result in results:
+        yield f"\n## {file.stem}\n"
+        yield from _about(result)
+        for index, comparison in enumerate(result.comparisons):
+            yield f"\n### {comparison.title}\n"
+            yield from table(comparison, result)
+            yield from compiling_table(comparison)
+            picture = folder / f"{file.stem}-{index}.png"
+            if draw(comparison, picture):
+                yield f"\n![{comparison.title}]({picture.name})"
+    yield ""
+
+
+def _about(result: Result) -> Iterator[str]:
+    machine = result.machine
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine.get('threads')} thread(s)"
+    versions = ", ".join(
+        f"{name} {result.versions[name]}" for name in ("python", "torch", "accelerate") if name in result.versions
+    )
+    commit = str(result.commits["kohya_ext"])[:8] + (" with changes" if result.commits["kohya_ext_changed"] else "")
+    yield f"`{result.command}`\n"
+    yield f"{where}; {versions}; kohya_ext {commit}; sd-scripts v{result.commits['sd_scripts_version']}; {result.date}."
+    if result.reduced:
+        yield "**Tiny models on a CPU:** it shows that the suite works and what Python costs, not what a GPU would gain."
+    if result.note:
+        yield f"Note: {result.note}."
+    if not result.complete:
+        yield "**Incomplete:** the time was up before all rounds were done, or a part failed."
+
+
+def table(comparison: Comparison, result: Result) -> Iterator[str]:
+    """Yield a comparison as a Markdown table."""
+    rate = result.machine.get("matmul", {}).get("flops_per_second")
+    cuda = any("allocated" in variant.memory for variant in comparison.variants)
+    host = not cuda and any("host_resident" in variant.memory for variant in comparison.variants)
+    batch = comparison.configuration.get("batch")
+    stepping = comparison.unit == "seconds a step" and batch is not None
+    titles = ["variant", comparison.unit, "ratio"]
+    titles += ["pictures a second"] if stepping else []
+    titles += ["allocated GB", "reserved GB"] if cuda else ["process GB"] if host else []
+    titles += ["share of the bf16 matmul rate"] if comparison.flops and rate and cuda else []
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'---|' * len(titles)}"
+    summary = comparison.summary()
+    for variant in comparison.variants:
+        row = summary.get(variant.name)
+        if row is None:
+            yield f"| {variant.meaning} | {variant.status}: {variant.reason} |{' |' * (len(titles) - 2)}"
+            continue
+        cells = [variant.meaning, _seconds(row), _ratio(row)]
+        cells += [f"{batch / row['median']:.2f}"] if stepping else []
+        names = ("allocated", "reserved") if cuda else ("host_resident",) if host else ()
+        cells += [f"{variant.memory[name] / GB:.2f}" if name in variant.memory else "" for name in names]
+        if comparison.flops and rate and cuda:
+            cells.append(f"{comparison.flops / row['median'] / rate:.1%}")
+        yield f"| {' | '.join(cells)} |"
+    if stepping and any(variant.warm_up for variant in comparison.variants):
+        yield from _warm_up(comparison)
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    lower, upper = row["quartiles"]
+    return f"{row['median']:.4g} ({lower:.4g} to {upper:.4g})"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return "{of_medians:.2f}x ({lowest:.2f} to {highest:.2f})".format(**row["ratio"]) if "ratio" in row else ""
+
+
+def _warm_up(comparison: Comparison) -> Iterator[str]:
+    said = [
+        f"{variant.name} {variant.warm_up['first_steps_seconds'][0]:.3g} s"
+        for variant in comparison.variants
+        if variant.warm_up.get("first_steps_seconds")
+    ]
+    if said:
+        yield f"\nFirst step, compiling included, in none of the figures above: {', '.join(said)}."
+
+
+def compiling_table(comparison: Comparison) -> Iterator[str]:
+    """Yield what each bucket cost, for the suite that walks through them."""
+    walked = [variant for variant in comparison.variants if "visits" in variant.facts]
+    for variant in walked:
+        yield f"\n{variant.meaning}: {variant.facts['graphs']} graphs, {variant.facts['breaks']} graph breaks\n"
+        yield "| bucket | first step | then | new graphs |"
+        yield "|---|---|---|---|"
+        for visit in variant.facts["visits"]:
+            width, height = visit["bucket"]
+            new = visit["new"]["graphs"]
+            yield f"| {width}x{height} | {visit['first_seconds']:.3g} s | {visit['then_seconds']:.3g} s | {new} |"
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw(comparison: Comparison, file: Path) -> bool:
+    """Draw a comparison: time against memory where a GPU's is known, bars of ratios otherwise. False: nothing to draw."""
+    measured = [variant for variant in comparison.variants if variant.rounds]
+    if len(measured) < 2:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    on_a_card = [variant for variant in measured if "reserved" in variant.memory]
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(measured) + 2 if len(on_a_card) < 2 else 5), layout="constrained")
+    if len(on_a_card) >= 2:
+        _trade_off(axes, comparison, on_a_card)
+    else:
+        _bars(axes, comparison, measured)
+    axes.set_title(comparison.title)
+    # No date and no version inside: the same figures give the same file.
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return True
+
+
+def _trade_off(axes: Any, comparison: Comparison, variants: Sequence[Variant]) -> None:
+    summary = comparison.summary()
+    for variant in variants:
+        x, y = variant.memory["reserved"] / GB, summary[variant.name]["median"]
+        axes.plot([x], [y], "o", color="black" if variant is comparison.variants[0] else "tab:blue")
+        axes.annotate(variant.name, (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
+    for card in (8, 12, 16, 24):
+        axes.axvline(card * 2**30 / GB, color="tab:red", alpha=0.3, linewidth=1)
+        axes.annotate(
+            f"{card} GB card", (card * 2**30 / GB, axes.get_ylim()[1]), fontsize=7, color="tab:red", ha="right", va="top"
+        )
+    axes.set_xlabel("reserved on the GPU, GB (1e9 bytes)")
+    axes.set_ylabel(comparison.unit)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+
+
+def _bars(axes: Any, comparison: Comparison, variants: Sequence[Variant]) -> None:
+    summary = comparison.summary()
+    medians = [summary[variant.name]["median"] for variant in variants]
+    spread = [summary[variant.name]["quartiles"] for variant in variants]
+    reach = [
+        [max(median - lower, 0.0) for median, (lower, _) in zip(medians, spread, strict=True)],
+        [max(upper - median, 0.0) for median, (_, upper) in zip(medians, spread, strict=True)],
+    ]
+    colours = ["tab:gray" if variant is comparison.variants[0] else "tab:blue" for variant in variants]
+    axes.barh([variant.name for variant in variants], medians, xerr=reach, color=colours)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{comparison.unit} (bars: median; lines: quartiles)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Compiling: a cold start, a second start with the compiled code kept, and what a real set of buckets costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.families import COMPILE
+from benchmarks.plan import Plan
+from benchmarks.processes import Worker, WorkerError, worker
+from benchmarks.results import Comparison, Result, Variant
+from benchmarks.suites.step import configuration, spec
+
+#: Width / height of the pictures people have: square, 4:3, 3:2, 16:9 and these upright.
+ASPECTS = (1.0, 4 / 3, 3 / 4, 3 / 2, 2 / 3, 16 / 9, 9 / 16)
+
+
+def measure(plan: Plan, result: Result) -> None:
+    """Measure each compiler over a bucket set, cold and from its cache, against the whole model's compile."""
+    compilers = plan.recipes(COMPILE)
+    cold = Comparison("compile, cold start", "seconds of compiling", configuration(plan), [variant for _, variant in compilers])
+    second = Comparison(
+        "compile, second start", "seconds of compiling", configuration(plan),
+        [Variant(variant.name, variant.meaning, variant.arguments, variant.status, variant.reason) for _, variant in compilers],
+    )  # fmt: skip
+    result.comparisons += [cold, second]
+    for number in plan.turns():
+        for index, (recipe, first) in enumerate(compilers):
+            kept = plan.bench.scratch / "kept" / f"{first.name}-{number}"
+            for comparison in (cold, second):
+                variant = comparison.variants[index]
+                if variant.status != "measured":
+                    continue
+                try:
+                    with worker(plan.bench, variant.name, spec(plan, recipe), TORCHINDUCTOR_CACHE_DIR=str(kept)) as one:
+                        _walk(one, variant)
+                except WorkerError as error:
+                    variant.status, variant.reason = "failed", str(error)
+                plan.save()
+    result.complete = cold.is_whole(plan.rounds) and second.is_whole(plan.rounds)
+
+
+def _walk(one: Worker, variant: Variant) -> None:
+    """Visit each bucket: twice for the time that compiling adds, and the first again at the end."""
+    variant.warm_up = one.ask()
+    buckets = one.ask({"do": "buckets", "aspects": ASPECTS})["buckets"]
+    visits: list[dict[str, Any]] = []
+    before = {"graphs": 0, "breaks": 0}
+    for bucket in [*buckets, buckets[0]]:
+        answer = one.ask({"do": "steps", "count": 3, "size": bucket})
+        first, *rest = answer["seconds"]
+        new = {name: count - before[name] for name, count in answer["compiled"].items()}
+        before = answer["compiled"]
+        visits.append({"bucket": bucket, "first_seconds": first, "then_seconds": min(rest), "new": new})
+    variant.rounds.append([sum(max(visit["first_seconds"] - visit["then_seconds"], 0.0) for visit in visits)])
+    variant.facts = {"visits": visits, **before, **one.ask({"do": "facts"})}

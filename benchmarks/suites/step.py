@@ -1,0 +1,124 @@
+"""The model step: real U-Net or DiT, LoRA network, optimizer and autocast, as sd-scripts composes them; no data loader.
+
+Its variants are those of :data:`benchmarks.families.STEP`, or ``budget``'s: the curve of time against memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.families import BUDGET, STEP, Recipe
+from benchmarks.plan import Plan
+from benchmarks.processes import Worker, WorkerError, ask_once, worker
+from benchmarks.results import Comparison, Result, Variant
+
+#: Steps before the measured rounds: the first compiles, the next ones settle allocator and clocks.
+WARM_UP = 3
+
+
+def measure(plan: Plan, result: Result) -> None:
+    """Measure the variants of ``step``."""
+    result.complete = compare(plan, result, STEP, "model step")
+
+
+def measure_budget(plan: Plan, result: Result) -> None:
+    """Measure the trade-off of memory budgets."""
+    result.complete = compare(plan, result, BUDGET, "memory budget")
+
+
+def compare(plan: Plan, result: Result, default: tuple[str, ...], title: str) -> bool:
+    """Measure variants of the model step in turn; return whether all rounds were done."""
+    chosen = plan.recipes(default)
+    comparison = Comparison(
+        f"{title}: {plan.family_name}", "seconds a step", configuration(plan), [variant for _, variant in chosen]
+    )
+    result.comparisons.append(comparison)
+    with ExitStack() as stack:
+        running = _start(plan, chosen, stack)
+        for variant, one in running:
+            _guarded(variant, _warm_up, one)
+            plan.save()
+        for _ in plan.turns():
+            for variant, one in running:
+                if variant.status == "measured":
+                    _guarded(variant, _round, one, plan.steps)
+            plan.save()
+        for variant, one in running:
+            if variant.status == "measured":
+                _guarded(variant, _facts, one)
+    comparison.flops = _flops(plan)
+    plan.save()
+    return comparison.is_whole(plan.rounds)
+
+
+def configuration(plan: Plan) -> dict[str, Any]:
+    """Return what all variants share."""
+    return {
+        "family": plan.family_name,
+        "script": plan.family.script,
+        "arguments": plan.arguments(),
+        "batch": int(plan.said("train_batch_size", "1")),
+        "rounds": plan.rounds,
+        "samples_a_round": plan.steps,
+        "warm_up_steps": WARM_UP,
+    }
+
+
+def spec(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Return what a worker is told."""
+    return {"work": "step", "script": plan.family.script, "arguments": plan.arguments(recipe), "patched": recipe.patched}
+
+
+def _start(plan: Plan, chosen: list[tuple[Recipe, Variant]], stack: ExitStack) -> list[tuple[Variant, Worker]]:
+    """Start the workers. On a GPU all prepare at once; two shared CPU cores do one at a time."""
+    started = []
+    for recipe, variant in chosen:
+        if variant.status == "measured":
+            one = stack.enter_context(worker(plan.bench, variant.name, spec(plan, recipe)))
+            started.append((variant, one))
+            if plan.bench.device == "cpu":
+                _guarded(variant, _prepare, one)
+    if plan.bench.device == "cuda":
+        for variant, one in started:
+            _guarded(variant, _prepare, one)
+    return [(variant, one) for variant, one in started if variant.status == "measured"]
+
+
+def _guarded(variant: Variant, work: Callable[..., None], *arguments: Any) -> None:
+    """Let a worker do something for its variant; what goes wrong is the variant's."""
+    try:
+        work(variant, *arguments)
+    except WorkerError as error:
+        variant.status, variant.reason = "failed", str(error)
+
+
+def _prepare(variant: Variant, one: Worker) -> None:
+    variant.warm_up.update(one.ask())
+
+
+def _facts(variant: Variant, one: Worker) -> None:
+    variant.facts.update(one.ask({"do": "facts"}))
+
+
+def _warm_up(variant: Variant, one: Worker) -> None:
+    answer = one.ask({"do": "steps", "count": WARM_UP})
+    variant.warm_up.update(first_steps_seconds=answer["seconds"], compiled=answer["compiled"])
+
+
+def _round(variant: Variant, one: Worker, steps: int) -> None:
+    answer = one.ask({"do": "steps", "count": steps})
+    variant.rounds.append(answer["seconds"])
+    for name, peak in answer["memory"].items():
+        variant.memory[name] = max(peak, variant.memory.get(name, 0))
+    variant.facts["compiled"] = answer["compiled"]
+
+
+def _flops(plan: Plan) -> int | None:
+    """FLOPs of a step without checkpointing, from the VRAM estimate; None for what it does not model."""
+    about = {"work": "flops", "script": plan.family.script, "arguments": plan.arguments()}
+    try:
+        return int(ask_once(plan.bench, "flops", about)["flops"])
+    except WorkerError:
+        return None

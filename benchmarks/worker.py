@@ -1,0 +1,298 @@
+"""``python -m benchmarks.worker``: one variant's model step in a process of its own, at the command of its parent.
+
+What it is comes as one JSON object on the command line, what to do as one JSON object a line on standard input; answers
+are JSON lines on standard output. Everything that scripts and libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from kohya_ext.arguments import read_arguments
+from kohya_ext.patching import Patcher, registry
+from kohya_ext.sdscripts import Checkout, describe
+from kohya_ext.session import peak_memory
+from kohya_ext.vram import making
+from kohya_ext.vram.choices import Choices, size
+from kohya_ext.vram.models import build
+from kohya_ext.vram.step import Training, forward, make_batch, prepare, settle, step_in_backward
+
+
+@dataclass
+class Step:
+    """A training that is ready on a real device, and its next step."""
+
+    training: Training
+    scheduler: Any
+    batch: dict[str, Any]
+    patcher: Patcher | None
+    by_size: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        device: torch.device = self.training.accelerator.device
+        return device
+
+    def take(self) -> float:
+        """Take one step as the training loop does; return its seconds. The loss is read at its end, as the loop does."""
+        start = time.perf_counter()
+        training = self.training
+        accelerator, choices = training.accelerator, training.choices
+        loss = forward(training, dict(self.batch), self.scheduler)
+        accelerator.backward(loss)
+        if training.network is not None:
+            training.trainer.all_reduce_network(accelerator, training.network)
+        if not choices.fused_backward_pass:
+            if training.arguments.max_grad_norm:
+                accelerator.clip_grad_norm_(training.trained, training.arguments.max_grad_norm)
+            training.optimizer.step()
+            training.optimizer.zero_grad(set_to_none=True)
+        value = loss.detach().item()
+        if value != value:
+            raise FloatingPointError("the loss is NaN")
+        return time.perf_counter() - start
+
+    def resize(self, width: int, height: int) -> None:
+        """Take the next steps at another size, in pixels."""
+        if (width, height) not in self.by_size:
+            self.training.choices = replace(self.training.choices, resolution=f"{width},{height}")
+            with torch.device(self.device):
+                self.by_size[width, height] = make_batch(self.training)
+        self.batch = self.by_size[width, height]
+
+
+def ready(spec: dict[str, Any]) -> Step:
+    """Build the training of a variant with random weights. ``spec``: script, arguments, patched, sd_scripts."""
+    checkout = _checkout(spec)
+    run = read_arguments(spec["script"], spec["arguments"], {})
+    patcher = Patcher(registry(), run.settings, checkout) if spec["patched"] else None
+    if patcher is not None:
+        patcher.arm()
+    sys.path.insert(0, str(checkout.path))
+    choices, arguments, trainer = making.read(checkout, spec["script"], run, spec["arguments"])
+    settle(choices, arguments, trainer)
+    accelerator = _accelerator(arguments)
+    with torch.device(accelerator.device):
+        with _default_dtype(choices):
+            models = build(choices.family, choices)
+        training = prepare(choices, arguments, trainer, models, accelerator)
+        for module, _ in training.resident:
+            if module is not training.network:
+                _fill(module)
+        batch = make_batch(training)
+    _take_away(training)
+    if choices.fused_backward_pass:
+        step_in_backward(training)
+    else:
+        if accelerator.device.type == "cpu":
+            # The estimate's choice for a GPU; torch's own for a CPU is a loop.
+            for group in training.optimizer.param_groups:
+                if "foreach" in group:
+                    group["foreach"] = None
+        training.optimizer = accelerator.prepare(training.optimizer)
+    scheduler = trainer.get_noise_scheduler(arguments, accelerator.device)
+    _clear()
+    return Step(training, scheduler, batch, patcher, {size(training.choices): batch})
+
+
+def _checkout(spec: dict[str, Any]) -> Checkout:
+    checkout = describe(Path(spec["sd_scripts"]), "named by the benchmark")
+    assert checkout is not None, "the parent has looked at it"
+    return checkout
+
+
+def _accelerator(arguments: Any) -> Any:
+    """sd-scripts' own, wherever its generation has it."""
+    try:
+        module = importlib.import_module("library.accelerator_setup")
+    except ImportError:
+        module = importlib.import_module("library.train_util")
+    return module.prepare_accelerator(arguments)
+
+
+@contextlib.contextmanager
+def _default_dtype(choices: Choices) -> Iterator[None]:
+    """Build in the weights' own type, so that twelve billion of them need no more room at first than later."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if choices.mixed_precision == "no" else torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _fill(module: Any) -> None:
+    """Random weights at a scale that keeps activations finite; some builders leave theirs as the memory was."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dtype.itemsize == 1:
+                continue
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter[0].numel() ** -0.5)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _take_away(training: Training) -> None:
+    """Free what the script has moved off the card before its first step: what is cached."""
+    kept = [module for module, _ in training.resident]
+    for module in (*training.models.text_encoders, training.models.vae):
+        if all(module is not one for one in kept):
+            module.to("meta")
+
+
+def _clear() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def take_steps(step: Step, count: int, size: list[int] | None = None) -> dict[str, Any]:
+    """Take steps; return seconds of each, memory peaks in bytes, and what was compiled since the start."""
+    if size is not None:
+        step.resize(*size)
+    if step.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = [step.take() for _ in range(count)]
+    peaks = peak_memory()
+    names = {"host_resident": "host_resident", "cuda_allocated": "allocated", "cuda_reserved": "reserved"}
+    return {"seconds": seconds, "memory": {names[name]: peak for name, peak in peaks.items()}, "compiled": _compiled()}
+
+
+def _compiled() -> dict[str, int]:
+    """Graphs and graph breaks of this process, whoever compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return {"graphs": 0, "breaks": 0}
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def bucket_set(step: Step, aspects: list[float]) -> dict[str, Any]:
+    """Return the buckets that sd-scripts puts pictures of some aspect ratios (width / height) into."""
+    arguments, (width, height) = step.training.arguments, size(step.training.choices)
+    steps = arguments.bucket_reso_steps or 64
+    make = importlib.import_module("library.model_util").make_bucket_resolutions
+    buckets = make((width, height), min(arguments.min_bucket_reso, min(width, height) // 2), 2 * max(width, height), steps)
+    nearest = [min(buckets, key=lambda one, aspect=aspect: abs(one[0] / one[1] - aspect)) for aspect in aspects]  # type: ignore[misc]
+    return {"buckets": list(dict.fromkeys(map(tuple, nearest)))}
+
+
+def describe_facts(step: Step) -> dict[str, Any]:
+    """What the patches say of themselves."""
+    if step.patcher is None:
+        return {"patches": []}
+    active = step.patcher.active()
+    return {
+        "patches": [patch.name for patch in active],
+        "facts": {patch.name: dict(patch.facts()) for patch in active if patch.facts is not None},
+    }
+
+
+def describe_device() -> dict[str, Any]:
+    """The device that ``accelerate`` would take."""
+    if os.environ.get("ACCELERATE_USE_CPU") or not torch.cuda.is_available():
+        torch.set_num_threads(1)  # as its steps run: see processes.Bench.environment
+        return {"device": "cpu", "threads": torch.get_num_threads()}
+    about = torch.cuda.get_device_properties(0)
+    return {
+        "device": "cuda",
+        "gpu": about.name,
+        "gpu_memory": about.total_memory,
+        "compute_capability": f"{about.major}.{about.minor}",
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str | None:
+    file = Path("/proc/driver/nvidia/version")
+    return file.read_text(encoding="utf-8").splitlines()[0] if file.is_file() else None
+
+
+#: Sides of the matrices whose product rates a device.
+MATMUL = {"cuda": 8192, "cpu": 1024}
+
+
+def matmul_rate(device: str, count: int = 20) -> dict[str, Any]:
+    """Return FLOP/s of square bf16 products, the median over ``count`` after as many to warm up."""
+    size = MATMUL[device]
+    first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(2 * count):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        first @ second
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {"flops_per_second": 2 * size**3 / median(seconds[count:]), "dtype": "bfloat16", "size": size}
+
+
+def count_flops(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the FLOPs of one step, from the VRAM estimate's own run on fake tensors."""
+    checkout = _checkout(spec)
+    run = read_arguments(spec["script"], spec["arguments"], {})
+    return {"flops": making.make(checkout, spec["script"], run, spec["arguments"]).flops}
+
+
+def main() -> None:
+    """Prepare, answer commands until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    spec = json.loads(sys.argv[1])
+
+    def answer(work: Callable[[], dict[str, Any]]) -> bool:
+        try:
+            answers.write(json.dumps(work()) + "\n")
+            return True
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines()
+            answers.write(json.dumps({"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}) + "\n")
+            return False
+
+    if spec["work"] == "flops":
+        answer(lambda: count_flops(spec))
+        return
+    if spec["work"] == "device":
+        about = describe_device()
+        answer(lambda: {**about, "matmul": matmul_rate(about["device"])})
+        return
+    start = time.perf_counter()
+    made: list[Step] = []
+
+    def start_up() -> dict[str, Any]:
+        made.append(ready(spec))
+        return {"prepared_seconds": time.perf_counter() - start}
+
+    if not answer(start_up):
+        return
+    commands: dict[str, Callable[..., dict[str, Any]]] = {"steps": take_steps, "facts": describe_facts, "buckets": bucket_set}
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        answer(lambda name=name, command=command: commands[name](made[0], **command))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()

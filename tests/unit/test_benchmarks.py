@@ -1,0 +1,169 @@
+"""The benchmarks' statistics, what they write, and what they plan. Nothing here is timed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import agenda, families, report, run
+from benchmarks.plan import Plan
+from benchmarks.processes import Bench
+from benchmarks.ratios import quartiles, ratio
+from benchmarks.results import Comparison, Result, Variant, kept, read, without_places
+from benchmarks.suites.script import without
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts import Checkout
+
+
+def test_a_ratio_is_of_medians_and_its_spread_that_of_rounds():
+    found = ratio([[2.0, 2.0, 9.0], [4.0, 4.0, 4.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    assert found.of_medians == pytest.approx(4.0)
+    assert (found.lowest, found.highest, found.rounds) == (2.0, 4.0, 2)
+
+
+def test_a_round_that_one_of_the_two_did_not_finish_counts_for_neither():
+    found = ratio([[2.0], [100.0]], [[1.0]])
+    assert (found.of_medians, found.rounds) == (2.0, 1)
+    with pytest.raises(ValueError, match="no round in common"):
+        ratio([[1.0]], [])
+
+
+def test_quartiles_of_few_samples():
+    assert quartiles([3.0]) == (3.0, 3.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+    with pytest.raises(ValueError, match="no samples"):
+        quartiles([])
+
+
+def _result() -> Result:
+    upstream = Variant(
+        "upstream", "upstream, checkpointing", rounds=[[0.25, 0.25], [0.5, 0.5]], memory={"host_resident": 10**9}
+    )
+    ours = Variant(
+        "compiled", "compiled", rounds=[[0.125, 0.125], [0.125, 0.125]], warm_up={"first_steps_seconds": [60.0, 0.1]}
+    )
+    absent = Variant("budget-0.5", "budget", status="left out", reason="no such patch")
+    return Result(
+        suite="step",
+        command="python -m benchmarks.run step",
+        date="2026-01-01T00:00:00+00:00",
+        machine={"device": "cpu", "processor": "a processor", "cores": 2, "threads": 1},
+        versions={"python": "3.11.0", "torch": "2.6.0"},
+        commits={"kohya_ext": "0" * 40, "kohya_ext_changed": False, "sd_scripts": "1" * 40, "sd_scripts_version": "0.11.1"},
+        reduced=True,
+        comparisons=[Comparison("model step", "seconds a step", {"batch": 2}, [upstream, ours, absent])],
+        complete=True,
+    )
+
+
+def test_what_is_written_is_read_back_and_holds_its_own_summary(tmp_path):
+    result = _result()
+    result.write(tmp_path / "r.json")
+    assert read(tmp_path / "r.json") == result
+    (written,) = json.loads((tmp_path / "r.json").read_text())["comparisons"]
+    assert written["summary"]["compiled"]["ratio"] == {"of_medians": 3.0, "lowest": 2.0, "highest": 4.0, "rounds": 2}
+    assert "budget-0.5" not in written["summary"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 99}', '{"schema": 1, "comparisons": []}'])
+def test_another_file_is_no_result(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(ValueError, match=r"r\.json is no result"):
+        read(tmp_path / "r.json")
+
+
+def test_the_table_tells_ratio_pictures_and_reasons():
+    lines = list(report.table(_result().comparisons[0], _result()))
+    assert lines[0] == "| variant | seconds a step | ratio | pictures a second | process GB |"
+    assert lines[2] == "| upstream, checkpointing | 0.375 (0.25 to 0.5) |  | 5.33 | 1.00 |"
+    assert lines[3].startswith("| compiled | 0.125 (0.125 to 0.125) | 3.00x (2.00 to 4.00) | 16.00 |")
+    assert "left out: no such patch" in lines[4]
+    assert "compiled 60 s" in lines[-1]
+
+
+def test_the_command_names_no_place_of_one_machine():
+    words = [
+        "-m",
+        "benchmarks.run",
+        "step",
+        "--scratch",
+        "/some/where",
+        "--rounds",
+        "2",
+        "--output=/some/file",
+        "--",
+        "--seed",
+        "1",
+    ]
+    assert without_places(words) == ["-m", "benchmarks.run", "step", "--rounds", "2", "--", "--seed", "1"]
+
+
+def test_every_committed_result_can_be_read():
+    assert kept()
+    for file in kept():
+        result = read(file)
+        assert result.commits["sd_scripts"], file
+        assert result.command.startswith("python -m benchmarks.run "), file
+        assert not re.search(r"(?<![\w.])/(root|home|tmp|work|Users)/", file.read_text(encoding="utf-8")), file
+
+
+def _plan(**more) -> Plan:
+    checkout = Checkout(Path("nowhere"), "0.11.1", "v0.11", "test")
+    bench = Bench(checkout, "cpu", reduced=True, scratch=Path("nowhere"))
+    given = {"variants": (), "more": (), "rounds": 2, "steps": 1, "deadline": float("inf"), **more}
+    return Plan(bench=bench, family_name="sdxl-lora", **given)
+
+
+def test_the_last_word_on_an_option_counts():
+    assert _plan().said("resolution", "1") == "256,256"
+    assert _plan(more=("--resolution", "512,512")).said("resolution", "1") == "512,512"
+    assert _plan().said("train_batch_size", "1") == "1"
+
+
+def test_no_round_is_begun_when_the_time_is_up():
+    assert list(_plan().turns()) == [1, 2]
+    assert list(_plan(deadline=0.0).turns()) == []
+
+
+def test_an_unknown_variant_is_named():
+    with pytest.raises(UserError, match="no variant compield"):
+        _plan(variants=("compield",)).recipes(())
+
+
+def test_a_variant_without_its_patch_is_left_out(monkeypatch):
+    monkeypatch.setattr("kohya_ext.patching.registry", dict)
+    ((_, upstream), (_, compiled)) = _plan(variants=("upstream", "compiled")).recipes(())
+    assert (upstream.status, compiled.status) == ("measured", "left out")
+    assert "selective_torch_compile" in compiled.reason
+
+
+def test_upstream_is_upstream():
+    for name, recipe in families.RECIPES.items():
+        assert name.startswith("upstream") is not recipe.patched, name
+
+
+def test_what_a_preset_fills_is_left_open():
+    words = ["--resolution", "128,128", "--sdpa", "--optimizer_args", "a=1", "b=2", "--seed", "1"]
+    assert list(without(words, {"resolution", "optimizer_args"})) == ["--sdpa", "--seed", "1"]
+
+
+def test_the_agenda_asks_for_what_can_be_measured():
+    for job in (*agenda.GPU, *agenda.CPU):
+        if job is agenda.CALIBRATION:
+            continue
+        given = run.parse(job.arguments)
+        for name in filter(None, given.variants.split(",")):
+            assert name in families.RECIPES, job.name
+        assert not any(word.startswith("--variants") for word in given.more), job.name
+    assert len({job.name for job in (*agenda.GPU, *agenda.CPU)}) == len(agenda.GPU) + len(agenda.CPU)
+
+
+def test_the_agenda_goes_on_where_it_was_cut_off(tmp_path):
+    first, second, third = agenda.GPU[:3]
+    result = _result()
+    result.write(tmp_path / f"{first.name}.json")
+    result.complete = False
+    result.write(tmp_path / f"{second.name}.json")
+    assert agenda.open_jobs((first, second, third), tmp_path, ()) == [third, second]
+    assert agenda.open_jobs((first, second, third), tmp_path, [second.name]) == [second]
