@@ -7,7 +7,7 @@ upstream does after that, reading the config file included, stays upstream's own
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -140,6 +140,17 @@ class TrainingParser(argparse.ArgumentParser):
 
     run: RunArguments
     completed: bool
+    when_final: Callable[[argparse.Namespace], None]
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; ``when_final`` is told what the script will run with.
+
+        That is the first reading of ``sys.argv``, or, with a config file, the second one, on top of the file's values.
+        """
+        parsed = super().parse_args(args, namespace)
+        if args is None and (namespace is not None or not getattr(parsed, "config_file", None)):
+            self.when_final(parsed)
+        return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, the first call that reads ``sys.argv`` prepared as the class says."""
@@ -175,12 +186,16 @@ class TrainingParser(argparse.ArgumentParser):
             warn(problem)
 
 
-def take_over(parser: argparse.ArgumentParser, run: RunArguments) -> None:
+def take_over(
+    parser: argparse.ArgumentParser,
+    run: RunArguments,
+    when_final: Callable[[argparse.Namespace], None] = lambda args: None,
+) -> None:
     """Turn a plain parser into a :class:`TrainingParser`. One of another class is left as it is."""
     if type(parser) is argparse.ArgumentParser:
         parser.__class__ = TrainingParser
         assert isinstance(parser, TrainingParser)
-        parser.run, parser.completed = run, False
+        parser.run, parser.completed, parser.when_final = run, False, when_final
 
 
 def complete(parser: argparse.ArgumentParser) -> None:

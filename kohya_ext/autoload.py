@@ -17,10 +17,12 @@ _watching = False
 
 def watch_if_switched_on() -> None:
     """Watch when the environment says so. Runs at every Python start of the environment, sometimes twice."""
+    from kohya_ext import launching
     from kohya_ext.settings import switched_on
 
     if switched_on(os.environ):
         watch()
+        launching.watch()
 
 
 def watch() -> None:

@@ -9,13 +9,14 @@ import os
 import platform
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import __version__
+from kohya_ext import __version__, preflight
 from kohya_ext.arguments import RunArguments, read_arguments, take_over
 from kohya_ext.console import note, speaks, stop
 from kohya_ext.errors import UserError
@@ -54,7 +55,7 @@ class Session:
             script,
             run,
             Patcher(patches, run.settings, checkout),
-            Patcher({OPTIONS: _options_patch(run)}, Settings(allow_unknown_version=True), checkout),
+            Patcher({OPTIONS: _options_patch(run, script)}, Settings(allow_unknown_version=True), checkout),
             time.monotonic(),
         )
         session.options_hook.arm()
@@ -129,11 +130,15 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def _options_patch(run: RunArguments) -> Patch:
+def _options_patch(run: RunArguments, script: Path | None) -> Patch:
+    def check(args: Namespace) -> None:
+        if script is not None and run.settings.preflight and speaks():
+            preflight.say(preflight.inspect(script, args), run.settings.strict)
+
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)
         def add_training_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            take_over(parser, run)
+            take_over(parser, run, check)
             return original(parser, *args, **kwargs)
 
         return add_training_arguments

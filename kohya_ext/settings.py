@@ -83,6 +83,17 @@ def name(value: object) -> str:
     return value.strip()
 
 
+def minutes(value: object) -> float:
+    """Read a number of minutes, 0 or more. Raises ValueError for anything else."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = -1.0
+    if isinstance(value, bool) or not 0.0 <= number < float("inf"):
+        raise ValueError(f"must be a number of minutes, 0 or more, not {value!r}")
+    return number
+
+
 def path(value: object) -> Path:
     """Read a path, ``~`` expanded. Raises ValueError when empty."""
     if not isinstance(value, (str, Path)) or not str(value):
@@ -204,6 +215,61 @@ class Settings:
         metavar="FRACTION",
         activates=True,
         patch="activation_memory_budget",
+    )
+    preflight: bool = _option(
+        True,
+        "before a model is loaded, check pictures, captions, model files, output folder, and arguments that cannot go together",
+        boolean,
+        environment="KOHYA_EXT_PREFLIGHT",
+    )
+    disk_full_wait: float = _option(
+        10.0,
+        "when a save finds the disk full, keep the weights in memory and try again for this many minutes before giving up",
+        minutes,
+        environment="KOHYA_EXT_DISK_FULL_WAIT",
+        metavar="MINUTES",
+        patch="atomic_saves",
+    )
+    fallback_dir: Path | None = _option(
+        None,
+        "a folder, on another disk, that a save goes to when there is no room in --output_dir",
+        path,
+        environment="KOHYA_EXT_FALLBACK_DIR",
+        metavar="FOLDER",
+        patch="atomic_saves",
+    )
+    stop_file: Path | None = _option(
+        None,
+        "stop after the current step, model and state saved, when this file appears; default: OUTPUT_NAME.stop in --output_dir",
+        path,
+        environment="KOHYA_EXT_STOP_FILE",
+        metavar="FILE",
+        patch="safe_stop",
+    )
+    checkpoint_every_minutes: float | None = _option(
+        None,
+        "save the full state every so many minutes, so that a kill or a power cut costs no more; 0: after every step",
+        minutes,
+        environment="KOHYA_EXT_CHECKPOINT_EVERY_MINUTES",
+        metavar="MINUTES",
+        activates=True,
+        patch="rolling_states",
+    )
+    checkpoint_keep: int = _option(
+        2,
+        "how many states of --checkpoint_every_minutes to keep, the newest",
+        count,
+        environment="KOHYA_EXT_CHECKPOINT_KEEP",
+        metavar="N",
+        patch="rolling_states",
+    )
+    nan_patience: int = _option(
+        10,
+        "end the run, its last finite weights saved, after so many steps in a row whose loss or gradient is not finite",
+        count,
+        environment="KOHYA_EXT_NAN_PATIENCE",
+        metavar="N",
+        patch="nan_guard",
     )
     checkpoint_share: float | None = _option(
         None,

@@ -7,25 +7,16 @@ nothing outlives the block anyway, and what the budget makes it recompute is rec
 
 from __future__ import annotations
 
-import inspect
-from functools import wraps
+from argparse import Namespace
 from typing import Any
 
 from kohya_ext.console import note, warn
-from kohya_ext.patching import Patch, Target
+from kohya_ext.loop import on_start
+from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
 
 
-def _set_before_training(original: Any, settings: Settings) -> Any:
-    @wraps(original)
-    def prepare_accelerator(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        _set(settings, args)
-        return original(args, *rest, **kwargs)
-
-    return prepare_accelerator
-
-
-def _set(settings: Settings, args: Any) -> None:
+def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.budget import set_budget
 
     share = settings.activation_memory_budget
@@ -50,30 +41,10 @@ def _set(settings: Settings, args: Any) -> None:
     note(f"compiled blocks keep {share:.0%} of their activations" if share else "compiled blocks recompute all activations")
 
 
-def _unless_it_takes_args(original: Any) -> str | None:
-    parameters = list(inspect.signature(original).parameters)
-    return None if parameters[:1] == ["args"] else f"its parameters are {parameters}"
-
-
 PATCH = Patch(
     name="activation_memory_budget",
     summary="what compiled blocks keep for backward, as a share; float32 weights at batch 1 no longer make it do nothing",
-    targets=(
-        Target(
-            "library.accelerator_setup",
-            "prepare_accelerator",
-            _set_before_training,
-            _unless_it_takes_args,
-            frozenset({"v0.11"}),
-        ),
-        Target(
-            "library.train_util",
-            "prepare_accelerator",
-            _set_before_training,
-            _unless_it_takes_args,
-            frozenset({"v0.10", "unknown"}),
-        ),
-    ),
+    targets=on_start(_set),
     exactness="close",
     held_to="the same training with a budget of 1: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",

@@ -9,12 +9,13 @@ and saved files are as without it.
 from __future__ import annotations
 
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from kohya_ext.errors import UserError
+from kohya_ext.loop import on_start
 from kohya_ext.patching import Patch, Target
 from kohya_ext.settings import Settings
 
@@ -28,7 +29,8 @@ class Blocks:
     classes: tuple[str, ...]
 
 
-#: Every model that sd-scripts trains. Where checkpointing wraps a method from within ``forward``, it is that inner one.
+#: Every model that sd-scripts trains, but Chroma: see _reason_to_stand_aside. Where checkpointing wraps a method from
+#: within ``forward``, it is that inner one.
 BLOCKS = (
     # SD1.5 and SD2; its blocks are checkpointed from outside.
     Blocks("library.original_unet", "forward", ("BasicTransformerBlock", "ResnetBlock2D")),
@@ -38,7 +40,6 @@ BLOCKS = (
     ),
     Blocks("library.sd3_models", "_forward", ("MMDiTBlock",)),
     Blocks("library.flux_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
-    Blocks("library.chroma_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
     Blocks("library.lumina_models", "_forward", ("JointTransformerBlock",)),
     Blocks("library.hunyuan_image_modules", "_forward", ("MMDoubleStreamBlock", "MMSingleStreamBlock")),
     Blocks("library.anima_models", "_forward", ("Block",)),
@@ -82,32 +83,25 @@ def _unless_a_method(original: Any) -> str | None:
 # --- standing aside --------------------------------------------------------------------------------------------------
 
 
-def _look_at_arguments(original: Any, settings: Settings) -> Any:
-    @wraps(original)
-    def prepare_accelerator(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        from kohya_ext.compiling.blocks import RUN
+def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    from kohya_ext.compiling.blocks import RUN
 
-        reason = _other_compiler(args)
-        if reason is not None:
-            RUN.stand_aside(reason)
-        return original(args, *rest, **kwargs)
-
-    return prepare_accelerator
+    reason = _reason_to_stand_aside(args)
+    if reason is not None:
+        RUN.stand_aside(reason)
 
 
-def _other_compiler(args: Any) -> str | None:
+def _reason_to_stand_aside(args: Namespace) -> str | None:
     if getattr(args, "torch_compile", False):
         return "--torch_compile compiles the whole model already; leave it out to compile the blocks"
     if getattr(args, "compile", False):
         return "sd-scripts' own --compile compiles the blocks already"
+    if getattr(args, "model_type", None) == "chroma":
+        # Lengths become sizes of slices, several in every block: half a dozen graph breaks each, and graphs for each length.
+        return "Chroma's blocks read their text lengths from the GPU, which torch.compile cannot follow"
     if getattr(args, "deepspeed", False):
         return "DeepSpeed takes the model's forward over"
     return None
-
-
-def _unless_it_takes_args(original: Any) -> str | None:
-    parameters = list(inspect.signature(original).parameters)
-    return None if parameters[:1] == ["args"] else f"its parameters are {parameters}"
 
 
 def _wanted(settings: Settings) -> bool:
@@ -129,23 +123,7 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="selective_torch_compile",
     summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
-    targets=(
-        *_targets(),
-        Target(
-            "library.accelerator_setup",
-            "prepare_accelerator",
-            _look_at_arguments,
-            _unless_it_takes_args,
-            frozenset({"v0.11"}),
-        ),
-        Target(
-            "library.train_util",
-            "prepare_accelerator",
-            _look_at_arguments,
-            _unless_it_takes_args,
-            frozenset({"v0.10", "unknown"}),
-        ),
-    ),
+    targets=(*_targets(), *on_start(_look_at_arguments)),
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",

@@ -108,7 +108,8 @@ def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_of
 def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("several processes need accelerate: `pip install accelerate`, or leave out --num_processes")
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    # Not accelerate.commands.launch: run as __main__, that module is out of reach for kohya_ext.launching.
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if settings.accelerate_config is not None:
         command += ["--config_file", str(settings.accelerate_config)]
     if settings.num_processes is not None:
@@ -116,7 +117,7 @@ def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: 
     if settings.multi_gpu:
         command += ["--multi_gpu"]
     command += ["-m", "kohya_ext", str(script), *arguments]
-    environ = {**os.environ, "KOHYA_SD_SCRIPTS": str(checkout.path)}
+    environ = {MASTER_SWITCH: "1", **os.environ, "KOHYA_SD_SCRIPTS": str(checkout.path)}
     if os.name == "posix":
         os.execve(sys.executable, command, environ)  # the same process: signals and the exit code need no passing on
     return subprocess.run(command, env=environ).returncode

@@ -114,7 +114,9 @@ def _interpreted(graph_module: Any) -> Any:
     graph_module.recompile()
 
     class Interpreted(OutputCode):  # type: ignore[misc]
-        _boxed_call = True
+        def __init__(self) -> None:
+            super().__init__()
+            self._boxed_call = True  # on the instance: what wraps it copies its attributes
 
         def __call__(self, inputs: list[Any]) -> Any:
             taken = list(inputs)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +22,9 @@ from kohya_ext.tiny.checkpoints import Models
 #: The ways in which a person starts a script: untouched, through the launcher, with the launcher below accelerate, and
 #: plain with the environment's switch.
 Start = Literal["plain", "launcher", "accelerate", "environment"]
+
+#: The steps made, in the progress bar of a training script.
+PROGRESS = re.compile(rb"steps: +\d+%\|[^|]*\| (\d+)/\d+ \[")
 
 ROOT = Path(__file__).parent.parent.parent
 SITE = Path(__file__).parent / "site"
@@ -132,9 +136,13 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         start: Start = "launcher",
         env: Mapping[str, str] | None = None,
         before: tuple[str, ...] = (),
+        output: Path | None = None,
+        at_step: int = 0,
+        act: Callable[[int], None] | None = None,
     ) -> Run:
+        """``output``: a folder to write to, instead of a new one. ``act(process id)`` is called once ``at_step`` is reached."""
         family = models(arguments.SCRIPTS[script][0])
-        output = tmp_path_factory.mktemp("run")
+        output = output or tmp_path_factory.mktemp("run")
         given = [*arguments.training_arguments(script, family, pictures, output), *MORE.get(script, ()), *more]
         environ = {
             **os.environ,
@@ -153,18 +161,22 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
             "launcher": launcher,
             "accelerate": ["-m", "accelerate.commands.launch", "--num_processes", "1", *launcher],
         }[start]
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, *command, *given],
             env=environ,
             cwd=output,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
         )
-        return Run(script, done.returncode, done.stdout, output)
+        assert process.stdout is not None
+        said = b""
+        while piece := os.read(process.stdout.fileno(), 65536):
+            said += piece
+            if act is not None and any(int(step) >= at_step for step in PROGRESS.findall(said)):
+                act(process.pid)
+                act = None
+        return Run(script, process.wait(), said.decode(errors="replace"), output)
 
     return run
 

@@ -12,7 +12,17 @@ from tests.real.conftest import ROOT
 
 def test_upstream_and_patched_steps_run_beside_each_other(checkout, tmp_path):
     file = tmp_path / "step.json"
-    command = ["-m", "benchmarks.run", "step", "--device", "cpu", "--sd-scripts", str(checkout.path), "--scratch", str(tmp_path)]
+    command = [
+        "-m",
+        "benchmarks.run",
+        "step",
+        "--device",
+        "cpu",
+        "--sd-scripts",
+        str(checkout.path),
+        "--scratch",
+        str(tmp_path),
+    ]
     command += ["--variants", "upstream,patched", "--rounds", "2", "--steps", "1", "--output", str(file)]
     environ = {**os.environ, "PYTHONPATH": environment.python_path(ROOT)}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True)

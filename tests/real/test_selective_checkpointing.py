@@ -25,6 +25,7 @@ def test_the_file_is_that_of_a_run_with_every_block_checkpointed(checkout, train
     assert {row["status"] for row in some.report["patches"] if row["patch"] == "selective_checkpointing"} >= {"applied"}
 
 
+@pytest.mark.slow
 def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
     none = train(checkout, "sdxl_train_network.py", env={"KOHYA_EXT_CHECKPOINT_SHARE": "0"})
     assert_identical(none, train(checkout, "sdxl_train_network.py", "--no-gradient_checkpointing"))

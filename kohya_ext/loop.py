@@ -1,0 +1,68 @@
+"""Where a patch can take part in the training loop, whichever script runs.
+
+Every training script of sd-scripts makes its accelerator with ``prepare_accelerator(args)`` and puts each micro-batch into
+``with accelerator.accumulate(...)``; what follows that block (counting the step, saving, sampling) reads ``args`` anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from kohya_ext.patching import Target
+from kohya_ext.settings import Settings
+
+
+def on_start(react: Callable[[Namespace, Any, Settings], None]) -> tuple[Target, ...]:
+    """Targets by which ``react(args, accelerator, settings)`` is called once the script has made its accelerator.
+
+    ``args`` is the very object that the script goes on reading. Models are not loaded yet.
+    """
+
+    def replace(original: Any, settings: Settings) -> Any:
+        @wraps(original)
+        def prepare_accelerator(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+            accelerator = original(args, *rest, **kwargs)
+            react(args, accelerator, settings)
+            return accelerator
+
+        return prepare_accelerator
+
+    def expect(original: Any) -> str | None:
+        parameters = list(inspect.signature(original).parameters)
+        return None if parameters == ["args"] else f"its parameters are {parameters}"
+
+    whole, split = "library.train_util", "library.accelerator_setup"
+    return (
+        Target(split, "prepare_accelerator", replace, expect, frozenset({"v0.11"})),
+        Target(whole, "prepare_accelerator", replace, expect, frozenset({"v0.10", "unknown"})),
+    )
+
+
+def around_batch(before: Callable[[Any], None], after: Callable[[Any], None]) -> Target:
+    """A target by which ``before(accelerator)`` and ``after(accelerator)`` are called around every micro-batch.
+
+    ``after`` runs when the optimizer has made its step and before the script counts it; ``accelerator.sync_gradients`` says
+    whether it made one. Neither is called around a batch that raises.
+    """
+
+    def replace(original: Any, settings: Settings) -> Any:
+        @wraps(original)
+        @contextlib.contextmanager
+        def accumulate(self: Any, *models: Any) -> Iterator[None]:
+            before(self)
+            with original(self, *models):
+                yield
+            after(self)
+
+        return accumulate
+
+    def expect(original: Any) -> str | None:
+        parameters = list(inspect.signature(original).parameters)
+        return None if parameters[:1] == ["self"] else f"its parameters are {parameters}"
+
+    return Target("accelerate.accelerator", "Accelerator.accumulate", replace, expect)

@@ -1,0 +1,61 @@
+"""What can be known to go wrong before a model is loaded, said all at once.
+
+Upstream finds these out one by one, minutes into the run, without a file's name, or never. Only the script's own final
+arguments are looked at, and files: their headers and ends, not their contents.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kohya_ext.console import note, stop, warn
+
+
+@dataclass
+class Findings:
+    """What a preflight found. Each entry is one line."""
+
+    errors: list[str] = field(default_factory=list)
+    """The run would fail, or train something else than what was asked for."""
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def inspect(script: Path, args: Namespace) -> Findings:
+    """Look at a training script's final arguments. Changes nothing but this: it makes the output folder."""
+    from kohya_ext.preflight import choices, data, models, output
+
+    found = Findings()
+    if getattr(args, "debug_dataset", False):
+        return found
+    for look in (choices.look, models.look, data.look, output.look):
+        try:
+            look(script, args, found)
+        except Exception as error:  # a check that fails must not take the training down with it
+            found.warnings.append(f"{look.__module__} could not finish: {type(error).__name__}: {error}")
+    return found
+
+
+def say(found: Findings, strict: bool) -> None:
+    """Say what was found; leave with exit code 2 when there is an error, or under ``strict`` a warning."""
+    for line in found.notes:
+        note(line)
+    errors = found.errors + (found.warnings if strict else [])
+    for line in [] if strict else found.warnings:
+        warn(line)
+    if errors:
+        stop("\n".join([*errors, "nothing was loaded or trained; --no-preflight skips these checks"]))
+
+
+def shortened(names: list[str], most: int = 5) -> str:
+    """The first few of a list of names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def given(args: Namespace, *names: str) -> Iterator[str]:
+    """Yield those of some arguments that are set to something other than None, False, 0 or nothing."""
+    return (name for name in names if getattr(args, name, None))

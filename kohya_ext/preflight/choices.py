@@ -1,0 +1,231 @@
+"""Optimizer, scheduler, network: can they be imported; and combinations of arguments that cannot work.
+
+The rules are upstream's own: each is an assertion or an error of its scripts, most of them behind the loading of the model.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.errors import did_you_mean
+from kohya_ext.preflight import Findings, given
+
+#: The optimizers that sd-scripts knows by name, in any case of letters -> the package that has them.
+OPTIMIZERS = {
+    **dict.fromkeys(("AdamW", "SGDNesterov"), "torch"),
+    "Adafactor": "transformers",
+    "Lion": "lion_pytorch",
+    **dict.fromkeys(
+        ("AdamW8bit", "SGDNesterov8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"), "bitsandbytes"
+    ),
+    "PagedLion8bit": "bitsandbytes",
+    **dict.fromkeys(
+        ("DAdaptation", "DAdaptAdamPreprint", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion"),
+        "dadaptation",
+    ),
+    "DAdaptSGD": "dadaptation",
+    "Prodigy": "prodigyopt",
+    **dict.fromkeys(("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree"), "schedulefree"),
+}
+
+SCHEDULERS = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "piecewise_constant"),
+    *("inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay"),
+)
+
+_NETWORK = "network"
+"""What the names of the scripts contain that train a network beside the model."""
+
+
+def look(script: Path, args: Namespace, found: Findings) -> None:
+    """Check what is imported by name, then every combination."""
+    _look_at_optimizer(args, found)
+    if not _is_schedule_free(args):
+        _look_at_scheduler(args, found)
+    if _NETWORK in script.name:
+        _look_at_network(script, args, found)
+    for option in ("optimizer_args", "lr_scheduler_args"):
+        _read_pairs(getattr(args, option, None), f"--{option}", found)
+    found.errors.extend(_impossible(script, args))
+
+
+# --- imported by name ------------------------------------------------------------------------------------------------
+
+
+def _look_at_optimizer(args: Namespace, found: Findings) -> None:
+    name = getattr(args, "optimizer_type", None) or ""
+    for switch, its in (("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")):
+        if not name and getattr(args, switch, False):
+            name = its
+    if not name:
+        return
+    package = {key.lower(): value for key, value in OPTIMIZERS.items()}.get(name.lower())
+    if package is not None:
+        if importlib.util.find_spec(package) is None:
+            found.errors.append(f"--optimizer_type {name} needs the package {package}: pip install {package.replace('_', '-')}")
+        kind = _attribute("torch.optim", "AdamW") if name.lower() == "adamw" else None
+    else:
+        module, _, attribute = name.rpartition(".")
+        kind = _attribute(module or "torch.optim", attribute)
+        if kind is None:
+            hint = did_you_mean(name, OPTIMIZERS)
+            found.errors.append(f"--optimizer_type {name}: there is no {attribute} in {module or 'torch.optim'}.{hint}")
+    if kind is not None:
+        _look_at_parameters(kind, getattr(args, "optimizer_args", None), f"--optimizer_args: {name}", found)
+
+
+def _look_at_scheduler(args: Namespace, found: Findings) -> None:
+    custom = getattr(args, "lr_scheduler_type", None)
+    if custom:
+        module, _, attribute = custom.rpartition(".")
+        kind = _attribute(module or "torch.optim.lr_scheduler", attribute)
+        if kind is None:
+            found.errors.append(
+                f"--lr_scheduler_type {custom}: there is no {attribute} in {module or 'torch.optim.lr_scheduler'}"
+            )
+        else:
+            _look_at_parameters(kind, getattr(args, "lr_scheduler_args", None), f"--lr_scheduler_args: {custom}", found)
+        return
+    name = getattr(args, "lr_scheduler", None)
+    if name and not name.startswith("adafactor") and name not in SCHEDULERS:
+        found.errors.append(
+            f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
+            + did_you_mean(name, SCHEDULERS)
+        )
+
+
+def _is_schedule_free(args: Namespace) -> bool:
+    """Whether upstream leaves the scheduler out, and looks at none of its arguments."""
+    name = (getattr(args, "optimizer_type", None) or "").lower()
+    return name.endswith("schedulefree") or bool(getattr(args, "optimizer_schedulefree_wrapper", False))
+
+
+def _look_at_network(script: Path, args: Namespace, found: Findings) -> None:
+    name = getattr(args, "network_module", None)
+    if not name:
+        found.errors.append("no --network_module: networks.lora trains a LoRA")
+        return
+    if not _can_be_found(name, script.parent):
+        near = [f"networks.{file.stem}" for file in (script.parent / "networks").glob("*.py")]
+        hint = did_you_mean(name, near) or (f": pip install {name.split('.')[0]}" if "." in name else "")
+        found.errors.append(f"--network_module {name} cannot be imported.{hint}")
+    for pair in getattr(args, "network_args", None) or []:
+        if "=" not in pair:
+            found.errors.append(f"--network_args: {pair!r} must be name=value")
+
+
+def _can_be_found(module: str, folder: Path) -> bool:
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _attribute(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _read_pairs(pairs: Iterable[str] | None, label: str, found: Findings) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        try:
+            if not equals:
+                raise ValueError
+            read[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found.errors.append(
+                f"{label}: {pair!r} must be name=value, the value as Python writes it: eps=1e-8, betas=(0.9,0.99), x='text'"
+            )
+    return read
+
+
+def _look_at_parameters(kind: Any, pairs: Iterable[str] | None, label: str, found: Findings) -> None:
+    try:
+        parameters = inspect.signature(kind).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in (pair.partition("=")[0] for pair in pairs or []):
+        if name not in parameters:
+            found.errors.append(f"{label} takes no {name}.{did_you_mean(name, parameters)}")
+
+
+# --- combinations ----------------------------------------------------------------------------------------------------
+
+
+def _impossible(script: Path, args: Namespace) -> Iterable[str]:
+    def has(name: str) -> bool:
+        return bool(getattr(args, name, None))
+
+    def together(first: str, *others: str, because: str) -> Iterable[str]:
+        if has(first):
+            for other in given(args, *others):
+                yield f"--{first} and --{other} cannot go together: {because}"
+
+    network, precision = _NETWORK in script.name, getattr(args, "mixed_precision", "no")
+    if has("cache_text_encoder_outputs") or has("cache_text_encoder_outputs_to_disk"):
+        name = "cache_text_encoder_outputs" if has("cache_text_encoder_outputs") else "cache_text_encoder_outputs_to_disk"
+        changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
+        # Anima caches the empty caption too, and so can drop captions.
+        dropout = () if script.name.startswith("anima") else ("caption_dropout_rate",)
+        yield from together(name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
+        yield from together(name, "weighted_captions", because="upstream does not support it")
+        if network and script.name.startswith("sdxl") and not has("network_train_unet_only"):
+            yield f"--{name} needs --network_train_unet_only: a text encoder whose outputs are cached cannot be trained"
+        if not network and script.name.startswith("sdxl"):
+            yield from together(name, "train_text_encoder", because="a text encoder whose outputs are cached cannot be trained")
+    for name in given(args, "cache_latents", "cache_latents_to_disk"):
+        yield from together(name, "color_aug", "random_crop", because="the latents are computed once")
+        yield from together(name, "train_inpainting", because="the mask is drawn anew each step")
+    yield from together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained")
+    yield from together("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one")
+    yield from together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it")
+    adafactor = (getattr(args, "optimizer_type", None) or "").lower() == "adafactor"
+    if has("fused_backward_pass") and not adafactor:
+        yield "--fused_backward_pass works with --optimizer_type Adafactor only"
+    accumulation = getattr(args, "gradient_accumulation_steps", 1) or 1
+    for name in given(args, "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers"):
+        if accumulation > 1:
+            yield f"--{name} and --gradient_accumulation_steps {accumulation} cannot go together: no gradient is kept"
+    no_offload = ("sdxl_train_network.py", "train_network.py", "sd3_train_network.py")
+    if script.name in no_offload and has("cpu_offload_checkpointing") and has("gradient_checkpointing"):
+        yield f"--cpu_offload_checkpointing ends in a TypeError in {script.name}: its model does not know it"
+    scheduler = getattr(args, "lr_scheduler_type", None) or getattr(args, "lr_scheduler", None)
+    without_warmup = has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")
+    if has("lr_warmup_steps") and without_warmup and not _is_schedule_free(args):
+        instead = " or take constant_with_warmup" if scheduler == "constant" else ""
+        yield f"--lr_warmup_steps is an error with --lr_scheduler {scheduler}: leave it out{instead}"
+    bucket_steps = 32 if script.name.startswith("sdxl") else 64 if script.name == "train_network.py" else 1
+    if has("enable_bucket") and (getattr(args, "bucket_reso_steps", None) or bucket_steps) % bucket_steps:
+        yield f"--bucket_reso_steps must be a multiple of {bucket_steps} for {script.name}"
+    for name, its in (("full_bf16", "bf16"), ("full_fp16", "fp16")):
+        if has(name) and precision != its:
+            yield f"--{name} needs --mixed_precision {its}, not {precision}"
+    for name in given(args, "fp8_base", "fp8_base_unet"):
+        if precision == "no":
+            yield f"--{name} needs --mixed_precision bf16 or fp16"
+    if has("adaptive_noise_scale") and not has("noise_offset"):
+        yield "--adaptive_noise_scale needs --noise_offset"
+    if has("scale_v_pred_loss_like_noise_pred") and not has("v_parameterization"):
+        yield "--scale_v_pred_loss_like_noise_pred needs --v_parameterization"
+    yield from together("v_pred_like_loss", "v_parameterization", because="the model predicts v already")
+    if script.name.startswith("sdxl"):
+        yield from together("v2", "pretrained_model_name_or_path", because="SDXL has no v2")
+    if str(scheduler).startswith("adafactor") and not adafactor:
+        yield "--lr_scheduler adafactor works with --optimizer_type Adafactor only"

@@ -1,0 +1,172 @@
+"""Leave the training loop at the end of a step, with the model and the full state saved.
+
+The saving is upstream's own: between the optimizer's step and the place where the script asks whether to save, the
+arguments that it reads there are changed to "now, with the state". So the names, formats and metadata are the script's, in
+every script that knows ``--save_every_n_steps``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kohya_ext.console import note, warn
+from kohya_ext.settings import Settings
+from kohya_ext.writing import PARTIAL
+
+#: What the script reads after a step, and what it must say for model and state to be saved there and nothing removed.
+_SAVE_NOW = {
+    "save_every_n_steps": 1,
+    "save_state": True,
+    "save_last_n_steps": None,
+    "save_last_n_steps_state": None,
+}
+
+#: The exit code of a run that was stopped by the stop file: the one that Ctrl-C has.
+_BY_FILE = 128 + int(signal.SIGINT)
+
+
+@dataclass
+class Stopper:
+    """Waits for a reason to stop and does it; one in a process."""
+
+    args: Namespace
+    accelerator: Any
+    file: Path
+    """Stop when it exists."""
+    parent: int
+    """Stop when this process has another parent than this one; 0: whoever it is."""
+    reason: str = ""
+    """Why, in words; empty while there is none."""
+    code: int = 0
+    process: int = field(default_factory=os.getpid)
+    stepping: bool = False
+    """Whether a first step has begun: before that there is nothing to save."""
+    states: list[Path] = field(default_factory=list)
+    """The states that were saved in this process, in order."""
+    _asked: dict[str, Any] | None = None
+    """While the script is being asked to save, the arguments' own values."""
+
+    def request(self, reason: str, code: int) -> None:
+        """Ask for the stop; the first reason counts."""
+        if not self.reason:
+            self.reason, self.code = reason, code
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT and SIGTERM. After the first SIGINT the next one kills at once, as if nobody handled it."""
+        if os.getpid() != self.process:  # a data-loader worker that was forked: its parent tells it when to end
+            return
+        name, code = signal.Signals(number).name, 128 + number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not self.stepping:
+            note(f"{name}: stopped before the first step, so there is nothing to save")
+            raise SystemExit(code)
+        if not self.reason:
+            again = ". Ctrl-C again stops at once" if number == signal.SIGINT else ""
+            note(f"{name}: finishing this step, then saving the model and the state{again}")
+        self.request(name, code)
+
+    def before_batch(self, accelerator: Any) -> None:
+        """Leave when the last step was saved; also the place where the first step begins."""
+        self.stepping = True
+        if self._asked is None:
+            return
+        for name, value in self._asked.items():
+            setattr(self.args, name, value)
+        self._asked = None
+        self._leave(accelerator)
+
+    def after_batch(self, accelerator: Any) -> None:
+        """Have the script save when there is a reason to stop; every process of the run decides alike."""
+        if not accelerator.sync_gradients:
+            return
+        self._look_around()
+        if not self._agreed(accelerator):
+            return
+        self._asked = {name: getattr(self.args, name) for name in _SAVE_NOW if hasattr(self.args, name)}
+        for name in self._asked:
+            setattr(self.args, name, _SAVE_NOW[name])
+
+    def remember_state(self, models: Any, weights: Any, folder: str) -> None:
+        """Note where a state is saved; a hook of ``accelerator.save_state``."""
+        self.states.append(Path(folder.removesuffix(PARTIAL)))
+
+    def _look_around(self) -> None:
+        if self.reason:
+            return
+        if self.parent and os.getppid() != self.parent:
+            note("the process that launched this one is gone: saving the model and the state")
+            self.request("its launcher ended", 128 + signal.SIGTERM)
+        elif self.file.exists():
+            note(f"{self.file} is there: saving the model and the state")
+            self.request(f"the stop file {self.file.name}", _BY_FILE)
+
+    def _agreed(self, accelerator: Any) -> bool:
+        if accelerator.num_processes == 1:
+            return bool(self.reason)
+        import torch
+
+        mine = torch.tensor([self.code], device=accelerator.device)
+        code = int(accelerator.gather(mine).max().item())
+        if code:
+            self.request("another process of this run was stopped", code)
+        return bool(code)
+
+    def _leave(self, accelerator: Any) -> None:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            self.file.unlink(missing_ok=True)
+            state = self.states[-1] if self.states else None
+            if state is None:
+                warn("this script saved no state: what it saved after this step is all there is")
+            else:
+                model = sorted(state.parent.glob(f"{state.name.removesuffix('-state')}.*"))
+                note(f"stopped ({self.reason}); saved {' and '.join(str(path) for path in (*model, state))}")
+                note(f"to go on: {continuation(state, accelerator.num_processes)}")
+        accelerator.end_training()
+        raise SystemExit(self.code)
+
+
+def continuation(state: Path, processes: int = 1) -> str:
+    """Return what to type to go on from a saved state."""
+    if processes > 1:  # what launched the processes is not on this one's command line
+        return f"the same command with --resume {shlex.quote(str(state))}"
+    words = list(sys.orig_argv)
+    while "--resume" in words:
+        del words[words.index("--resume") : words.index("--resume") + 2]
+    words += ["--resume", str(state)]
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
+_stopper: Stopper | None = None
+
+
+def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) -> Stopper:
+    """Begin to wait for reasons to stop: signals (in the main thread only), the stop file, the launcher's end."""
+    global _stopper
+    name = getattr(args, "output_name", None) or "last"
+    file = settings.stop_file or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
+    _stopper = Stopper(args, accelerator, file, parent)
+    if accelerator.is_main_process and file.exists():
+        file.unlink()
+        note(f"removed {file}, which was there from before")
+    accelerator.register_save_state_pre_hook(_stopper.remember_state)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _stopper.on_signal)
+    return _stopper
+
+
+def stopper() -> Stopper | None:
+    """The stopper of this process, once its script has made its accelerator."""
+    return _stopper

@@ -1,0 +1,147 @@
+"""Every model, state and cache file is written beside and renamed when it is whole.
+
+Upstream writes straight to the final name: a full disk or a kill leaves a truncated file there, over the good one it
+replaced. Its writers all end in the functions below. ``safetensors.torch.serialize_file`` is taken
+instead of ``save_file``, because ``from safetensors.torch import save_file`` makes bindings that no patch reaches, and
+each of them looks this name up when it is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.patching import Patch, Target
+from kohya_ext.settings import Settings
+from kohya_ext.writing import WhenFull, write_whole
+
+
+def _when_full(settings: Settings) -> WhenFull:
+    return WhenFull(settings.disk_full_wait * 60, settings.fallback_dir)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _serialize_file(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def serialize_file(tensor_dict: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return write_whole(
+            Path(filename),
+            lambda beside: original(tensor_dict, str(beside), *args, **kwargs),
+            lambda: sum(map(_tensor_size, tensor_dict.values())),
+            _when_full(settings),
+        )
+
+    return serialize_file
+
+
+def _tensor_size(spec: Any) -> int:
+    """The bytes of a tensor: safetensors 0.4 hands over dictionaries that hold them, 0.8 objects that point to them."""
+    return len(spec["data"]) if isinstance(spec, dict) else int(spec.data_len)
+
+
+def _save(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_path(f):
+            return original(obj, f, *args, **kwargs)
+        return write_whole(
+            Path(f), lambda beside: original(obj, str(beside), *args, **kwargs), lambda: tensor_bytes(obj), _when_full(settings)
+        )
+
+    return save
+
+
+def _mem_eff_save_file(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def mem_eff_save_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return write_whole(
+            Path(filename),
+            lambda beside: original(tensors, str(beside), *args, **kwargs),
+            lambda: tensor_bytes(tensors),
+            _when_full(settings),
+        )
+
+    return mem_eff_save_file
+
+
+def _savez(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def savez(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_path(file):
+            return original(file, *args, **kwargs)
+        name = os.fspath(file)
+
+        def write(beside: Path) -> Any:
+            with open(beside, "wb") as stream:  # given a name, numpy would add .npz to it
+                return original(stream, *args, **kwargs)
+
+        size = sum(getattr(array, "nbytes", 0) for array in (*args, *kwargs.values()))
+        return write_whole(Path(name if name.endswith(".npz") else f"{name}.npz"), write, lambda: size, _when_full(settings))
+
+    return savez
+
+
+def _save_state(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if output_dir is None or self.num_processes > 1:
+            # Several processes write into one folder, and not all of them may: its files are whole each for itself.
+            return original(self, output_dir, *args, **kwargs)
+        write_whole(
+            Path(output_dir),
+            lambda beside: original(self, str(beside), *args, **kwargs),
+            lambda: 0,
+            _when_full(settings),
+        )
+        return output_dir
+
+    return save_state
+
+
+def tensor_bytes(obj: Any) -> int:
+    """Return the bytes of all tensors in nested dictionaries, lists and tuples; shared storage counts once."""
+    seen: dict[int, int] = {}
+    stack = [obj]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif hasattr(item, "untyped_storage"):
+            seen[item.untyped_storage().data_ptr()] = item.numel() * item.element_size()
+    return sum(seen.values())
+
+
+def _unless_first(*names: str) -> Callable[[Any], str | None]:
+    def expect(original: Any) -> str | None:
+        try:
+            parameters = list(inspect.signature(original).parameters)
+        except ValueError:  # safetensors' Rust function in releases that carry no signature
+            return None
+        return None if parameters[: len(names)] == list(names) else f"its parameters are {parameters}"
+
+    return expect
+
+
+PATCH = Patch(
+    name="atomic_saves",
+    summary="model, state and cache files get their name only when they are whole; a full disk loses nothing",
+    targets=(
+        Target("safetensors.torch", "serialize_file", _serialize_file, _unless_first("tensor_dict", "filename")),
+        Target("torch", "save", _save, _unless_first("obj", "f")),
+        Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, _unless_first("tensors", "filename")),
+        Target("numpy", "savez", _savez, _unless_first("file")),
+        Target("accelerate.accelerator", "Accelerator.save_state", _save_state, _unless_first("self", "output_dir")),
+    ),
+    exactness="exact",
+    held_to="the tensors that upstream writes",
+    idea="https://lwn.net/Articles/457667/",
+)

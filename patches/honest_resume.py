@@ -1,0 +1,104 @@
+"""``--resume`` goes on where the run was: step, epoch, batch and random state; ``--resume auto`` takes the newest whole state.
+
+Upstream's full fine-tuning scripts count from zero again and see the epoch's data again; its LoRA scripts keep the epoch,
+and make the wrong number of steps unless ``--skip_until_initial_step`` is given, and then on the first resume only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from kohya_ext import position
+from kohya_ext.console import note
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.patching import Patch, Target
+from kohya_ext.settings import Settings
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    position.start(args, accelerator)
+    if getattr(args, "resume", None) == position.AUTO:
+        state = position.newest_state(Path(args.output_dir), args.output_name or "last")
+        args.resume = str(state) if state is not None else None
+        note(f"resuming from {state}" if state is not None else f"no state in {args.output_dir} yet: starting anew")
+
+
+def _count(accelerator: Any) -> None:
+    if (current := position.position()) is not None:
+        current.count(accelerator)
+
+
+def _draw(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
+        current = position.position()
+        # Its own frame's caller is the loop that takes the batches; enumerate() leaves no frame.
+        loop = sys._getframe().f_back
+        if current is None or self is not next(iter(current.accelerator._dataloaders), None):
+            yield from original(self)  # validation, or somebody else's data
+        else:
+            yield from current.draw(self, original, loop)
+
+    return __iter__
+
+
+def _load_state(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _give_own_storage(self)
+        result = original(self, *args, **kwargs)
+        if (current := position.position()) is not None:
+            current.loaded()
+        return result
+
+    return load_state
+
+
+def _save_state(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _give_own_storage(self)
+        return original(self, *args, **kwargs)
+
+    return save_state
+
+
+def _give_own_storage(accelerator: Any) -> None:
+    """Let no weight be a slice of a larger one: accelerate takes such for one weight with several names, and saves one.
+
+    sd-scripts makes SDXL's second text encoder of slices (its query, key and value are one tensor in the checkpoint), so that
+    upstream's states of ``--train_text_encoder`` lack weights, and cannot be loaded.
+    """
+    if str(accelerator.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        return  # sharded weights are slices for a reason
+    for model in accelerator._models:
+        for weight in model.parameters():
+            if weight.untyped_storage().nbytes() > weight.numel() * weight.element_size():
+                weight.data = weight.data.clone()
+
+
+def _only_self(original: Any) -> str | None:
+    parameters = list(inspect.signature(original).parameters)
+    return None if parameters == ["self"] else f"its parameters are {parameters}"
+
+
+PATCH = Patch(
+    name="honest_resume",
+    summary="--resume goes on at the same step, epoch, batch and random state; --resume auto takes the newest whole state",
+    targets=(
+        *on_start(_start),
+        around_batch(lambda accelerator: None, _count),
+        Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, _only_self),
+        Target("accelerate.accelerator", "Accelerator.load_state", _load_state),
+        Target("accelerate.accelerator", "Accelerator.save_state", _save_state),
+    ),
+    exactness="exact",
+    held_to="the run that was not interrupted: the same final tensors (fp32, one process)",
+    idea="https://github.com/kohya-ss/sd-scripts/issues/1999",
+)

@@ -1,0 +1,259 @@
+"""A step whose loss or gradient is not finite is skipped and said; many in a row end the run; NaN weights are never saved.
+
+Upstream trains on and saves a file full of NaN with exit code 0. Where there is a gradient scaler (fp16), skipping is its
+job, and only the loss is watched. Where the optimizer steps within the backward pass (fused), a loss that is not finite is
+not propagated. DeepSpeed does its own checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from kohya_ext import position, stopping
+from kohya_ext.console import error, warn
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.patching import Patch, Target
+from kohya_ext.settings import Settings
+
+EXIT_CODE = 3
+"""Of a run that was ended by this guard."""
+
+_FILES = "kohya_ext_files"
+"""The key of a batch under which the paths of its images are kept."""
+
+_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+
+@dataclass
+class _Guard:
+    args: Namespace
+    accelerator: Any
+    fused: bool
+    patience: int
+    steps: int = 0
+    in_row: int = 0
+    bad: bool = False
+    """Whether the step that is going on is not finite."""
+    losses: list[Any] = field(default_factory=list)
+    """Of the micro-batches since the last step; left on the device, so that looking costs one wait a step."""
+    norm: Any = None
+    """The gradients' norm, when the script clips it."""
+
+    def sees_loss(self, loss: Any) -> bool:
+        """Take a micro-batch's loss; return whether its backward pass is to be made."""
+        self.losses.append(loss.detach().float())
+        if self.fused and not bool(loss.detach().isfinite().all().item()):
+            self.bad = True
+            return False
+        return True
+
+    def is_finite(self, optimizer: Any) -> bool:
+        import torch
+
+        if self.accelerator.scaler is not None:
+            found = self.losses
+        else:
+            norm = self.norm if self.norm is not None else _gradient_norm(optimizer)
+            # The gradients of all processes are one by now, their losses are not: the processes must decide alike.
+            found = [norm, *(self.losses if self.accelerator.num_processes == 1 else [])]
+        if not found:
+            return True
+        return bool(torch.stack([value.detach().float().reshape(()).to(found[0].device) for value in found]).isfinite().all())
+
+    def after_batch(self, accelerator: Any) -> None:
+        if not accelerator.sync_gradients:
+            return
+        self.steps += 1
+        if self.bad:
+            self.in_row += 1
+            self._say()
+        else:
+            self.in_row = 0
+        self.bad, self.norm = False, None
+        self.losses.clear()
+        if self.in_row >= self.patience:
+            self._give_up()
+
+    def _say(self) -> None:
+        current = position.position()
+        step = current.step if current is not None else self.steps
+        losses = ", ".join(f"{float(loss):.4g}" for loss in self.losses) or "?"
+        norm = "" if self.norm is None else f", gradient norm {float(self.norm):.4g}"
+        files = _files_of_batch()
+        warn(f"step {step} is skipped, it is not finite: loss {losses}{norm}" + (f"; {', '.join(files)}" if files else ""))
+
+    def _give_up(self) -> None:
+        self.refuse_bad_weights("nothing more is saved")
+        reason = f"{self.in_row} steps in a row were not finite"
+        error(f"{reason}: the weights from before them are saved, and the run ends. A lower learning rate is the usual cure")
+        stopper = stopping.stopper()
+        if stopper is None:
+            raise SystemExit(EXIT_CODE)
+        stopper.request(reason, EXIT_CODE)
+
+    def refuse_bad_weights(self, consequence: str) -> None:
+        """End the run when a trained weight is not finite."""
+        import torch
+
+        trained = list(_trained(self.accelerator._optimizers))
+        if not trained or bool(torch.stack([weight.isfinite().all().cpu() for weight in trained]).all()):
+            return
+        state = position.newest_state(Path(self.args.output_dir), self.args.output_name or "last")
+        advice = f"go on from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
+        error(f"the trained weights are not finite (NaN or infinite): {consequence}; {advice}")
+        raise SystemExit(EXIT_CODE)
+
+
+_guard: _Guard | None = None
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _guard
+    if not str(accelerator.distributed_type).endswith("DEEPSPEED"):
+        fused = any(getattr(args, name, None) for name in _FUSED)
+        _guard = _Guard(args, accelerator, fused, settings.nan_patience)
+
+
+def _after(accelerator: Any) -> None:
+    if _guard is not None:
+        _guard.after_batch(accelerator)
+
+
+def _backward(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
+        if _guard is None or _guard.sees_loss(loss):
+            return original(self, loss, **kwargs)
+        return None
+
+    return backward
+
+
+def _clip(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = original(self, *args, **kwargs)
+        if _guard is not None and not _guard.fused:
+            _guard.norm = norm
+        return norm
+
+    return clip_grad_norm_
+
+
+def _step(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def step(self: Any, closure: Any = None) -> Any:
+        if _guard is None or _guard.fused or not self.gradient_state.sync_gradients:
+            return original(self, closure)
+        _guard.bad = not _guard.is_finite(self)
+        if self.scaler is not None:
+            return original(self, closure)
+        # accelerate's own word for it, by which the learning rate's schedule waits too.
+        self._is_overflow = _guard.bad
+        return None if _guard.bad else original(self, closure)
+
+    return step
+
+
+def _before_saving(original: Any, settings: Settings) -> Any:
+    """For a function that writes a model or a state."""
+
+    @wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if _guard is not None and _guard.steps:
+            _guard.refuse_bad_weights("nothing is written")
+        return original(*args, **kwargs)
+
+    return save
+
+
+def _getitem(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def __getitem__(self: Any, index: int) -> Any:  # noqa: N807
+        example = original(self, index)
+        if getattr(self, "caching_mode", None) is None:
+            # Without the names a skipped step is still skipped: not worth an error.
+            with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
+                example[_FILES] = _files_at(self, index)
+        return example
+
+    return __getitem__
+
+
+def _add(original: Any, settings: Settings) -> Any:
+    """For the recorder of losses: one that is not finite would make every average after it so."""
+
+    @wraps(original)
+    def add(self: Any, *, epoch: int, step: int, loss: float) -> None:
+        original(self, epoch=epoch, step=step, loss=loss if math.isfinite(loss) else self.moving_average)
+
+    return add
+
+
+def _files_at(dataset: Any, index: int) -> list[str]:
+    row = dataset.buckets_indices[index]
+    keys = dataset.bucket_manager.buckets[row.bucket_index]
+    first = row.batch_index * row.bucket_batch_size
+    return [dataset.image_data[key].absolute_path for key in keys[first : first + row.bucket_batch_size]]
+
+
+def _files_of_batch() -> list[str]:
+    """The images of the batch that the training loop holds, found in its frame: only asked when a step was bad."""
+    frame = sys._getframe()
+    while frame is not None:
+        batch = frame.f_locals.get("batch")
+        if isinstance(batch, dict) and _FILES in batch:
+            return list(batch[_FILES])
+        frame = frame.f_back  # type: ignore[assignment]
+    return []
+
+
+def _gradient_norm(optimizer: Any) -> Any:
+    import torch
+
+    return torch.nn.utils.get_total_norm([weight.grad for weight in _trained([optimizer]) if weight.grad is not None])
+
+
+def _trained(optimizers: Any) -> Iterator[Any]:
+    return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
+
+
+def _unless_first(*names: str) -> Any:
+    def expect(original: Any) -> str | None:
+        parameters = list(inspect.signature(original).parameters)
+        return None if parameters[: len(names)] == list(names) else f"its parameters are {parameters}"
+
+    return expect
+
+
+PATCH = Patch(
+    name="nan_guard",
+    summary="a step that is not finite is skipped and named, --nan_patience of them end the run, NaN weights are never saved",
+    targets=(
+        *on_start(_start),
+        around_batch(lambda accelerator: None, _after),
+        Target("accelerate.accelerator", "Accelerator.backward", _backward, _unless_first("self", "loss")),
+        Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, _unless_first("self", "parameters")),
+        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, _unless_first("self", "closure")),
+        Target("accelerate.accelerator", "Accelerator.save_state", _before_saving),
+        Target("safetensors.torch", "serialize_file", _before_saving),
+        Target("torch", "save", _before_saving),
+        Target("library.safetensors_utils", "mem_eff_save_file", _before_saving),
+        Target("library.logging_util", "LossRecorder.add", _add, _unless_first("self", "epoch"), frozenset({"v0.11"})),
+        Target("library.train_util", "LossRecorder.add", _add, _unless_first("self", "epoch"), frozenset({"v0.10"})),
+        Target("library.dataset", "BaseDataset.__getitem__", _getitem, _unless_first("self", "index"), frozenset({"v0.11"})),
+        Target("library.train_util", "BaseDataset.__getitem__", _getitem, _unless_first("self", "index"), frozenset({"v0.10"})),
+    ),
+    exactness="exact",
+    held_to="the same run without it, while everything is finite",
+    idea="https://github.com/kohya-ss/sd-scripts/issues/201",
+)

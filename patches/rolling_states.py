@@ -1,0 +1,96 @@
+"""``--checkpoint_every_minutes N``: a full state every N minutes, of which the newest few are kept.
+
+What a signal cannot announce, SIGKILL (the stop button of the kohya_ss GUI) and a power cut, then costs N minutes at most. A
+state is written beside and renamed, and an old one goes only when the new one is whole (see atomic_saves).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kohya_ext import position
+from kohya_ext.console import note, warn
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.patching import Patch
+from kohya_ext.settings import Settings
+from kohya_ext.writing import DiskFullError, impatient, remove_whole
+
+
+@dataclass
+class _Rolling:
+    folder: Path
+    name: str
+    every: float
+    """Seconds."""
+    keep: int
+    step: int = 0
+    """Steps of this process, for the name where nobody keeps the position."""
+    last: float = field(default_factory=time.monotonic)
+
+    def after_batch(self, accelerator: Any) -> None:
+        if not accelerator.sync_gradients:
+            return
+        self.step += 1
+        if not self._is_due(accelerator):
+            return
+        accelerator.wait_for_everyone()
+        sharded = str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP")
+        if accelerator.is_main_process or sharded:
+            self._save(accelerator)
+        self.last = time.monotonic()
+
+    def _is_due(self, accelerator: Any) -> bool:
+        due = time.monotonic() - self.last >= self.every
+        if accelerator.num_processes == 1:
+            return due
+        import torch
+
+        # The clocks of two processes do not agree: the first one's counts.
+        return bool(accelerator.gather(torch.tensor([due], device=accelerator.device, dtype=torch.int32))[0].item())
+
+    def _save(self, accelerator: Any) -> None:
+        current = position.position()
+        step = current.step if current is not None else self.step
+        state = self.folder / f"{self.name}-rolling{step:08d}-state"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with impatient():  # training is worth more than this state
+                accelerator.save_state(str(state))
+        except DiskFullError as error:
+            warn(f"{error}; training goes on without this state")
+            return
+        pattern = re.compile(rf"{re.escape(self.name)}-rolling\d{{8}}-state")
+        mine = sorted(path for path in self.folder.glob("*-state") if pattern.fullmatch(path.name))
+        for old in mine[: -self.keep]:
+            remove_whole(old)
+        note(f"state of step {step} saved: {state}")
+
+
+_rolling: _Rolling | None = None
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _rolling
+    minutes = settings.checkpoint_every_minutes or 0.0
+    _rolling = _Rolling(Path(args.output_dir), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
+
+
+def _after(accelerator: Any) -> None:
+    if _rolling is not None:
+        _rolling.after_batch(accelerator)
+
+
+PATCH = Patch(
+    name="rolling_states",
+    summary="a full state every --checkpoint_every_minutes, the newest --checkpoint_keep are kept",
+    targets=(*on_start(_start), around_batch(lambda accelerator: None, _after)),
+    exactness="exact",
+    held_to="the same run without it",
+    idea="https://github.com/kohya-ss/sd-scripts/issues/582",
+    wanted=lambda settings: settings.checkpoint_every_minutes is not None,
+)

@@ -1,0 +1,71 @@
+"""Ctrl-C, SIGTERM, a stop file and the end of the launcher stop a run after its step, with model and state saved.
+
+Upstream has no handler: what was trained since the last ``--save_every_n_steps`` is lost. And SIGTERM to ``accelerate launch``
+ends the launcher alone; the training process goes on without it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from argparse import Namespace
+from typing import Any
+
+from kohya_ext import stopping
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.patching import Patch
+from kohya_ext.settings import Settings
+
+#: Taken as early as possible: a launcher that ends while the script is still importing is noticed too.
+_PARENT = os.getppid()
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    launched = _is_launcher(_PARENT)
+    stopping.start(args, accelerator, settings, _PARENT if launched else 0)
+    if launched:
+        _end_with_parent()
+
+
+def _is_launcher(process: int) -> bool:
+    """Whether a process is ``accelerate launch`` or torchrun. A shell may well end before its run does; they may not."""
+    import psutil  # accelerate needs it
+
+    try:
+        words = psutil.Process(process).cmdline()
+    except psutil.Error:
+        return False
+    return any("accelerate" in word or "torchrun" in word or "torch.distributed" in word for word in words[:4])
+
+
+def _end_with_parent() -> None:
+    """Have the system send SIGTERM when the parent ends, on Linux; elsewhere the end of each step finds out."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != _PARENT:  # it ended before that
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _before(accelerator: Any) -> None:
+    if (stopper := stopping.stopper()) is not None:
+        stopper.before_batch(accelerator)
+
+
+def _after(accelerator: Any) -> None:
+    if (stopper := stopping.stopper()) is not None:
+        stopper.after_batch(accelerator)
+
+
+PATCH = Patch(
+    name="safe_stop",
+    summary="Ctrl-C, SIGTERM or a stop file: finish the step, save model and state, say how to go on",
+    targets=(*on_start(_start), around_batch(_before, _after)),
+    exactness="exact",
+    held_to="the same steps of a run that is not stopped",
+    idea="https://github.com/kohya-ss/sd-scripts/issues/582",
+)

@@ -1,0 +1,131 @@
+"""At the first step: what should be trained is trained, and nothing else.
+
+Each of these runs to its end upstream, and the file does nothing or the wrong thing: a network that matched no module of
+the U-Net, a learning rate of zero, the base model in the optimizer beside the LoRA, adapters on another device, weights
+that no gradient reaches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+from kohya_ext.console import stop, warn
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.patching import Patch, Target
+from kohya_ext.settings import Settings
+
+_args: Namespace | None = None
+_looked = _stepped = False
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _args, _looked, _stepped
+    _args, _looked, _stepped = args, False, False
+
+
+def _before(accelerator: Any) -> None:
+    global _looked
+    if _looked or _args is None:
+        return
+    _looked = True
+    problems = [*_in_optimizers(accelerator), *_in_network(accelerator, _args)]
+    if problems:
+        stop("\n".join([*problems, "stopped before the first step; --disable_patch trainable_check skips this"]))
+
+
+def _in_optimizers(accelerator: Any) -> Iterator[str]:
+    weights = list(_weights(accelerator._optimizers))
+    if not any(weight.requires_grad for weight in weights):
+        yield "nothing would be trained: no weight in the optimizer takes a gradient"
+    groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
+    if groups and not any(float(group.get("initial_lr", group["lr"])) for group in groups):
+        yield "nothing would be trained: every learning rate is 0. Give --learning_rate"
+    elsewhere = {str(weight.device) for weight in weights if weight.device.type != accelerator.device.type}
+    if elsewhere:
+        yield f"trained weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
+    odd = {str(weight.dtype) for weight in weights if not weight.dtype.is_floating_point or weight.element_size() < 2}
+    if odd:
+        yield f"trained weights are of type {', '.join(sorted(odd))}, in which nothing can be learnt: use bf16 or float32"
+
+
+def _in_network(accelerator: Any, args: Namespace) -> Iterator[str]:
+    """For a run that trains a network beside a frozen model."""
+    models = [accelerator.unwrap_model(model) for model in accelerator._models]
+    networks = [model for model in models if hasattr(model, "unet_loras")]
+    if not getattr(args, "network_module", None) or not networks:
+        return
+    if not networks[0].unet_loras and not getattr(args, "network_train_text_encoder_only", False):
+        yield f"{args.network_module} found no module of the model to train; look at --network_args and --network_dim"
+    own = {id(weight) for weight in networks[0].parameters()}
+    foreign = sum(id(weight) not in own for weight in _weights(accelerator._optimizers))
+    if foreign:
+        yield f"{foreign} weights of the base model are in the optimizer: they would be trained beside the network, not saved"
+
+
+def _step(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def step(self: Any, closure: Any = None) -> Any:
+        global _stepped
+        if not _stepped and self.gradient_state.sync_gradients:
+            _stepped = True
+            trained = [weight for weight in _weights([self]) if weight.requires_grad]
+            without = sum(weight.grad is None for weight in trained)
+            if without and without == len(trained):
+                stop("no gradient reaches any of the trained weights: the network is not connected to the loss")
+            if without:
+                warn(f"{without} of {len(trained)} trained weights got no gradient in the first step")
+        return original(self, closure)
+
+    return step
+
+
+def _get_optimizer(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def get_optimizer(args: Any, trainable_params: Any) -> Any:
+        if isinstance(trainable_params, list) and not any(map(_holds_some, trainable_params)):
+            module = getattr(args, "network_module", None)
+            cause = f": {module} matched no module, or its learning rate is 0 (--unet_lr, --network_args)" if module else ""
+            stop(f"nothing would be trained{cause}")
+        return original(args, trainable_params)
+
+    return get_optimizer
+
+
+def _holds_some(group: Any) -> bool:
+    """Whether a group holds weights. An iterator, which looking would use up, is trusted."""
+    weights = group["params"] if isinstance(group, dict) else [group]
+    return not isinstance(weights, list) or bool(weights)
+
+
+def _takes(*names: str) -> Any:
+    def expect(original: Any) -> str | None:
+        parameters = list(inspect.signature(original).parameters)
+        return None if parameters == list(names) else f"its parameters are {parameters}"
+
+    return expect
+
+
+def _weights(optimizers: Any) -> Iterator[Any]:
+    return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
+
+
+_OPTIMIZER = ("args", "trainable_params")
+
+PATCH = Patch(
+    name="trainable_check",
+    summary="at the first step: something is trained, it is the right thing, and gradients reach it",
+    targets=(
+        *on_start(_start),
+        around_batch(_before, lambda accelerator: None),
+        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, _takes("self", "closure")),
+        Target("library.optimizer", "get_optimizer", _get_optimizer, _takes(*_OPTIMIZER), frozenset({"v0.11"})),
+        Target("library.train_util", "get_optimizer", _get_optimizer, _takes(*_OPTIMIZER), frozenset({"v0.10", "unknown"})),
+    ),
+    exactness="exact",
+    held_to="the same run without it, when nothing is wrong",
+    idea="https://github.com/kohya-ss/sd-scripts/issues/91",
+)

@@ -1,0 +1,265 @@
+"""The engine behind selective compile, on small modules of its own: no sd-scripts needed."""
+
+import copy
+import importlib.util
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kohya_ext.compiling import blocks, budget, configuration, support
+from kohya_ext.compiling.bound_methods import _traces_them, trace_methods_of_other_modules
+from kohya_ext.settings import Settings
+
+EAGER = Settings(selective_torch_compile=True, compile_backend="eager")
+AOT = replace(EAGER, compile_backend="aot_eager")
+INDUCTOR = replace(EAGER, compile_backend="inductor")
+
+
+class Lora(torch.nn.Module):
+    """Takes the place of a layer's forward, as sd-scripts' networks do."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.down = torch.nn.Linear(layer.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, layer.out_features, bias=False)
+        self.original, layer.forward = layer.forward, self.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.original(x) + self.up(self.down(x))
+
+
+def block_class() -> type[torch.nn.Module]:
+    """A class of its own for each test: what is compiled is a class's attribute."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+            self.loras = [Lora(self.inner), Lora(self.outer)]
+
+        def _forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.outer(torch.nn.functional.gelu(self.inner(x)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self._forward, x, use_reentrant=False)
+
+    return Block
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[blocks.Run]:
+    """A run of its own, with torch as it was afterwards."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = blocks.Run()
+    monkeypatch.setattr(blocks, "RUN", run)
+    monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
+    yield run
+    torch._dynamo.reset()
+
+
+def compiled(kind: type[torch.nn.Module], settings: Settings) -> blocks.Block:
+    label = f"here:{kind.__name__}._forward"
+    kind._forward = blocks.compile_method(kind._forward, label, "1 of 1", settings)  # type: ignore[attr-defined]
+    return blocks.RUN.blocks[label]
+
+
+def gradients(model: torch.nn.Sequential, *sizes: int) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    for size in sizes:
+        model(torch.randn(1, size, 8, requires_grad=True)).pow(2).sum().backward()
+    found = [parameter.grad.clone() for block in model for lora in block.loras for parameter in lora.parameters()]
+    model.zero_grad()
+    for block in model:
+        for lora in block.loras:
+            lora.zero_grad()
+    return found
+
+
+def pair(settings: Settings, depth: int = 3) -> tuple[list[torch.Tensor], torch.nn.Sequential, blocks.Block]:
+    """Eager gradients over sizes 4 and 6, then the same model with its class compiled."""
+    torch.manual_seed(0)
+    kind = block_class()
+    model = torch.nn.Sequential(*(kind() for _ in range(depth)))
+    return gradients(model, 4, 6), model, compiled(kind, settings)
+
+
+def test_blocks_share_their_graphs_and_later_sizes_add_none(run: blocks.Run) -> None:
+    expected, model, block = pair(AOT, depth=5)
+    torch.testing.assert_close(gradients(model, 4, 6), expected)
+    graphs = block.graphs
+    gradients(model, 9, 4, 6, 12)
+    assert block.graphs == graphs <= 4, "one graph for the first size, one for all others, each with and without a gradient"
+    assert block.calls == 5 * 6 * 2, "the forward and the recompute of each block"
+    assert run.breaks == 0
+    assert "_orig_mod" not in "".join(model.state_dict())
+
+
+def test_nothing_is_compiled_without_gradients(run: blocks.Run) -> None:
+    _, model, block = pair(AOT)
+    with torch.no_grad():
+        model(torch.zeros(1, 4, 8))
+    assert block.calls == 0
+    assert not run.prepared
+
+
+def test_preparing_draws_no_random_numbers(run: blocks.Run) -> None:
+    """Else the noise of a training would be another one than without compiling."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    run.prepare(AOT, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_settings_hold_on_threads_that_start_later(run: blocks.Run) -> None:
+    import torch._dynamo.config as dynamo
+
+    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    run.prepare(replace(AOT, compile_cache_size_limit=77), "cpu")
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(getattr(dynamo, name)))
+    thread.start()
+    thread.join()
+    assert seen == [getattr(dynamo, name)] == [77]
+
+
+def test_a_layer_kept_as_a_method_is_traced_in_one_graph() -> None:
+    trace_methods_of_other_modules()
+    assert _traces_them()
+
+
+def test_a_backend_that_raises_leaves_the_class_eager(
+    run: blocks.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = []
+
+    def broken(graph_module: Any, inputs: Any) -> Any:
+        tried.append(graph_module)
+        raise RuntimeError("no such instruction\nsecond line")
+
+    monkeypatch.setattr("kohya_ext.compiling.fallback._lookup", lambda name: broken)
+    expected, model, block = pair(AOT)
+    torch.testing.assert_close(gradients(model, 4, 6), expected, rtol=0, atol=0)
+    assert len(tried) == 1, "given up after the first"
+    assert block.eager_because == "RuntimeError: no such instruction"
+    assert capsys.readouterr().err.count("Block could not be compiled and runs eager: RuntimeError: no such instruction") == 1
+
+
+def test_a_backend_that_breaks_in_the_middle_keeps_what_it_compiled(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second size fails: recomputes of the first still have to meet its compiled graph."""
+    tried = []
+    from kohya_ext.compiling import fallback
+
+    aot_eager = fallback._lookup("aot_eager")
+
+    def breaking(graph_module: Any, inputs: Any) -> Any:
+        tried.append(graph_module)
+        if len(tried) > 1:
+            raise RuntimeError("out of registers")
+        return aot_eager(graph_module, inputs)
+
+    monkeypatch.setattr("kohya_ext.compiling.fallback._lookup", lambda name: breaking)
+    expected, model, block = pair(AOT)
+    torch.testing.assert_close(gradients(model, 4, 6), expected)
+    torch.testing.assert_close(gradients(model, 4, 6), expected)
+    assert block.eager_because == "RuntimeError: out of registers"
+    assert len(tried) == 2
+
+
+def test_a_backward_graph_that_cannot_be_compiled_is_interpreted(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (obstacle := support.find_obstacle("cpu")) is not None:
+        pytest.skip(obstacle)
+    import torch._inductor.compile_fx as inductor
+
+    compile_inner = inductor.compile_fx_inner
+
+    def no_backward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_backward"):
+            raise RuntimeError("ptxas died")
+        return compile_inner(*args, **kwargs)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", no_backward)
+    expected, model, block = pair(INDUCTOR, depth=2)
+    torch.testing.assert_close(gradients(model, 4, 6), expected)
+    assert block.eager_because == "RuntimeError: ptxas died"
+    assert block.backward_graphs > 0
+
+
+def test_what_dynamo_cannot_trace_runs_as_it_is(run: blocks.Run) -> None:
+    class Untraceable(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    layer = Untraceable(4, 4)
+    x = torch.randn(2, 4)
+    expected = layer(x)
+    Untraceable.forward = blocks.compile_method(  # type: ignore[method-assign]
+        Untraceable.forward, "here:Untraceable.forward", "1 of 1", replace(AOT, compile_fullgraph=True)
+    )
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x), expected)
+    block = run.blocks["here:Untraceable.forward"]
+    assert block.eager
+    assert block.eager_because is not None
+    assert block.calls == 1, "let go after the first"
+
+
+def test_an_error_of_the_block_itself_is_raised(run: blocks.Run) -> None:
+    _, model, _ = pair(AOT)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        model(torch.zeros(1, 4, 9))
+
+
+def test_an_unusable_device_is_said_before_anything_is_compiled(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "find_obstacle", lambda device, backend: f"Triton is not installed for {device}")
+    expected, model, block = pair(AOT)
+    torch.testing.assert_close(gradients(model, 4, 6), expected, rtol=0, atol=0)
+    assert run.standing_aside == "Triton is not installed for cpu"
+    assert block.calls == 0
+
+
+def test_a_budget_counts_activations_even_where_weights_are_larger(run: blocks.Run) -> None:
+    """Float32 weights under autocast at batch 1: torch by itself keeps the same for every budget above 0."""
+    layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64), torch.nn.GELU()]
+    model = torch.nn.Sequential(*layers, *copy.deepcopy(layers))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def step(share: float) -> tuple[int, list[torch.Tensor]]:
+        torch._dynamo.reset()
+        budget.set_budget(share)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        torch.manual_seed(0)
+        x = torch.randn(16, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+            out = torch.compile(model.forward, backend="aot_eager")(x)
+        out.float().pow(2).sum().backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return sum(kept.values()), found
+
+    try:
+        bytes_kept = {share: step(share) for share in (1.0, 0.5, 0.2, 0.0)}
+    finally:
+        budget.set_budget(1.0)
+    everything, half, little, nothing = (kept for kept, _ in bytes_kept.values())
+    assert everything > half >= little > nothing, "where the steps lie differs between versions"
+    for _, found in bytes_kept.values():
+        torch.testing.assert_close(found, bytes_kept[1.0][1])

@@ -1,0 +1,73 @@
+"""HunyuanImage's attention with the lengths read once: the same bits, and blocks that are compiled in one piece."""
+
+import importlib
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
+
+from kohya_ext.patching import Patcher  # noqa: E402
+from kohya_ext.settings import Settings  # noqa: E402
+
+MASKS = {
+    "one": [[1, 1, 1, 1, 1]],
+    "equal": [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+    "padded": [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]],
+    "padded alike": [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]],
+}
+PICTURE = 16
+
+
+@pytest.fixture
+def modules(checkout, monkeypatch):
+    """The attention and the blocks of a checkout, patched, and the function that the patch wraps."""
+    monkeypatch.syspath_prepend(str(checkout.path))
+    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
+        monkeypatch.delitem(sys.modules, name)
+    attention = importlib.import_module("library.attention")
+    blocks = importlib.import_module("library.hunyuan_image_modules")
+    original = attention.AttentionParams.create_attention_params_from_mask
+    patcher = Patcher({PATCH.name: PATCH}, Settings(), checkout)
+    patcher.arm()
+    assert [outcome.status for outcome in patcher.outcomes.values()] == ["applied"]
+    yield attention.AttentionParams, blocks, original
+    patcher.undo()
+    assert attention.AttentionParams.create_attention_params_from_mask is original
+    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
+        del sys.modules[name]
+
+
+def inputs(mask):
+    torch.manual_seed(0)
+    batch, length = mask.shape
+    rope = (torch.randn(PICTURE, 32), torch.randn(PICTURE, 32))
+    return torch.randn(batch, PICTURE, 64), torch.randn(batch, length, 64), torch.randn(batch, 64), rope
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_blocks_give_the_same_bits(modules, mask):
+    params, blocks, original = modules
+    mask = torch.tensor(MASKS[mask])
+    double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
+    results = []
+    for create in (original, params.create_attention_params_from_mask):
+        image, text, vector, rope = inputs(mask)
+        attention = create("torch", False, PICTURE, mask)
+        image, text = double(image, text, vector, rope, attention)
+        results.append([image, text, single(torch.cat([image, text], 1), vector, rope, attention)])
+    for theirs, ours in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_nothing_is_left_to_ask_the_gpu_in_a_block(modules):
+    params, _, original = modules
+    for name in ("one", "equal", "padded"):
+        mask = torch.tensor(MASKS[name])
+        assert original("torch", False, PICTURE, mask).seqlens is not None
+        assert params.create_attention_params_from_mask("torch", False, PICTURE, mask).seqlens is None
+    mask = torch.tensor(MASKS["padded"])
+    assert params.create_attention_params_from_mask("torch", False, 0, mask).seqlens is not None, "read by the text refiner"
+    assert params.create_attention_params_from_mask("torch", True, PICTURE, mask).seqlens is not None, "split by them"

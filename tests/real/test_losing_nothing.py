@@ -1,0 +1,276 @@
+"""Faults of every kind on the real scripts: what was promised is there, whole, and goes on bit for bit."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kohya_ext import position
+from kohya_ext.safetensors_header import read_header
+from kohya_ext.tiny import dataset
+
+torch = pytest.importorskip("torch")
+
+LORA, FULL = "sdxl_train_network.py", "sdxl_train.py"
+
+#: Which script a generation runs by default; the other one is behind the marker.
+SCRIPTS = [
+    pytest.param({"v0.10": LORA, "v0.11": FULL}, id="by-turns"),
+    pytest.param({"v0.10": FULL, "v0.11": LORA}, id="the-other-way", marks=pytest.mark.slow),
+]
+
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and mounts as POSIX has them")
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def send(*numbers):
+    def act(process):
+        for number in numbers:
+            os.kill(process, number)
+
+    return act
+
+
+def interrupt_twice(process):
+    """The second time as soon as the first was noticed: two signals of a kind at once are one."""
+    os.kill(process, signal.SIGINT)
+    status = Path(f"/proc/{process}/status")
+    while int(re.search(r"SigCgt:\s*(\w+)", status.read_text()).group(1), 16) >> (signal.SIGINT - 1) & 1:
+        pass
+    os.kill(process, signal.SIGINT)
+
+
+def assert_all_whole(folder):
+    """Whatever bears a final name can be read."""
+    assert not list(folder.glob("*.partial"))
+    for file in folder.glob("*.safetensors"):
+        read_header(file)
+    for state in folder.glob("*-state"):
+        assert position.state_problem(state) is None
+
+
+def orphans(folder):
+    """Processes whose command line names a run's output folder."""
+    psutil = pytest.importorskip("psutil")
+    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
+
+
+def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, upstream):
+    ours = train(checkout, LORA, "--disable_patch", "nonreentrant_checkpointing", "--checkpoint_every_minutes", "0")
+    assert same(ours.tensors, upstream(checkout, LORA).tensors)
+    applied = {row["patch"] for row in ours.report["patches"] if row["status"] == "applied"}
+    assert applied >= {"atomic_saves", "honest_resume", "nan_guard", "rolling_states", "safe_stop", "trainable_check"}
+    assert not [row for row in ours.report["patches"] if row["status"] == "failed" or row["surprise"]]
+    # Reached in the training step: a state was saved after each, and the two newest are left, at the right step.
+    states = sorted(path.name for path in ours.folder.glob("*-state"))
+    assert states == ["tiny-rolling00000003-state", "tiny-rolling00000004-state"]
+    kept = torch.load(ours.folder / states[-1] / position.FILE, weights_only=True)
+    assert (kept["step"], kept["epoch"], kept["batch"]) == (4, 0, 4)
+    assert_all_whole(ours.folder)
+
+
+@posix
+@pytest.mark.parametrize("scripts", SCRIPTS)
+@pytest.mark.parametrize("how", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_a_stopped_run_goes_on_bit_for_bit(checkout, train, scripts, how):
+    script, number = scripts[checkout.layout], signal.Signals[how]
+    # Eight batches an epoch: the stop is in the second one, where captions have been shuffled and buckets drawn anew.
+    options = ("--max_train_steps", "12", "--shuffle_caption", "--save_every_n_epochs", "1", "--save_state")
+    whole = train(checkout, script, *options)
+
+    part = train(checkout, script, *options, at_step=9, act=send(number))
+    assert part.code == 128 + number, part.output[-3000:]
+    assert not part.file.exists()
+    assert "to go on: " in part.output
+    (model,) = part.folder.glob("tiny-step*.safetensors")
+    assert (model.parent / f"{model.stem}-state").is_dir()
+    assert_all_whole(part.folder)
+
+    rest = train(checkout, script, *options, "--resume", "auto", output=part.folder)
+    assert same(rest.tensors, whole.tensors)
+    assert sorted(path.name for path in whole.folder.iterdir()) == sorted(
+        path.name for path in rest.folder.iterdir() if "step" not in path.name
+    )
+
+
+@posix
+@pytest.mark.parametrize("scripts", SCRIPTS)
+def test_sigkill_costs_no_more_than_the_last_rolling_state(checkout, train, scripts):
+    script = scripts[checkout.layout]
+    options = ("--max_train_steps", "8", "--checkpoint_every_minutes", "0", "--max_data_loader_n_workers", "2")
+    part = train(checkout, script, *options, at_step=4, act=send(signal.SIGKILL))
+    assert part.code == -signal.SIGKILL
+    newest = position.newest_state(part.folder, "tiny")
+    assert int(newest.name.removeprefix("tiny-rolling").removesuffix("-state")) >= 4
+    rest = train(checkout, script, *options, "--resume", "auto", output=part.folder)
+    assert f"resuming from {newest}" in rest.output
+    whole = train(checkout, script, *options)
+    assert same(rest.tensors, whole.tensors)
+    assert_all_whole(rest.folder)
+
+
+@pytest.mark.slow
+@posix
+@pytest.mark.parametrize("step", range(1, 26))
+def test_sigkill_at_any_step_leaves_nothing_unreadable(checkout, train, step):
+    part = train(
+        *(checkout, LORA, "--max_train_steps", "30", "--save_every_n_steps", "2", "--save_state"),
+        *("--checkpoint_every_minutes", "0"),
+        at_step=step,
+        act=send(signal.SIGKILL),
+    )
+    for partial in part.folder.glob("*.partial"):
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+    assert_all_whole(part.folder)
+    assert position.newest_state(part.folder, "tiny") is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a signal is caught is read from /proc")
+def test_a_second_ctrl_c_stops_at_once(checkout, train):
+    part = train(checkout, LORA, "--max_train_steps", "500", at_step=2, act=interrupt_twice)
+    assert part.code == -signal.SIGINT
+    assert_all_whole(part.folder)
+
+
+@pytest.mark.slow
+def test_the_stop_file_stops(checkout, train, tmp_path):
+    file = tmp_path / "stop"
+    part = train(checkout, FULL, "--max_train_steps", "500", "--stop_file", str(file), at_step=2, act=lambda _: file.touch())
+    assert part.code == 130, part.output[-3000:]
+    assert not file.exists()
+    assert position.newest_state(part.folder, "tiny") is not None
+
+
+@posix
+def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train):
+    part = train(checkout, LORA, "--max_train_steps", "500", start="accelerate", at_step=2, act=send(signal.SIGTERM))
+    # The pipe to the training process is closed, so it has ended.
+    assert not orphans(part.folder)
+    assert position.newest_state(part.folder, "tiny") is not None, part.output[-3000:]
+    assert_all_whole(part.folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """(size) -> a folder on a file system of its own of so many KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: int) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", folder], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+        return folder
+
+    if sys.platform != "linux" or shutil.which("mount") is None:
+        pytest.skip("tmpfs is Linux's")
+    yield mount
+    subprocess.run(["umount", folder], capture_output=True)
+
+
+def test_a_full_disk_leaves_the_earlier_file_whole(checkout, train, upstream, small_disk, tmp_path):
+    earlier = upstream(checkout, LORA).file
+    disk = small_disk(earlier.stat().st_size * 3 // 2 // 1024)
+    shutil.copy(earlier, disk / "tiny.safetensors")
+    run = train(checkout, LORA, "--disk_full_wait", "0", output=disk, env={"KOHYA_EXT_REPORT": str(tmp_path / "report.json")})
+    assert run.code == 1
+    assert "no room for tiny.safetensors: it needs" in run.output
+    assert "is missing" in run.output
+    assert "tiny.safetensors of " in run.output, "that it would be replaced was not said"
+    assert run.file.read_bytes() == earlier.read_bytes()
+    assert_all_whole(disk)
+
+
+@pytest.mark.slow
+def test_a_full_disk_sends_the_file_to_the_fallback(checkout, train, upstream, small_disk, tmp_path):
+    disk = small_disk(upstream(checkout, FULL).file.stat().st_size // 2 // 1024)
+    run = train(
+        *(checkout, FULL, "--fallback_dir", str(tmp_path / "else"), "--no-preflight"),
+        output=disk,
+        env={"KOHYA_EXT_DISABLE": "nonreentrant_checkpointing", "KOHYA_EXT_REPORT": str(tmp_path / "report.json")},
+    )
+    from safetensors.torch import load_file
+
+    assert run.code == 0, run.output[-3000:]
+    assert same(load_file(tmp_path / "else" / "tiny.safetensors"), upstream(checkout, FULL).tensors)
+    assert not run.file.exists()
+
+
+@pytest.mark.parametrize("scripts", SCRIPTS)
+def test_a_batch_of_nan_is_skipped_and_named(checkout, train, scripts, tmp_path):
+    import numpy
+
+    dataset.write(tmp_path, 4, 128)
+    # As sd-scripts caches it, in the names of either generation.
+    cached = {
+        "latents": numpy.full((4, 16, 16), numpy.nan, numpy.float32),
+        "original_size": (128, 128),
+        "crop_ltrb": (0, 0, 128, 128),
+    }
+    both = cached | {f"{name}_16x16": value for name, value in cached.items()}
+    numpy.savez(tmp_path / dataset.CLASS / "000_0128x0128_sdxl.npz", **both)
+    run = train(
+        *(checkout, scripts[checkout.layout], "--max_train_steps", "8", "--train_data_dir", str(tmp_path)),
+        *("--cache_latents_to_disk", "--nan_patience", "3"),
+    )
+    assert all(tensor.isfinite().all() for tensor in run.tensors.values())
+    # Two repeats of the one picture, in eight steps; upstream draws the first batch before it shuffles.
+    skipped = [line for line in run.output.splitlines() if "is skipped, it is not finite: loss nan" in line]
+    assert 1 <= len(skipped) <= 3
+    assert all(line.endswith(str(Path(dataset.CLASS) / "000.png")) for line in skipped)
+
+
+@pytest.mark.parametrize("scripts", [pytest.param({"v0.10": LORA, "v0.11": LORA}, marks=pytest.mark.slow)])
+def test_weights_that_are_not_finite_are_never_written(checkout, train, upstream, scripts, tmp_path):
+    from safetensors.torch import save_file
+
+    file = tmp_path / "nan.safetensors"
+    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in upstream(checkout, LORA).tensors.items()}, file)
+    run = train(checkout, scripts[checkout.layout], "--network_weights", str(file), "--nan_patience", "3")
+    assert run.code == 3
+    assert "the trained weights are not finite" in run.output
+    assert not list(run.folder.glob("*.safetensors"))
+    assert not list(run.folder.glob("*-state"))
+
+
+def test_preflight_says_everything_at_once_before_a_model_is_loaded(checkout, train, models, tmp_path):
+    dataset.write(tmp_path, 2, 64)
+    pictures = tmp_path / dataset.CLASS
+    (pictures / "empty.png").touch()
+    (pictures / "cut.png").write_bytes((pictures / "000.png").read_bytes()[:300])
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(models("sdxl").files["pretrained_model_name_or_path"].read_bytes()[:-5])
+    run = train(
+        *(checkout, LORA, "--train_data_dir", str(tmp_path), "--pretrained_model_name_or_path", str(cut)),
+        *("--optimizer_type", "Adamm", "--network_module", "networks.lore", "--full_bf16", "--color_aug"),
+    )
+    assert run.code == 2
+    for said in (
+        "empty.png is empty",
+        "cut.png is broken",
+        "cut.safetensors is truncated",
+        "Adamm",
+        "networks.lora",
+        "--full_bf16",
+    ):
+        assert said in run.output, said
+    assert "--cache_latents and --color_aug cannot go together" in run.output
+    assert "loading" not in run.output
+    assert not list(run.folder.glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_network_that_matches_nothing_is_not_trained(checkout, train):
+    nothing = "block_dims=" + ",".join(["0"] * 23)
+    run = train(checkout, LORA, "--network_train_unet_only", "--network_args", nothing)
+    assert run.code == 2
+    assert "nothing would be trained" in run.output

@@ -1,0 +1,71 @@
+"""Where a run stands, and finding the state to go on from."""
+
+import os
+import sys
+import zipfile
+
+import pytest
+
+from kohya_ext import position
+
+
+def write_state(folder, name, age, without=(), cut=()):
+    state = folder / name
+    state.mkdir()
+    for file in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
+        if file in without:
+            continue
+        with zipfile.ZipFile(state / file, "w") as archive:
+            archive.writestr("data", bytes(100))
+        if file in cut:
+            (state / file).write_bytes((state / file).read_bytes()[:-30])
+    os.utime(state, (1e9 - age, 1e9 - age))
+    return state
+
+
+def test_the_newest_whole_state_of_the_name_is_found(tmp_path, capsys):
+    write_state(tmp_path, "cat-step00000100-state", 30)
+    expected = write_state(tmp_path, "cat-000002-state", 20)
+    write_state(tmp_path, "cat-rolling00000300-state", 10, without=["random_states_0.pkl"])
+    write_state(tmp_path, "cat-state", 5, cut=["optimizer.bin"])
+    write_state(tmp_path, "cat-big-state", 1)
+    write_state(tmp_path, "cat-step00000400-state.partial", 1)
+    assert position.newest_state(tmp_path, "cat") == expected
+    said = capsys.readouterr().err
+    assert "it has no random_states_0.pkl" in said
+    assert "optimizer.bin is not whole" in said
+
+
+def test_no_state_is_none(tmp_path):
+    assert position.newest_state(tmp_path, "cat") is None
+
+
+def test_a_running_functions_count_is_set():
+    def train(steps):
+        global_step = 0
+        for _ in steps():
+            global_step += 1
+        return global_step
+
+    def steps():
+        yield 1
+        assert position._set_local(sys._getframe().f_back, "global_step", 40)
+        yield 2
+        yield 3
+
+    assert train(steps) == 42
+
+
+def test_random_numbers_go_on():
+    torch = pytest.importorskip("torch")
+    numpy = pytest.importorskip("numpy")
+    import random
+
+    def draw():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    state = position.random_state()
+    first = draw()
+    assert draw() != first
+    position.set_random_state(state)
+    assert draw() == first

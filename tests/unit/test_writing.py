@@ -1,0 +1,116 @@
+"""A name is given only to what is whole; a full disk loses nothing."""
+
+import errno
+import shutil
+
+import pytest
+
+from kohya_ext import writing
+from kohya_ext.writing import DiskFullError, WhenFull, impatient, write_whole
+
+
+def full(path):
+    path.write_text("a part")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_file_appears_with_its_contents_only(tmp_path):
+    final = tmp_path / "model.safetensors"
+    final.write_text("the one before")
+
+    def write(path):
+        assert path.parent == tmp_path
+        path.write_text("new")
+        assert final.read_text() == "the one before"
+        return "result"
+
+    assert write_whole(final, write, lambda: 3) == "result"
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "new")]
+
+
+def test_whatever_goes_wrong_the_earlier_file_stays(tmp_path):
+    final = tmp_path / "model.safetensors"
+    final.write_text("the one before")
+
+    def write(path):
+        path.write_text("a part")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(final, write, lambda: 3)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "the one before")]
+
+
+def test_a_folder_replaces_a_folder(tmp_path):
+    final = tmp_path / "a-state"
+    final.mkdir()
+    (final / "old").touch()
+
+    def write(path):
+        path.mkdir()
+        (path / "new").write_text("x")
+
+    write_whole(final, write, lambda: 0)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["a-state", "a-state/new"]
+
+
+def test_the_error_says_how_much_is_missing(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(DiskFullError) as caught:
+        write_whole(tmp_path / "model.ckpt", full, lambda: free + 2_000_000_000)
+    assert caught.value.needed - caught.value.free == pytest.approx(2_000_000_000, abs=5e8)
+    assert "no room for model.ckpt: it needs" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["I/O error: No space left on device (os error 28)", "Os { code: 28 }"])
+def test_a_full_disk_is_told_from_safetensors_own_words(tmp_path, text):
+    def write(path):
+        raise ValueError(text)
+
+    with pytest.raises(DiskFullError):
+        write_whole(tmp_path / "x", write, lambda: 1)
+
+
+def test_another_failure_is_passed_on(tmp_path):
+    def write(path):
+        raise ValueError("a tensor is not contiguous")
+
+    with pytest.raises(ValueError, match="contiguous"):
+        write_whole(tmp_path / "x", write, lambda: 1)
+
+
+def test_it_waits_for_room_with_the_data_in_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "_POLL_SECONDS", 0.0)
+    tries = iter([full, full, lambda path: path.write_text("all of it")])
+    write_whole(tmp_path / "x", lambda path: next(tries)(path), lambda: 9, WhenFull(wait_seconds=60))
+    assert (tmp_path / "x").read_text() == "all of it"
+    said = capsys.readouterr().err
+    assert "stays in memory" in said
+    assert "there is room again" in said
+
+
+def test_it_gives_up_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "_POLL_SECONDS", 0.0)
+    with pytest.raises(DiskFullError):
+        write_whole(tmp_path / "x", full, lambda: 9, WhenFull(wait_seconds=0.05))
+
+
+def test_it_goes_to_the_fallback_folder(tmp_path):
+    def write(path):
+        return full(path) if path.parent == tmp_path else path.write_text("all of it")
+
+    write_whole(tmp_path / "x", write, lambda: 9, WhenFull(60, tmp_path / "else"))
+    assert (tmp_path / "else" / "x").read_text() == "all of it"
+
+
+def test_a_file_in_a_folder_waits_for_nothing_and_the_folder_counts_it(tmp_path):
+    def write(folder):
+        folder.mkdir()
+        (folder / "first").write_bytes(bytes(1000))
+        write_whole(folder / "second", full, lambda: 500, WhenFull(wait_seconds=600))
+
+    with impatient(), pytest.raises(DiskFullError) as caught:
+        write_whole(tmp_path / "a-state", write, lambda: 0, WhenFull(wait_seconds=600))
+    assert caught.value.path.name == "a-state"
+    assert caught.value.needed == 1500
