@@ -20,6 +20,11 @@ from kohya_ext.settings import Settings
 
 _args: Namespace | None = None
 _looked = _stepped = False
+_names: dict[int, str] = {}
+"""Identity of a network's weight -> its name."""
+
+#: The last layers of text encoders are not read in SDXL, Lumina 2 and with --clip_skip: their LoRA has no gradient by design.
+_OF_TEXT_ENCODERS = "lora_te"
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
@@ -44,9 +49,6 @@ def _in_optimizers(accelerator: Any) -> Iterator[str]:
     groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
     if groups and not any(float(group.get("initial_lr", group["lr"])) for group in groups):
         yield "nothing would be trained: every learning rate is 0. Give --learning_rate"
-    elsewhere = {str(weight.device) for weight in weights if weight.device.type != accelerator.device.type}
-    if elsewhere:
-        yield f"trained weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
     odd = {str(weight.dtype) for weight in weights if not weight.dtype.is_floating_point or weight.element_size() < 2}
     if odd:
         yield f"trained weights are of type {', '.join(sorted(odd))}, in which nothing can be learnt: use bf16 or float32"
@@ -60,8 +62,12 @@ def _in_network(accelerator: Any, args: Namespace) -> Iterator[str]:
         return
     if not networks[0].unet_loras and not getattr(args, "network_train_text_encoder_only", False):
         yield f"{args.network_module} found no module of the model to train; look at --network_args and --network_dim"
-    own = {id(weight) for weight in networks[0].parameters()}
-    foreign = sum(id(weight) not in own for weight in _weights(accelerator._optimizers))
+    # Of a network only: with block swap, a full fine-tune's weights may well lie in host memory before the first step.
+    elsewhere = {str(weight.device) for weight in networks[0].parameters() if weight.device.type != accelerator.device.type}
+    if elsewhere:
+        yield f"the network's weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
+    _names.update({id(weight): name for name, weight in networks[0].named_parameters()})
+    foreign = sum(id(weight) not in _names for weight in _weights(accelerator._optimizers))
     if foreign:
         yield f"{foreign} weights of the base model are in the optimizer: they would be trained beside the network, not saved"
 
@@ -73,11 +79,12 @@ def _step(original: Any, settings: Settings) -> Any:
         if not _stepped and self.gradient_state.sync_gradients:
             _stepped = True
             trained = [weight for weight in _weights([self]) if weight.requires_grad]
-            without = sum(weight.grad is None for weight in trained)
-            if without and without == len(trained):
+            without = [_names.get(id(weight), "a weight") for weight in trained if weight.grad is None]
+            if without and len(without) == len(trained):
                 stop("no gradient reaches any of the trained weights: the network is not connected to the loss")
-            if without:
-                warn(f"{without} of {len(trained)} trained weights got no gradient in the first step")
+            if unexpected := [name for name in without if not name.startswith(_OF_TEXT_ENCODERS)]:
+                shown = ", ".join(unexpected[:3])
+                warn(f"{len(unexpected)} of {len(trained)} trained weights got no gradient in the first step: {shown}, ...")
         return original(self, closure)
 
     return step
