@@ -30,8 +30,8 @@ LARGEST = 64 * 2**20
 PACKAGES = (
     "transformers==4.54.1", "tokenizers==0.21.4", "huggingface_hub==0.34.3", "diffusers==0.32.1", "requests", "urllib3",
     "charset_normalizer", "idna", "certifi", "voluptuous==0.15.2", "toml==0.10.2", "imagesize==1.4.1", "ftfy", "wcwidth",
-    "sentencepiece", "wrapt", "platformdirs", "rich", "markdown-it-py", "mdurl", "pygments", "tomlkit", "importlib_metadata", "zipp",
-    "tensorboard", "absl-py", "grpcio", "markdown", "werkzeug", "markupsafe", "protobuf",
+    "sentencepiece", "wrapt", "platformdirs", "rich", "markdown-it-py", "mdurl", "pygments", "tomlkit",
+    "importlib_metadata", "zipp", "tensorboard", "absl-py", "grpcio", "markdown", "werkzeug", "markupsafe", "protobuf",
 )  # fmt: skip
 
 #: Of sd-scripts, what no training script reads.

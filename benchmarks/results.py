@@ -65,6 +65,8 @@ class Comparison:
     variants: list[Variant]
     flops: int | None = None
     """Of one step without recomputing anything; a multiply-add is two."""
+    is_against_first: bool = True
+    """False for rows that do different work, side by side."""
 
     def is_whole(self, rounds: int) -> bool:
         """Return whether every variant that could be measured has had all its rounds."""
@@ -79,7 +81,7 @@ class Comparison:
             if not samples:
                 continue
             row: dict[str, Any] = {"median": median(samples), "quartiles": quartiles(samples), "samples": len(samples)}
-            if variant is not baseline and baseline.rounds:
+            if self.is_against_first and variant is not baseline and baseline.rounds:
                 row["ratio"] = asdict(ratio(baseline.rounds, variant.rounds))
             rows[variant.name] = row
         return rows
@@ -125,7 +127,7 @@ def read(file: Path) -> Result:
         comparisons = []
         for row in document["comparisons"]:
             variants = [Variant(**variant) for variant in row["variants"]]
-            rest = {one.name: row[one.name] for one in fields(Comparison) if one.name != "variants"}
+            rest = {one.name: row[one.name] for one in fields(Comparison) if one.name in row and one.name != "variants"}
             comparisons.append(Comparison(variants=variants, **rest))
         return Result(**{**document, "comparisons": comparisons})
     except (AttributeError, KeyError, TypeError, ValueError) as error:

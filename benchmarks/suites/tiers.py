@@ -18,7 +18,7 @@ def measure(plan: Plan, result: Result) -> None:
     names = [name for family, name, _ in overlay.shipped() if family == plan.family_name]
     presets = [preset for preset in overlay.load(names, plan.family.script).presets if "vram_gb" in preset.about]
     rows = [
-        Variant(preset.name, str(preset.about["summary"]), ["--preset", preset.name], facts=_card(plan, preset))
+        Variant(preset.name, f"{preset.name}: {preset.about['summary']}", ["--preset", preset.name], facts=_card(plan, preset))
         for preset in presets
     ]
     comparison = Comparison(
@@ -26,6 +26,7 @@ def measure(plan: Plan, result: Result) -> None:
         {"family": plan.family_name, "script": plan.family.script, "arguments": [*_reduced(plan), *plan.more],
          "rounds": plan.rounds, "capped": not plan.bench.reduced},
         rows,
+        is_against_first=False,
     )  # fmt: skip
     result.comparisons.append(comparison)
     models.prepare(plan)
