@@ -6,6 +6,7 @@ Steps are timed by the wall times that the script itself writes for TensorBoard;
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
@@ -59,7 +60,8 @@ def train(
     ``leave_out`` names options that are left open for a preset.
     """
     report = output / "report.json"
-    output.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(output, ignore_errors=True)  # an earlier call's losses are not this one's
+    output.mkdir(parents=True)
     common = arguments.training_arguments(plan.family.script, models.of(plan), models.pictures(plan), output)
     command = [
         plan.bench.python, *start,

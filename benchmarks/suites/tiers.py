@@ -48,5 +48,5 @@ def _card(plan: Plan, preset: overlay.Preset) -> dict[str, object]:
 
 
 def _reduced(plan: Plan) -> list[str]:
-    """What a preset may not say on a CPU with tiny models."""
-    return [*plan.family.reduced, "--train_batch_size", "1"] if plan.bench.reduced else []
+    """What a preset may not say on a CPU with tiny models; its precision and all else stay its own."""
+    return ["--resolution", "256,256", "--train_batch_size", "1"] if plan.bench.reduced else []
