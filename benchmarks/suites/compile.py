@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 from benchmarks.families import COMPILE
@@ -26,6 +27,7 @@ def measure(plan: Plan, result: Result) -> None:
     for number in plan.turns():
         for index, (recipe, first) in enumerate(compilers):
             kept = plan.bench.scratch / "kept" / f"{first.name}-{number}"
+            shutil.rmtree(kept, ignore_errors=True)
             for comparison in (cold, second):
                 variant = comparison.variants[index]
                 if variant.status != "measured":
