@@ -118,7 +118,7 @@ def _warm_up(comparison: Comparison) -> Iterator[str]:
         if variant.warm_up.get("first_steps_seconds")
     ]
     if said:
-        yield f"\nFirst step, in none of the figures above; it compiles what no earlier variant has compiled: {', '.join(said)}."
+        yield f"\nFirst step, in none of the figures above; it compiles what no earlier variant has: {', '.join(said)}."
 
 
 def compiling_table(comparison: Comparison) -> Iterator[str]:
