@@ -51,23 +51,21 @@ def _why_not() -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test that asks for a checkout once for each generation."""
+    """Run every test that asks for a checkout once for each generation, a generation's tests all on one worker.
+
+    What upstream's own runs gave is kept there for all of them.
+    """
     if "checkout" not in metafunc.fixturenames:
         return
     reason = _why_not()
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
-    generations = sorted(_generations().items())
-    metafunc.parametrize("checkout", [it for _, it in generations], ids=[layout for layout, _ in generations], scope="session")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a generation's tests on one worker: what upstream's own runs gave is kept there for all of them."""
-    for item in items:
-        checkout = getattr(getattr(item, "callspec", None), "params", {}).get("checkout")
-        if isinstance(checkout, Checkout):
-            item.add_marker(pytest.mark.xdist_group(checkout.layout))
+    generations = [
+        pytest.param(checkout, id=layout, marks=pytest.mark.xdist_group(layout))
+        for layout, checkout in sorted(_generations().items())
+    ]
+    metafunc.parametrize("checkout", generations, scope="session")
 
 
 @dataclass(frozen=True)
