@@ -18,7 +18,7 @@ from typing import Any
 
 from kohya_ext import __version__, preflight
 from kohya_ext.arguments import RunArguments, read_arguments, take_over
-from kohya_ext.console import note, speaks, stop
+from kohya_ext.console import note, speaks, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching import Patch, Patcher, Target, registry
 from kohya_ext.sdscripts import Checkout, is_training_script
@@ -68,14 +68,19 @@ class Session:
 
     def _announce(self) -> None:
         for name, option in options("training"):
-            if option.patch and option.patch not in self.patcher.patches and _asked_for(self.run.settings, name):
-                note(f"{name} is not available yet in kohya_ext {__version__}: training goes on without it")
+            if option.patch and name in self.run.origins and _asked_for(self.run.settings, name):
+                patch = self.patcher.patches[option.patch]
+                if not self._is_on(patch):
+                    warn(f"--{name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
         wanted = [patch.name for patch in self.patcher.patches.values() if self._is_on(patch)]
         presets = f"preset {self.run.presets.label}" if self.run.presets.presets else "no preset"
         why = ""
         if self.checkout.layout == "unknown" and not self.run.settings.allow_unknown_version:
             why = " (its layout is not known; KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
         note(f"{__version__}, {self.checkout.label}, {presets}, patches: {', '.join(wanted) or 'none'}{why}")
+
+    def _why_off(self, patch: Patch) -> str:
+        return next(outcome.reason for outcome in self.patcher.outcomes.values() if outcome.patch == patch.name)
 
     def _is_on(self, patch: Patch) -> bool:
         return any(

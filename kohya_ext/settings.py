@@ -115,8 +115,7 @@ class Option:
     activates: bool = False
     """Whether its variable alone arms the extension in a plain start of a script."""
     patch: str | None = None
-    """The patch that does what it asks for. While ``patches/`` has none of that name, asking for it changes nothing and
-    is answered by a line that says so."""
+    """The patch that does what it asks for; where that is off, asking is answered by a line that says so."""
 
     @property
     def is_switch(self) -> bool:
