@@ -7,13 +7,12 @@ Every training script of sd-scripts makes its accelerator with ``prepare_acceler
 from __future__ import annotations
 
 import contextlib
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-from kohya_ext.patching import Target
+from kohya_ext.patching import Target, takes
 from kohya_ext.settings import Settings
 
 
@@ -32,14 +31,10 @@ def on_start(react: Callable[[Namespace, Any, Settings], None]) -> tuple[Target,
 
         return prepare_accelerator
 
-    def expect(original: Any) -> str | None:
-        parameters = list(inspect.signature(original).parameters)
-        return None if parameters == ["args"] else f"its parameters are {parameters}"
-
     whole, split = "library.train_util", "library.accelerator_setup"
     return (
-        Target(split, "prepare_accelerator", replace, expect, frozenset({"v0.11"})),
-        Target(whole, "prepare_accelerator", replace, expect, frozenset({"v0.10", "unknown"})),
+        Target(split, "prepare_accelerator", replace, takes("args", exactly=True), frozenset({"v0.11"})),
+        Target(whole, "prepare_accelerator", replace, takes("args", exactly=True), frozenset({"v0.10", "unknown"})),
     )
 
 
@@ -61,8 +56,4 @@ def around_batch(before: Callable[[Any], None], after: Callable[[Any], None]) ->
 
         return accumulate
 
-    def expect(original: Any) -> str | None:
-        parameters = list(inspect.signature(original).parameters)
-        return None if parameters[:1] == ["self"] else f"its parameters are {parameters}"
-
-    return Target("accelerate.accelerator", "Accelerator.accumulate", replace, expect)
+    return Target("accelerate.accelerator", "Accelerator.accumulate", replace, takes("self"))

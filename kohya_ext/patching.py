@@ -7,6 +7,7 @@ them by name.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,20 @@ class Target:
     def label(self) -> str:
         """``module:attribute``."""
         return f"{self.module}:{self.attribute}"
+
+
+def takes(*names: str, exactly: bool = False) -> Callable[[Any], str | None]:
+    """Return an ``expect`` for a function whose first parameters (``exactly``: all of them) have these names."""
+
+    def expect(original: Any) -> str | None:
+        try:
+            parameters = list(inspect.signature(original).parameters)
+        except ValueError:  # a compiled function without a signature: safetensors' in some releases
+            return None
+        known = parameters if exactly else parameters[: len(names)]
+        return None if known == list(names) else f"its parameters are {parameters}"
+
+    return expect
 
 
 @dataclass(frozen=True)

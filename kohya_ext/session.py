@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ from kohya_ext import __version__, preflight
 from kohya_ext.arguments import RunArguments, read_arguments, take_over
 from kohya_ext.console import note, speaks, stop, warn
 from kohya_ext.errors import UserError
-from kohya_ext.patching import Patch, Patcher, Target, registry
+from kohya_ext.patching import Patch, Patcher, Target, registry, takes
 from kohya_ext.sdscripts import Checkout, is_training_script
 from kohya_ext.settings import Settings, options
 
@@ -148,17 +147,13 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
 
         return add_training_arguments
 
-    def looks_different(original: Any) -> str | None:
-        parameters = list(inspect.signature(original).parameters)
-        return None if parameters[:1] == ["parser"] else f"its parameters are {parameters}"
-
     split, whole = "library.args", "library.train_util"
     return Patch(
         name=OPTIONS,
         summary="the extension's options and presets on the script's command line and in its config file",
         targets=(
-            Target(split, "add_training_arguments", add_options, looks_different, frozenset({"v0.11"})),
-            Target(whole, "add_training_arguments", add_options, looks_different, frozenset({"v0.10", "unknown"})),
+            Target(split, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.11"})),
+            Target(whole, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.10", "unknown"})),
         ),
         exactness="exact",
         held_to="the script without the extension, when none of its options is given",

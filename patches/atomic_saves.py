@@ -8,14 +8,12 @@ each of them looks this name up when it is called.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.patching import Patch, Target
+from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 from kohya_ext.writing import WhenFull, write_whole
 
@@ -120,26 +118,15 @@ def tensor_bytes(obj: Any) -> int:
     return sum(seen.values())
 
 
-def _unless_first(*names: str) -> Callable[[Any], str | None]:
-    def expect(original: Any) -> str | None:
-        try:
-            parameters = list(inspect.signature(original).parameters)
-        except ValueError:  # safetensors' Rust function in releases that carry no signature
-            return None
-        return None if parameters[: len(names)] == list(names) else f"its parameters are {parameters}"
-
-    return expect
-
-
 PATCH = Patch(
     name="atomic_saves",
     summary="model, state and cache files get their name only when they are whole; a full disk loses nothing",
     targets=(
-        Target("safetensors.torch", "serialize_file", _serialize_file, _unless_first("tensor_dict", "filename")),
-        Target("torch", "save", _save, _unless_first("obj", "f")),
-        Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, _unless_first("tensors", "filename")),
-        Target("numpy", "savez", _savez, _unless_first("file")),
-        Target("accelerate.accelerator", "Accelerator.save_state", _save_state, _unless_first("self", "output_dir")),
+        Target("safetensors.torch", "serialize_file", _serialize_file, takes("tensor_dict", "filename")),
+        Target("torch", "save", _save, takes("obj", "f")),
+        Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, takes("tensors", "filename")),
+        Target("numpy", "savez", _savez, takes("file")),
+        Target("accelerate.accelerator", "Accelerator.save_state", _save_state, takes("self", "output_dir")),
     ),
     exactness="exact",
     held_to="the tensors that upstream writes",

@@ -6,7 +6,6 @@ and make the wrong number of steps unless ``--skip_until_initial_step`` is given
 
 from __future__ import annotations
 
-import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 from kohya_ext import position
 from kohya_ext.console import note
 from kohya_ext.loop import around_batch, on_start
-from kohya_ext.patching import Patch, Target
+from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
 
@@ -83,18 +82,13 @@ def _give_own_storage(accelerator: Any) -> None:
                 weight.data = weight.data.clone()
 
 
-def _only_self(original: Any) -> str | None:
-    parameters = list(inspect.signature(original).parameters)
-    return None if parameters == ["self"] else f"its parameters are {parameters}"
-
-
 PATCH = Patch(
     name="honest_resume",
     summary="--resume goes on at the same step, epoch, batch and random state; --resume auto takes the newest whole state",
     targets=(
         *on_start(_start),
         around_batch(lambda accelerator: None, _count),
-        Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, _only_self),
+        Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True)),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state),
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state),
     ),

@@ -7,12 +7,11 @@ and no mask is needed, or the lengths differ, and the mask does all that the com
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from kohya_ext.patching import Patch, Target
+from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
 
@@ -33,17 +32,16 @@ def _decide_once(original: Any, settings: Settings) -> Any:
     return staticmethod(create_attention_params_from_mask)
 
 
-def _unless_it_takes_a_mask(original: Any) -> str | None:
-    parameters = list(inspect.signature(original).parameters)
-    known = ["attn_mode", "split_attn", "img_len", "attention_mask"]
-    return None if parameters == known else f"its parameters are {parameters}"
-
-
 PATCH = Patch(
     name="hunyuan_attention_lengths",
     summary="HunyuanImage's blocks no longer wait for the GPU to learn their text lengths",
     targets=(
-        Target("library.attention", "AttentionParams.create_attention_params_from_mask", _decide_once, _unless_it_takes_a_mask),
+        Target(
+            "library.attention",
+            "AttentionParams.create_attention_params_from_mask",
+            _decide_once,
+            takes("attn_mode", "split_attn", "img_len", "attention_mask", exactly=True),
+        ),
     ),
     exactness="exact",
     held_to="attention without it, bit for bit",

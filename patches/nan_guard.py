@@ -8,7 +8,6 @@ not propagated. DeepSpeed does its own checks.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import sys
 from argparse import Namespace
@@ -21,7 +20,7 @@ from typing import Any
 from kohya_ext import position, stopping
 from kohya_ext.console import error, warn
 from kohya_ext.loop import around_batch, on_start
-from kohya_ext.patching import Patch, Target
+from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
 EXIT_CODE = 3
@@ -227,31 +226,23 @@ def _trained(optimizers: Any) -> Iterator[Any]:
     return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
-def _unless_first(*names: str) -> Any:
-    def expect(original: Any) -> str | None:
-        parameters = list(inspect.signature(original).parameters)
-        return None if parameters[: len(names)] == list(names) else f"its parameters are {parameters}"
-
-    return expect
-
-
 PATCH = Patch(
     name="nan_guard",
     summary="a step that is not finite is skipped and named, --nan_patience of them end the run, NaN weights are never saved",
     targets=(
         *on_start(_start),
         around_batch(lambda accelerator: None, _after),
-        Target("accelerate.accelerator", "Accelerator.backward", _backward, _unless_first("self", "loss")),
-        Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, _unless_first("self", "parameters")),
-        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, _unless_first("self", "closure")),
+        Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss")),
+        Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters")),
+        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure")),
         Target("accelerate.accelerator", "Accelerator.save_state", _before_saving),
         Target("safetensors.torch", "serialize_file", _before_saving),
         Target("torch", "save", _before_saving),
         Target("library.safetensors_utils", "mem_eff_save_file", _before_saving),
-        Target("library.logging_util", "LossRecorder.add", _add, _unless_first("self", "epoch"), frozenset({"v0.11"})),
-        Target("library.train_util", "LossRecorder.add", _add, _unless_first("self", "epoch"), frozenset({"v0.10"})),
-        Target("library.dataset", "BaseDataset.__getitem__", _getitem, _unless_first("self", "index"), frozenset({"v0.11"})),
-        Target("library.train_util", "BaseDataset.__getitem__", _getitem, _unless_first("self", "index"), frozenset({"v0.10"})),
+        Target("library.logging_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.11"})),
+        Target("library.train_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.10"})),
+        Target("library.dataset", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.11"})),
+        Target("library.train_util", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.10"})),
     ),
     exactness="exact",
     held_to="the same run without it, while everything is finite",

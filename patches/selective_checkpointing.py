@@ -9,12 +9,11 @@ Among equals the last blocks come first: what they keep is gone before the other
 
 from __future__ import annotations
 
-import inspect
 from functools import wraps
 from typing import Any
 
 from kohya_ext.console import note
-from kohya_ext.patching import Patch, Target
+from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
 #: The kinds with the most work per byte, the best first; every other kind comes after them.
@@ -51,16 +50,11 @@ def _by_work_per_byte(numbered: tuple[int, Any]) -> tuple[int, int, int]:
     return rank, -sum(parameter.numel() for parameter in block.parameters()), -number
 
 
-def _unless_it_is_a_method(original: Any) -> str | None:
-    parameters = list(inspect.signature(original).parameters)
-    return None if parameters[:1] == ["self"] else f"its parameters are {parameters}"
-
-
 PATCH = Patch(
     name="selective_checkpointing",
     summary="gradient checkpointing for a share of the blocks (--checkpoint_share), those with the least work per byte",
     targets=tuple(
-        Target(module, f"{model}.enable_gradient_checkpointing", _in_part, _unless_it_is_a_method)
+        Target(module, f"{model}.enable_gradient_checkpointing", _in_part, takes("self"))
         for module, model in (
             ("library.sdxl_original_unet", "SdxlUNet2DConditionModel"),
             ("library.flux_models", "Flux"),

@@ -7,7 +7,6 @@ that no gradient reaches.
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import wraps
@@ -15,7 +14,7 @@ from typing import Any
 
 from kohya_ext.console import stop, warn
 from kohya_ext.loop import around_batch, on_start
-from kohya_ext.patching import Patch, Target
+from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
 _args: Namespace | None = None
@@ -108,14 +107,6 @@ def _holds_some(group: Any) -> bool:
     return not isinstance(weights, list) or bool(weights)
 
 
-def _takes(*names: str) -> Any:
-    def expect(original: Any) -> str | None:
-        parameters = list(inspect.signature(original).parameters)
-        return None if parameters == list(names) else f"its parameters are {parameters}"
-
-    return expect
-
-
 def _weights(optimizers: Any) -> Iterator[Any]:
     return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
@@ -128,9 +119,15 @@ PATCH = Patch(
     targets=(
         *on_start(_start),
         around_batch(_before, lambda accelerator: None),
-        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, _takes("self", "closure")),
-        Target("library.optimizer", "get_optimizer", _get_optimizer, _takes(*_OPTIMIZER), frozenset({"v0.11"})),
-        Target("library.train_util", "get_optimizer", _get_optimizer, _takes(*_OPTIMIZER), frozenset({"v0.10", "unknown"})),
+        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure", exactly=True)),
+        Target("library.optimizer", "get_optimizer", _get_optimizer, takes(*_OPTIMIZER, exactly=True), frozenset({"v0.11"})),
+        Target(
+            "library.train_util",
+            "get_optimizer",
+            _get_optimizer,
+            takes(*_OPTIMIZER, exactly=True),
+            frozenset({"v0.10", "unknown"}),
+        ),
     ),
     exactness="exact",
     held_to="the same run without it, when nothing is wrong",

@@ -6,14 +6,13 @@ upstream's own; torch's variable overrules what it says. https://pytorch.org/doc
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 from functools import wraps
 from typing import Any
 
 from kohya_ext.console import stop
-from kohya_ext.patching import Patch, Target
+from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
 _VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -40,15 +39,10 @@ def _load(original: Any, settings: Settings) -> Any:
     return load_checkpoint_with_text_encoder_conversion
 
 
-def _expect(original: Any) -> str | None:
-    parameters = list(inspect.signature(original).parameters)
-    return None if parameters[:1] == ["ckpt_path"] else f"its parameters are {parameters}"
-
-
 PATCH = Patch(
     name="weights_only_checkpoints",
     summary="a pickled .ckpt is loaded for its weights only, and cannot run code",
-    targets=(Target("library.model_util", "load_checkpoint_with_text_encoder_conversion", _load, _expect),),
+    targets=(Target("library.model_util", "load_checkpoint_with_text_encoder_conversion", _load, takes("ckpt_path")),),
     exactness="exact",
     held_to="the weights that upstream loads",
     idea="https://pytorch.org/docs/stable/notes/serialization.html",

@@ -45,7 +45,7 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
         try:
             choices, arguments, trainer = read(checkout, script, run, argv)
             return _measure(checkout, choices, arguments, trainer)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError, AssertionError) as error:
+        except (RuntimeError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
             raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
