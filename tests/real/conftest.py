@@ -137,14 +137,18 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         output: Path | None = None,
         at_step: int = 0,
         act: Callable[[int], None] | None = None,
+        family: str | None = None,
     ) -> Run:
-        """``output``: a folder to write to, instead of a new one. ``act(process id)`` is called once ``at_step`` is reached."""
-        family = models(arguments.SCRIPTS[script][0])
+        """``family``: of the models, where the script trains several. ``output``: a folder to write to, instead of a new one.
+
+        ``act(process id)`` is called once ``at_step`` is reached.
+        """
+        tiny = models(family or arguments.SCRIPTS[script][0])
         output = output or tmp_path_factory.mktemp("run")
-        given = [*arguments.training_arguments(script, family, pictures, output), *MORE.get(script, ()), *more]
+        given = [*arguments.training_arguments(script, tiny, pictures, output), *MORE.get(script, ()), *more]
         environ = {
             **os.environ,
-            **environment.variables(family.tokenizers),
+            **environment.variables(tiny.tokenizers),
             "PYTHONPATH": environment.python_path(SITE),
             "SPY_FILE": str(output / SPIED),
             "COLUMNS": "200",
