@@ -31,7 +31,7 @@ class Lengths:
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
-        self.numbers = tuple(tensor.tolist())
+        self.numbers: tuple[int, ...] = tuple(tensor.tolist())
 
     def __getitem__(self, sample: int) -> int:
         return self.numbers[sample]

@@ -45,7 +45,7 @@ _SCRIPTS = {
     "lumina_train.py": _Script(("lumina",), (*_FLOW, *_GEMMA_TOKENS)),
     "sd3_train_network.py": _Script(("sd3",), (*_lora("networks.lora_sd3"), *_T5_TOKENS)),
     "anima_train_network.py": _Script(("anima",), (*_lora("networks.lora_anima"), *_QWEN_TOKENS, "--network_train_unet_only")),
-    "anima_train.py": _Script(("anima",), _QWEN_TOKENS),
+    "anima_train.py": _Script(("anima",), (*_QWEN_TOKENS, "--attn_mode", "torch")),  # v0.11 does not infer it there
     "sd3_train.py": _Script(("sd3",), _T5_TOKENS),
 }
 

@@ -240,9 +240,9 @@ def _shrink_anima_models(module: Any) -> None:
         "LLMAdapter": {"source_dim": QWEN_WIDTH, "target_dim": 32, "model_dim": 32, "num_layers": 2, "num_heads": 2},
     }
     small["Anima"]["crossattn_emb_channels"] = small["LLMAdapter"]["target_dim"]
-    for name, sizes in small.items():
+    for name in small:
         kind = getattr(module, name)
-        kind.__init__ = _with_overrides(kind.__init__, lambda config, sizes=sizes: sizes)
+        kind.__init__ = _with_overrides(kind.__init__, functools.partial(lambda sizes, config: sizes, small[name]))
 
 
 def _shrink_anima_utils(module: Any) -> None:

@@ -91,7 +91,7 @@ def _write_anima(files: dict[str, Path]) -> None:
     models = importlib.import_module("library.anima_models")
     vae = importlib.import_module("library.qwen_image_autoencoder_kl")
     importlib.import_module("library.anima_utils")
-    checkout = Path(models.__file__).parents[1]
+    checkout = Path(str(models.__file__)).parents[1]
     qwen3 = transformers.Qwen3Config.from_pretrained(checkout / "configs" / "qwen3_06b", local_files_only=True)
     sizes = {"max_img_h": 512, "max_img_w": 512, "max_frames": 128, "in_channels": 16, "out_channels": 16}
     patches = {"patch_spatial": 2, "patch_temporal": 1}
