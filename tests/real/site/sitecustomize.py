@@ -15,11 +15,14 @@ calls = collections.Counter()
 
 def spy(module):
     original = module.checkpoint
+    if hasattr(original, "spied"):
+        return
 
     def checkpoint(function, *args, use_reentrant=None, **kwargs):
         calls["reentrant" if use_reentrant is not False else "non-reentrant"] += 1
         return original(function, *args, use_reentrant=use_reentrant, **kwargs)
 
+    checkpoint.spied = True
     module.checkpoint = checkpoint
 
 
@@ -30,4 +33,6 @@ def write():
 
 
 wrapt.register_post_import_hook(spy, "torch.utils.checkpoint")
+# Which has it by name, and is there already in a forked run.
+wrapt.register_post_import_hook(spy, "transformers.modeling_utils")
 atexit.register(write)
