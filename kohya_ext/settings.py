@@ -270,6 +270,30 @@ class Settings:
         metavar="N",
         patch="nan_guard",
     )
+    ema: bool = _option(
+        False,
+        "keep an average of the trained weights over the steps, in float32, and save it beside each model as NAME-ema",
+        boolean,
+        environment="KOHYA_EXT_EMA",
+        activates=True,
+        patch="ema",
+    )
+    ema_decay: float = _option(
+        0.999,
+        "how much of --ema's average stays at each step, from 0 to 1; less in the first steps",
+        fraction,
+        environment="KOHYA_EXT_EMA_DECAY",
+        metavar="FRACTION",
+        patch="ema",
+    )
+    ema_device: str = _option(
+        "cpu",
+        "where --ema's average lies: cpu costs a copy of the trained weights at each step, gpu their memory, 4 bytes a weight",
+        one_of("cpu", "gpu"),
+        environment="KOHYA_EXT_EMA_DEVICE",
+        metavar="cpu|gpu",
+        patch="ema",
+    )
     checkpoint_share: float | None = _option(
         None,
         "share of the blocks that --gradient_checkpointing covers, from 0 (none) to 1 (all): what memory is left saves "

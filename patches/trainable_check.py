@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 from kohya_ext.console import stop, warn
-from kohya_ext.loop import around_batch, on_start
+from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -42,7 +42,7 @@ def _before(accelerator: Any) -> None:
 
 
 def _in_optimizers(accelerator: Any) -> Iterator[str]:
-    weights = list(_weights(accelerator._optimizers))
+    weights = list(trained_weights(accelerator._optimizers))
     if not any(weight.requires_grad for weight in weights):
         yield "nothing would be trained: no weight in the optimizer takes a gradient"
     groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
@@ -66,7 +66,7 @@ def _in_network(accelerator: Any, args: Namespace) -> Iterator[str]:
     if elsewhere:
         yield f"the network's weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
     _names.update({id(weight): name for name, weight in networks[0].named_parameters()})
-    foreign = sum(id(weight) not in _names for weight in _weights(accelerator._optimizers))
+    foreign = sum(id(weight) not in _names for weight in trained_weights(accelerator._optimizers))
     if foreign:
         yield f"{foreign} weights of the base model are in the optimizer: they would be trained beside the network, not saved"
 
@@ -77,7 +77,7 @@ def _step(original: Any, settings: Settings) -> Any:
         global _stepped
         if not _stepped and self.gradient_state.sync_gradients:
             _stepped = True
-            trained = [weight for weight in _weights([self]) if weight.requires_grad]
+            trained = [weight for weight in trained_weights([self]) if weight.requires_grad]
             without = [_names.get(id(weight), "a weight") for weight in trained if weight.grad is None]
             if without and len(without) == len(trained):
                 stop("no gradient reaches any of the trained weights: the network is not connected to the loss")
@@ -105,10 +105,6 @@ def _holds_some(group: Any) -> bool:
     """Whether a group holds weights. An iterator, which looking would use up, is trusted."""
     weights = group["params"] if isinstance(group, dict) else [group]
     return not isinstance(weights, list) or bool(weights)
-
-
-def _weights(optimizers: Any) -> Iterator[Any]:
-    return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
 _OPTIMIZER = ("args", "trainable_params")

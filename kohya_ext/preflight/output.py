@@ -55,7 +55,7 @@ def _look_for_older(args: Namespace, folder: Path, name: str, found: Findings) -
 
 
 def _remove_partial(folder: Path, name: str, found: Findings) -> None:
-    pattern = re.compile(rf"{re.escape(name)}(-\d{{6}}|-(step|rolling)\d{{8}})?(-state|\.\w+)?{re.escape(PARTIAL)}")
+    pattern = re.compile(rf"{re.escape(name)}(-\d{{6}}|-(step|rolling)\d{{8}})?(-state|(-ema)?\.\w+)?{re.escape(PARTIAL)}")
     for path in [path for path in folder.iterdir() if pattern.fullmatch(path.name)]:
         size = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else os.unlink(path)
