@@ -32,6 +32,26 @@ def same(left, right):
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
+def read(file):
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def close(left, right):
+    assert left.keys() == right.keys()
+    return all(torch.allclose(left[name].double(), right[name].double(), rtol=0, atol=1e-6) for name in left)
+
+
+def averaged(models, decay):
+    """The average of the models after each step, as --ema defines it."""
+    average = models[0]
+    for at, model in enumerate(models):
+        keep = min(decay, at / (at + 9))
+        average = {name: keep * average[name].double() + (1 - keep) * model[name].double() for name in model}
+    return average
+
+
 def send(*numbers):
     def act(process):
         for number in numbers:
@@ -85,21 +105,25 @@ def test_a_stopped_run_goes_on_bit_for_bit(checkout, train, scripts, how):
     script, number = scripts[checkout.layout], signal.Signals[how]
     # Eight batches an epoch: the stop is in the second one, where captions have been shuffled and buckets drawn anew.
     options = ("--max_train_steps", "12", "--shuffle_caption", "--save_every_n_epochs", "1", "--save_state")
-    whole = train(checkout, script, *options)
+    options += ("--ema", "--ema_decay", "0.4")
+    whole = train(checkout, script, *options, "--save_every_n_steps", "1")
+    average = read(whole.folder / "tiny-ema.safetensors")
+    assert close(average, averaged([read(file) for file in sorted(whole.folder.glob("tiny-step????????.safetensors"))], 0.4))
+    assert not close(average, whole.tensors)
 
     part = train(checkout, script, *options, at_step=9, act=send(number))
     assert part.code == 128 + number, part.output[-3000:]
     assert not part.file.exists()
     assert "to go on: " in part.output
-    (model,) = part.folder.glob("tiny-step*.safetensors")
+    (model,) = part.folder.glob("tiny-step????????.safetensors")
     assert (model.parent / f"{model.stem}-state").is_dir()
     assert_all_whole(part.folder)
 
     rest = train(checkout, script, *options, "--resume", "auto", output=part.folder)
     assert same(rest.tensors, whole.tensors)
-    assert sorted(path.name for path in whole.folder.iterdir()) == sorted(
-        path.name for path in rest.folder.iterdir() if "step" not in path.name
-    )
+    assert same(read(rest.folder / "tiny-ema.safetensors"), average)
+    names, expected = ({path.name for path in run.folder.iterdir() if "step" not in path.name} for run in (rest, whole))
+    assert names == expected
 
 
 @posix
@@ -159,6 +183,55 @@ def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train):
     assert_all_whole(part.folder)
 
 
+#: Two processes that train on the CPU; accelerate starts only one with its own --cpu.
+TWO = {"before": ("--num_processes", "2", "--multi_gpu"), "env": {"CUDA_VISIBLE_DEVICES": ""}}
+
+
+def interrupt_all(launcher):
+    """As a terminal's Ctrl-C does: the launcher and each of its processes at once."""
+    import psutil
+
+    processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+@posix
+@pytest.mark.parametrize(("act", "code"), [(send(signal.SIGTERM), 143), (interrupt_all, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_two_processes_stop_together_and_go_on(checkout, train, act, code):
+    options = ("--max_train_steps", "40", "--checkpoint_every_minutes", "0", "--ema")
+    part = train(checkout, FULL, *options, at_step=2, act=act, **TWO)
+    assert part.code == code, part.output[-5000:]
+    assert not orphans(part.folder)
+    assert part.output.count("to go on: ") == 1
+    state = position.newest_state(part.folder, "tiny")
+    step = torch.load(state / position.FILE, weights_only=True)["step"]
+    # One step for both: the rolling state after each step, and the stop's own, are all at it or before it.
+    assert state.name == f"tiny-step{step:08d}-state"
+    assert sorted(part.folder.glob("*-rolling*-state"))[-1].name == f"tiny-rolling{step:08d}-state"
+    assert_all_whole(part.folder)
+
+    more = ("--max_train_steps", str(step + 1), "--checkpoint_every_minutes", "0", "--ema")
+    rest = train(checkout, FULL, *more, "--resume", "auto", output=part.folder, **TWO)
+    assert rest.code == 0, rest.output[-5000:]
+    assert f"going on after step {step}" in rest.output
+    assert_all_whole(rest.folder)
+
+
+@pytest.mark.slow
+def test_two_processes_skip_the_same_step(checkout, train, tmp_path):
+    write_pictures_with_nan(tmp_path)
+    run = train(
+        *(checkout, FULL, "--max_train_steps", "8", "--train_data_dir", str(tmp_path)),
+        *("--cache_latents_to_disk", "--nan_patience", "8"),
+        **TWO,
+    )
+    assert run.code == 0, run.output[-5000:]
+    assert "is skipped, it is not finite" in run.output
+    assert all(tensor.isfinite().all() for tensor in run.tensors.values())
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """(size) -> a folder on a file system of its own of so many KiB."""
@@ -198,26 +271,28 @@ def test_a_full_disk_sends_the_file_to_the_fallback(checkout, train, upstream, s
         output=disk,
         env={"KOHYA_EXT_DISABLE": "nonreentrant_checkpointing", "KOHYA_EXT_REPORT": str(tmp_path / "report.json")},
     )
-    from safetensors.torch import load_file
-
     assert run.code == 0, run.output[-3000:]
-    assert same(load_file(tmp_path / "else" / "tiny.safetensors"), upstream(checkout, FULL).tensors)
+    assert same(read(tmp_path / "else" / "tiny.safetensors"), upstream(checkout, FULL).tensors)
     assert not run.file.exists()
 
 
-@pytest.mark.parametrize("scripts", SCRIPTS)
-def test_a_batch_of_nan_is_skipped_and_named(checkout, train, scripts, tmp_path):
+def write_pictures_with_nan(folder):
+    """Four pictures, the first with latents of NaN, cached as sd-scripts does it, in the names of either generation."""
     import numpy
 
-    dataset.write(tmp_path, 4, 128)
-    # As sd-scripts caches it, in the names of either generation.
+    dataset.write(folder, 4, 128)
     cached = {
         "latents": numpy.full((4, 16, 16), numpy.nan, numpy.float32),
         "original_size": (128, 128),
         "crop_ltrb": (0, 0, 128, 128),
     }
     both = cached | {f"{name}_16x16": value for name, value in cached.items()}
-    numpy.savez(tmp_path / dataset.CLASS / "000_0128x0128_sdxl.npz", **both)
+    numpy.savez(folder / dataset.CLASS / "000_0128x0128_sdxl.npz", **both)
+
+
+@pytest.mark.parametrize("scripts", SCRIPTS)
+def test_a_batch_of_nan_is_skipped_and_named(checkout, train, scripts, tmp_path):
+    write_pictures_with_nan(tmp_path)
     run = train(
         *(checkout, scripts[checkout.layout], "--max_train_steps", "8", "--train_data_dir", str(tmp_path)),
         *("--cache_latents_to_disk", "--nan_patience", "3"),
