@@ -1,6 +1,7 @@
 """Faults of every kind on the real scripts: what was promised is there, whole, and goes on bit for bit."""
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -142,20 +143,72 @@ def test_sigkill_costs_no_more_than_the_last_rolling_state(checkout, train, scri
     assert_all_whole(rest.folder)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(train):
+    """(checkout, script, options) -> the whole run, made once."""
+    runs = {}
+
+    def of(checkout, script, options):
+        key = checkout.layout, script, options
+        if key not in runs:
+            runs[key] = train(checkout, script, *options)
+        return runs[key]
+
+    return of
+
+
+def kill_during_a_save(folder):
+    psutil = pytest.importorskip("psutil")
+
+    def act(process):
+        while psutil.Process(process).status() != psutil.STATUS_ZOMBIE and not any(folder.glob("*.partial")):
+            pass
+        os.kill(process, signal.SIGKILL)
+
+    return act
+
+
 @pytest.mark.slow
 @posix
-@pytest.mark.parametrize("step", range(1, 26))
-def test_sigkill_at_any_step_leaves_nothing_unreadable(checkout, train, step):
-    part = train(
-        *(checkout, LORA, "--max_train_steps", "30", "--save_every_n_steps", "2", "--save_state"),
-        *("--checkpoint_every_minutes", "0"),
-        at_step=step,
-        act=send(signal.SIGKILL),
+@pytest.mark.parametrize("at", range(25))
+def test_killed_anyhow_at_any_step_it_ends_bit_for_bit(checkout, train, uninterrupted, at, tmp_path):
+    """Twenty-five for each generation: every signal with each script, each fifth of them below accelerate's launcher."""
+    number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[at % 3]
+    script, start = (LORA, FULL)[at % 2], "launcher" if at % 5 else "accelerate"
+    step = random.Random(at).randint(1, 9)
+    saving = number == signal.SIGKILL and at % 4 < 2
+    options = (
+        "--max_train_steps",
+        "12",
+        "--save_every_n_steps",
+        "4",
+        "--save_state",
+        "--checkpoint_every_minutes",
+        "0",
+        "--ema",
     )
-    for partial in part.folder.glob("*.partial"):
+    part = train(
+        *(checkout, script, *options),
+        start=start,
+        output=tmp_path,
+        at_step=step,
+        act=kill_during_a_save(tmp_path) if saving else send(number),
+    )
+    # The launcher hands any signal on as SIGTERM.
+    passed_on = signal.SIGTERM if start == "accelerate" else number
+    assert part.code == (-number if number == signal.SIGKILL else 128 + passed_on), part.output[-3000:]
+    assert not orphans(tmp_path)
+    for partial in tmp_path.glob("*.partial"):  # what the next preflight removes
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-    assert_all_whole(part.folder)
-    assert position.newest_state(part.folder, "tiny") is not None
+    assert_all_whole(tmp_path)
+    newest = position.newest_state(tmp_path, "tiny")
+    assert torch.load(newest / position.FILE, weights_only=True)["step"] >= step
+
+    rest = train(checkout, script, *options, "--resume", "auto", output=tmp_path)
+    whole = uninterrupted(checkout, script, options)
+    assert same(rest.tensors, whole.tensors)
+    assert same(read(tmp_path / "tiny-ema.safetensors"), read(whole.folder / "tiny-ema.safetensors"))
+    assert_all_whole(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="whether a signal is caught is read from /proc")
