@@ -294,6 +294,22 @@ class Settings:
         metavar="cpu|gpu",
         patch="ema",
     )
+    adaptive_lr: bool = _option(
+        False,
+        "halve the learning rate when the loss no longer falls, and clip a gradient of an unusual norm to the usual one",
+        boolean,
+        environment="KOHYA_EXT_ADAPTIVE_LR",
+        activates=True,
+        patch="adaptive_lr",
+    )
+    adaptive_lr_patience: int = _option(
+        500,
+        "of how many steps --adaptive_lr compares the mean loss; few steps' means differ by chance",
+        count,
+        environment="KOHYA_EXT_ADAPTIVE_LR_PATIENCE",
+        metavar="STEPS",
+        patch="adaptive_lr",
+    )
     checkpoint_share: float | None = _option(
         None,
         "share of the blocks that --gradient_checkpointing covers, from 0 (none) to 1 (all): what memory is left saves "

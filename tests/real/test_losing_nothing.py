@@ -131,7 +131,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(checkout, train, scripts, how):
 @pytest.mark.parametrize("scripts", SCRIPTS)
 def test_sigkill_costs_no_more_than_the_last_rolling_state(checkout, train, scripts):
     script = scripts[checkout.layout]
-    options = ("--max_train_steps", "8", "--checkpoint_every_minutes", "0", "--max_data_loader_n_workers", "2")
+    common = ("--max_train_steps", "8", "--max_data_loader_n_workers", "2")
+    options = (*common, "--checkpoint_every_minutes", "0", "--adaptive_lr", "--adaptive_lr_patience", "1")
     part = train(checkout, script, *options, at_step=4, act=send(signal.SIGKILL))
     assert part.code == -signal.SIGKILL
     newest = position.newest_state(part.folder, "tiny")
@@ -141,6 +142,13 @@ def test_sigkill_costs_no_more_than_the_last_rolling_state(checkout, train, scri
     whole = train(checkout, script, *options)
     assert same(rest.tensors, whole.tensors)
     assert_all_whole(rest.folder)
+
+    # The adaptive rate, kept by the state too, is upstream's run with the same rates as a schedule.
+    halved = [int(step) for step in re.findall(r"step (\d+): the loss was .* learning rate x ", whole.output)]
+    assert halved
+    rules = "".join(f"{0.5**at}:{step}," for at, step in enumerate(halved)) + f"{0.5 ** len(halved)}"
+    scheduled = ("--lr_scheduler", "piecewise_constant", "--lr_scheduler_args", f"step_rules='{rules}'")
+    assert same(whole.tensors, train(checkout, script, *common, *scheduled).tensors)
 
 
 @pytest.fixture(scope="module")
