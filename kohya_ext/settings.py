@@ -237,6 +237,13 @@ class Settings:
         metavar="FOLDER",
         patch="atomic_saves",
     )
+    keep_previous: bool = _option(
+        True,
+        "keep a model of the same name that was there before the run as NAME.previous, instead of replacing it",
+        boolean,
+        environment="KOHYA_EXT_KEEP_PREVIOUS",
+        patch="atomic_saves",
+    )
     stop_file: Path | None = _option(
         None,
         "stop after the current step, model and state saved, when this file appears; default: OUTPUT_NAME.stop in --output_dir",

@@ -105,7 +105,7 @@ class _Guard:
         weights = list(trained_weights(self.accelerator._optimizers))
         if not weights or bool(torch.stack([weight.isfinite().all().cpu() for weight in weights]).all()):
             return
-        state = position.newest_state(Path(self.args.output_dir), self.args.output_name or "last")
+        state = position.newest_state(Path(self.args.output_dir), self.args.output_name)
         advice = f"go on from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
         error(f"the trained weights are not finite (NaN or infinite): {consequence}; {advice}")
         raise SystemExit(EXIT_CODE)

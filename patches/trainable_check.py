@@ -2,11 +2,12 @@
 
 Each of these runs to its end upstream, and the file does nothing or the wrong thing: a network that matched no module of
 the U-Net, a learning rate of zero, the base model in the optimizer beside the LoRA, adapters on another device, weights
-that no gradient reaches.
+that no gradient reaches, several processes that do not know of each other.
 """
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import wraps
@@ -36,9 +37,18 @@ def _before(accelerator: Any) -> None:
     if _looked or _args is None:
         return
     _looked = True
-    problems = [*_in_optimizers(accelerator), *_in_network(accelerator, _args)]
+    problems = [*_between_processes(accelerator), *_in_optimizers(accelerator), *_in_network(accelerator, _args)]
     if problems:
         stop("\n".join([*problems, "stopped before the first step; --disable_patch trainable_check skips this"]))
+
+
+def _between_processes(accelerator: Any) -> Iterator[str]:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and accelerator.num_processes == 1:
+        yield (
+            f"{launched} processes were launched, and each would train alone and write the same files: accelerate found no "
+            "GPU for them. Leave out --num_processes and --multi_gpu"
+        )
 
 
 def _in_optimizers(accelerator: Any) -> Iterator[str]:

@@ -7,11 +7,13 @@ arguments are looked at, and files: their headers and ends, not their contents.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kohya_ext.console import note, stop, warn
+from kohya_ext.settings import Settings
 
 
 @dataclass
@@ -24,18 +26,24 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def inspect(script: Path, args: Namespace) -> Findings:
+def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     """Look at a training script's final arguments. Changes nothing but this: it makes the output folder."""
     from kohya_ext.preflight import choices, data, models, output
 
     found = Findings()
     if getattr(args, "debug_dataset", False):
         return found
-    for look in (choices.look, models.look, data.look, output.look):
+    checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
+        "arguments": choices.look,
+        "model files": models.look,
+        "training set": data.look,
+        "output folder": partial(output.look, settings=settings),
+    }
+    for what, look in checks.items():
         try:
             look(script, args, found)
         except Exception as error:  # a check that fails must not take the training down with it
-            found.warnings.append(f"{look.__module__} could not finish: {type(error).__name__}: {error}")
+            found.warnings.append(f"the check of the {what} could not finish: {type(error).__name__}: {error}")
     return found
 
 

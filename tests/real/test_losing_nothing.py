@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from kohya_ext import position
+from kohya_ext.preflight import sizes
 from kohya_ext.safetensors_header import read_header
 from kohya_ext.tiny import dataset
 
@@ -85,9 +87,13 @@ def orphans(folder):
     return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
 
 
-def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, upstream):
+def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, upstream, models):
     ours = train(checkout, LORA, "--disable_patch", "nonreentrant_checkpointing", "--checkpoint_every_minutes", "0")
     assert same(ours.tensors, upstream(checkout, LORA).tensors)
+    trained = sum(tensor.numel() for name, tensor in ours.tensors.items() if not name.endswith("alpha"))
+    model = str(models("sdxl").files["pretrained_model_name_or_path"])
+    args = Namespace(pretrained_model_name_or_path=model, network_module="networks.lora", network_dim=4)
+    assert sizes.look(Path(LORA), args).trained == trained, "preflight estimates another size"
     applied = {row["patch"] for row in ours.report["patches"] if row["status"] == "applied"}
     assert applied >= {"atomic_saves", "honest_resume", "nan_guard", "rolling_states", "safe_stop", "trainable_check"}
     assert not [row for row in ours.report["patches"] if row["status"] == "failed" or row["surprise"]]
@@ -200,11 +206,11 @@ def test_killed_anyhow_at_any_step_it_ends_bit_for_bit(checkout, train, uninterr
         start=start,
         output=tmp_path,
         at_step=step,
-        act=kill_during_a_save(tmp_path) if saving else send(number),
+        act=kill_during_a_save(tmp_path) if saving else interrupt_all if number == signal.SIGINT else send(number),
     )
-    # The launcher hands any signal on as SIGTERM.
-    passed_on = signal.SIGTERM if start == "accelerate" else number
-    assert part.code == (-number if number == signal.SIGKILL else 128 + passed_on), part.output[-3000:]
+    assert part.code != 0
+    if start == "launcher":  # accelerate's own, which nothing arms here, has codes of its own
+        assert part.code == (-number if number == signal.SIGKILL else 128 + number), part.output[-3000:]
     assert not orphans(tmp_path)
     for partial in tmp_path.glob("*.partial"):  # what the next preflight removes
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
@@ -245,7 +251,7 @@ def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train):
 
 
 #: Two processes that train on the CPU; accelerate starts only one with its own --cpu.
-TWO = {"before": ("--num_processes", "2", "--multi_gpu"), "env": {"CUDA_VISIBLE_DEVICES": ""}}
+TWO = {"before": ("--num_processes", "2", "--multi_gpu"), "env": {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}}
 
 
 def interrupt_all(launcher):

@@ -10,13 +10,15 @@ import pytest
 from kohya_ext import preflight
 from kohya_ext.preflight import choices, data, models, output
 from kohya_ext.safetensors_header import read_header
+from kohya_ext.settings import Settings
 
 image = pytest.importorskip("PIL.Image")
 
 
-def found(look, script="sdxl_train_network.py", **args):
+def found(look, script="sdxl_train_network.py", settings=None, **args):
     findings = preflight.Findings()
-    look(Path("/sd-scripts") / script, Namespace(**args), findings)
+    more = {"settings": settings or Settings()} if look is output.look else {}
+    look(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
 
 
@@ -156,7 +158,8 @@ def test_an_earlier_output_is_named_and_what_a_killed_run_left_goes(tmp_path):
     (tmp_path / "cat-rolling00000010-state.partial").mkdir()
     args = {"output_dir": str(tmp_path), "output_name": "cat", "pretrained_model_name_or_path": ""}
     findings = found(output.look, **args)
-    assert "cat.safetensors of" in findings.warnings[0]
+    (warning,) = findings.warnings
+    assert warning.endswith("it becomes cat.previous.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cat.safetensors", "catch.safetensors.partial"]
 
 
@@ -206,11 +209,11 @@ def test_an_optimizers_own_arguments_are_checked():
 
 
 def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
-    def broken(script, args, findings):
+    def broken(script, args, findings, **more):
         raise RuntimeError("a bug")
 
     for module in (choices, models, data, output):
         monkeypatch.setattr(module, "look", broken)
-    findings = preflight.inspect(Path("sdxl_train.py"), Namespace())
+    findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors
     assert all("a bug" in warning for warning in findings.warnings)
