@@ -29,7 +29,20 @@ _OF_TEXT_ENCODERS = "lora_te"
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     global _args, _looked, _stepped
+    if not getattr(args, "max_train_epochs", None) and getattr(args, "max_train_steps", 1) < 1:
+        stop(f"nothing would be trained: --max_train_steps is {args.max_train_steps}")
     _args, _looked, _stepped = args, False, False
+
+
+def _make_data_sets(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def generate_dataset_group_by_blueprint(*args: Any, **kwargs: Any) -> Any:
+        groups = original(*args, **kwargs)
+        if len(groups[0] if isinstance(groups, tuple) else groups) == 0:  # upstream says so, and ends with exit code 0
+            stop("nothing would be trained: there are no pictures. Look at --train_data_dir, --in_json or --dataset_config")
+        return groups
+
+    return generate_dataset_group_by_blueprint
 
 
 def _before(accelerator: Any) -> None:
@@ -125,6 +138,7 @@ PATCH = Patch(
     targets=(
         *on_start(_start),
         around_batch(_before, lambda accelerator: None),
+        Target("library.config_util", "generate_dataset_group_by_blueprint", _make_data_sets),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure", exactly=True)),
         Target("library.optimizer", "get_optimizer", _get_optimizer, takes(*_OPTIMIZER, exactly=True), frozenset({"v0.11"})),
         Target(

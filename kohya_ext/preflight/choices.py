@@ -17,6 +17,7 @@ from typing import Any
 
 from kohya_ext.errors import did_you_mean
 from kohya_ext.preflight import Findings, given
+from kohya_ext.preflight.data import dataset_config
 
 #: The optimizers that sd-scripts knows by name, in any case of letters -> the package that has them.
 OPTIMIZERS = {
@@ -55,6 +56,7 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
     for option in ("optimizer_args", "lr_scheduler_args"):
         _read_pairs(getattr(args, option, None), f"--{option}", found)
     found.errors.extend(_impossible(script, args))
+    found.errors.extend(_impossible_in_subsets(script, args))
 
 
 # --- imported by name ------------------------------------------------------------------------------------------------
@@ -169,29 +171,55 @@ def _look_at_parameters(kind: Any, pairs: Iterable[str] | None, label: str, foun
 # --- combinations ----------------------------------------------------------------------------------------------------
 
 
+def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
+    """What a --dataset_config says of a single subset counts for it over the arguments."""
+    if not getattr(args, "dataset_config", None):
+        yield from _impossible_in_subset(script, args)
+        return
+    try:
+        subsets = list(dataset_config(Path(args.dataset_config)))
+    except (OSError, ValueError, IndexError):
+        return  # said where the training set is looked at
+    for subset in subsets:
+        where = subset.get("image_dir") or subset.get("metadata_file")
+        for problem in _impossible_in_subset(script, Namespace(**{**vars(args), **subset})):
+            yield f"{args.dataset_config}, {where}: {problem}"
+
+
+def _impossible_in_subset(script: Path, args: Namespace) -> Iterable[str]:
+    for name in given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
+        changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
+        # Anima caches the empty caption too, and so can drop captions.
+        dropout = () if script.name.startswith("anima") else ("caption_dropout_rate",)
+        yield from _together(args, name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
+        break
+    for name in given(args, "cache_latents", "cache_latents_to_disk"):
+        yield from _together(args, name, "color_aug", "random_crop", because="the latents are computed once")
+        break
+
+
+def _together(args: Namespace, first: str, *others: str, because: str) -> Iterable[str]:
+    if getattr(args, first, None):
+        for other in given(args, *others):
+            yield f"--{first} and --{other} cannot go together: {because}"
+
+
 def _impossible(script: Path, args: Namespace) -> Iterable[str]:
     def has(name: str) -> bool:
         return bool(getattr(args, name, None))
 
     def together(first: str, *others: str, because: str) -> Iterable[str]:
-        if has(first):
-            for other in given(args, *others):
-                yield f"--{first} and --{other} cannot go together: {because}"
+        return _together(args, first, *others, because=because)
 
     network, precision = _NETWORK in script.name, getattr(args, "mixed_precision", "no")
     if has("cache_text_encoder_outputs") or has("cache_text_encoder_outputs_to_disk"):
         name = "cache_text_encoder_outputs" if has("cache_text_encoder_outputs") else "cache_text_encoder_outputs_to_disk"
-        changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
-        # Anima caches the empty caption too, and so can drop captions.
-        dropout = () if script.name.startswith("anima") else ("caption_dropout_rate",)
-        yield from together(name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
         yield from together(name, "weighted_captions", because="upstream does not support it")
         if network and script.name.startswith("sdxl") and not has("network_train_unet_only"):
             yield f"--{name} needs --network_train_unet_only: a text encoder whose outputs are cached cannot be trained"
         if not network and script.name.startswith("sdxl"):
             yield from together(name, "train_text_encoder", because="a text encoder whose outputs are cached cannot be trained")
     for name in given(args, "cache_latents", "cache_latents_to_disk"):
-        yield from together(name, "color_aug", "random_crop", because="the latents are computed once")
         yield from together(name, "train_inpainting", because="the mask is drawn anew each step")
     yield from together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained")
     yield from together("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one")

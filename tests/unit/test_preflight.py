@@ -196,6 +196,20 @@ def test_what_cannot_work_is_said(script, args, said):
     assert said in error
 
 
+def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
+    config = tmp_path / "data.toml"
+    config.write_text(
+        "[general]\nshuffle_caption = true\n[[datasets]]\n"
+        '[[datasets.subsets]]\nimage_dir = "cats"\nshuffle_caption = false\n'
+        '[[datasets.subsets]]\nimage_dir = "dogs"\ncolor_aug = true\n'
+    )
+    args = {"cache_text_encoder_outputs": True, "cache_latents": True, "shuffle_caption": True}
+    errors = found(choices.look, "sdxl_train.py", dataset_config=str(config), **args).errors
+    assert [error.partition(": ")[0] for error in errors] == [f"{config}, dogs"] * 2
+    assert "--shuffle_caption" in errors[0]
+    assert "--color_aug" in errors[1]
+
+
 def test_what_works_is_let_through():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
