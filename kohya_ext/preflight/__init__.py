@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kohya_ext import step_times
 from kohya_ext.console import note, stop, warn
 from kohya_ext.settings import Settings
 
@@ -24,6 +25,8 @@ class Findings:
     """The run would fail, or train something else than what was asked for."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    steps: int | None = None
+    """How many steps the run makes; None when that cannot be told."""
 
 
 def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
@@ -44,7 +47,17 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
             look(script, args, found)
         except Exception as error:  # a check that fails must not take the training down with it
             found.warnings.append(f"the check of the {what} could not finish: {type(error).__name__}: {error}")
+    _note_time(script, args, settings, found)
     return found
+
+
+def _note_time(script: Path, args: Namespace, settings: Settings, found: Findings) -> None:
+    key = step_times.identify(script, args, settings)
+    step_times.begin(key)
+    if found.steps is not None and (measured := step_times.known(key)) is not None:
+        seconds, day = measured
+        expected = step_times.in_words(seconds * found.steps)
+        found.notes.append(f"about {expected} of training: a step with these settings took {seconds:.3g} s on {day}")
 
 
 def say(found: Findings, strict: bool) -> None:

@@ -299,6 +299,7 @@ def _note_steps(subsets: list[Subset], args: Namespace, found: Findings) -> None
     steps = epochs * per_epoch if epochs else args.max_train_steps
     if steps < 1:
         found.errors.append(f"nothing to train: {steps} steps. Give --max_train_steps or --max_train_epochs of 1 or more")
+    found.steps = steps
     pictures = sum(size(subset) for subset in subsets)
     found.notes.append(
         f"{pictures} pictures, {trained} with repeats, about {per_epoch} steps an epoch; {steps} steps in all, "
