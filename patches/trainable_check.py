@@ -88,6 +88,9 @@ def _in_network(accelerator: Any, args: Namespace) -> Iterator[str]:
     elsewhere = {str(weight.device) for weight in networks[0].parameters() if weight.device.type != accelerator.device.type}
     if elsewhere:
         yield f"the network's weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
+    half = {str(weight.dtype) for weight in networks[0].parameters() if weight.dtype.itemsize == 2}
+    if half and not getattr(args, "full_bf16", False) and not getattr(args, "full_fp16", False):
+        warn(f"the network's weights are {', '.join(half)}: small steps are rounded away; float32 is usual for a network")
     _names.update({id(weight): name for name, weight in networks[0].named_parameters()})
     foreign = sum(id(weight) not in _names for weight in trained_weights(accelerator._optimizers))
     if foreign:

@@ -87,8 +87,10 @@ def orphans(folder):
     return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
 
 
-def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, upstream, models):
-    ours = train(checkout, LORA, "--disable_patch", "nonreentrant_checkpointing", "--checkpoint_every_minutes", "0")
+def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, upstream, models, tmp_path):
+    shutil.copy(upstream(checkout, LORA).file, tmp_path / "tiny.safetensors")
+    options = ("--disable_patch", "nonreentrant_checkpointing", "--checkpoint_every_minutes", "0")
+    ours = train(checkout, LORA, *options, output=tmp_path)
     assert same(ours.tensors, upstream(checkout, LORA).tensors)
     trained = sum(tensor.numel() for name, tensor in ours.tensors.items() if not name.endswith("alpha"))
     model = str(models("sdxl").files["pretrained_model_name_or_path"])
@@ -103,6 +105,9 @@ def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, 
     kept = torch.load(ours.folder / states[-1] / position.FILE, weights_only=True)
     assert (kept["step"], kept["epoch"], kept["batch"]) == (4, 0, 4)
     assert_all_whole(ours.folder)
+    # What was there before is kept, and that was said before the run.
+    assert "it becomes tiny.previous.safetensors" in ours.output
+    assert (tmp_path / "tiny.previous.safetensors").read_bytes() == upstream(checkout, LORA).file.read_bytes()
 
 
 @posix
@@ -331,6 +336,35 @@ def test_a_full_disk_leaves_the_earlier_file_whole(checkout, train, upstream, sm
 
 
 @pytest.mark.slow
+def test_a_full_disk_costs_a_rolling_state_but_not_the_run(checkout, train, upstream, small_disk, tmp_path):
+    model = upstream(checkout, LORA).file.stat().st_size
+    disk = small_disk(model * 9 // 2 // 1024)  # a state of some three models' size, and one model
+    options = ("--checkpoint_every_minutes", "0", "--disable_patch", "nonreentrant_checkpointing")
+    run = train(checkout, LORA, *options, output=disk, env={"KOHYA_EXT_REPORT": str(tmp_path / "report.json")})
+    assert run.code == 0, run.output[-3000:]
+    assert "what will be kept takes about" in run.output
+    assert run.output.count("training goes on without this state") == 3
+    assert [state.name for state in disk.glob("*-state")] == ["tiny-rolling00000001-state"]
+    assert same(run.tensors, upstream(checkout, LORA).tensors)
+    assert_all_whole(disk)
+
+
+@pytest.mark.slow
+def test_a_stop_on_a_full_disk_saves_to_the_fallback_and_goes_on_from_there(checkout, train, upstream, small_disk, tmp_path):
+    disk, other = small_disk(100), tmp_path / "else"
+    options = ("--max_train_steps", "8", "--fallback_dir", str(other), "--no-preflight")
+    env = {"KOHYA_EXT_REPORT": str(tmp_path / "report.json")}
+    part = train(checkout, LORA, *options, output=disk, env=env, at_step=3, act=send(signal.SIGTERM))
+    assert part.code == 143, part.output[-3000:]
+    assert not list(disk.glob("*.safetensors"))
+    (state,) = other.glob("tiny-step*-state")
+    assert str(state) in part.output.partition("to go on: ")[2]
+    assert_all_whole(other)
+    rest = train(checkout, LORA, "--max_train_steps", "8", "--resume", str(state))
+    assert same(rest.tensors, train(checkout, LORA, "--max_train_steps", "8").tensors)
+
+
+@pytest.mark.slow
 def test_a_full_disk_sends_the_file_to_the_fallback(checkout, train, upstream, small_disk, tmp_path):
     disk = small_disk(upstream(checkout, FULL).file.stat().st_size // 2 // 1024)
     run = train(
@@ -408,6 +442,31 @@ def test_preflight_says_everything_at_once_before_a_model_is_loaded(checkout, tr
     assert "--cache_latents and --color_aug cannot go together" in run.output
     assert "loading" not in run.output
     assert not list(run.folder.glob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("dtype", "trained weights are of type torch.float8_e4m3fn, in which nothing can be learnt"),
+        ("device", "the network's weights are on meta, the model on cpu"),
+        ("detached", "no gradient reaches any of the trained weights"),
+        ("base_model", "3 weights of the base model are in the optimizer"),
+    ],
+)
+def test_a_faulty_network_is_not_trained(checkout, train, fault, said):
+    run = train(checkout, LORA, "--network_module", "faulty_network", "--network_args", f"fault={fault}")
+    assert run.code == 2, run.output[-3000:]
+    assert said in run.output
+    assert not list(run.folder.glob("*.safetensors"))
+
+
+def test_a_data_set_without_pictures_is_an_error_without_a_preflight(checkout, train, tmp_path):
+    (tmp_path / "5_cat").mkdir()
+    options = ("--no-preflight", "--train_data_dir", str(tmp_path))
+    run = train(checkout, FULL, *options, start="environment")
+    assert run.code == 2, run.output[-3000:]
+    assert "nothing would be trained: there are no pictures" in run.output
 
 
 @pytest.mark.slow
