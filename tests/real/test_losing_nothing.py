@@ -444,20 +444,21 @@ def test_preflight_says_everything_at_once_before_a_model_is_loaded(checkout, tr
     assert not list(run.folder.glob("*.safetensors"))
 
 
+#: What site/faulty_network.py does -> what is said of it.
+FAULTS = {
+    "dtype": "trained weights are of type torch.float8_e4m3fn, in which nothing can be learnt",
+    "device": "the network's weights are on meta, the model on cpu",
+    "detached": "no gradient reaches any of the trained weights",
+    "base_model": "3 weights of the base model are in the optimizer",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("dtype", "trained weights are of type torch.float8_e4m3fn, in which nothing can be learnt"),
-        ("device", "the network's weights are on meta, the model on cpu"),
-        ("detached", "no gradient reaches any of the trained weights"),
-        ("base_model", "3 weights of the base model are in the optimizer"),
-    ],
-)
-def test_a_faulty_network_is_not_trained(checkout, train, fault, said):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_network_is_not_trained(checkout, train, fault):
     run = train(checkout, LORA, "--network_module", "faulty_network", "--network_args", f"fault={fault}")
     assert run.code == 2, run.output[-3000:]
-    assert said in run.output
+    assert FAULTS[fault] in run.output
     assert not list(run.folder.glob("*.safetensors"))
 
 
