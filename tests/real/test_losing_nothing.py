@@ -247,10 +247,13 @@ def test_the_stop_file_stops(checkout, train, tmp_path):
 
 
 @posix
-def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train):
-    part = train(checkout, LORA, "--max_train_steps", "500", start="accelerate", at_step=2, act=send(signal.SIGTERM))
+@pytest.mark.parametrize("armed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["its-own", "armed"])
+def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train, armed):
+    more = {"env": {"KOHYA_EXT": "1"}} if armed else {}
+    part = train(checkout, LORA, "--max_train_steps", "500", start="accelerate", at_step=2, act=send(signal.SIGTERM), **more)
     # The pipe to the training process is closed, so it has ended.
     assert not orphans(part.folder)
+    assert part.code == (143 if armed else -signal.SIGTERM)
     assert position.newest_state(part.folder, "tiny") is not None, part.output[-3000:]
     assert_all_whole(part.folder)
 
