@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
@@ -19,22 +20,22 @@ from kohya_ext.errors import did_you_mean
 from kohya_ext.preflight import Findings, given
 from kohya_ext.preflight.data import dataset_config
 
-#: The optimizers that sd-scripts knows by name, in any case of letters -> the package that has them.
+_BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
+_DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
+
+#: The optimizers that sd-scripts knows by name, in any case of letters -> the module and the class.
 OPTIMIZERS = {
-    **dict.fromkeys(("AdamW", "SGDNesterov"), "torch"),
-    "Adafactor": "transformers",
-    "Lion": "lion_pytorch",
-    **dict.fromkeys(
-        ("AdamW8bit", "SGDNesterov8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"), "bitsandbytes"
-    ),
-    "PagedLion8bit": "bitsandbytes",
-    **dict.fromkeys(
-        ("DAdaptation", "DAdaptAdamPreprint", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion"),
-        "dadaptation",
-    ),
-    "DAdaptSGD": "dadaptation",
-    "Prodigy": "prodigyopt",
-    **dict.fromkeys(("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree"), "schedulefree"),
+    "AdamW": ("torch.optim", "AdamW"),
+    "SGDNesterov": ("torch.optim", "SGD"),
+    "Adafactor": ("transformers.optimization", "Adafactor"),
+    "Lion": ("lion_pytorch", "Lion"),
+    **{name: ("bitsandbytes.optim", name) for name in _BITSANDBYTES},
+    "SGDNesterov8bit": ("bitsandbytes.optim", "SGD8bit"),
+    **{name: ("dadaptation", name) for name in _DADAPTATION},
+    **dict.fromkeys(("DAdaptation", "DAdaptAdamPreprint"), ("dadaptation.experimental", "DAdaptAdamPreprint")),
+    "DAdaptAdanIP": ("dadaptation.experimental", "DAdaptAdanIP"),
+    "Prodigy": ("prodigyopt", "Prodigy"),
+    **{name: ("schedulefree", name) for name in ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")},
 }
 
 SCHEDULERS = (
@@ -69,11 +70,12 @@ def _look_at_optimizer(args: Namespace, found: Findings) -> None:
             name = its
     if not name:
         return
-    package = {key.lower(): value for key, value in OPTIMIZERS.items()}.get(name.lower())
-    if package is not None:
+    known = {key.lower(): value for key, value in OPTIMIZERS.items()}.get(name.lower())
+    if known is not None:
+        package = known[0].partition(".")[0]
         if importlib.util.find_spec(package) is None:
             found.errors.append(f"--optimizer_type {name} needs the package {package}: pip install {package.replace('_', '-')}")
-        kind = _attribute("torch.optim", "AdamW") if name.lower() == "adamw" else None
+        kind = _attribute(*known) if getattr(args, "optimizer_args", None) else None
     else:
         module, _, attribute = name.rpartition(".")
         kind = _attribute(module or "torch.optim", attribute)
@@ -102,6 +104,15 @@ def _look_at_scheduler(args: Namespace, found: Findings) -> None:
             f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
+    elif name and getattr(args, "lr_scheduler_args", None) and (function := _scheduler_function(name)) is not None:
+        _look_at_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", found)
+
+
+def _scheduler_function(name: str) -> Any:
+    """The function that upstream calls for a schedule of this name: diffusers' for one of them, transformers' for others."""
+    package = "diffusers" if name == "piecewise_constant" else "transformers"
+    table = _attribute(f"{package}.optimization", "TYPE_TO_SCHEDULER_FUNCTION") or {}
+    return next((function for kind, function in table.items() if getattr(kind, "value", kind) == name), None)
 
 
 def _is_schedule_free(args: Namespace) -> bool:
@@ -122,6 +133,20 @@ def _look_at_network(script: Path, args: Namespace, found: Findings) -> None:
     for pair in getattr(args, "network_args", None) or []:
         if "=" not in pair:
             found.errors.append(f"--network_args: {pair!r} must be name=value")
+        elif name.startswith("networks.") and (words := _words_of(script.parent, name)):
+            argument = pair.partition("=")[0]
+            if argument not in words:
+                found.warnings.append(
+                    f"--network_args: {name} does not know {argument} and will ignore it."
+                    + did_you_mean(argument, (word for word in words if "_" in word))
+                )
+
+
+def _words_of(folder: Path, module: str) -> set[str]:
+    """Every word in the source of one of sd-scripts' networks: they look their arguments up by name, and take any."""
+    file = folder.joinpath(*module.split(".")).with_suffix(".py")
+    common = file.with_name("network_base.py")
+    return {word for source in (file, common) if source.is_file() for word in re.findall(r"\w+", source.read_text("utf-8"))}
 
 
 def _can_be_found(module: str, folder: Path) -> bool:
@@ -164,7 +189,9 @@ def _look_at_parameters(kind: Any, pairs: Iterable[str] | None, label: str, foun
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for name in (pair.partition("=")[0] for pair in pairs or []):
-        if name not in parameters:
+        if name == "lr":
+            found.errors.append(f"{label}: lr is given twice: --learning_rate says it")
+        elif name not in parameters:
             found.errors.append(f"{label} takes no {name}.{did_you_mean(name, parameters)}")
 
 

@@ -216,10 +216,35 @@ def test_what_works_is_let_through():
     assert not found(choices.look, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
 
 
-def test_an_optimizers_own_arguments_are_checked():
-    pytest.importorskip("torch")
-    (error,) = found(choices.look, "sdxl_train.py", optimizer_type="AdamW", optimizer_args=["weight_decy=0.1"]).errors
-    assert "takes no weight_decy. Did you mean weight_decay?" in error
+@pytest.mark.parametrize(
+    ("package", "args", "said"),
+    [
+        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["weight_decy=0.1"]}, "Did you mean weight_decay?"),
+        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["lr=0.1"]}, "--learning_rate says it"),
+        ("prodigyopt", {"optimizer_type": "prodigy", "optimizer_args": ["d_coeff=2"]}, "Did you mean d_coef?"),
+        ("bitsandbytes", {"optimizer_type": "PagedLion8bit", "optimizer_args": ["wight_decay=2"]}, "weight_decay?"),
+        ("transformers", {"optimizer_type": "Adafactor", "optimizer_args": ["relative=True"]}, "relative_step?"),
+        ("transformers", {"lr_scheduler": "cosine", "lr_scheduler_args": ["cycles=2"]}, "num_cycles?"),
+        ("diffusers", {"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ["steps_rule='1:2,1'"]}, "step_rules?"),
+        ("torch", {"lr_scheduler_type": "StepLR", "lr_scheduler_args": ["step_sze=2"]}, "Did you mean step_size?"),
+    ],
+)
+def test_an_optimizers_and_a_schedulers_own_arguments_are_checked(package, args, said):
+    pytest.importorskip(package)
+    (error,) = found(choices.look, "sdxl_train.py", **args).errors
+    assert said in error
+
+
+def test_what_a_network_would_ignore_is_said(tmp_path):
+    (tmp_path / "networks").mkdir()
+    (tmp_path / "networks" / "__init__.py").touch()
+    (tmp_path / "networks" / "lora.py").write_text('def create_network(**kwargs):\n    dim = kwargs.get("conv_dim")\n')
+    script = tmp_path / "sdxl_train_network.py"
+    findings = preflight.Findings()
+    args = Namespace(network_module="networks.lora", network_args=["conv_dim=4", "conf_dim=4"])
+    choices.look(script, args, findings)
+    (warning,) = findings.warnings
+    assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
 
 
 def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
