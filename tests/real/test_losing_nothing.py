@@ -447,6 +447,31 @@ def test_preflight_says_everything_at_once_before_a_model_is_loaded(checkout, tr
     assert not list(run.folder.glob("*.safetensors"))
 
 
+class RunsCode:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.slow
+def test_a_ckpt_is_loaded_for_its_weights_only(checkout, train, models, tmp_path):
+    weights = read(models("sd15").files["pretrained_model_name_or_path"])
+    good, bad, proof = tmp_path / "good.ckpt", tmp_path / "bad.ckpt", tmp_path / "proof"
+    torch.save({"state_dict": weights}, good)
+    torch.save({"state_dict": weights, "callbacks": RunsCode(proof)}, bad)
+    script, option = "train_network.py", "--pretrained_model_name_or_path"
+    run = train(checkout, script, option, str(bad))
+    assert run.code == 2, run.output[-3000:]
+    assert "bad.ckpt holds more than weights and is not loaded" in run.output
+    assert not proof.exists()
+    ours, theirs = (train(checkout, script, "--max_train_steps", "1", *more) for more in ((option, str(good)), ()))
+    assert same(ours.tensors, theirs.tensors)
+
+
 #: What site/faulty_network.py does -> what is said of it.
 FAULTS = {
     "dtype": "trained weights are of type torch.float8_e4m3fn, in which nothing can be learnt",
