@@ -34,8 +34,8 @@ def _load(original: Any, settings: Settings) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             file = next(given[name] for name in _PATHS if name in given)
             stop(
-                f"{file} holds more than weights and is not loaded: it could run code. Use the model's .safetensors, or, if you "
-                "trust the file with your machine, --disable_patch weights_only_checkpoints"
+                f"{file} holds more than weights and is not loaded: it could run code. Use the model's .safetensors, or, if "
+                "you trust the file with your machine, --disable_patch weights_only_checkpoints"
             )
         finally:
             if before is None:
