@@ -27,7 +27,7 @@ _args: Namespace | None = None
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     global _args
-    _args = args if settings.keep_previous else None
+    _args = args if settings.keep_previous and getattr(args, "output_dir", None) else None
 
 
 def _before(accelerator: Any) -> None:

@@ -76,7 +76,7 @@ _rolling: _Rolling | None = None
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     global _rolling
     minutes = settings.checkpoint_every_minutes or 0.0
-    _rolling = _Rolling(Path(args.output_dir), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
+    _rolling = _Rolling(Path(args.output_dir or "."), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
 
 
 def _after(accelerator: Any) -> None:
