@@ -162,7 +162,7 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
             "plain": [str(checkout.path / script)],
             "environment": [str(checkout.path / script)],
             "launcher": launcher,
-            "accelerate": ["-m", "accelerate.commands.launch", "--num_processes", "1", *launcher],
+            "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *launcher],
         }[start]
         if bare or start == "accelerate" or not starting.FORKS:
             process = starting.bare([*command, *given], environ, output)
