@@ -9,12 +9,15 @@ looks at it only through :func:`steps`. Nothing here imports torch.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kohya_ext.overlay import FAMILIES
-from kohya_ext.settings import flags, negated_flags, options
+from kohya_ext.retyping import rewritten, spelt
+from kohya_ext.settings import options
+
+__all__ = ["LADDER", "TRAINING", "Attempt", "Changes", "Phase", "Rung", "Step", "after", "rewritten", "steps"]
 
 #: The moments of a run, in the words of ``estimate``.
 Phase = Literal[
@@ -96,7 +99,7 @@ class Step:
     @property
     def words(self) -> list[str]:
         """The changes as words of a command line."""
-        return [word for key, value in self.changes.items() for word in _words(key, value)]
+        return [word for key, value in self.changes.items() for word in spelt(key, value)]
 
 
 def steps(attempt: Attempt, phase: Phase | None = None) -> Iterator[Step]:
@@ -113,26 +116,6 @@ def steps(attempt: Attempt, phase: Phase | None = None) -> Iterator[Step]:
 def after(attempt: Attempt, step: Step) -> Attempt:
     """Return the run with a step taken."""
     return replace(attempt, values={**attempt.values, **step.changes})
-
-
-def rewritten(arguments: Sequence[str], changes: Changes) -> list[str]:
-    """Return a script's arguments with changes made: earlier words for a key are dropped, the new ones stand at the end."""
-    spellings = {flag for key in changes for flag in [*flags(key), *negated_flags(key)]}
-    kept: list[str] = []
-    dropping = False
-    for word in arguments:
-        if word.startswith("--"):
-            dropping = word.split("=")[0] in spellings
-        if not dropping:
-            kept.append(word)
-    return kept + [word for key, value in changes.items() for word in _words(key, value)]
-
-
-def _words(key: str, value: object) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{key}" if value else f"--no-{key}"]
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [f"--{key}", *map(str, values)]
 
 
 # --- when a rung applies ---------------------------------------------------------------------------------------------
