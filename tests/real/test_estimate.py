@@ -53,7 +53,7 @@ RUNGS = {
     "flux_train_network.py": {"fp8 base", "block swap", "text encoders frozen"},
     "flux_train.py": {"Adafactor", "fused backward pass", "pure bf16", "block swap"},
     "sd3_train_network.py": {"fp8 base", "block swap"},
-    "lumina_train_network.py": {"fp8 base", "cached text encoder outputs"},
+    "lumina_train_network.py": {"fp8 base", "text encoders frozen"},
     "anima_train_network.py": {"block swap"},
 }
 

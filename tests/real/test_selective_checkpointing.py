@@ -1,4 +1,4 @@
-"""A part of the blocks checkpointed: the trained file is that of all of them, bit for bit, with so many fewer recomputations."""
+"""A part of the blocks checkpointed: the file is that of all of them, bit for bit, with so many fewer recomputations."""
 
 import re
 
