@@ -146,7 +146,10 @@ class Spender:
         elif self._measuring:
             self._measuring = False
             self.peaks.append(self.gauge.end())
-            self._spend(self.peaks[-1])
+            if self.rerun:
+                self._settle()
+            else:
+                self._spend(self.peaks[-1])
 
     def _spend(self, peak: int) -> None:
         if not (self._weighed and self._pixels and self._largest):
@@ -214,11 +217,6 @@ class Spender:
             later.checkpointed = True
         name = type(block.module).__name__
         warn(f"out of memory in a {name} in forward: it runs again checkpointed, as all after it do from now on")
-        if not self.settled:
-            if self._measuring:
-                self._measuring = False
-                self.peaks.append(self.gauge.end())
-            self._settle()
 
     def facts(self) -> dict[str, Any]:
         """For the report: sizes in bytes."""

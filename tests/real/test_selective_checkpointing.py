@@ -49,3 +49,40 @@ def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
     none = train(checkout, LORA, env={"KOHYA_EXT_CHECKPOINT_SHARE": "0"})
     assert_identical(none, train(checkout, LORA, "--no-gradient_checkpointing"))
     assert re.search(r"covers 0 of \d+ blocks of SdxlUNet2DConditionModel", none.output)
+
+
+def test_a_budget_is_spent_and_kept(checkout, train, every):
+    """Also where a block is out of memory in forward all the same, in the last step."""
+    whole = every(checkout, LORA)
+    run = train(checkout, LORA, "--vram_budget", "15MB", env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
+    assert_identical(run, whole)
+    facts = run.report["facts"]["vram_budget"]
+    assert facts["limit"] < 15e6
+    assert max(peak for peak, _ in run.weighed_steps) <= facts["limit"]
+    # Two steps to weigh the blocks and the peak; then some of them are not computed twice any more.
+    work, without = [[flops for _, flops in each.weighed_steps] for each in (run, whole)]
+    assert work[:2] == without[:2]
+    assert work[2] < without[2]
+    assert 0 < facts["recomputed_flops"] < facts["recomputed_flops_at_first"]
+    assert (facts["rerun"], facts["settled"]) == (1, True)
+    assert "out of memory in a BasicTransformerBlock in forward: it runs again checkpointed" in run.output
+
+
+@slow
+def test_a_budget_for_everything_frees_every_block(checkout, train, every):
+    for script in (LORA, FLUX):
+        run = train(checkout, script, "--no-gradient_checkpointing", env={**SPY, "KOHYA_EXT_VRAM_BUDGET": "1GB"})
+        assert_identical(run, every(checkout, script))
+        facts = run.report["facts"]["vram_budget"]
+        assert facts["recomputed_flops"] == 0 < facts["recomputed_flops_at_first"]
+        assert run.weighed_steps[-1][1] < every(checkout, script).weighed_steps[-1][1]
+
+
+@slow
+def test_a_budget_goes_to_compiled_blocks_as_a_share_of_their_activations(checkout, train, every):
+    compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")
+    run = train(checkout, LORA, *compiled, "--vram_budget", "16MB")
+    assert 0 < int(re.search(r"compiled blocks keep (\d+)% of their activations", run.output).group(1)) < 100
+    assert run.report["facts"]["selective_torch_compile"]["graph_breaks"] == 0
+    for name, tensor in every(checkout, LORA).tensors.items():
+        assert (run.tensors[name] - tensor).abs().max() <= 1e-5

@@ -56,7 +56,7 @@ def run_out(module):
         import torch
 
         result = body(self, *args, **kwargs)
-        if batches == OUT_OF_MEMORY and self.training and not self.gradient_checkpointing and torch.is_grad_enabled():
+        if batches == OUT_OF_MEMORY and not self.gradient_checkpointing and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return result
 
@@ -70,7 +70,7 @@ def run_out(module):
 
 
 def write():
-    if calls:
+    if calls or steps:
         with open(os.environ["SPY_FILE"], "w") as file:
             json.dump({**calls, **({"steps": steps} if steps else {})}, file)
 
