@@ -55,13 +55,11 @@ class _Watch:
         phase = oom.moment(problem, self.stepping)
         step = f"step {self.place.step + 1}, " if self.place is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
-        lines = [f"out of memory ({step}{phase}): {first}", oom.measured(self.accelerator.device)]
+        say(f"out of memory ({step}{phase}): {first}")
+        say(oom.measured(self.accelerator.device))
         # What the failed step holds is in the way of saving, and its frames are all that holds it.
         traceback.clear_frames(problem.__traceback__)
-        state = self._save(phase) or self._newest_state()
-        for line in lines:
-            say(line)
-        self._advise(phase, state)
+        self._advise(phase, self._save(phase) or self._newest_state())
 
     def _advise(self, phase: Phase, state: Path | None) -> None:
         running = session.current()

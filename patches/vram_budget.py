@@ -18,7 +18,7 @@ from kohya_ext.loop import around_batch, on_start
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
-from kohya_ext.vram.card import AUTO, gigabytes
+from kohya_ext.vram.card import AUTO, said
 from kohya_ext.vram.estimate import CONTEXT_BYTES
 
 #: What ``auto`` leaves free of the card: a desktop's windows that are opened while training.
@@ -63,7 +63,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
             warn("--vram_budget auto: no CUDA card is used here, so there is no free memory to go by and nothing to cap")
             return None
         note(
-            f"--vram_budget {gigabytes(float(budget))} GB: no CUDA card is used here, so nothing is capped; "
+            f"--vram_budget {said(float(budget))}: no CUDA card is used here, so nothing is capped; "
             "the tensors of the training steps are kept below it as measured"
         )
         return int(budget)
@@ -72,17 +72,17 @@ def _cap(budget: int | str, device: Any) -> int | None:
     wanted = free - MARGIN * total if budget == AUTO else int(budget) - CONTEXT_BYTES
     if wanted <= 0:
         stop(
-            f"--vram_budget: {gigabytes(free)} of the card's {gigabytes(total)} GB are free, and CUDA's context alone takes "
-            f"about {gigabytes(CONTEXT_BYTES)}: give more, or end what else uses the card"
+            f"--vram_budget: {said(free)} of the card's {said(total)} are free, and CUDA's context alone takes about "
+            f"{said(CONTEXT_BYTES)}: give more, or end what else uses the card"
         )
     if budget != AUTO and wanted > free:
         warn(
-            f"--vram_budget {gigabytes(float(budget))} GB is more than the {gigabytes(free)} GB that are free on this card: "
+            f"--vram_budget {said(float(budget))} is more than the {said(free)} that are free on this card: "
             "--vram_budget auto takes what is there"
         )
     limit = min(round(wanted), int(total))
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
-    note(f"memory budget: {gigabytes(limit)} GB for tensors on a card of {gigabytes(total)} GB, {gigabytes(free)} of them free")
+    note(f"memory budget: {said(limit)} for tensors on a card of {said(total)}, {said(free)} of them free")
     return limit
 
 

@@ -40,6 +40,11 @@ def read_size(text: str) -> int:
     return round(float(match.group(1)) * (GB if unit == "gb" else GIB))
 
 
+def said(size: float) -> str:
+    """Return a size with its unit: GB (1e9 bytes) with two decimals, small ones in MB (1e6) with one."""
+    return f"{size / GB:.2f} GB" if size >= GB / 10 else f"{size / 10**6:.1f} MB"
+
+
 def gigabytes(size: float) -> str:
     """Return a size in GB (1e9 bytes) with two decimals."""
     return f"{size / GB:.2f}"

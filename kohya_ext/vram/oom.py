@@ -1,4 +1,4 @@
-"""A run that is out of memory: when it happened, what lay where, and what to change next. Nothing here imports torch."""
+"""A run that is out of memory: when it happened, what lay where, and what to change next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kohya_ext.sdscripts import Checkout
 from kohya_ext.session import peak_memory
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram import store
-from kohya_ext.vram.card import gigabytes
+from kohya_ext.vram.card import gigabytes, said
 from kohya_ext.vram.estimate import Estimate
 from kohya_ext.vram.ladder import Attempt, Phase, Step, steps
 
@@ -63,7 +63,7 @@ def moment(error: BaseException, training: bool) -> Phase:
 def measured(device: Any) -> str:
     """Return in one line what this process holds now."""
     if device.type != "cuda":
-        return f"on the host: {gigabytes(peak_memory()['host_resident'])} GB resident at most"
+        return f"on the host: {said(peak_memory()['host_resident'])} resident at most"
     import torch
 
     free, total = torch.cuda.mem_get_info(device)

@@ -21,7 +21,7 @@ import torch
 from kohya_ext.checkpointing import covered_blocks, inner_name
 from kohya_ext.console import note, warn
 from kohya_ext.loop import current_batch
-from kohya_ext.vram.card import gigabytes
+from kohya_ext.vram.card import said
 from kohya_ext.vram.gauge import Gauge
 from kohya_ext.vram.oom import is_out_of_memory
 from kohya_ext.vram.track import Allocations
@@ -185,7 +185,7 @@ class Spender:
     def _settle(self, reason: str = "") -> None:
         self.settled = True
         covered = sum(block.checkpointed for block in self.blocks)
-        peak = f", peak {gigabytes(self.peaks[-1])} of {gigabytes(self.limit)} GB" if self.peaks else ""
+        peak = f", peak {said(self.peaks[-1])} of {said(self.limit)}" if self.peaks else ""
         why = f" ({reason})" if reason else ""
         note(f"memory budget: {covered} of {len(self.blocks)} blocks are checkpointed{peak}{why}")
 
