@@ -105,6 +105,21 @@ def test_without_a_compiler_training_is_upstreams_to_the_bit(checkout, train, up
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "said", "tolerance"),
+    [
+        ("backend", "JointTransformerBlock could not be compiled and runs eager: RuntimeError: no such instruction", 1e-5),
+        ("torch", "selective compile is off: torch 2.4.1 is too old for it", 0),
+        ("layout", "does not know this library.lumina_models:JointTransformerBlock._forward: it is not there", 0),
+    ],
+)
+def test_what_breaks_costs_nothing_but_speed(checkout, train, upstream, broken, said, tolerance):
+    run = train(checkout, LUMINA, *ON, env={"BREAK": broken})
+    assert_close(run.tensors, upstream(checkout, LUMINA).tensors, tolerance)
+    assert run.output.count(said) == 1
+
+
+@pytest.mark.slow
 def test_it_stands_aside_where_the_whole_model_is_compiled(checkout, train):
     run = train(checkout, LUMINA, *ON, "--torch_compile", "--dynamo_backend", "eager", "--max_train_steps", "1")
     assert run.code == 0, run.output[-4000:]

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 
+from kohya_ext.compiling.tracing import close_gaps
 from kohya_ext.patching import Patcher  # noqa: E402
 from kohya_ext.settings import Settings  # noqa: E402
 
@@ -76,6 +77,7 @@ def test_nothing_is_left_to_ask_the_gpu_in_a_block(modules):
 def test_the_blocks_are_traced_in_one_piece_and_known_sizes_add_no_graphs(modules):
     params, blocks, _ = modules
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
+    close_gaps()
     torch._dynamo.reset()
     graphs = []
 
