@@ -147,18 +147,20 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         at_step: int = 0,
         act: Callable[[int], None] | None = None,
         bare: bool = False,
+        family: str | None = None,
     ) -> Run:
         """Train, and wait for the end.
 
         ``output``: a folder to write to, instead of a new one. ``act(process id)`` is called once ``at_step`` is reached.
         ``bare``: in a bare interpreter, as a person starts it, not in a fork of one that has imported torch already.
+        ``family``: of the models, where the script trains several.
         """
-        family = models(arguments.SCRIPTS[script][0])
+        tiny = models(family or arguments.SCRIPTS[script][0])
         output = output or tmp_path_factory.mktemp("run")
-        given = [*arguments.training_arguments(script, family, pictures, output), *MORE.get(script, ()), *more]
+        given = [*arguments.training_arguments(script, tiny, pictures, output), *MORE.get(script, ()), *more]
         environ = {
             **os.environ,
-            **environment.variables(family.tokenizers),
+            **environment.variables(tiny.tokenizers),
             "PYTHONPATH": environment.python_path(SITE),
             "SPY_FILE": str(output / SPIED),
             "COLUMNS": "200",
@@ -176,7 +178,7 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         if bare or start == "accelerate" or not starting.FORKS:
             process = starting.bare([*command, *given], environ, output)
         else:
-            starting.serve(environment.variables(family.tokenizers))
+            starting.serve(environment.variables(tiny.tokenizers))
             process = starting.forked([*command, *given], environ, output)
         said = b""
         while piece := os.read(process.output, 65536):
