@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
-
+from kohya_ext import cache
 from kohya_ext.compiling.tracing import close_gaps
 from kohya_ext.session import current
 
@@ -90,7 +89,7 @@ def keep_compiled_code(device: str) -> Path:
     commit = session.checkout.commit if session is not None else None
     kind = torch.cuda.get_device_name() if device == "cuda" else device
     name = f"{(commit or 'unversioned')[:8]}-torch{torch.__version__}-{kind}"
-    root = Path(os.environ.get("KOHYA_EXT_CACHE") or user_cache_path("kohya_ext", appauthor=False))
+    root = cache.folder()
     folder = root / "compiled" / re.sub(r"[^\w.+-]+", "_", name)
     os.environ[CACHE_VARIABLE] = str(folder)
     return folder

@@ -96,9 +96,8 @@ def test_the_environment_alone_compiles_and_the_budget_goes_without_checkpointin
 
 def test_without_a_compiler_training_is_upstreams_to_the_bit(checkout, train, upstream):
     """Also what is said of a budget beside checkpointing."""
-    run = train(
-        checkout, LUMINA, "--selective_torch_compile", "--activation_memory_budget", "0.5", env={"CXX": "no-such-compiler"}
-    )
+    on = ("--selective_torch_compile", "--activation_memory_budget", "0.5")
+    run = train(checkout, LUMINA, *on, env={"CXX": "no-such-compiler"}, bare=True)  # torch reads CXX when it is imported
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 0)
     assert "selective compile is off: no working C++ compiler" in run.output
     assert "--activation_memory_budget 0.5 saves nothing with --gradient_checkpointing" in run.output
