@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext import cache
-from kohya_ext.compiling.bound_methods import trace_methods_of_other_modules
+from kohya_ext.compiling.tracing import close_gaps
 from kohya_ext.session import current
 
 #: SDXL's ResnetBlock2D alone has 16 variants by its channels; torch's 8 would leave the rest eager without a word.
@@ -58,7 +58,7 @@ def prepare_torch(recompile_limit: int | None) -> None:
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    trace_methods_of_other_modules()
+    close_gaps()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
     # torch 2.7 renamed it and kept the old name as an alias.
     set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)
