@@ -92,7 +92,7 @@ class _Watch:
             current.return_to(self.place)
             with impatient():
                 self.accelerator.save_state(str(state))
-        except Exception as problem:  # the advice is worth more than this state
+        except (Exception, SystemExit) as problem:  # a full disk, weights that are not finite: the advice is worth more
             warn(f"the state could not be saved: {type(problem).__name__}: {problem}")
             return None
         note(f"nothing is lost: the state after step {self.place.step} is saved in {state}")
