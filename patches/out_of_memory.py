@@ -7,6 +7,7 @@ on from it is the run that was not interrupted. Not where the optimizer steps wi
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -59,6 +60,7 @@ class _Watch:
         say(oom.measured(self.accelerator.device))
         # What the failed step holds is in the way of saving, and its frames are all that holds it.
         traceback.clear_frames(problem.__traceback__)
+        gc.collect()
         self._advise(phase, self._save(phase) or self._newest_state())
 
     def _advise(self, phase: Phase, state: Path | None) -> None:
