@@ -63,7 +63,7 @@ def test_the_command_counts_every_block_of_a_real_model(checkout, script, tmp_pa
     given += ["--resolution", "256", "--cache_latents", "--cache_text_encoder_outputs", "--sdpa", "--no_half_vae"]
     done = subprocess.run(
         [*command, "--sd-scripts", str(checkout.path), script, *given],
-        env={**os.environ, **environment.variables(tmp_path), "PYTHONPATH": environment.python_path()},
+        env={**os.environ, **environment.variables(tmp_path)},
         capture_output=True,
         text=True,
     )
