@@ -7,8 +7,9 @@ Every training script of sd-scripts makes its accelerator with ``prepare_acceler
 from __future__ import annotations
 
 import contextlib
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -57,3 +58,19 @@ def around_batch(before: Callable[[Any], None], after: Callable[[Any], None]) ->
         return accumulate
 
     return Target("accelerate.accelerator", "Accelerator.accumulate", replace, takes("self"))
+
+
+def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Yield every weight in some optimizers, in their order."""
+    return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
+
+
+def current_batch() -> dict[str, Any]:
+    """Return the micro-batch that the training loop holds, found in its frame; empty when there is none."""
+    frame = sys._getframe()
+    while frame is not None:
+        batch = frame.f_locals.get("batch")
+        if isinstance(batch, dict):
+            return batch
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}

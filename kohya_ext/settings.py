@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from kohya_ext.errors import UserError
+from kohya_ext.vram.card import read_budget
 
 #: Switches everything: ``1`` arms the extension in a plain start of a script, ``0`` keeps it out of every start.
 MASTER_SWITCH = "KOHYA_EXT"
@@ -237,6 +238,13 @@ class Settings:
         metavar="FOLDER",
         patch="atomic_saves",
     )
+    keep_previous: bool = _option(
+        True,
+        "keep a model of the same name that was there before the run as NAME.previous, instead of replacing it",
+        boolean,
+        environment="KOHYA_EXT_KEEP_PREVIOUS",
+        patch="atomic_saves",
+    )
     stop_file: Path | None = _option(
         None,
         "stop after the current step, model and state saved, when this file appears; default: OUTPUT_NAME.stop in --output_dir",
@@ -270,6 +278,46 @@ class Settings:
         metavar="N",
         patch="nan_guard",
     )
+    ema: bool = _option(
+        False,
+        "keep an average of the trained weights over the steps, in float32, and save it beside each model as NAME-ema",
+        boolean,
+        environment="KOHYA_EXT_EMA",
+        activates=True,
+        patch="ema",
+    )
+    ema_decay: float = _option(
+        0.999,
+        "how much of --ema's average stays at each step, from 0 to 1; less in the first steps",
+        fraction,
+        environment="KOHYA_EXT_EMA_DECAY",
+        metavar="FRACTION",
+        patch="ema",
+    )
+    ema_device: str = _option(
+        "cpu",
+        "where --ema's average lies: cpu costs a copy of the trained weights at each step, gpu their memory, 4 bytes a weight",
+        one_of("cpu", "gpu"),
+        environment="KOHYA_EXT_EMA_DEVICE",
+        metavar="cpu|gpu",
+        patch="ema",
+    )
+    adaptive_lr: bool = _option(
+        False,
+        "halve the learning rate when the loss no longer falls, and clip a gradient of an unusual norm to the usual one",
+        boolean,
+        environment="KOHYA_EXT_ADAPTIVE_LR",
+        activates=True,
+        patch="adaptive_lr",
+    )
+    adaptive_lr_patience: int = _option(
+        500,
+        "of how many steps --adaptive_lr compares the mean loss; few steps' means differ by chance",
+        count,
+        environment="KOHYA_EXT_ADAPTIVE_LR_PATIENCE",
+        metavar="STEPS",
+        patch="adaptive_lr",
+    )
     checkpoint_share: float | None = _option(
         None,
         "share of the blocks that --gradient_checkpointing covers, from 0 (none) to 1 (all): what memory is left saves "
@@ -279,6 +327,33 @@ class Settings:
         metavar="FRACTION",
         activates=True,
         patch="selective_checkpointing",
+    )
+    vram_budget: int | str | None = _option(
+        None,
+        "cap the process at this much of the card (14GB is 14e9 bytes, 13GiB 13 * 2**30, auto is what is free less 5 percent), "
+        "checkpoint every block, then free as many from it as the measured peak leaves room for",
+        read_budget,
+        environment="KOHYA_EXT_VRAM_BUDGET",
+        metavar="SIZE|auto",
+        activates=True,
+        patch="vram_budget",
+    )
+    on_oom: str = _option(
+        "stop",
+        "when a run is out of memory: stop, or retry, which starts it anew from its newest state with the cheapest change that "
+        "helps (launcher only)",
+        one_of("stop", "retry"),
+        environment="KOHYA_EXT_ON_OOM",
+        metavar="stop|retry",
+        patch="out_of_memory",
+    )
+    oom_restarts: int = _option(
+        3,
+        "how often --on_oom retry starts a run anew at most",
+        count,
+        environment="KOHYA_EXT_OOM_RESTARTS",
+        metavar="N",
+        patch="out_of_memory",
     )
     report: Path | None = _option(
         None,

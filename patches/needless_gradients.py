@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import wraps
 from typing import Any
 
-from kohya_ext.loop import around_batch, on_start
+from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -83,7 +83,7 @@ def _freeze(accelerator: Any) -> None:
     # DistributedDataParallel waits for a gradient of every weight that required one when it was made.
     if str(accelerator.distributed_type).rpartition(".")[2] != "NO":
         return
-    trained = {id(one) for optimizer in accelerator._optimizers for group in optimizer.param_groups for one in group["params"]}
+    trained = {id(weight) for weight in trained_weights(accelerator._optimizers)}
     for model in accelerator._models:
         for weight in _embeddings(accelerator.unwrap_model(model)):
             if weight.requires_grad and id(weight) not in trained:
