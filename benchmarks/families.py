@@ -113,10 +113,10 @@ RECIPES: Mapping[str, Recipe] = {
         (*_CHECKPOINTING, "--torch_compile"),
         patched=False,
     ),
-    "diffusers-regional": Recipe(
+    "upstream-diffusers": Recipe(
         "upstream, diffusers' compile_repeated_blocks, checkpointing", _CHECKPOINTING, patched=False, peer="diffusers"
     ),
-    "accelerate-regional": Recipe(
+    "upstream-accelerate": Recipe(
         "upstream, accelerate's compile_regions, checkpointing", _CHECKPOINTING, patched=False, peer="accelerate"
     ),
     "upstream-free": Recipe("upstream, no checkpointing", (), patched=False),
@@ -131,7 +131,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")
 BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if "-0" in name))
-COMPILE = ("upstream-compile", "compiled", "diffusers-regional", "accelerate-regional")
+COMPILE = ("upstream-compile", "compiled", "upstream-diffusers", "upstream-accelerate")
 
 
 def arguments(family: Family, reduced: bool, recipe: Recipe | None = None, *more: str) -> list[str]:
