@@ -12,10 +12,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.vram.choices import Choices
 from kohya_ext.vram.step import faking, forward, prepare, settle
@@ -100,7 +102,8 @@ def _collecting(mode: Any) -> Iterator[list[Graph]]:
 
         def run(*given: Any) -> Any:
             if not graph.calls:
-                graph.eager, graph.checkpointed = _eager(traced, given)
+                graph.eager = _eager(traced, given)
+                graph.checkpointed = _eager(partial(checkpoint, traced, use_reentrant=False), given)
             graph.calls += 1
             return traced(*given)
 
@@ -187,8 +190,7 @@ def _placeholders(half: Any) -> list[Any]:
     return [node.meta["val"] for node in half.graph.nodes if node.op == "placeholder"]
 
 
-def _eager(traced: Any, given: Sequence[Any]) -> tuple[Cost, Cost]:
-    """Return what the graph costs as it is, without and with checkpointing."""
+def _eager(function: Callable[..., Any], given: Sequence[Any]) -> Cost:
     saved: list[Any] = []
 
     def note(tensor: Any) -> Any:
@@ -196,13 +198,12 @@ def _eager(traced: Any, given: Sequence[Any]) -> tuple[Cost, Cost]:
         return tensor
 
     with Tracker() as tracker, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        made = traced(*given)
-        once = tracker.flops
+        made = function(*given)
         size = _bytes_beside(saved, given, made)
         wanted = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
         leaves = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
         torch.autograd.grad(wanted, leaves, [torch.ones_like(one) for one in wanted], allow_unused=True)
-    return Cost(size, tracker.flops), Cost(0, tracker.flops + once)
+    return Cost(size, tracker.flops)
 
 
 def _bytes_beside(kept: Iterable[Any], *others: Iterable[Any]) -> int:
