@@ -8,6 +8,7 @@ where nothing can be run again; a broken one is interpreted.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
@@ -107,13 +108,17 @@ def _draws_random_numbers(graph_module: Any) -> bool:
 def _interpreted(graph_module: Any) -> Any:
     """Return the graph as what AOTAutograd takes for compiled code: called with one list, which it empties."""
     from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.output_code import OutputCode
+
+    try:
+        output_code: Any = importlib.import_module("torch._inductor.output_code").OutputCode
+    except ImportError:  # torch 2.5 takes any function
+        output_code = object
 
     # The compiled forward graph is free to lay out what it saves otherwise than it was traced; inductor does the same.
     view_to_reshape(graph_module)
     graph_module.recompile()
 
-    class Interpreted(OutputCode):  # type: ignore[misc]
+    class Interpreted(output_code):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self._boxed_call = True  # on the instance: what wraps it copies its attributes
