@@ -81,7 +81,7 @@ def test_a_budget_for_everything_frees_every_block(checkout, train, every):
 @slow
 def test_a_budget_goes_to_compiled_blocks_as_a_share_of_their_activations(checkout, train, every):
     compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")
-    run = train(checkout, LORA, *compiled, "--vram_budget", "16MB")
+    run = train(checkout, LORA, *compiled, "--vram_budget", "15MB")
     assert 0 < int(re.search(r"compiled blocks keep (\d+)% of their activations", run.output).group(1)) < 100
     assert run.report["facts"]["selective_torch_compile"]["graph_breaks"] == 0
     for name, tensor in every(checkout, LORA).tensors.items():
