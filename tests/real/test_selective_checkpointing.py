@@ -52,7 +52,7 @@ def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
 
 
 def budget_between(whole):
-    """A budget that has a little room beside what a run with every block checkpointed needs: the tiny model is mostly weights."""
+    """A budget with a little room beside what every block checkpointed needs: the tiny model is mostly weights."""
     return f"{1.12 * max(peak for peak, _ in whole.weighed_steps) / 1e6:.2f}MB"
 
 
