@@ -3,7 +3,7 @@
 torch notes every tensor that a block would save: a metadata dictionary under ``no_grad`` in forward, an entry in a dictionary
 of weak keys and a wrapper against tracing in the recompute, both again in a check, and two look-ups when it is taken. That is
 12 microseconds a tensor more than the reentrant kind needs, of which this leaves 6
-(``python -m benchmarks.checkpointing``): where Python is what a step waits for, at small batches on fast cards, a
+(``python -m benchmarks.run patches``): where Python is what a step waits for, at small batches on fast cards, a
 share of it. Of torch's frame, which holds inputs, random state and autocast, only the hooks are replaced.
 
 Kept: a tensor is freed when it is taken, and never kept when nobody can ask for it; recomputing stops early; another number of
@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,12 +26,11 @@ from kohya_ext.settings import Settings
 _FRAME = ["recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"]
 
 
-_recomputed = 0
-"""Blocks that were recomputed."""
+_recomputed = Counter({"blocks": 0, "tensors": 0})
 
 
 def _facts() -> Mapping[str, object]:
-    return {"recomputed_blocks": _recomputed}
+    return {f"recomputed_{what}": count for what, count in _recomputed.items()}
 
 
 class _Slot:
@@ -73,8 +73,7 @@ def _lean(original: Any, settings: Settings) -> Any:
                 return value
 
             def recompute() -> None:
-                global _recomputed
-                _recomputed += 1
+                _recomputed.update(blocks=1, tensors=len(slots))
                 count = 0
 
                 def keep(tensor: Any) -> Any:
