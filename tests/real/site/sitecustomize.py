@@ -61,6 +61,7 @@ def run_out(module):
     body = module.BasicTransformerBlock.forward_body
     forward = module.SdxlUNet2DConditionModel.forward
 
+    @functools.wraps(body)
     def forward_body(self, *args, **kwargs):
         import torch
 
@@ -69,6 +70,7 @@ def run_out(module):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return result
 
+    @functools.wraps(forward)
     def count(self, *args, **kwargs):
         nonlocal batches
         batches += 1
