@@ -107,7 +107,6 @@ def test_without_a_compiler_training_is_upstreams_to_the_bit(checkout, train, up
 @pytest.mark.parametrize(
     ("broken", "said", "tolerance"),
     [
-        ("backend", "JointTransformerBlock could not be compiled and runs eager: RuntimeError: no such instruction", 1e-5),
         ("torch", "selective compile is off: torch 2.4.1 is too old for it", 0),
         ("layout", "does not know this library.lumina_models:JointTransformerBlock._forward: it is not there", 0),
     ],

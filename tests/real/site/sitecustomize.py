@@ -1,8 +1,8 @@
 """Runs at the start of every real script: shrinks the models, counts calls of torch's checkpoint by their kind, and where the
 environment asks for it, weighs every step and breaks something.
 
-SPY_OUT_OF_MEMORY_AT lets blocks run out of memory. BREAK breaks, on purpose, what compiling needs: the ``backend`` from its
-second graph on, the age of ``torch``, the ``layout`` of Lumina's blocks.
+SPY_OUT_OF_MEMORY_AT lets blocks run out of memory. BREAK breaks, on purpose, what compiling needs: the age of ``torch``,
+the ``layout`` of Lumina's blocks.
 """
 
 import atexit
@@ -86,23 +86,6 @@ def write():
             json.dump({**calls, **({"steps": steps} if steps else {})}, file)
 
 
-def break_backend(registry):
-    lookup, tried = registry.lookup_backend, []
-
-    def lookup_backend(name):
-        backend = lookup(name)
-
-        def compile_graph(graph, inputs):
-            tried.append(graph)
-            if len(tried) > 1:
-                raise RuntimeError("no such instruction")
-            return backend(graph, inputs)
-
-        return compile_graph
-
-    registry.lookup_backend = lookup_backend
-
-
 def age_torch(version):
     version.__version__ = "2.4.1"
 
@@ -122,7 +105,6 @@ def change_layout(models):
 
 
 BREAKAGES = {
-    "backend": ("torch._dynamo.backends.registry", break_backend),
     "torch": ("torch.version", age_torch),
     "layout": ("library.lumina_models", change_layout),
 }
