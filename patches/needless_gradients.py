@@ -55,13 +55,31 @@ def _cut_off(original: Any, settings: Settings) -> Any:
 
 
 def _without_history(value: Any) -> Any:
-    """A tensor whose gradient would go nowhere: what an encoder in training has made has a history, a weight is a parameter."""
+    """The tensor, cut off from what made it unless that has weights: an encoder that is trained."""
     import torch
 
-    if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and not isinstance(value, torch.nn.Parameter):
+    if isinstance(value, torch.Tensor) and value.requires_grad and not _leads_to_weights(value):
         _spared["inputs"] += 1
         return value.detach()
     return value
+
+
+def _leads_to_weights(tensor: Any) -> bool:
+    import torch
+
+    if tensor.grad_fn is None:
+        return isinstance(tensor, torch.nn.Parameter)
+    nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter):
+            return True
+        new = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        nodes += new
+    return False
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------
