@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from kohya_ext.errors import UserError
 
@@ -38,6 +39,13 @@ def read_size(text: str) -> int:
         raise UserError(f"--vram {text}: write 16GB (16e9 bytes), 16GiB (17.18e9), or 16 for a card sold as 16 GB (16 GiB)")
     unit = (match.group(2) or "").lower()
     return round(float(match.group(1)) * (GB if unit == "gb" else GIB))
+
+
+def index_of(device: Any) -> int:
+    """Return the number of a CUDA device; accelerate names the only one without it, which not every function of torch takes."""
+    import torch
+
+    return int(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def said(size: float) -> str:

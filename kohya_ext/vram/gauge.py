@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kohya_ext.vram.card import index_of
 from kohya_ext.vram.track import Allocations
 
 
@@ -27,7 +28,7 @@ class CardGauge:
     """What the caching allocator of a CUDA device has reserved."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = index_of(device)
 
     def begin(self) -> int:
         """Give back what earlier phases left (the VAE's caching reserves gigabytes), so that the peak is the step's own."""
@@ -40,7 +41,8 @@ class CardGauge:
         return int(torch.cuda.max_memory_reserved(self.device))
 
     def release(self) -> None:
-        """Return cached memory in which nothing lies to the driver."""
+        """Free what only reference cycles hold, and return cached memory in which nothing lies to the driver."""
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -53,6 +55,7 @@ class HostGauge:
 
     def begin(self) -> int:
         """Weigh every tensor that is alive, and begin to weigh what is allocated in this thread."""
+        self.release()
         self._before = sum(storage.nbytes() for storage in _storages())
         self._step = Allocations()
         self._step.__enter__()
@@ -66,7 +69,8 @@ class HostGauge:
         return peak
 
     def release(self) -> None:
-        """Do nothing: the host's allocator keeps what it keeps."""
+        """Free what only reference cycles hold."""
+        gc.collect()
 
 
 def _storages() -> list[Any]:
