@@ -80,18 +80,20 @@ def _lean(original: Any, settings: Settings) -> Any:
                     nonlocal count
                     if count == len(slots):
                         if not frame.forward_completed:  # asked for within forward, which has not come further yet
-                            return tensor
+                            return tensor.detach()
                         raise module.CheckpointError(f"the recomputation saves more than the {count} tensors of forward")
                     slot = slots[count]()
                     count += 1
+                    # With its history it would keep the whole recomputation alive; and an operator that saves its own
+                    # output would keep itself alive, for good: nothing collects a cycle through the graph.
+                    value = tensor.detach() if tensor.requires_grad else tensor
                     if slot is not None:
                         if slot.shape != tensor.shape or slot.dtype != tensor.dtype or slot.device != tensor.device:
                             raise module.CheckpointError(_differs(slot, tensor, count))
-                        # With its history it would keep the whole recomputation alive.
-                        slot.value = tensor.detach() if tensor.requires_grad else tensor
+                        slot.value = value
                     if frame.early_stop and count == len(slots):
                         raise stop
-                    return tensor
+                    return value
 
                 _leave_untraced(keep)
                 try:
