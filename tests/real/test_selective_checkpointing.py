@@ -51,9 +51,9 @@ def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
     assert re.search(r"covers 0 of \d+ blocks of SdxlUNet2DConditionModel", none.output)
 
 
-def budget_between(whole):
+def budget_between(whole, room=1.12):
     """A budget with a little room beside what every block checkpointed needs: the tiny model is mostly weights."""
-    return f"{1.12 * max(peak for peak, _ in whole.weighed_steps) / 1e6:.2f}MB"
+    return f"{room * max(peak for peak, _ in whole.weighed_steps) / 1e6:.2f}MB"
 
 
 def test_a_budget_is_spent_and_kept(checkout, train, every):
@@ -85,7 +85,7 @@ def test_a_budget_for_everything_frees_every_block(checkout, train, every):
 @slow
 def test_a_budget_goes_to_compiled_blocks_as_a_share_of_their_activations(checkout, train, every):
     compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")
-    run = train(checkout, LORA, *compiled, "--vram_budget", budget_between(every(checkout, LORA)))
+    run = train(checkout, LORA, *compiled, "--vram_budget", budget_between(every(checkout, LORA), 1.25))
     assert 0 < int(re.search(r"compiled blocks keep (\d+)% of their activations", run.output).group(1)) < 100
     assert run.report["facts"]["selective_torch_compile"]["graph_breaks"] == 0
     for name, tensor in every(checkout, LORA).tensors.items():
