@@ -19,7 +19,11 @@ import toml
 from kohya_ext.arguments import QuietParser, RunArguments, find_problem
 from kohya_ext.errors import UserError
 from kohya_ext.overlay import FAMILIES
+from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import negated_flags
+
+#: What stands for a file of weights in 8 bits once choices are normalized.
+FP8 = "fp8"
 
 #: A whole number or a number is written as such; text in a list stands for ``nargs="*"``.
 _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
@@ -46,6 +50,12 @@ class Choices:
     full_bf16: bool = False
     fp8_base: bool = False
     fp8_base_unet: bool = False
+    fp8_scaled: bool = False
+    fp8_vl: bool = False
+    text_encoder_cpu: bool = False
+    attn_mode: str | None = None
+    split_attn: bool = False
+    vae_chunk_size: int | None = None
     sdpa: bool = False
     xformers: bool = False
     mem_eff_attn: bool = False
@@ -80,6 +90,7 @@ class Choices:
     train_inpainting: bool = False
     v2: bool = False
     model_type: str = "flux"
+    t5xxl: str | None = None
     t5xxl_max_token_length: int | None = None
     apply_t5_attn_mask: bool = False
     apply_lg_attn_mask: bool = False
@@ -110,6 +121,11 @@ class Choices:
             return self.stop_text_encoder_training is None or self.stop_text_encoder_training >= 0
         return self.train_text_encoder
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the optimizer steps within the backward pass, in one of upstream's three ways."""
+        return bool(self.fused_backward_pass or self.fused_optimizer_groups or self.blockwise_fused_optimizers)
+
     def key(self) -> dict[str, Any]:
         """What tells this run's figures from another's: the choices that differ from the defaults."""
         defaults = Choices(self.script)
@@ -137,7 +153,8 @@ def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, 
 
 def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Choices:
     """Return the choices among a script's arguments, whoever parsed them, and the extension's own."""
-    given = {name: values[name] for name in _rows() if values.get(name) is not None}
+    said = {**run.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
+    given = {name: said[name] for name in _rows() if name in said}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
@@ -176,6 +193,9 @@ def normalized(choices: Choices) -> Choices:
         gradient_accumulation_steps=min(choices.gradient_accumulation_steps, 2),
         stop_text_encoder_training=None if (choices.stop_text_encoder_training or 0) >= 0 else -1,
         max_grad_norm=float(choices.max_grad_norm != 0),
+        t5xxl=FP8
+        if choices.family == "flux" and choices.fp8_base and not choices.fp8_base_unet and _in_fp8(choices.t5xxl)
+        else None,
         network_dim=(choices.network_dim or 4) if lora else None,
         checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
@@ -183,6 +203,21 @@ def normalized(choices: Choices) -> Choices:
         learning_rate_te1=_whether(choices.learning_rate_te1),
         learning_rate_te2=_whether(choices.learning_rate_te2),
     )
+
+
+def _loads_fp8(choices: Choices) -> bool:
+    """Whether text encoders in 8 bits stay so: flux_train_network.py casts them to 16 otherwise."""
+    return choices.family == "flux" and choices.fp8_base and not choices.fp8_base_unet
+
+
+def _in_fp8(name: str | None) -> bool:
+    """Whether a file holds 8-bit weights: its header says so, or, where there is no such file, its name."""
+    if not name or name == FP8:
+        return name == FP8
+    try:
+        return "F8_E4M3" in read_header(Path(name)).dtypes.values()
+    except (OSError, ValueError):
+        return "fp8" in Path(name).name
 
 
 def _whether(rate: float | None) -> float | None:

@@ -32,6 +32,7 @@ TRAINERS: Mapping[str, str] = {
     "lumina": "lumina_train_network.py",
     "sd3": "sd3_train_network.py",
     "anima": "anima_train_network.py",
+    "hunyuan-image": "hunyuan_image_train_network.py",
 }
 
 
@@ -78,8 +79,6 @@ def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
 NOT_MODELLED = (
     "deepspeed",
     "cpu_offload_checkpointing",
-    "fused_optimizer_groups",
-    "blockwise_fused_optimizers",
     "train_inpainting",
     "dim_from_weights",
 )
@@ -172,7 +171,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -43,6 +43,23 @@ def test_the_users_own_16_gb_settings_are_the_fine_tune_preset():
     assert values["gradient_checkpointing"] is True
 
 
+def test_a_tier_without_a_file_is_the_next_smaller_one():
+    assert overlay.load(["20gb"], "sdxl_train.py").label == "sdxl-finetune/16gb"
+    assert overlay.load(["sdxl-lora/999gb"], "sdxl_train_network.py").presets[-1].about["vram_gb"] >= 24
+
+
+def test_a_preset_lies_over_what_it_extends_and_its_values_say_which_set_them(tmp_path):
+    mine, second = tmp_path / "mine.toml", tmp_path / "second.toml"
+    mine.write_text('train_batch_size = 3 # because\n[preset]\nextends = ["sdxl-finetune/16gb"]\n')
+    second.write_text('seed = 1 # any\n[preset]\nextends = ["sdxl-finetune/16gb"]\n')
+    stacked = overlay.load([str(mine), str(second)], "sdxl_train.py")
+    assert stacked.values["train_batch_size"] == overlay.Value(3, "because", str(mine))
+    assert stacked.values["optimizer_type"].preset.startswith("sdxl-finetune/")
+    mine.write_text('[preset]\nextends = ["nothing"]\n')
+    with pytest.raises(UserError, match=r"mine\.toml extends nothing, which is not there"):
+        overlay.load([str(mine)], "sdxl_train.py")
+
+
 def test_the_later_of_two_presets_wins(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text("train_batch_size = 3 # because\n")
@@ -55,9 +72,11 @@ def test_the_later_of_two_presets_wins(tmp_path):
 @pytest.mark.parametrize(
     ("names", "script", "message"),
     [
-        (["17gb"], "sdxl_train.py", r"no preset 17gb for sdxl_train.py: there are 8gb, 12gb, .*Did you mean 1\dgb\?"),
+        (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py: there are 8gb, 12gb, "),
+        (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py: .*Did you mean 24gb\?"),
+        (["base"], "sdxl_train.py", "no preset base"),
         (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),
-        (["16gb"], "sd3_train.py", "no preset 16gb for sd3_train.py: there are presets for .* only"),
+        (["16gb"], "sd3_train.py", "no preset 16gb"),
         (["nowhere.toml"], "sdxl_train.py", "no preset file nowhere.toml"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_chart_is_a_picture(checkout, tmp_path):
     ("argv", "named"),
     [
         (["sdxl_train.py"], "--resolution"),
-        (["sdxl_train.py", "--preset", "17gb"], "no preset 17gb"),
+        (["sdxl_train.py", "--preset", "6gb"], "no preset 6gb"),
         (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram lots"),
         (["no_script.py"], "no script no_script.py"),
     ],
