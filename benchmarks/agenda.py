@@ -52,6 +52,8 @@ GPU = (
     Job("lumina-lora-b6", _step("lumina-lora", "upstream,compiled,upstream-compile", "--train_batch_size", "6")),
     Job("lumina-lora-b2", _step("lumina-lora", "upstream,budget-0.5,upstream-free,compiled-free", "--train_batch_size", "2")),
     Job("sdxl-finetune-step", _step("sdxl-finetune", "upstream,compiled,compiled-free")),
+    Job("sdxl-lora-vram", _step("sdxl-lora", "patched,vram-8GiB,vram-12GiB,vram-16GiB,vram-24GiB", suite="script")),
+    Job("sdxl-lora-vram-compiled", _step("sdxl-lora", "compiled,compiled-vram-12GiB,compiled-vram-16GiB", suite="script")),
     Job("sdxl-lora-tiers", ("tiers", "--family", "sdxl-lora")),
     Job("sdxl-finetune-tiers", ("tiers", "--family", "sdxl-finetune")),
     CALIBRATION,

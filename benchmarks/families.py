@@ -86,6 +86,17 @@ def _share(share: float) -> dict[str, Recipe]:
     }
 
 
+def _vram(size: int) -> dict[str, Recipe]:
+    """The real script in a process that caps itself and spends what is left, eager and compiled."""
+    name, chosen = f"vram-{size}GiB", (*_CHECKPOINTING, "--vram_budget", f"{size}GiB")
+    return {
+        name: Recipe(f"patched, eager, --vram_budget {size}GiB", chosen, patches=("vram_budget",)),
+        f"compiled-{name}": Recipe(
+            f"selective compile, --vram_budget {size}GiB", (*chosen, *_COMPILED), patches=(*_SELECTIVE, "vram_budget")
+        ),
+    }
+
+
 RECIPES: Mapping[str, Recipe] = {
     "upstream": Recipe("upstream, checkpointing", _CHECKPOINTING, patched=False),
     "patched": Recipe("patched, eager, checkpointing", _CHECKPOINTING),
@@ -107,6 +118,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     **{f"budget-{share:g}": _budget(share) for share in (0.9, 0.75, 0.5, 0.25, 0.1, 0.0)},
     **{name: recipe for share in (0.75, 0.5, 0.25) for name, recipe in _share(share).items()},
+    **{name: recipe for size in (8, 12, 16, 24) for name, recipe in _vram(size).items()},
 }
 
 STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any
@@ -38,6 +39,21 @@ def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
             raise SystemExit(error.returncode if error.returncode > 0 else 128 - error.returncode) from None
 
     return simple_launcher
+
+
+@contextmanager
+def pass_signals_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """While a process is waited for: end it with SIGTERM when this one is sent it or Ctrl-C, and go on waiting."""
+
+    def send(number: int, frame: FrameType | None) -> None:
+        process.terminate()  # a terminal's Ctrl-C has reached it already; a second one would kill it
+
+    before = {number: signal.signal(number, send) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ Every training script of sd-scripts makes its accelerator with ``prepare_acceler
 from __future__ import annotations
 
 import contextlib
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -57,3 +58,14 @@ def around_batch(before: Callable[[Any], None], after: Callable[[Any], None]) ->
         return accumulate
 
     return Target("accelerate.accelerator", "Accelerator.accumulate", replace, takes("self"))
+
+
+def current_batch() -> dict[str, Any]:
+    """Return the micro-batch that the training loop holds, found in its frame; empty when there is none."""
+    frame = sys._getframe()
+    while frame is not None:
+        batch = frame.f_locals.get("batch")
+        if isinstance(batch, dict):
+            return batch
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}

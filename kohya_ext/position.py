@@ -14,6 +14,7 @@ lives in the workers across epochs.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import re
@@ -37,6 +38,18 @@ AUTO = "auto"
 
 #: What the end of an epoch reads, and what it must say for an epoch that was left out to save and sample nothing.
 _NOTHING_AT_EPOCH_END = {"save_every_n_epochs": None, "sample_every_n_epochs": None, "validate_every_n_epochs": sys.maxsize}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stood after one of its steps: everything that a state keeps beside weights and optimizer."""
+
+    step: int
+    epoch: int
+    batch: int
+    finished: bool
+    began: dict[str, Any]
+    random: dict[str, Any]
 
 
 @dataclass
@@ -69,15 +82,24 @@ class Position:
         self.batch += 1
         self.step += bool(accelerator.sync_gradients)
 
+    def place(self) -> Place:
+        """Return where the run stands now."""
+        return Place(self.step, self.epoch, self.batch, self.finished, self._began, random_state())
+
+    def return_to(self, place: Place) -> None:
+        """Stand where the run stood before, random numbers included, for a state that is saved later than its step."""
+        self.step, self.epoch, self.batch, self.finished = place.step, place.epoch, place.batch, place.finished
+        self._began = place.began
+        set_random_state(place.random)
+
     def save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the position into a state; a hook of ``accelerator.save_state``."""
         if self.accelerator.is_main_process:
             import torch
 
-            torch.save(
-                {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished, **self._began},
-                os.path.join(folder, FILE),
-            )
+            stands = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
+            accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
+            torch.save({**stands, **accumulated, **self._began}, os.path.join(folder, FILE))
 
     # --- going on ----------------------------------------------------------------------------------------------------
 
@@ -97,6 +119,9 @@ class Position:
                 f"{folder} is at step {goal['step']} and --max_train_steps is {self.args.max_train_steps}: "
                 "there is nothing left to train. Give more steps or leave out --resume"
             )
+        # Smaller batches, more of them accumulated: as many pictures were seen.
+        accumulated = getattr(self.args, "gradient_accumulation_steps", 1)
+        goal["batch"] = goal["batch"] * accumulated // goal.get("accumulated", accumulated)
         self._goal = goal
         if hasattr(self.args, "initial_step"):
             self.args.initial_step = 0  # LoRA scripts would count on their own, from the state's train_state.json
@@ -125,8 +150,8 @@ class Position:
             _set_counters(loader, goal["counters"])
             set_random_state(goal["random"])
             batches = original(loader)
-            for _ in range(goal["batch"]):
-                next(batches)
+            for _ in itertools.islice(batches, goal["batch"]):
+                pass
             self.batch, self.finished = goal["batch"], False
             self._arrive(goal, frame)
             yield from batches

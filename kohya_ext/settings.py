@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from kohya_ext.errors import UserError
+from kohya_ext.vram.card import read_budget
 
 #: Switches everything: ``1`` arms the extension in a plain start of a script, ``0`` keeps it out of every start.
 MASTER_SWITCH = "KOHYA_EXT"
@@ -279,6 +280,33 @@ class Settings:
         metavar="FRACTION",
         activates=True,
         patch="selective_checkpointing",
+    )
+    vram_budget: int | str | None = _option(
+        None,
+        "cap the process at this much of the card (14GB is 14e9 bytes, 13GiB 13 * 2**30, auto is what is free less 5 percent), "
+        "checkpoint every block, then free as many from it as the measured peak leaves room for",
+        read_budget,
+        environment="KOHYA_EXT_VRAM_BUDGET",
+        metavar="SIZE|auto",
+        activates=True,
+        patch="vram_budget",
+    )
+    on_oom: str = _option(
+        "stop",
+        "when a run is out of memory: stop, or retry, which starts it anew from its newest state with the cheapest change that "
+        "helps (launcher only)",
+        one_of("stop", "retry"),
+        environment="KOHYA_EXT_ON_OOM",
+        metavar="stop|retry",
+        patch="out_of_memory",
+    )
+    oom_restarts: int = _option(
+        3,
+        "how often --on_oom retry starts a run anew at most",
+        count,
+        environment="KOHYA_EXT_OOM_RESTARTS",
+        metavar="N",
+        patch="out_of_memory",
     )
     report: Path | None = _option(
         None,

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import threading
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from kohya_ext.console import note, warn
+from kohya_ext.retyping import again
 from kohya_ext.settings import Settings
 from kohya_ext.writing import PARTIAL
 
@@ -141,11 +140,7 @@ def continuation(state: Path, processes: int = 1) -> str:
     """Return what to type to go on from a saved state."""
     if processes > 1:  # what launched the processes is not on this one's command line
         return f"the same command with --resume {shlex.quote(str(state))}"
-    words = list(sys.orig_argv)
-    while "--resume" in words:
-        del words[words.index("--resume") : words.index("--resume") + 2]
-    words += ["--resume", str(state)]
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+    return again({"resume": str(state)})
 
 
 _stopper: Stopper | None = None

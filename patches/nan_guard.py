@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 from kohya_ext import position, stopping
 from kohya_ext.console import error, warn
-from kohya_ext.loop import around_batch, on_start
+from kohya_ext.loop import around_batch, current_batch, on_start
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -206,14 +205,8 @@ def _files_at(dataset: Any, index: int) -> list[str]:
 
 
 def _files_of_batch() -> list[str]:
-    """The images of the batch that the training loop holds, found in its frame: only asked when a step was bad."""
-    frame = sys._getframe()
-    while frame is not None:
-        batch = frame.f_locals.get("batch")
-        if isinstance(batch, dict) and _FILES in batch:
-            return list(batch[_FILES])
-        frame = frame.f_back  # type: ignore[assignment]
-    return []
+    """The images of the batch that the training loop holds, only asked when a step was bad."""
+    return list(current_batch().get(_FILES, []))
 
 
 def _gradient_norm(optimizer: Any) -> Any:

@@ -31,14 +31,16 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
 
 
 def _is_launcher(process: int) -> bool:
-    """Whether a process is ``accelerate launch`` or torchrun. A shell may well end before its run does; they may not."""
+    """Whether a process is a launcher. A shell may well end before its run does; they may not."""
     import psutil  # accelerate needs it
 
     try:
         words = psutil.Process(process).cmdline()
     except psutil.Error:
         return False
-    return any("accelerate" in word or "torchrun" in word or "torch.distributed" in word for word in words[:4])
+    # Also this package's own launcher, where it waits for the run (--on_oom retry).
+    known = ("accelerate", "torchrun", "torch.distributed")
+    return "kohya_ext" in words[1:4] or any(name in word for name in known for word in words[:4])
 
 
 def _end_with_parent() -> None:

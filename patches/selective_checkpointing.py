@@ -12,15 +12,13 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+from kohya_ext.checkpointing import covered_blocks, on_enable
 from kohya_ext.console import note
-from kohya_ext.patching import Patch, Target, takes
+from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
 
 #: The kinds with the most work per byte, the best first; every other kind comes after them.
 FIRST = ("Upsample2D", "Downsample2D", "MLPEmbedder", "ResnetBlock2D", "SingleStreamBlock")
-
-#: What a block's own forward is called below the one that checkpoints it.
-INNER = ("_forward", "forward_body")
 
 
 def _in_part(original: Any, settings: Settings) -> Any:
@@ -29,7 +27,7 @@ def _in_part(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        blocks = [block for block in self.modules() if block is not self and _is_checkpointed(block)]
+        blocks = covered_blocks(self)
         freed = sorted(enumerate(blocks), key=_by_work_per_byte)[: round(len(blocks) * (1 - share))]
         for _, block in freed:
             block.gradient_checkpointing = False
@@ -37,10 +35,6 @@ def _in_part(original: Any, settings: Settings) -> Any:
         return result
 
     return enable_gradient_checkpointing
-
-
-def _is_checkpointed(block: Any) -> bool:
-    return getattr(block, "gradient_checkpointing", None) is True and any(hasattr(block, name) for name in INNER)
 
 
 def _by_work_per_byte(numbered: tuple[int, Any]) -> tuple[int, int, int]:
@@ -53,17 +47,7 @@ def _by_work_per_byte(numbered: tuple[int, Any]) -> tuple[int, int, int]:
 PATCH = Patch(
     name="selective_checkpointing",
     summary="gradient checkpointing for a share of the blocks (--checkpoint_share), those with the least work per byte",
-    targets=tuple(
-        Target(module, f"{model}.enable_gradient_checkpointing", _in_part, takes("self"))
-        for module, model in (
-            ("library.sdxl_original_unet", "SdxlUNet2DConditionModel"),
-            ("library.flux_models", "Flux"),
-            ("library.chroma_models", "Chroma"),
-            ("library.sd3_models", "MMDiT"),
-            ("library.lumina_models", "NextDiT"),
-            ("library.anima_models", "Anima"),
-        )
-    ),
+    targets=on_enable(_in_part),
     exactness="exact",
     held_to="the trained file with every block checkpointed and with none",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",

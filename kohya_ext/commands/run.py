@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kohya_ext import __version__, commands
+from kohya_ext import __version__, commands, supervising
 from kohya_ext.arguments import QuietParser, read_arguments
 from kohya_ext.autoload import watch
 from kohya_ext.errors import UserError
@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{own[0]} has no meaning for {script.name}, which is not a training script: leave it out")
     arguments = [*own, *after]
     if not switched_off:
-        _check(checkout, script, arguments, settings)
+        resolved = _check(checkout, script, arguments, settings)
+        if resolved.on_oom == "retry" and is_training_script(script) and supervising.handed_over() is None:
+            return supervising.supervise(argv[: len(argv) - len(given.arguments)], given.arguments, resolved)
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is given: leave out one of the two")
 
@@ -81,15 +83,15 @@ def _launcher_options(arguments: Sequence[str]) -> tuple[Mapping[str, object], l
     return vars(known), rest
 
 
-def _check(checkout: Checkout, script: Path, arguments: Sequence[str], settings: Settings) -> None:
-    """Raise UserError for what would otherwise be found only after ten seconds of imports."""
+def _check(checkout: Checkout, script: Path, arguments: Sequence[str], settings: Settings) -> Settings:
+    """Return a run's settings; raise UserError for what would otherwise be found only after ten seconds of imports."""
     if checkout.layout == "unknown" and not settings.allow_unknown_version:
         raise UserError(
             f"{checkout.path} ({checkout.label}) has a layout that kohya_ext {__version__} does not know: it knows v0.10 and "
             "v0.11. Run `python -m kohya_ext setup` for one it knows and name it with --sd-scripts, or try this one with "
             f"{flags('allow_unknown_version')[1]}"
         )
-    read_arguments(script.name if is_training_script(script) else None, arguments, os.environ)
+    return read_arguments(script.name if is_training_script(script) else None, arguments, os.environ).settings
 
 
 def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_off: bool) -> None:

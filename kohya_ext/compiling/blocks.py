@@ -28,6 +28,8 @@ class Run:
     blocks: dict[str, Block] = field(default_factory=dict)
     standing_aside: str | None = None
     """Why nothing is compiled in this run, when something else of the run does it."""
+    waiting: bool = False
+    """Whether the blocks still run eager because something of the run measures them first."""
     prepared: bool = False
     _breaks_before: int = 0
 
@@ -190,7 +192,7 @@ def compile_method(original: Callable[..., Any], label: str, position: str, sett
 
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if block.eager or RUN.standing_aside or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if block.eager or RUN.waiting or RUN.standing_aside or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         if block.compiled is None and not _start(block, [*args, *kwargs.values()]):
             return original(self, *args, **kwargs)

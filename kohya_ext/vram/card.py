@@ -8,6 +8,25 @@ from kohya_ext.errors import UserError
 
 GB, GIB = 10**9, 2**30
 
+#: What ``--vram_budget`` says for the card's free memory less a margin.
+AUTO = "auto"
+
+_UNITS = {"mb": 10**6, "mib": 2**20, "gb": GB, "gib": GIB}
+
+
+def read_budget(value: object) -> int | str:
+    """Return a budget in bytes, or :data:`AUTO`: ``14GB`` is 14e9 bytes, ``13GiB`` 13 * 2**30.
+
+    Raises ValueError for anything else, a bare number too: 14 could be either.
+    """
+    text = str(value).strip().lower()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mb|mib|gb|gib)", text)
+    if text == AUTO:
+        return AUTO
+    if match is None or float(match.group(1)) == 0:
+        raise ValueError(f"must be a size with its unit, 14GB (14e9 bytes) or 13GiB (13 * 2**30), or auto, not {value!r}")
+    return round(float(match.group(1)) * _UNITS[match.group(2)])
+
 
 def read_size(text: str) -> int:
     """Return bytes: ``16GB`` is 16e9, ``16GiB`` is 16 * 2**30, and a plain ``16`` is a card sold as 16 GB, which has 16 GiB.
@@ -19,6 +38,11 @@ def read_size(text: str) -> int:
         raise UserError(f"--vram {text}: write 16GB (16e9 bytes), 16GiB (17.18e9), or 16 for a card sold as 16 GB (16 GiB)")
     unit = (match.group(2) or "").lower()
     return round(float(match.group(1)) * (GB if unit == "gb" else GIB))
+
+
+def said(size: float) -> str:
+    """Return a size with its unit: GB (1e9 bytes) with two decimals, small ones in MB (1e6) with one."""
+    return f"{size / GB:.2f} GB" if size >= GB / 10 else f"{size / 10**6:.1f} MB"
 
 
 def gigabytes(size: float) -> str:

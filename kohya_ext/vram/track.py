@@ -130,9 +130,52 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self.events.append(Event(number, -size, self.phase))
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = _FLOPS.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
+        self.flops += _flops(func, args, kwargs, result)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Weighs a piece of code on real tensors: what it allocates, how much of it is alive at most, and its FLOPs.
+
+    A tensor that shares the storage of an operator's input is no allocation, so nothing that was there before need be known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = 0
+        """Bytes allocated inside and not freed yet; goes on falling behind the end."""
+        self.peak = 0
+        self.flops = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and weigh the storages that are new in its result."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.flops += _flops(func, args, kwargs, result)
+        found = [value.untyped_storage() for value in tree_iter(result) if isinstance(value, torch.Tensor)]
+        if found:
+            given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)}
+            for storage in found:
+                if storage._cdata not in given:
+                    self._see(storage)
+        return result
+
+    def _see(self, storage: Any) -> None:
+        known = self._known.get(id(storage))
+        if known is not None and known() is storage:
+            return
+        size = storage.nbytes()
+        self._known[id(storage)] = weakref.ref(storage, partial(self._gone, size))
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def _gone(self, size: int, reference: Any) -> None:
+        self.alive -= size
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    formula = _FLOPS.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
 def _sdpa_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

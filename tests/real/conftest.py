@@ -91,6 +91,15 @@ class Run:
     @property
     def checkpoint_calls(self) -> dict[str, int]:
         """How often each kind of checkpointing was reached."""
+        return {kind: count for kind, count in self._spied.items() if kind != "steps"}
+
+    @property
+    def weighed_steps(self) -> list[tuple[int, int]]:
+        """(peak bytes of tensors, FLOPs) of each batch; empty unless ``SPY_MEMORY`` was set."""
+        return [(peak, flops) for peak, flops in self._spied.get("steps", [])]
+
+    @property
+    def _spied(self) -> dict[str, Any]:
         file = self.folder / SPIED
         return json.loads(file.read_text()) if file.is_file() else {}
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kohya_ext.overlay import FAMILIES
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.tiny.environment import python_path
 from kohya_ext.vram.choices import Choices
+from kohya_ext.vram.ladder import Attempt, Step, after, steps
 from kohya_ext.vram.making import TRAINERS
 from tests.real.conftest import ROOT
 
@@ -38,6 +40,28 @@ def test_the_choices_have_the_names_and_defaults_of_the_scripts_own_parsers(chec
         assert {name: parser[name] for name in defaults if name in parser} == {
             name: value for name, value in defaults.items() if name in parser
         }
+
+    for script, wanted in RUNGS.items():
+        assert {step.rung.name for step in climb(Attempt(script, parsers[script], parsers[script].__contains__))} >= wanted
+
+
+#: Rungs that a script's own arguments allow, from its defaults on: those that not every script has.
+RUNGS = {
+    "sdxl_train_network.py": {"attention", "mixed precision", "checkpointing", "fp8 base", "text encoders frozen"},
+    "sdxl_train.py": {"cached text encoder outputs", "Adafactor", "fused backward pass", "pure bf16"},
+    "train_network.py": {"attention", "cached latents", "fp8 base", "text encoders frozen"},
+    "flux_train_network.py": {"fp8 base", "block swap", "text encoders frozen"},
+    "flux_train.py": {"Adafactor", "fused backward pass", "pure bf16", "block swap"},
+    "sd3_train_network.py": {"fp8 base", "block swap"},
+    "lumina_train_network.py": {"fp8 base", "text encoders frozen"},
+    "anima_train_network.py": {"block swap"},
+}
+
+
+def climb(run: Attempt) -> Iterator[Step]:
+    while (step := next(steps(run), None)) is not None:
+        yield step
+        run = after(run, step)
 
 
 def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout) -> None:

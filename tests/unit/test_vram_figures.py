@@ -7,7 +7,7 @@ import pytest
 
 from kohya_ext.errors import UserError
 from kohya_ext.vram.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, least
-from kohya_ext.vram.card import gigabytes, read_size
+from kohya_ext.vram.card import AUTO, gigabytes, read_budget, read_size
 from kohya_ext.vram.events import Event, Kind, peak, peak_by_phase
 
 MIB = 2**20
@@ -96,6 +96,20 @@ def test_a_size_says_which_gigabyte_it_means(text: str, size: int) -> None:
 def test_a_size_that_cannot_be_read_is_a_user_error(text: str) -> None:
     with pytest.raises(UserError, match="--vram"):
         read_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("14GB", 14 * 10**9), ("13 GiB", 13 * 2**30), ("1.5gib", 1536 * MIB), ("800MB", 8 * 10**8), ("auto", AUTO)],
+)
+def test_a_budget_has_a_unit(text: str, size: int | str) -> None:
+    assert read_budget(text) == size
+
+
+@pytest.mark.parametrize("text", ["14", "", "big", "-4GB", "0GB", "14 G", "50%"])
+def test_a_budget_that_cannot_be_read_names_the_right_form(text: str) -> None:
+    with pytest.raises(ValueError, match=r"14GB \(14e9 bytes\) or 13GiB \(13 \* 2\*\*30\), or auto"):
+        read_budget(text)
 
 
 def test_gigabytes_are_decimal() -> None:

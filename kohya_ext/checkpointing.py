@@ -1,0 +1,42 @@
+"""The blocks that gradient checkpointing covers: one by one, each with a switch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kohya_ext.patching import Target, takes
+from kohya_ext.settings import Settings
+
+#: Module and class of the models whose blocks have a ``gradient_checkpointing`` each. In SD1.5's only whole stages have one.
+MODELS = (
+    ("library.sdxl_original_unet", "SdxlUNet2DConditionModel"),
+    ("library.flux_models", "Flux"),
+    ("library.chroma_models", "Chroma"),
+    ("library.sd3_models", "MMDiT"),
+    ("library.lumina_models", "NextDiT"),
+    ("library.hunyuan_image_models", "HYImageDiffusionTransformer"),
+    ("library.anima_models", "Anima"),
+)
+
+#: What a block's own forward is called below the one that checkpoints it.
+INNER = ("_forward", "forward_body")
+
+
+def on_enable(replace: Callable[[Any, Settings], Any]) -> tuple[Target, ...]:
+    """Targets by which a patch replaces ``enable_gradient_checkpointing`` of every such model."""
+    return tuple(Target(module, f"{model}.enable_gradient_checkpointing", replace, takes("self")) for module, model in MODELS)
+
+
+def covered_blocks(model: Any) -> list[Any]:
+    """Return the blocks of a model that are checkpointed now, in the order of its modules."""
+    return [block for block in model.modules() if block is not model and _is_covered(block)]
+
+
+def _is_covered(block: Any) -> bool:
+    return getattr(block, "gradient_checkpointing", None) is True and inner_name(block) is not None
+
+
+def inner_name(block: Any) -> str | None:
+    """Return the name of a block's own forward; None when it has none."""
+    return next((name for name in INNER if hasattr(block, name)), None)

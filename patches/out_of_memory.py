@@ -1,0 +1,152 @@
+"""A run that is out of memory loses nothing and says what to change.
+
+As it comes, it ends in sixty lines of traceback, and the steps since the last save are gone. Weights and optimizer are whole,
+though, when forward or backward fail: the state is saved as it was after the last step, random numbers included, so that going
+on from it is the run that was not interrupted. Not where the optimizer steps within backward, nor with several processes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kohya_ext import position, session, supervising
+from kohya_ext.console import error as say
+from kohya_ext.console import note, warn
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.patching import Patch
+from kohya_ext.settings import Settings
+from kohya_ext.vram import oom
+from kohya_ext.vram.ladder import Phase
+from kohya_ext.writing import impatient
+
+_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+
+@dataclass
+class _Watch:
+    args: Namespace
+    accelerator: Any
+    settings: Settings
+    began: float = field(default_factory=time.time)
+    stepping: bool = False
+    """Whether a first step has begun."""
+    place: position.Place | None = None
+    """Where the run stood after its last whole step."""
+
+    def before_batch(self, accelerator: Any) -> None:
+        self.stepping = True
+
+    def after_batch(self, accelerator: Any) -> None:
+        current = position.position()
+        if accelerator.sync_gradients and current is not None and accelerator.num_processes == 1:
+            self.place = current.place()
+
+    def report(self, problem: BaseException) -> None:
+        """Save what is whole, and say what happened and what to do."""
+        phase = oom.moment(problem, self.stepping)
+        step = f"step {self.place.step + 1}, " if self.place is not None and self.stepping else ""
+        first = (str(problem).splitlines() or [type(problem).__name__])[0]
+        say(f"out of memory ({step}{phase}): {first}")
+        say(oom.measured(self.accelerator.device))
+        # What the failed step holds is in the way of saving, and its frames are all that holds it.
+        traceback.clear_frames(problem.__traceback__)
+        self._advise(phase, self._save(phase) or self._newest_state())
+
+    def _advise(self, phase: Phase, state: Path | None) -> None:
+        running = session.current()
+        if running is None or running.script is None:
+            return
+        script = running.script.name
+        if predicted := oom.predicted(running.checkout, script, self.args, running.run):
+            note(predicted)
+        step = oom.next_step(script, self.args, running.run, phase, state is not None)
+        for line in oom.advice(step, state) if step is not None else ["nothing is left to give up: it needs a larger card"]:
+            note(line)
+        if phase == "sampling":
+            note("or sample smaller pictures: --w 512 --h 512 in the prompts' file, or leave out --sample_prompts")
+        if (file := supervising.handed_over()) is not None and step is not None:
+            going_on = str(state) if state is not None and step.rung.resumes else None
+            file.write_text(
+                json.dumps({"changes": dict(step.changes), "what": step.rung.what, "state": going_on}), encoding="utf-8"
+            )
+
+    def _save(self, phase: Phase) -> Path | None:
+        """Save the state after the last whole step; None where there is none, or where it may not be whole any more."""
+        fused = any(getattr(self.args, name, None) for name in _FUSED)
+        current = position.position()
+        if phase not in ("forward", "backward", "sampling") or fused or self.place is None or current is None:
+            return None
+        state = Path(self.args.output_dir) / f"{self.args.output_name or 'last'}-rolling{self.place.step:08d}-state"
+        if state.is_dir():
+            return state
+        try:
+            current.return_to(self.place)
+            with impatient():
+                self.accelerator.save_state(str(state))
+        except Exception as problem:  # the advice is worth more than this state
+            warn(f"the state could not be saved: {type(problem).__name__}: {problem}")
+            return None
+        note(f"nothing is lost: the state after step {self.place.step} is saved in {state}")
+        return state
+
+    def _newest_state(self) -> Path | None:
+        """Return this run's newest state: one that it saved, or the one that it went on from."""
+        found = position.newest_state(Path(self.args.output_dir), self.args.output_name or "last")
+        if found is not None and found.stat().st_mtime >= self.began:
+            return found
+        resumed = getattr(self.args, "resume", None)
+        return Path(resumed) if resumed else None
+
+
+_watch: _Watch | None = None
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _watch
+    first = _watch is None
+    _watch = _Watch(args, accelerator, settings)
+    if settings.on_oom == "retry" and supervising.handed_over() is None:
+        warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
+    if first:
+        sys.excepthook = _reporting(sys.excepthook)
+
+
+def _reporting(before: Callable[..., Any]) -> Callable[..., Any]:
+    def excepthook(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
+        before(kind, problem, trace)
+        if _watch is not None and oom.is_out_of_memory(problem):
+            try:
+                _watch.report(problem)
+            except Exception as other:  # what went wrong is said already
+                warn(f"the report on memory could not be finished: {type(other).__name__}: {other}")
+
+    return excepthook
+
+
+def _before(accelerator: Any) -> None:
+    if _watch is not None:
+        _watch.before_batch(accelerator)
+
+
+def _after(accelerator: Any) -> None:
+    if _watch is not None:
+        _watch.after_batch(accelerator)
+
+
+PATCH = Patch(
+    name="out_of_memory",
+    summary="out of memory: the state is saved, and the run ends with what lay where and the cheapest next step to paste",
+    targets=(*on_start(_start), around_batch(_before, _after)),
+    exactness="exact",
+    held_to="the same run without it; going on from the saved state, the run that was not interrupted",
+    idea="https://pytorch.org/docs/stable/notes/faq.html",
+)

@@ -1,0 +1,158 @@
+"""``--vram_budget``: a cap on the process, and what is left below it spent on not computing twice.
+
+PyTorch's allocator stops at the cap as it stops at a card's end. Under Windows and WSL a card has no end: the driver takes
+system memory for what does not fit, and a step takes fifty times as long without a word.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+from kohya_ext import session
+from kohya_ext.checkpointing import on_enable
+from kohya_ext.console import note, stop, warn
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.overlay import FAMILIES
+from kohya_ext.patching import Patch
+from kohya_ext.settings import Settings
+from kohya_ext.vram.card import AUTO, said
+from kohya_ext.vram.estimate import CONTEXT_BYTES
+
+#: What ``auto`` leaves free of the card: a desktop's windows that are opened while training.
+MARGIN = 0.05
+
+#: What the blocks are filled up to, of the cap: the allocator wastes a little between tensors of other sizes.
+FILLED = 0.97
+
+#: Families of which only whole stages can be checkpointed.
+_IN_STAGES = ("sd15",)
+
+_spender: Any = None
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _spender
+    assert settings.vram_budget is not None, "wanted without a value"
+    limit = _cap(settings.vram_budget, accelerator.device)
+    reason = _reason_not_to_spend(args, accelerator, settings)
+    if limit is None or reason is not None:
+        if reason is not None:
+            note(f"memory budget: nothing below it is spent: {reason}")
+        return
+    from kohya_ext.vram.gauge import CardGauge, HostGauge
+    from kohya_ext.vram.spend import Spender
+
+    on_card = accelerator.device.type == "cuda"
+    _spender = Spender(round(limit * FILLED), CardGauge(accelerator.device) if on_card else HostGauge())
+    if settings.selective_torch_compile:
+        _wait_with_compiling()
+    if not args.gradient_checkpointing:
+        args.gradient_checkpointing = True
+        note("memory budget: gradient checkpointing is on for the first steps, and for the blocks that have no room after them")
+
+
+def _cap(budget: int | str, device: Any) -> int | None:
+    """Cap the process; return the bytes that its tensors may take, None where that is not known."""
+    import torch
+
+    if device.type != "cuda":
+        if budget == AUTO:
+            warn("--vram_budget auto: no CUDA card is used here, so there is no free memory to go by and nothing to cap")
+            return None
+        note(
+            f"--vram_budget {said(float(budget))}: no CUDA card is used here, so nothing is capped; "
+            "the tensors of the training steps are kept below it as measured"
+        )
+        return int(budget)
+    free, total = torch.cuda.mem_get_info(device)
+    # What is free is free beside the context that this process has by now; a size counts from nothing.
+    wanted = free - MARGIN * total if budget == AUTO else int(budget) - CONTEXT_BYTES
+    if wanted <= 0:
+        stop(
+            f"--vram_budget: {said(free)} of the card's {said(total)} are free, and CUDA's context alone takes about "
+            f"{said(CONTEXT_BYTES)}: give more, or end what else uses the card"
+        )
+    if budget != AUTO and wanted > free:
+        warn(
+            f"--vram_budget {said(float(budget))} is more than the {said(free)} that are free on this card: "
+            "--vram_budget auto takes what is there"
+        )
+    limit = min(round(wanted), int(total))
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    note(f"memory budget: {said(limit)} for tensors on a card of {said(total)}, {said(free)} of them free")
+    return limit
+
+
+def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
+    running = session.current()
+    script = running.script.name if running is not None and running.script is not None else ""
+    family = FAMILIES.get(script, "").rpartition("-")[0]
+    if not family or family in _IN_STAGES:
+        return "this script's model has no blocks that are checkpointed one by one"
+    for name in ("checkpoint_share", "activation_memory_budget"):
+        if getattr(settings, name) is not None:
+            return f"--{name} says how"
+    for name in ("torch_compile", "compile", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed"):
+        if getattr(args, name, False):
+            return f"with --{name} blocks cannot be freed one by one"
+    if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):
+        return "the model is sharded"
+    return None
+
+
+def _wait_with_compiling() -> None:
+    """Let the first steps run eager, where blocks can be weighed; they are compiled once it is known what they may keep."""
+    from kohya_ext.compiling.blocks import RUN
+    from kohya_ext.compiling.budget import set_budget
+
+    def compile_at(share: float) -> None:
+        RUN.waiting = False
+        try:
+            set_budget(share)
+        except Exception as error:  # torch's internals differ between versions; training goes on with what it has
+            warn(f"this torch takes no activation memory budget: {type(error).__name__}: {error}")
+            return
+        note(f"compiled blocks keep {share:.0%} of their activations")
+
+    RUN.waiting = True
+    _spender.compile_at = compile_at
+
+
+def _take(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _spender is not None:
+            _spender.take(self)
+        return result
+
+    return enable_gradient_checkpointing
+
+
+def _before(accelerator: Any) -> None:
+    if _spender is not None:
+        _spender.before_batch(accelerator)
+
+
+def _after(accelerator: Any) -> None:
+    if _spender is not None:
+        _spender.after_batch(accelerator)
+
+
+def _facts() -> Mapping[str, object]:
+    return _spender.facts() if _spender is not None else {}
+
+
+PATCH = Patch(
+    name="vram_budget",
+    summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
+    targets=(*on_start(_start), *on_enable(_take), around_batch(_before, _after)),
+    exactness="exact",
+    held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
+    idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
+    wanted=lambda settings: settings.vram_budget is not None,
+    facts=_facts,
+)

@@ -1,0 +1,91 @@
+"""A run that is out of memory, on the real scripts: what it says, what it saves, and that the launcher goes on from there."""
+
+import re
+import signal
+
+import pytest
+
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_all_whole, orphans, posix, same, send
+
+#: So that checkpointing is the next thing to give up.
+ARGUMENTS = ("--mixed_precision", "bf16")
+TOO_MUCH = (*ARGUMENTS, "--no-gradient_checkpointing")
+AT_STEP_3 = {"SPY_OUT_OF_MEMORY_AT": "3"}
+
+slow = pytest.mark.slow
+
+#: One generation by default.
+ONE = [
+    pytest.param({"v0.10": LORA, "v0.11": None}, id="by-turns"),
+    pytest.param({"v0.10": FULL, "v0.11": FULL}, id="full", marks=slow),
+    pytest.param({"v0.10": None, "v0.11": LORA}, id="the-other-way", marks=slow),
+]
+
+
+@pytest.mark.parametrize("scripts", ONE)
+def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout, train, scripts):
+    script = scripts[checkout.layout]
+    if script is None:
+        pytest.skip("the other generation's turn")
+    run = train(checkout, script, *TOO_MUCH, "--on_oom", "retry", env=AT_STEP_3)
+    assert "out of memory (step 3, forward): CUDA out of memory. Tried to allocate 20.00 MiB." in run.output
+    assert "nothing is lost: the state after step 2 is saved" in run.output
+    assert "the cheapest next step: gradient checkpointing of every block (--gradient_checkpointing)" in run.output
+    assert "restart 1 of 3, from tiny-rolling00000002-state, with gradient checkpointing" in run.output
+    assert "going on after step 2" in run.output
+    assert "restart 2" not in run.output
+    # Recomputing changes no bit, and no step was lost or made twice.
+    assert same(run.tensors, train(checkout, script, *ARGUMENTS).tensors)
+    assert_all_whole(run.folder)
+
+
+@slow
+def test_a_plain_start_says_what_to_paste(checkout, train):
+    run = train(checkout, LORA, *TOO_MUCH, start="environment", env={**AT_STEP_3, "KOHYA_EXT_ON_OOM": "retry"})
+    assert run.code == 1
+    assert "--on_oom retry needs the launcher" in run.output
+    (line,) = re.findall(r"to go on from tiny-rolling00000002-state with it: (.*)", run.output)
+    assert "--no-gradient_checkpointing" not in line
+    assert "--gradient_checkpointing --resume" in line
+    assert "what needs how much: python -m kohya_ext estimate sdxl_train_network.py --pretrained" in run.output
+
+
+@slow
+def test_restarts_are_bounded(checkout, train):
+    # bf16 helps as little as anything that leaves checkpointing off.
+    run = train(
+        checkout,
+        LORA,
+        "--no-gradient_checkpointing",
+        "--on_oom",
+        "retry",
+        "--oom_restarts",
+        "1",
+        env={"SPY_OUT_OF_MEMORY_AT": "1"},
+    )
+    assert run.code == 1
+    assert "restart 1 of 1, from the beginning, with mixed precision" in run.output
+    assert "out of memory after 1 restarts" in run.output
+    assert not run.file.exists()
+
+
+@slow
+@posix
+@pytest.mark.parametrize("scripts", SCRIPTS[:1])
+def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, scripts):
+    options = ("--max_train_steps", "500", "--on_oom", "retry")
+    run = train(checkout, scripts[checkout.layout], *options, at_step=2, act=send(signal.SIGTERM))
+    assert run.code == 128 + signal.SIGTERM, run.output[-3000:]
+    assert "to go on: " in run.output
+    assert not orphans(run.folder)
+    assert_all_whole(run.folder)
+
+
+@slow
+@posix
+def test_the_run_does_not_outlive_its_launcher(checkout, train):
+    run = train(checkout, LORA, "--max_train_steps", "500", "--on_oom", "retry", at_step=2, act=send(signal.SIGKILL))
+    assert run.code == -signal.SIGKILL
+    # The pipe is closed: the training process has ended too, its state saved.
+    assert not orphans(run.folder)
+    assert list(run.folder.glob("*-state")), run.output[-3000:]

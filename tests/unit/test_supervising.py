@@ -1,0 +1,84 @@
+"""--on_oom retry: which command lines the launcher starts, how often, and what it ends with."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kohya_ext import supervising
+from kohya_ext.launching import pass_signals_on
+from kohya_ext.retyping import again
+from kohya_ext.settings import Settings
+
+BEFORE = ("--sd-scripts", "there", "sdxl_train_network.py")
+
+
+def outcome(state=None, **changes):
+    return {"changes": changes, "what": "less", "state": state}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Let the runs end as listed, and keep the words they were started with."""
+    started = []
+
+    def let(*ends):
+        queue = list(ends)
+        monkeypatch.setattr(supervising, "_run", lambda words: started.append(list(words)) or queue.pop(0))
+        return started
+
+    return let
+
+
+def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
+    started = runs((1, outcome("out/a-state", train_batch_size=2)), (1, outcome(None, full_bf16=True)), (0, {}))
+    code = supervising.supervise(BEFORE, ["--train_batch_size", "4", "--seed", "1"], Settings(on_oom="retry"))
+    assert code == 0
+    assert [words[:3] for words in started] == [list(BEFORE)] * 3
+    assert [words[3:] for words in started] == [
+        ["--train_batch_size", "4", "--seed", "1"],
+        ["--seed", "1", "--train_batch_size", "2", "--resume", "out/a-state"],
+        ["--seed", "1", "--train_batch_size", "2", "--full_bf16"],
+    ]
+    said = capsys.readouterr().err
+    assert "restart 1 of 3, from a-state, with less: --train_batch_size 2 --resume out/a-state" in said
+    assert "restart 2 of 3, from the beginning, with less: --full_bf16" in said
+
+
+def test_restarts_are_bounded_and_the_last_code_counts(runs, capsys):
+    started = runs(*[(1, outcome(full_bf16=True))] * 5)
+    assert supervising.supervise(BEFORE, [], Settings(on_oom="retry", oom_restarts=2)) == 1
+    assert len(started) == 3
+    assert "after 2 restarts" in capsys.readouterr().err
+
+
+def test_what_is_not_out_of_memory_is_not_started_anew(runs):
+    started = runs((3, {}))
+    assert supervising.supervise(BEFORE, [], Settings(on_oom="retry")) == 3
+    assert len(started) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+def test_a_signal_is_passed_on_and_waited_for():
+    program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    before = signal.getsignal(signal.SIGTERM)
+    with pass_signals_on(child):
+        child.stdout.readline()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert child.wait(10) == 7
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_to_type_keeps_the_launchers_words_and_changes_the_scripts(monkeypatch):
+    started = ["python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents"]
+    monkeypatch.setattr(sys, "orig_argv", started)
+    monkeypatch.setattr(sys, "argv", ["/there/sdxl_train.py", *started[6:]])
+    line = again({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
+    if os.name == "posix":
+        assert line == (
+            "python -m kohya_ext --sd-scripts 'a b' sdxl_train --seed 1 "
+            "--resume auto --no-cache_latents --optimizer_args 'a=(1, 2)' b=3"
+        )

@@ -1,0 +1,88 @@
+"""What is made of a run that is out of memory: the moment, the step to take, the words to paste."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.arguments import read_arguments
+from kohya_ext.vram import oom
+from kohya_ext.vram.ladder import LADDER, Step
+
+LORA = "sdxl_train_network.py"
+
+
+def allocate() -> None:
+    raise RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    )
+
+
+def error_within(*names: str) -> BaseException:
+    """An error that came through functions of these names, the outermost first."""
+    scope = {"inner": allocate}
+    for name in reversed(names):
+        exec(f"def {name}(inner=inner):\n    inner()", scope)
+        scope["inner"] = scope[name]
+    with pytest.raises(RuntimeError) as caught:
+        scope["inner"]()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("names", "moment"),
+    [
+        (("train", "load_target_model", "to"), "loading"),
+        (("train", "cache_latents", "cache_batch_latents", "forward"), "caching latents"),
+        (("train", "process_batch", "call_unet", "forward"), "forward"),
+        (("train", "backward", "_engine_run_backward", "recompute_fn", "forward"), "backward"),
+        (("train", "backward", "hook", "step"), "backward"),
+        (("train", "step", "adamw"), "optimizer step"),
+        (("train", "sample_images", "sample_image_inference", "forward"), "sampling"),
+        (("train", "save_state", "save"), "saving"),
+    ],
+)
+def test_the_moment_is_told_from_the_functions_it_came_through(names: tuple[str, ...], moment: str) -> None:
+    assert oom.moment(error_within(*names), training=True) == moment
+
+
+def test_before_the_first_step_it_is_loading() -> None:
+    assert oom.moment(error_within("train", "to"), training=False) == "loading"
+
+
+def test_only_errors_of_memory_are_taken_for_one() -> None:
+    assert oom.is_out_of_memory(error_within("train"))
+    assert not oom.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not oom.is_out_of_memory(ValueError("you tried to allocate"))
+
+
+def step(phase: str, keep_state: bool, **values: object) -> list[str]:
+    run = read_arguments(LORA, (), {})
+    known = {"optimizer_type": "AdamW", "mixed_precision": "bf16", "sdpa": True, "cache_latents": True, **values}
+    found = oom.next_step(LORA, Namespace(**known, optimizer_args=None, gradient_checkpointing=True), run, phase, keep_state)  # type: ignore[arg-type]
+    return found.words if found is not None else []
+
+
+def test_a_state_is_kept_where_a_change_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    text = {"network_train_unet_only": True, "cache_text_encoder_outputs": True, "fp8_base": False}
+    assert step("optimizer step", keep_state=False, **text) == ["--optimizer_type", "AdamW8bit"]
+    assert step("optimizer step", keep_state=True, **text) == ["--fp8_base"]
+    assert step("optimizer step", keep_state=True, **{**text, "fp8_base": True}) == ["--optimizer_type", "AdamW8bit"]
+
+
+def test_the_advice_goes_on_from_the_state_or_says_that_it_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [LORA, "--train_batch_size", "4", "--resume", "old"]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("sys.orig_argv", ["python", *words])
+    state = Path("a-state")
+    by_name = {rung.name: rung for rung in LADDER}
+
+    what, line = oom.advice(Step(by_name["checkpointing"], {"gradient_checkpointing": True}), state)
+    assert "every block's forward runs twice" in what
+    assert "bit for bit" in what
+    command = "python sdxl_train_network.py --train_batch_size 4"
+    assert line == f"to go on from a-state with it: {command} --gradient_checkpointing --resume a-state"
+
+    _, line = oom.advice(Step(by_name["8-bit optimizer"], {"optimizer_type": "AdamW8bit"}), state)
+    assert line == f"to begin again with it: {command} --optimizer_type AdamW8bit"
