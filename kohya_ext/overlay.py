@@ -9,6 +9,7 @@ its ``base.toml`` once.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import re
@@ -76,17 +77,14 @@ class Preset:
     """The ``[preset]`` table: ``summary``, ``traded``, ``extends``, and for a tier ``vram_gb``."""
     values: Mapping[str, Value]
 
-    @property
-    def is_base(self) -> bool:
-        """Whether it was laid under another one instead of being named."""
-        return self.name.endswith(f"/{BASE}")
-
 
 @dataclass(frozen=True)
 class Overlay:
     """Presets laid over one another, the later one on top."""
 
     presets: tuple[Preset, ...] = ()
+    label: str = ""
+    """For messages, those that were named: ``sdxl-lora/16gb + sdxl-lora/quality``."""
 
     @property
     def values(self) -> dict[str, Value]:
@@ -98,11 +96,6 @@ class Overlay:
         """What they take for granted of the user's own files, for figures alone: a text encoder in fp8."""
         tables = (preset.about.get("assumes") for preset in self.presets)
         return {key: value for table in tables if isinstance(table, dict) for key, value in table.items()}
-
-    @property
-    def label(self) -> str:
-        """For messages: ``sdxl-lora/16gb + sdxl-lora/quality``."""
-        return " + ".join(preset.name for preset in self.presets if not preset.is_base)
 
 
 def shipped() -> Iterator[tuple[str, str, Path]]:
@@ -117,16 +110,23 @@ def scripts(family: str) -> list[str]:
     return [script for script, its in FAMILIES.items() if family in (its, ANY) or SIBLINGS.get(family) == script]
 
 
+def base(family: str) -> Preset | None:
+    """Return what the presets of a family share; None when they share nothing."""
+    file = _file(family, BASE)
+    return None if file is None else _read(file)
+
+
 def load(names: Iterable[str], script: str) -> Overlay:
     """Load presets for a script (its file name), each over what it extends.
 
     A tier without a file of its own is the next smaller one. Raises UserError for an unknown one or one of another family.
     """
+    named = [_named(name, script) for name in names]
     laid: dict[str, Preset] = {}
-    for name in names:
-        for preset in _with_bases(_named(name, script)):
+    for top in named:
+        for preset in _with_bases(top):
             laid.setdefault(preset.name, preset)
-    return Overlay(tuple(laid.values()))
+    return Overlay(tuple(laid.values()), " + ".join(preset.name for preset in named))
 
 
 def _with_bases(preset: Preset) -> Iterator[Preset]:
@@ -163,7 +163,7 @@ def _named(name: str, script: str) -> Preset:
 def _shipped(name: str, script: str) -> Preset:
     family, _, stem = name.lower().rpartition("/")
     families = [family] if family else [FAMILIES.get(script, ""), ANY]
-    file = next((file for its in families if stem != BASE and (file := _file(its, stem)) is not None), None)
+    file = next((file for its in families if (family or stem != BASE) and (file := _file(its, stem)) is not None), None)
     if file is None and (size := _tier(stem)) is not None:
         smaller = [(its, file) for its, file in _tiers(families[0]) if its < size]
         file = max(smaller)[1] if smaller else None
@@ -201,6 +201,7 @@ def _tier(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+@functools.cache
 def _read(file: Path) -> Preset:
     return parse(file.read_text(encoding="utf-8"), f"{file.parent.name}/{file.stem}", file.parent.name)
 

@@ -7,6 +7,7 @@ is modelled.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,6 +111,11 @@ class Choices:
         return FAMILIES[self.script].rpartition("-")[0]
 
     @property
+    def kind(self) -> str:
+        """The family and what is trained, as its presets are named: ``sdxl-finetune``, ``chroma-lora``."""
+        return "chroma-lora" if self.model_type == "chroma" and self.trains_network else FAMILIES[self.script]
+
+    @property
     def trains_network(self) -> bool:
         """True for a LoRA or another network on a frozen base, False for a fine-tune."""
         return FAMILIES[self.script].endswith("-lora")
@@ -184,7 +190,8 @@ def normalized(choices: Choices) -> Choices:
         mixed_precision="bf16" if choices.mixed_precision == "fp16" else choices.mixed_precision,
         full_bf16=choices.full_bf16 or choices.full_fp16,
         full_fp16=False,
-        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn,
+        # The transformers' attention is PyTorch's own whatever is said.
+        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn and choices.family in ("sd15", "sdxl"),
         xformers=False,
         cache_latents=choices.cache_latents or choices.cache_latents_to_disk,
         cache_latents_to_disk=False,
@@ -293,11 +300,13 @@ def _largest_bucket(area: int, choices: Choices) -> tuple[int, int]:
 # --- the parser ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _rows() -> dict[str, tuple[Any, bool]]:
     """Field name -> (type of one value, whether it takes several)."""
     rows = {}
+    hints = typing.get_type_hints(Choices)
     for row in fields(Choices)[1:-1]:
-        kind = typing.get_type_hints(Choices)[row.name]
+        kind = hints[row.name]
         options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
         several = typing.get_origin(options[0]) is tuple
         rows[row.name] = (str if several else options[0], several)
