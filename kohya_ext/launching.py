@@ -1,7 +1,8 @@
 """``accelerate launch`` that passes signals on and waits, where the environment arms the extension in the launcher too.
 
 As it comes, SIGTERM ends the launcher alone, and Ctrl-C ends it with a traceback while the training process is still saving.
-With several processes torch's elastic agent does the job itself.
+With several processes torch's elastic agent passes the signal on, after a terminal's Ctrl-C as a second one, which would kill,
+and kills what has not ended after 30 seconds, less than a large model takes to be saved.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ from typing import Any
 
 import wrapt
 
+_PATIENCE = 24 * 3600
+"""Seconds that processes which were told to stop may take; whoever cannot wait sends the signal again."""
+
 
 def watch() -> None:
     """Mend the launcher when it is imported, which only ``accelerate`` itself does."""
     wrapt.register_post_import_hook(_on_launch, "accelerate.commands.launch")
+    wrapt.register_post_import_hook(_on_agent, "torch.distributed.elastic.agent.server.local_elastic_agent")
 
 
 def _on_launch(module: ModuleType) -> None:
-    if hasattr(module, "simple_launcher"):
-        setattr(module, "simple_launcher", _patient(module.simple_launcher))  # noqa: B010
+    for name, mended in (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain)):
+        if hasattr(module, name):
+            setattr(module, name, mended(getattr(module, name)))
+
+
+def _on_agent(module: ModuleType) -> None:
+    agent: Any = getattr(module, "LocalElasticAgent", None)
+    if hasattr(agent, "_shutdown"):
+        agent._shutdown = _gentle(agent._shutdown)
 
 
 def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,9 +48,46 @@ def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         except subprocess.CalledProcessError as error:
             # The script has said what was wrong; its exit code says more than a traceback of its launcher.
-            raise SystemExit(error.returncode if error.returncode > 0 else 128 - error.returncode) from None
+            raise SystemExit(_exit_code(error.returncode)) from None
 
     return simple_launcher
+
+
+def _plain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For a launcher of several processes: their exit code instead of a traceback."""
+
+    @wraps(original)
+    def launcher(*args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        try:
+            return original(*args, **kwargs)
+        except SignalException as error:
+            raise SystemExit(128 + error.sigval) from None
+        except ChildFailedError as error:
+            raise SystemExit(_exit_code(error.get_first_failure()[1].exitcode)) from None
+
+    return launcher
+
+
+def _exit_code(code: int) -> int:
+    """What a shell would say of a process that ended with ``code``; negative is a signal's number."""
+    return code if code > 0 else 128 - code
+
+
+def _gentle(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For the agent's end of all processes: when it was told to stop (it names the signal then), they are waited for."""
+
+    @wraps(original)
+    def _shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        processes = self._pcontext
+        if args and processes is not None:
+            close = processes.close
+            processes.close = lambda *ignored, **too: close(signal.SIGTERM, timeout=_PATIENCE)
+        return original(self, *args, **kwargs)
+
+    return _shutdown
 
 
 @contextmanager

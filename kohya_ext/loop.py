@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -58,6 +58,11 @@ def around_batch(before: Callable[[Any], None], after: Callable[[Any], None]) ->
         return accumulate
 
     return Target("accelerate.accelerator", "Accelerator.accumulate", replace, takes("self"))
+
+
+def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Yield every weight in some optimizers, in their order."""
+    return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
 def current_batch() -> dict[str, Any]:

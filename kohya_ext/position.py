@@ -17,7 +17,6 @@ import ctypes
 import itertools
 import os
 import random
-import re
 import sys
 import zipfile
 from argparse import Namespace
@@ -28,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from kohya_ext.console import note, stop, warn
+from kohya_ext.output_names import states
 from kohya_ext.safetensors_header import read_header
 
 FILE = "kohya_ext_position.pt"
@@ -239,11 +239,9 @@ def set_random_state(state: dict[str, Any]) -> None:
 # --- finding states --------------------------------------------------------------------------------------------------
 
 
-def newest_state(folder: Path, name: str) -> Path | None:
+def newest_state(folder: Path, name: str | None) -> Path | None:
     """Return the newest whole state of an output name in a folder, by the time it was written; None when there is none."""
-    pattern = re.compile(rf"{re.escape(name)}(-\d{{6}}|-step\d{{8}}|-rolling\d{{8}})?-state")
-    found = [path for path in folder.glob("*-state") if pattern.fullmatch(path.name) and path.is_dir()]
-    for state in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for state in sorted(states(folder, name), key=lambda path: path.stat().st_mtime_ns, reverse=True):
         problem = state_problem(state)
         if problem is None:
             return state

@@ -17,8 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from platformdirs import user_cache_path
-
+from kohya_ext import cache
 from kohya_ext.errors import UserError, did_you_mean
 
 UPSTREAM = "https://github.com/kohya-ss/sd-scripts.git"
@@ -171,7 +170,7 @@ def find_or_fetch(chosen: Path | None = None, chosen_by: str = "--sd-scripts", s
 
 def cache_folder() -> Path:
     """The folder of fetched checkouts: ``KOHYA_EXT_CACHE``, or the platform's cache folder for this user."""
-    return Path(os.environ.get("KOHYA_EXT_CACHE") or user_cache_path("kohya_ext", appauthor=False)) / "sd-scripts"
+    return cache.folder() / "sd-scripts"
 
 
 @dataclass(frozen=True)

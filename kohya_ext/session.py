@@ -137,7 +137,7 @@ def _plain(value: object) -> object:
 def _options_patch(run: RunArguments, script: Path | None) -> Patch:
     def check(args: Namespace) -> None:
         if script is not None and run.settings.preflight and speaks():
-            preflight.say(preflight.inspect(script, args), run.settings.strict)
+            preflight.say(preflight.inspect(script, args, run.settings), run.settings.strict)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)

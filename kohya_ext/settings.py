@@ -249,6 +249,13 @@ class Settings:
         metavar="FOLDER",
         patch="atomic_saves",
     )
+    keep_previous: bool = _option(
+        True,
+        "keep a model of the same name that was there before the run as NAME.previous, instead of replacing it",
+        boolean,
+        environment="KOHYA_EXT_KEEP_PREVIOUS",
+        patch="atomic_saves",
+    )
     stop_file: Path | None = _option(
         None,
         "stop after the current step, model and state saved, when this file appears; default: OUTPUT_NAME.stop in --output_dir",
@@ -281,6 +288,46 @@ class Settings:
         environment="KOHYA_EXT_NAN_PATIENCE",
         metavar="N",
         patch="nan_guard",
+    )
+    ema: bool = _option(
+        False,
+        "keep an average of the trained weights over the steps, in float32, and save it beside each model as NAME-ema",
+        boolean,
+        environment="KOHYA_EXT_EMA",
+        activates=True,
+        patch="ema",
+    )
+    ema_decay: float = _option(
+        0.999,
+        "how much of --ema's average stays at each step, from 0 to 1; less in the first steps",
+        fraction,
+        environment="KOHYA_EXT_EMA_DECAY",
+        metavar="FRACTION",
+        patch="ema",
+    )
+    ema_device: str = _option(
+        "cpu",
+        "where --ema's average lies: cpu costs a copy of the trained weights at each step, gpu their memory, 4 bytes a weight",
+        one_of("cpu", "gpu"),
+        environment="KOHYA_EXT_EMA_DEVICE",
+        metavar="cpu|gpu",
+        patch="ema",
+    )
+    adaptive_lr: bool = _option(
+        False,
+        "halve the learning rate when the loss no longer falls, and clip a gradient of an unusual norm to the usual one",
+        boolean,
+        environment="KOHYA_EXT_ADAPTIVE_LR",
+        activates=True,
+        patch="adaptive_lr",
+    )
+    adaptive_lr_patience: int = _option(
+        500,
+        "of how many steps --adaptive_lr compares the mean loss; few steps' means differ by chance",
+        count,
+        environment="KOHYA_EXT_ADAPTIVE_LR_PATIENCE",
+        metavar="STEPS",
+        patch="adaptive_lr",
     )
     checkpoint_share: float | None = _option(
         None,

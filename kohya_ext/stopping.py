@@ -129,8 +129,8 @@ class Stopper:
             if state is None:
                 warn("this script saved no state: what it saved after this step is all there is")
             else:
-                model = sorted(state.parent.glob(f"{state.name.removesuffix('-state')}.*"))
-                note(f"stopped ({self.reason}); saved {' and '.join(str(path) for path in (*model, state))}")
+                beside = sorted(state.parent.glob(f"{state.name.removesuffix('-state')}*"))  # the model, its average, the state
+                note(f"stopped ({self.reason}); saved {' and '.join(map(str, beside))}")
                 note(f"to go on: {continuation(state, accelerator.num_processes)}")
         accelerator.end_training()
         raise SystemExit(self.code)

@@ -63,6 +63,19 @@ class _Inner(threading.local):
 
 _inner = _Inner()
 
+_spared: set[Path] = set()
+"""What must not be replaced, but kept aside."""
+
+
+def spare(path: Path) -> None:
+    """Have what is at ``path`` kept as :func:`previous` when something else is given its name."""
+    _spared.add(path)
+
+
+def previous(path: Path) -> Path:
+    """``cat.safetensors`` -> ``cat.previous.safetensors``; a folder ``cat`` -> ``cat.previous``."""
+    return path.with_name(f"{path.name}.previous" if path.is_dir() else f"{path.stem}.previous{path.suffix}")
+
 
 def write_whole(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: WhenFull | None = None) -> R:
     """Have ``write`` make the file or folder at another path, then give it the name ``final``.
@@ -166,6 +179,13 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _give_name(partial: Path, final: Path) -> None:
+    if final in _spared:
+        _spared.remove(final)
+        if final.exists():
+            kept = previous(final)
+            _remove(kept)
+            final.rename(kept)
+            note(f"{final.name}, which was there before this run, is kept as {kept.name}")
     if partial.is_dir() and final.is_dir():
         # A folder cannot replace one that is not empty: the old one steps aside first.
         old = final.with_name(final.name + _OLD)

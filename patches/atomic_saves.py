@@ -1,21 +1,45 @@
 """Every model, state and cache file is written beside and renamed when it is whole.
 
 Upstream writes straight to the final name: a full disk or a kill leaves a truncated file there, over the good one it
-replaced. Its writers all end in the functions below. ``safetensors.torch.serialize_file`` is taken
+replaced. Its writers all end in the functions below. A model that was there before the run began is kept as
+``NAME.previous``: rerunning a command must not cost last night's result. ``safetensors.torch.serialize_file`` is taken
 instead of ``save_file``, because ``from safetensors.torch import save_file`` makes bindings that no patch reaches, and
 each of them looks this name up when it is called.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+from argparse import Namespace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.output_names import final_models, models
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
-from kohya_ext.writing import WhenFull, write_whole
+from kohya_ext.writing import WhenFull, spare, write_whole
+
+_args: Namespace | None = None
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _args
+    _args = args if settings.keep_previous and getattr(args, "output_dir", None) else None
+
+
+def _before(accelerator: Any) -> None:
+    """Find the models of an earlier run, before this one has saved any, and when it is known whether it goes on."""
+    global _args
+    if _args is None:
+        return
+    folder, name = Path(_args.output_dir), getattr(_args, "output_name", None)
+    # The files of each epoch and step are those of the run that is gone on with.
+    for model in final_models(folder, name) if getattr(_args, "resume", None) else models(folder, name):
+        spare(model)
+    _args = None
 
 
 def _when_full(settings: Settings) -> WhenFull:
@@ -103,6 +127,29 @@ def _save_state(original: Any, settings: Settings) -> Any:
     return save_state
 
 
+def _save_diffusers(original: Any, settings: Settings) -> Any:
+    """For upstream's writers of a model in Diffusers' format: a folder."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def save_diffusers_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        final = Path(given.arguments["output_dir"])
+
+        def write(beside: Path) -> Any:
+            given.arguments["output_dir"] = str(beside)
+            return original(*given.args, **given.kwargs)
+
+        return write_whole(final, write, lambda: 0, _when_full(settings))
+
+    return save_diffusers_checkpoint
+
+
+def _expect_output_dir(original: Any) -> str | None:
+    parameters = list(inspect.signature(original).parameters)
+    return None if "output_dir" in parameters else f"its parameters are {parameters}"
+
+
 def tensor_bytes(obj: Any) -> int:
     """Return the bytes of all tensors in nested dictionaries, lists and tuples; shared storage counts once."""
     seen: dict[int, int] = {}
@@ -120,12 +167,16 @@ def tensor_bytes(obj: Any) -> int:
 
 PATCH = Patch(
     name="atomic_saves",
-    summary="model, state and cache files get their name only when they are whole; a full disk loses nothing",
+    summary="model, state and cache files get their name only when they are whole; a full disk and a second run lose nothing",
     targets=(
+        *on_start(_start),
+        around_batch(_before, lambda accelerator: None),
         Target("safetensors.torch", "serialize_file", _serialize_file, takes("tensor_dict", "filename")),
         Target("torch", "save", _save, takes("obj", "f")),
         Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, takes("tensors", "filename")),
         Target("numpy", "savez", _savez, takes("file")),
+        Target("library.model_util", "save_diffusers_checkpoint", _save_diffusers, _expect_output_dir),
+        Target("library.sdxl_model_util", "save_diffusers_checkpoint", _save_diffusers, _expect_output_dir),
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state, takes("self", "output_dir")),
     ),
     exactness="exact",

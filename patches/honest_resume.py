@@ -23,7 +23,7 @@ from kohya_ext.settings import Settings
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     position.start(args, accelerator)
     if getattr(args, "resume", None) == position.AUTO:
-        state = position.newest_state(Path(args.output_dir), args.output_name or "last")
+        state = position.newest_state(Path(args.output_dir), args.output_name)
         args.resume = str(state) if state is not None else None
         note(f"resuming from {state}" if state is not None else f"no state in {args.output_dir} yet: starting anew")
 

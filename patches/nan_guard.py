@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from kohya_ext import position, stopping
 from kohya_ext.console import error, warn
-from kohya_ext.loop import around_batch, current_batch, on_start
+from kohya_ext.loop import around_batch, current_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -102,10 +101,10 @@ class _Guard:
         """End the run when a trained weight is not finite."""
         import torch
 
-        trained = list(_trained(self.accelerator._optimizers))
-        if not trained or bool(torch.stack([weight.isfinite().all().cpu() for weight in trained]).all()):
+        weights = list(trained_weights(self.accelerator._optimizers))
+        if not weights or bool(torch.stack([weight.isfinite().all().cpu() for weight in weights]).all()):
             return
-        state = position.newest_state(Path(self.args.output_dir), self.args.output_name or "last")
+        state = position.newest_state(Path(self.args.output_dir), self.args.output_name)
         advice = f"go on from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
         error(f"the trained weights are not finite (NaN or infinite): {consequence}; {advice}")
         raise SystemExit(EXIT_CODE)
@@ -212,11 +211,7 @@ def _files_of_batch() -> list[str]:
 def _gradient_norm(optimizer: Any) -> Any:
     import torch
 
-    return torch.nn.utils.get_total_norm([weight.grad for weight in _trained([optimizer]) if weight.grad is not None])
-
-
-def _trained(optimizers: Any) -> Iterator[Any]:
-    return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
+    return torch.nn.utils.get_total_norm([weight.grad for weight in trained_weights([optimizer]) if weight.grad is not None])
 
 
 PATCH = Patch(

@@ -6,7 +6,6 @@ state is written beside and renamed, and an old one goes only when the new one i
 
 from __future__ import annotations
 
-import re
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from kohya_ext import position
 from kohya_ext.console import note, warn
 from kohya_ext.loop import around_batch, on_start
+from kohya_ext.output_names import ROLLING, states
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
 from kohya_ext.writing import DiskFullError, impatient, remove_whole
@@ -56,7 +56,7 @@ class _Rolling:
     def _save(self, accelerator: Any) -> None:
         current = position.position()
         step = current.step if current is not None else self.step
-        state = self.folder / f"{self.name}-rolling{step:08d}-state"
+        state = self.folder / f"{self.name}-{ROLLING}{step:08d}-state"
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with impatient():  # training is worth more than this state
@@ -64,8 +64,7 @@ class _Rolling:
         except DiskFullError as error:
             warn(f"{error}; training goes on without this state")
             return
-        pattern = re.compile(rf"{re.escape(self.name)}-rolling\d{{8}}-state")
-        mine = sorted(path for path in self.folder.glob("*-state") if pattern.fullmatch(path.name))
+        mine = sorted(path for path in states(self.folder, self.name) if f"-{ROLLING}" in path.name)
         for old in mine[: -self.keep]:
             remove_whole(old)
         note(f"state of step {step} saved: {state}")
@@ -77,7 +76,7 @@ _rolling: _Rolling | None = None
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     global _rolling
     minutes = settings.checkpoint_every_minutes or 0.0
-    _rolling = _Rolling(Path(args.output_dir), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
+    _rolling = _Rolling(Path(args.output_dir or "."), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
 
 
 def _after(accelerator: Any) -> None:

@@ -29,8 +29,7 @@ class Blocks:
     classes: tuple[str, ...]
 
 
-#: Every model that sd-scripts trains, but Chroma: see _reason_to_stand_aside. Where checkpointing wraps a method from
-#: within ``forward``, it is that inner one.
+#: Every model that sd-scripts trains. Where checkpointing wraps a method from within ``forward``, it is that inner one.
 BLOCKS = (
     # SD1.5 and SD2; its blocks are checkpointed from outside.
     Blocks("library.original_unet", "forward", ("BasicTransformerBlock", "ResnetBlock2D")),
@@ -40,6 +39,8 @@ BLOCKS = (
     ),
     Blocks("library.sd3_models", "_forward", ("MMDiTBlock",)),
     Blocks("library.flux_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
+    # In one piece thanks to the patch chroma_text_lengths.
+    Blocks("library.chroma_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
     Blocks("library.lumina_models", "_forward", ("JointTransformerBlock",)),
     Blocks("library.hunyuan_image_modules", "_forward", ("MMDoubleStreamBlock", "MMSingleStreamBlock")),
     Blocks("library.anima_models", "_forward", ("Block",)),
@@ -96,11 +97,25 @@ def _reason_to_stand_aside(args: Namespace) -> str | None:
         return "--torch_compile compiles the whole model already; leave it out to compile the blocks"
     if getattr(args, "compile", False):
         return "sd-scripts' own --compile compiles the blocks already"
-    if getattr(args, "model_type", None) == "chroma":
-        # Lengths become sizes of slices, several in every block: half a dozen graph breaks each, and graphs for each length.
-        return "Chroma's blocks read their text lengths from the GPU, which torch.compile cannot follow"
     if getattr(args, "deepspeed", False):
         return "DeepSpeed takes the model's forward over"
+    if getattr(args, "split_attn", False):
+        return "--split_attn cuts every sample at a length that is read from the GPU, which torch.compile cannot follow"
+    return _chance_in_the_network(args)
+
+
+def _chance_in_the_network(args: Namespace) -> str | None:
+    """Why the network given by the user cannot be traced: what runs of it is drawn anew in every call."""
+    given = dict(option.split("=", 1) for option in getattr(args, "network_args", None) or () if "=" in option)
+    if getattr(args, "network_module", None) == "networks.dylora" or given.get("algo") == "dylora":
+        return "DyLoRA draws the rank that it trains in every call of every layer, which cannot be compiled in one piece"
+    if given.get("module_dropout", "").strip("0."):
+        # As a mask it could be traced, but a layer that is left out has no gradient, a masked one a gradient of zero, and
+        # Adam moves its weights by their momentum.
+        return (
+            "module_dropout draws in every call of every layer whether it is left out, which cannot be compiled in one piece "
+            "(rank_dropout and --network_dropout can)"
+        )
     return None
 
 

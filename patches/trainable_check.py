@@ -2,18 +2,19 @@
 
 Each of these runs to its end upstream, and the file does nothing or the wrong thing: a network that matched no module of
 the U-Net, a learning rate of zero, the base model in the optimizer beside the LoRA, adapters on another device, weights
-that no gradient reaches.
+that no gradient reaches, several processes that do not know of each other.
 """
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
 from kohya_ext.console import stop, warn
-from kohya_ext.loop import around_batch, on_start
+from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -28,7 +29,20 @@ _OF_TEXT_ENCODERS = "lora_te"
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     global _args, _looked, _stepped
+    if not getattr(args, "max_train_epochs", None) and getattr(args, "max_train_steps", 1) < 1:
+        stop(f"nothing would be trained: --max_train_steps is {args.max_train_steps}")
     _args, _looked, _stepped = args, False, False
+
+
+def _make_data_sets(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def generate_dataset_group_by_blueprint(*args: Any, **kwargs: Any) -> Any:
+        groups = original(*args, **kwargs)
+        if len(groups[0] if isinstance(groups, tuple) else groups) == 0:  # upstream says so, and ends with exit code 0
+            stop("nothing would be trained: there are no pictures. Look at --train_data_dir, --in_json or --dataset_config")
+        return groups
+
+    return generate_dataset_group_by_blueprint
 
 
 def _before(accelerator: Any) -> None:
@@ -36,13 +50,22 @@ def _before(accelerator: Any) -> None:
     if _looked or _args is None:
         return
     _looked = True
-    problems = [*_in_optimizers(accelerator), *_in_network(accelerator, _args)]
+    problems = [*_between_processes(accelerator), *_in_optimizers(accelerator), *_in_network(accelerator, _args)]
     if problems:
         stop("\n".join([*problems, "stopped before the first step; --disable_patch trainable_check skips this"]))
 
 
+def _between_processes(accelerator: Any) -> Iterator[str]:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and accelerator.num_processes == 1:
+        yield (
+            f"{launched} processes were launched, and each would train alone and write the same files: accelerate found no "
+            "GPU for them. Leave out --num_processes and --multi_gpu"
+        )
+
+
 def _in_optimizers(accelerator: Any) -> Iterator[str]:
-    weights = list(_weights(accelerator._optimizers))
+    weights = list(trained_weights(accelerator._optimizers))
     if not any(weight.requires_grad for weight in weights):
         yield "nothing would be trained: no weight in the optimizer takes a gradient"
     groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
@@ -65,8 +88,11 @@ def _in_network(accelerator: Any, args: Namespace) -> Iterator[str]:
     elsewhere = {str(weight.device) for weight in networks[0].parameters() if weight.device.type != accelerator.device.type}
     if elsewhere:
         yield f"the network's weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
+    half = {str(weight.dtype) for weight in networks[0].parameters() if weight.dtype.itemsize == 2}
+    if half and not getattr(args, "full_bf16", False) and not getattr(args, "full_fp16", False):
+        warn(f"the network's weights are {', '.join(half)}: small steps are rounded away; float32 is usual for a network")
     _names.update({id(weight): name for name, weight in networks[0].named_parameters()})
-    foreign = sum(id(weight) not in _names for weight in _weights(accelerator._optimizers))
+    foreign = sum(id(weight) not in _names for weight in trained_weights(accelerator._optimizers))
     if foreign:
         yield f"{foreign} weights of the base model are in the optimizer: they would be trained beside the network, not saved"
 
@@ -77,7 +103,7 @@ def _step(original: Any, settings: Settings) -> Any:
         global _stepped
         if not _stepped and self.gradient_state.sync_gradients:
             _stepped = True
-            trained = [weight for weight in _weights([self]) if weight.requires_grad]
+            trained = [weight for weight in trained_weights([self]) if weight.requires_grad]
             without = [_names.get(id(weight), "a weight") for weight in trained if weight.grad is None]
             if without and len(without) == len(trained):
                 stop("no gradient reaches any of the trained weights: the network is not connected to the loss")
@@ -107,10 +133,6 @@ def _holds_some(group: Any) -> bool:
     return not isinstance(weights, list) or bool(weights)
 
 
-def _weights(optimizers: Any) -> Iterator[Any]:
-    return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
-
-
 _OPTIMIZER = ("args", "trainable_params")
 
 PATCH = Patch(
@@ -119,6 +141,7 @@ PATCH = Patch(
     targets=(
         *on_start(_start),
         around_batch(_before, lambda accelerator: None),
+        Target("library.config_util", "generate_dataset_group_by_blueprint", _make_data_sets),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure", exactly=True)),
         Target("library.optimizer", "get_optimizer", _get_optimizer, takes(*_OPTIMIZER, exactly=True), frozenset({"v0.11"})),
         Target(

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         # The script's own reading of the config file, on top of which the command line is read once more.
         library: Any = sys.modules.get("library.args") or sys.modules["library.train_util"]
         library.read_config_from_file(parser.parse_args(), parser)
-        found = preflight.inspect(script, final[-1])
+        found = preflight.inspect(script, final[-1], resolved.settings)
     preflight.say(found, resolved.settings.strict)
     note(f"{script.name} can start: nothing was found that would stop it")
     return 0

@@ -8,9 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
-
-from kohya_ext.compiling.bound_methods import trace_methods_of_other_modules
+from kohya_ext import cache
+from kohya_ext.compiling.tracing import close_gaps
 from kohya_ext.session import current
 
 #: SDXL's ResnetBlock2D alone has 16 variants by its channels; torch's 8 would leave the rest eager without a word.
@@ -59,7 +58,7 @@ def prepare_torch(recompile_limit: int | None) -> None:
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    trace_methods_of_other_modules()
+    close_gaps()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
     # torch 2.7 renamed it and kept the old name as an alias.
     set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)
@@ -90,7 +89,7 @@ def keep_compiled_code(device: str) -> Path:
     commit = session.checkout.commit if session is not None else None
     kind = torch.cuda.get_device_name() if device == "cuda" else device
     name = f"{(commit or 'unversioned')[:8]}-torch{torch.__version__}-{kind}"
-    root = Path(os.environ.get("KOHYA_EXT_CACHE") or user_cache_path("kohya_ext", appauthor=False))
+    root = cache.folder()
     folder = root / "compiled" / re.sub(r"[^\w.+-]+", "_", name)
     os.environ[CACHE_VARIABLE] = str(folder)
     return folder

@@ -7,11 +7,14 @@ arguments are looked at, and files: their headers and ends, not their contents.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from kohya_ext import step_times
 from kohya_ext.console import note, stop, warn
+from kohya_ext.settings import Settings
 
 
 @dataclass
@@ -22,21 +25,39 @@ class Findings:
     """The run would fail, or train something else than what was asked for."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    steps: int | None = None
+    """How many steps the run makes; None when that cannot be told."""
 
 
-def inspect(script: Path, args: Namespace) -> Findings:
+def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     """Look at a training script's final arguments. Changes nothing but this: it makes the output folder."""
     from kohya_ext.preflight import choices, data, models, output
 
     found = Findings()
     if getattr(args, "debug_dataset", False):
         return found
-    for look in (choices.look, models.look, data.look, output.look):
+    checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
+        "arguments": choices.look,
+        "model files": models.look,
+        "training set": data.look,
+        "output folder": partial(output.look, settings=settings),
+    }
+    for what, look in checks.items():
         try:
             look(script, args, found)
         except Exception as error:  # a check that fails must not take the training down with it
-            found.warnings.append(f"{look.__module__} could not finish: {type(error).__name__}: {error}")
+            found.warnings.append(f"the check of the {what} could not finish: {type(error).__name__}: {error}")
+    _note_time(script, args, settings, found)
     return found
+
+
+def _note_time(script: Path, args: Namespace, settings: Settings, found: Findings) -> None:
+    key = step_times.identify(script, args, settings)
+    step_times.begin(key)
+    if found.steps is not None and (measured := step_times.known(key)) is not None:
+        seconds, day = measured
+        expected = step_times.in_words(seconds * found.steps)
+        found.notes.append(f"about {expected} of training: a step with these settings took {seconds:.3g} s on {day}")
 
 
 def say(found: Findings, strict: bool) -> None:

@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
@@ -17,23 +18,24 @@ from typing import Any
 
 from kohya_ext.errors import did_you_mean
 from kohya_ext.preflight import Findings, given
+from kohya_ext.preflight.data import dataset_config
 
-#: The optimizers that sd-scripts knows by name, in any case of letters -> the package that has them.
+_BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
+_DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
+
+#: The optimizers that sd-scripts knows by name, in any case of letters -> the module and the class.
 OPTIMIZERS = {
-    **dict.fromkeys(("AdamW", "SGDNesterov"), "torch"),
-    "Adafactor": "transformers",
-    "Lion": "lion_pytorch",
-    **dict.fromkeys(
-        ("AdamW8bit", "SGDNesterov8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"), "bitsandbytes"
-    ),
-    "PagedLion8bit": "bitsandbytes",
-    **dict.fromkeys(
-        ("DAdaptation", "DAdaptAdamPreprint", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptAdanIP", "DAdaptLion"),
-        "dadaptation",
-    ),
-    "DAdaptSGD": "dadaptation",
-    "Prodigy": "prodigyopt",
-    **dict.fromkeys(("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree"), "schedulefree"),
+    "AdamW": ("torch.optim", "AdamW"),
+    "SGDNesterov": ("torch.optim", "SGD"),
+    "Adafactor": ("transformers.optimization", "Adafactor"),
+    "Lion": ("lion_pytorch", "Lion"),
+    **{name: ("bitsandbytes.optim", name) for name in _BITSANDBYTES},
+    "SGDNesterov8bit": ("bitsandbytes.optim", "SGD8bit"),
+    **{name: ("dadaptation", name) for name in _DADAPTATION},
+    **dict.fromkeys(("DAdaptation", "DAdaptAdamPreprint"), ("dadaptation.experimental", "DAdaptAdamPreprint")),
+    "DAdaptAdanIP": ("dadaptation.experimental", "DAdaptAdanIP"),
+    "Prodigy": ("prodigyopt", "Prodigy"),
+    **{name: ("schedulefree", name) for name in ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")},
 }
 
 SCHEDULERS = (
@@ -55,6 +57,7 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
     for option in ("optimizer_args", "lr_scheduler_args"):
         _read_pairs(getattr(args, option, None), f"--{option}", found)
     found.errors.extend(_impossible(script, args))
+    found.errors.extend(_impossible_in_subsets(script, args))
 
 
 # --- imported by name ------------------------------------------------------------------------------------------------
@@ -67,11 +70,12 @@ def _look_at_optimizer(args: Namespace, found: Findings) -> None:
             name = its
     if not name:
         return
-    package = {key.lower(): value for key, value in OPTIMIZERS.items()}.get(name.lower())
-    if package is not None:
+    known = {key.lower(): value for key, value in OPTIMIZERS.items()}.get(name.lower())
+    if known is not None:
+        package = known[0].partition(".")[0]
         if importlib.util.find_spec(package) is None:
             found.errors.append(f"--optimizer_type {name} needs the package {package}: pip install {package.replace('_', '-')}")
-        kind = _attribute("torch.optim", "AdamW") if name.lower() == "adamw" else None
+        kind = _attribute(*known) if getattr(args, "optimizer_args", None) else None
     else:
         module, _, attribute = name.rpartition(".")
         kind = _attribute(module or "torch.optim", attribute)
@@ -100,6 +104,15 @@ def _look_at_scheduler(args: Namespace, found: Findings) -> None:
             f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
+    elif name and getattr(args, "lr_scheduler_args", None) and (function := _scheduler_function(name)) is not None:
+        _look_at_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", found)
+
+
+def _scheduler_function(name: str) -> Any:
+    """The function that upstream calls for a schedule of this name: diffusers' for one of them, transformers' for others."""
+    package = "diffusers" if name == "piecewise_constant" else "transformers"
+    table = _attribute(f"{package}.optimization", "TYPE_TO_SCHEDULER_FUNCTION") or {}
+    return next((function for kind, function in table.items() if getattr(kind, "value", kind) == name), None)
 
 
 def _is_schedule_free(args: Namespace) -> bool:
@@ -120,6 +133,20 @@ def _look_at_network(script: Path, args: Namespace, found: Findings) -> None:
     for pair in getattr(args, "network_args", None) or []:
         if "=" not in pair:
             found.errors.append(f"--network_args: {pair!r} must be name=value")
+        elif name.startswith("networks.") and (words := _words_of(script.parent, name)):
+            argument = pair.partition("=")[0]
+            if argument not in words:
+                found.warnings.append(
+                    f"--network_args: {name} does not know {argument} and will ignore it."
+                    + did_you_mean(argument, (word for word in words if "_" in word))
+                )
+
+
+def _words_of(folder: Path, module: str) -> set[str]:
+    """Every word in the source of one of sd-scripts' networks: they look their arguments up by name, and take any."""
+    file = folder.joinpath(*module.split(".")).with_suffix(".py")
+    common = file.with_name("network_base.py")
+    return {word for source in (file, common) if source.is_file() for word in re.findall(r"\w+", source.read_text("utf-8"))}
 
 
 def _can_be_found(module: str, folder: Path) -> bool:
@@ -162,11 +189,46 @@ def _look_at_parameters(kind: Any, pairs: Iterable[str] | None, label: str, foun
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for name in (pair.partition("=")[0] for pair in pairs or []):
-        if name not in parameters:
+        if name == "lr":
+            found.errors.append(f"{label}: lr is given twice: --learning_rate says it")
+        elif name not in parameters:
             found.errors.append(f"{label} takes no {name}.{did_you_mean(name, parameters)}")
 
 
 # --- combinations ----------------------------------------------------------------------------------------------------
+
+
+def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
+    """What a --dataset_config says of a single subset counts for it over the arguments."""
+    if not getattr(args, "dataset_config", None):
+        yield from _impossible_in_subset(script, args)
+        return
+    try:
+        subsets = list(dataset_config(Path(args.dataset_config)))
+    except (OSError, ValueError, IndexError):
+        return  # said where the training set is looked at
+    for subset in subsets:
+        where = subset.get("image_dir") or subset.get("metadata_file")
+        for problem in _impossible_in_subset(script, Namespace(**{**vars(args), **subset})):
+            yield f"{args.dataset_config}, {where}: {problem}"
+
+
+def _impossible_in_subset(script: Path, args: Namespace) -> Iterable[str]:
+    for name in given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
+        changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
+        # Anima caches the empty caption too, and so can drop captions.
+        dropout = () if script.name.startswith("anima") else ("caption_dropout_rate",)
+        yield from _together(args, name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
+        break
+    for name in given(args, "cache_latents", "cache_latents_to_disk"):
+        yield from _together(args, name, "color_aug", "random_crop", because="the latents are computed once")
+        break
+
+
+def _together(args: Namespace, first: str, *others: str, because: str) -> Iterable[str]:
+    if getattr(args, first, None):
+        for other in given(args, *others):
+            yield f"--{first} and --{other} cannot go together: {because}"
 
 
 def _impossible(script: Path, args: Namespace) -> Iterable[str]:
@@ -174,24 +236,17 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
         return bool(getattr(args, name, None))
 
     def together(first: str, *others: str, because: str) -> Iterable[str]:
-        if has(first):
-            for other in given(args, *others):
-                yield f"--{first} and --{other} cannot go together: {because}"
+        return _together(args, first, *others, because=because)
 
     network, precision = _NETWORK in script.name, getattr(args, "mixed_precision", "no")
     if has("cache_text_encoder_outputs") or has("cache_text_encoder_outputs_to_disk"):
         name = "cache_text_encoder_outputs" if has("cache_text_encoder_outputs") else "cache_text_encoder_outputs_to_disk"
-        changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
-        # Anima caches the empty caption too, and so can drop captions.
-        dropout = () if script.name.startswith("anima") else ("caption_dropout_rate",)
-        yield from together(name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
         yield from together(name, "weighted_captions", because="upstream does not support it")
         if network and script.name.startswith("sdxl") and not has("network_train_unet_only"):
             yield f"--{name} needs --network_train_unet_only: a text encoder whose outputs are cached cannot be trained"
         if not network and script.name.startswith("sdxl"):
             yield from together(name, "train_text_encoder", because="a text encoder whose outputs are cached cannot be trained")
     for name in given(args, "cache_latents", "cache_latents_to_disk"):
-        yield from together(name, "color_aug", "random_crop", because="the latents are computed once")
         yield from together(name, "train_inpainting", because="the mask is drawn anew each step")
     yield from together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained")
     yield from together("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one")

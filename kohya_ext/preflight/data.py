@@ -126,34 +126,43 @@ def _of_metadata(folder: Path, file: Path, common: dict[str, Any], found: Findin
 
 def _of_dataset_config(file: Path, args: Namespace, found: Findings) -> Iterator[Subset]:
     try:
-        text = file.read_text(encoding="utf-8")
-        config = json.loads(text) if file.suffix.lower() == ".json" else toml.loads(text)
+        subsets = list(dataset_config(file))
     except OSError as error:
         found.errors.append(f"--dataset_config {file}: {error.strerror or error}")
         return
     except (ValueError, IndexError) as error:
         found.errors.append(f"--dataset_config {file} cannot be read: {error}")
         return
-    general = config.get("general", {})
+    for subset in subsets:
+        said = {**_defaults(args), **subset}
+        folder = said.get("image_dir")
+        if not folder and not said.get("metadata_file"):
+            found.errors.append(f"--dataset_config {file}: a subset has neither image_dir nor metadata_file")
+        elif folder:
+            yield Subset(
+                Path(folder),
+                int(said.get("num_repeats", 1)),
+                said.get("caption_extension", ".caption"),
+                said.get("class_tokens"),
+                "metadata_file" in said,
+                _pair(said.get("resolution")),
+                int(said.get("batch_size", 1)),
+                bool(said.get("is_reg", False)),
+            )
+    if not subsets:
+        found.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
+
+
+def dataset_config(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield what a dataset config says of each subset: its own options over the data set's over the general ones.
+
+    Raises OSError, and ValueError or IndexError for what is neither TOML nor JSON.
+    """
+    text = file.read_text(encoding="utf-8")
+    config = json.loads(text) if file.suffix.lower() == ".json" else toml.loads(text)
     for dataset in config.get("datasets", []):
         for subset in dataset.get("subsets", []):
-            said = {**_defaults(args), **general, **dataset, **subset}
-            folder = said.get("image_dir")
-            if not folder and not said.get("metadata_file"):
-                found.errors.append(f"--dataset_config {file}: a subset has neither image_dir nor metadata_file")
-            elif folder:
-                yield Subset(
-                    Path(folder),
-                    int(said.get("num_repeats", 1)),
-                    said.get("caption_extension", ".caption"),
-                    said.get("class_tokens"),
-                    "metadata_file" in said,
-                    _pair(said.get("resolution")),
-                    int(said.get("batch_size", 1)),
-                    bool(said.get("is_reg", False)),
-                )
-    if not any(dataset.get("subsets") for dataset in config.get("datasets", [])):
-        found.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
+            yield {**config.get("general", {}), **dataset, **subset}
 
 
 def _defaults(args: Namespace) -> dict[str, Any]:
@@ -290,6 +299,7 @@ def _note_steps(subsets: list[Subset], args: Namespace, found: Findings) -> None
     steps = epochs * per_epoch if epochs else args.max_train_steps
     if steps < 1:
         found.errors.append(f"nothing to train: {steps} steps. Give --max_train_steps or --max_train_epochs of 1 or more")
+    found.steps = steps
     pictures = sum(size(subset) for subset in subsets)
     found.notes.append(
         f"{pictures} pictures, {trained} with repeats, about {per_epoch} steps an epoch; {steps} steps in all, "

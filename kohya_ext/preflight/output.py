@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
 
-from kohya_ext.preflight import Findings
-from kohya_ext.writing import PARTIAL
+from kohya_ext.output_names import final_models, unfinished
+from kohya_ext.preflight import Findings, sizes
+from kohya_ext.preflight.sizes import Size
+from kohya_ext.settings import Settings
+from kohya_ext.writing import PARTIAL, previous
 
 
-def look(script: Path, args: Namespace, found: Findings) -> None:
+def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> None:
     """Check the output folder; remove what a killed run left half-written under this output name."""
     if not getattr(args, "output_dir", None):
         found.errors.append("no --output_dir: the trained model would have nowhere to go")
         return
-    folder, name = Path(args.output_dir), getattr(args, "output_name", None) or "last"
+    folder, name = Path(args.output_dir), getattr(args, "output_name", None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -27,36 +29,69 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
     except OSError as error:
         found.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
         return
-    _look_for_room(script, args, folder, found)
-    _look_for_older(args, folder, name, found)
     _remove_partial(folder, name, found)
+    _look_for_older(folder, name, found, settings)
+    size = sizes.look(script, args)
+    if size is not None:
+        _look_for_room(args, folder, size, found, settings)
 
 
-def _look_for_room(script: Path, args: Namespace, folder: Path, found: Findings) -> None:
-    if "network" in script.name or "textual_inversion" in script.name or "lllite" in script.name:
-        return  # megabytes, which only the network itself could tell
-    model = Path(getattr(args, "pretrained_model_name_or_path", None) or "")
-    if not model.is_file():
-        return
-    free, needed = shutil.disk_usage(folder).free, model.stat().st_size
-    if free < needed:
+def _look_for_room(args: Namespace, folder: Path, size: Size, found: Findings, settings: Settings) -> None:
+    """An error when not even one model fits, a warning when all that will be kept does not."""
+    free = shutil.disk_usage(folder).free
+    if free < size.model:
         found.errors.append(
-            f"there is no room for the model in {folder}: it takes about {needed / 1e9:.2f} GB (as much as {model.name}), "
-            f"{free / 1e9:.2f} GB is free"
+            f"there is no room for the model in {folder}: it takes about {_size(size.model)}, {_size(free)} is free"
+        )
+        return
+    models, states = 1 + _saves(args, ""), 0
+    if getattr(args, "save_state", False):
+        states = _saves(args, "_state") + 1
+    elif getattr(args, "save_state_on_train_end", False):
+        states = 1
+    if settings.checkpoint_every_minutes is not None:
+        states += settings.checkpoint_keep + 1  # a new one is whole before an old one goes
+    average = 4 * size.trained if settings.ema else 0
+    needed = models * size.model * (2 if settings.ema else 1) + states * (size.state + average)
+    if free < needed:
+        found.warnings.append(
+            f"what will be kept takes about {_size(needed)} ({models} models of {_size(size.model)}, {states} states of at "
+            f"least {_size(size.state)}), and {_size(free)} is free in {folder}: save more seldom, or see --save_last_n_steps"
         )
 
 
-def _look_for_older(args: Namespace, folder: Path, name: str, found: Findings) -> None:
-    kind = getattr(args, "save_model_as", None) or "safetensors"
-    older = folder / (name if kind.startswith("diffusers") else f"{name}.{kind}")
-    if older.exists() and not getattr(args, "resume", None):
+def _saves(args: Namespace, kind: str) -> int:
+    """How many models, or states, of single epochs and steps are kept; what is not known before the data is read is not
+    counted.
+    """
+    kept = 0
+    for unit, total in (("steps", "max_train_steps"), ("epochs", "max_train_epochs")):
+        every, last = getattr(args, f"save_every_n_{unit}", None), getattr(args, f"save_last_n_{unit}", None)
+        if kind:
+            last = getattr(args, f"save_last_n_{unit}_state", None) or last
+        if every and getattr(args, total, None):
+            its = max(getattr(args, total) - 1, 0) // every
+            kept += min(its, last // every + 1) if last else its
+    return kept
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _look_for_older(folder: Path, name: str | None, found: Findings, settings: Settings) -> None:
+    for older in final_models(folder, name):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(older.stat().st_mtime))
-        found.warnings.append(f"{older} of {when} will be replaced at the end; another --output_name keeps it")
+        if not settings.keep_previous:
+            found.warnings.append(f"{older} of {when} is there and will be replaced at the end")
+            continue
+        kept = previous(older)
+        again = f", in the place of the {kept.name} that is there" if kept.exists() else ""
+        found.warnings.append(f"{older} of {when} is there: when the new one is saved, it becomes {kept.name}{again}")
 
 
-def _remove_partial(folder: Path, name: str, found: Findings) -> None:
-    pattern = re.compile(rf"{re.escape(name)}(-\d{{6}}|-(step|rolling)\d{{8}})?(-state|\.\w+)?{re.escape(PARTIAL)}")
-    for path in [path for path in folder.iterdir() if pattern.fullmatch(path.name)]:
+def _remove_partial(folder: Path, name: str | None, found: Findings) -> None:
+    for path in unfinished(folder, name, PARTIAL):
         size = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else os.unlink(path)
         found.notes.append(f"removed {path.name}, {size / 1e9:.2f} GB, which a killed run had left half-written")

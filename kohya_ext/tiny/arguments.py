@@ -25,6 +25,7 @@ _FP32_VAE = ("--no_half_vae",)
 _FLOW = ("--model_prediction_type", "raw", "--timestep_sampling", "sigmoid")
 _T5_TOKENS = ("--t5xxl_max_token_length", "64")
 _GEMMA_TOKENS = ("--gemma2_max_token_length", "64")
+_QWEN_TOKENS = ("--qwen3_max_token_length", "64", "--t5_max_token_length", "64")
 _TEXTUAL_INVERSION = ("--token_string", "sks", "--init_word", "a", "--num_vectors_per_token", "2")
 _LLLITE = ("--cond_emb_dim", "8", "--network_dim", "4")
 
@@ -43,6 +44,8 @@ _SCRIPTS = {
     "lumina_train_network.py": _Script(("lumina",), (*_lora("networks.lora_lumina"), *_FLOW, *_GEMMA_TOKENS)),
     "lumina_train.py": _Script(("lumina",), (*_FLOW, *_GEMMA_TOKENS)),
     "sd3_train_network.py": _Script(("sd3",), (*_lora("networks.lora_sd3"), *_T5_TOKENS)),
+    "anima_train_network.py": _Script(("anima",), (*_lora("networks.lora_anima"), *_QWEN_TOKENS, "--network_train_unet_only")),
+    "anima_train.py": _Script(("anima",), (*_QWEN_TOKENS, "--attn_mode", "torch")),  # v0.11 does not infer it there
     "sd3_train.py": _Script(("sd3",), _T5_TOKENS),
 }
 

@@ -16,6 +16,7 @@ _FILES = {
     "flux": {"pretrained_model_name_or_path": "flux", "clip_l": "clip_l", "t5xxl": "t5xxl", "ae": "ae"},
     "chroma": {"pretrained_model_name_or_path": "chroma", "t5xxl": "t5xxl", "ae": "ae"},
     "lumina": {"pretrained_model_name_or_path": "lumina", "gemma2": "gemma2", "ae": "ae"},
+    "anima": {"pretrained_model_name_or_path": "anima", "qwen3": "qwen3", "vae": "vae"},
     "sd3": {"pretrained_model_name_or_path": "sd3", "clip_l": "clip_l", "clip_g": "clip_g", "t5xxl": "t5xxl"},
 }
 

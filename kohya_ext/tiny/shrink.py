@@ -1,13 +1,15 @@
 """Makes the architectures that sd-scripts hard-codes tiny, when it imports them.
 
 Class names, layer names and the number of resolutions stay: LoRA modules, block weights and checkpoint conversion work
-as in a full-size model. Known: Stable Diffusion 1.5, SDXL (with ControlNet), FLUX.1, Chroma, Lumina Image 2.0 and SD3.
+as in a full-size model. Known: Stable Diffusion 1.5, SDXL (with ControlNet), FLUX.1, Chroma, Lumina Image 2.0, SD3
+and Anima.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ CLIP_L_WIDTH = 32
 CLIP_G_WIDTH = 48
 T5_WIDTH = 64
 GEMMA_WIDTH = 32
+QWEN_WIDTH = 16
 UNET_WIDTH = 16
 """Channels at the first resolution; real models have 320."""
 
@@ -230,6 +233,39 @@ def _shrink_sd3_strategy(module: Any) -> None:
     strategy.concat_encodings = concat_encodings
 
 
+def _shrink_anima_models(module: Any) -> None:
+    small: dict[str, _Arguments] = {
+        # Three blocks are the fewest with which `--blocks_to_swap 1` is allowed.
+        "Anima": {"model_channels": 64, "num_blocks": 3, "num_heads": 2, "adaln_lora_dim": 8},
+        "LLMAdapter": {"source_dim": QWEN_WIDTH, "target_dim": 32, "model_dim": 32, "num_layers": 2, "num_heads": 2},
+    }
+    small["Anima"]["crossattn_emb_channels"] = small["LLMAdapter"]["target_dim"]
+    for name in small:
+        kind = getattr(module, name)
+        kind.__init__ = _with_overrides(kind.__init__, functools.partial(lambda sizes, config: sizes, small[name]))
+
+
+def _shrink_anima_utils(module: Any) -> None:
+    """The text encoder; its vocabulary stays: sd-scripts brings the real tokenizers along."""
+    config = importlib.import_module("transformers").Qwen3Config
+    small = {
+        "hidden_size": QWEN_WIDTH,
+        "intermediate_size": 2 * QWEN_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_window_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+    }
+    config.from_pretrained = _with_overrides(config.from_pretrained, lambda asked: small)
+
+
+def _shrink_qwen_vae(module: Any) -> None:
+    kind = module.AutoencoderKLQwenImage
+    kind.__init__ = _with_overrides(kind.__init__, lambda config: {"base_dim": 8, "num_res_blocks": 1})
+
+
 _SHRINKERS: dict[str, Callable[[Any], None]] = {
     "library.model_util": _shrink_model_util,
     "library.original_unet": _shrink_sd_unet,
@@ -241,6 +277,9 @@ _SHRINKERS: dict[str, Callable[[Any], None]] = {
     "library.chroma_models": _shrink_chroma_models,
     "library.lumina_models": _shrink_lumina_models,
     "library.lumina_util": _shrink_lumina_util,
+    "library.anima_models": _shrink_anima_models,
+    "library.anima_utils": _shrink_anima_utils,
+    "library.qwen_image_autoencoder_kl": _shrink_qwen_vae,
     "library.sd3_models": _shrink_sd3_models,
     "library.sd3_utils": _shrink_clip_config,
     "library.strategy_sd3": _shrink_sd3_strategy,

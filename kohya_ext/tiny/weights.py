@@ -87,6 +87,21 @@ def _write_lumina(files: dict[str, Path]) -> None:
     _save(transformers.Gemma2Model(config), 1, files["gemma2"])
 
 
+def _write_anima(files: dict[str, Path]) -> None:
+    models = importlib.import_module("library.anima_models")
+    vae = importlib.import_module("library.qwen_image_autoencoder_kl")
+    importlib.import_module("library.anima_utils")
+    checkout = Path(str(models.__file__)).parents[1]
+    qwen3 = transformers.Qwen3Config.from_pretrained(checkout / "configs" / "qwen3_06b", local_files_only=True)
+    sizes = {"max_img_h": 512, "max_img_w": 512, "max_frames": 128, "in_channels": 16, "out_channels": 16}
+    patches = {"patch_spatial": 2, "patch_temporal": 1}
+    rope = {"pos_emb_cls": "rope3d", "rope_enable_fps_modulation": False}
+    model = models.Anima(**sizes, **patches, **rope, use_adaln_lora=True, use_llm_adapter=True)
+    _save(model, 3, files["pretrained_model_name_or_path"])
+    _save(vae.AutoencoderKLQwenImage(), 4, files["vae"])
+    _save(transformers.Qwen3Model(qwen3), 1, files["qwen3"])
+
+
 def _write_sd3(files: dict[str, Path]) -> None:
     models = importlib.import_module("library.sd3_models")
     library = importlib.import_module("library.sd3_utils")
@@ -123,6 +138,7 @@ _WRITERS: dict[str, Callable[[dict[str, Path]], None]] = {
     "flux": _write_flux,
     "chroma": _write_chroma,
     "lumina": _write_lumina,
+    "anima": _write_anima,
     "sd3": _write_sd3,
 }
 

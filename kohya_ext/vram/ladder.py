@@ -175,7 +175,10 @@ def _checkpointing(run: Attempt) -> Changes:
         # Inside a checkpoint nothing is left to save: what the budget makes recompute would be recomputed twice.
         budget = run.values.get("activation_memory_budget")
         return {"gradient_checkpointing": True, **({} if budget in (None, 1) else {"activation_memory_budget": 1})}
-    return {} if run.values.get("checkpoint_share") in (None, 1) else {"checkpoint_share": 1}
+    share = run.values.get("checkpoint_share")
+    if share is None and run.has("vram_budget") and run.values.get("activation_memory_budget") is None:
+        return {"gradient_checkpointing": True, "checkpoint_share": 1}  # the budget then caps, and frees no block
+    return {} if share in (None, 1) else {"checkpoint_share": 1}
 
 
 def _batch(run: Attempt) -> Changes:

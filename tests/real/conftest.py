@@ -4,8 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +16,7 @@ from kohya_ext import sdscripts
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 from kohya_ext.tiny.checkpoints import Models
+from tests.real import starting
 
 #: The ways in which a person starts a script: untouched, through the launcher, with the launcher below accelerate, and
 #: plain with the environment's switch.
@@ -113,13 +112,14 @@ class Run:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
-    """family -> tiny models, written once a session."""
+    """family -> tiny models, written once a session, all with the same tokenizers."""
+    folder = tmp_path_factory.mktemp("models")
     written: dict[str, Models] = {}
 
     def of(family: str) -> Models:
         if family not in written:
             checkout = next(iter(_generations().values()))
-            written[family] = checkpoints.write(family, checkout.path, tmp_path_factory.mktemp(family))
+            written[family] = checkpoints.write(family, checkout.path, folder)
         return written[family]
 
     return of
@@ -146,14 +146,21 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         output: Path | None = None,
         at_step: int = 0,
         act: Callable[[int], None] | None = None,
+        bare: bool = False,
+        family: str | None = None,
     ) -> Run:
-        """``output``: a folder to write to, instead of a new one. ``act(process id)`` is called once ``at_step`` is reached."""
-        family = models(arguments.SCRIPTS[script][0])
+        """Train, and wait for the end.
+
+        ``output``: a folder to write to, instead of a new one. ``act(process id)`` is called once ``at_step`` is reached.
+        ``bare``: in a bare interpreter, as a person starts it, not in a fork of one that has imported torch already.
+        ``family``: of the models, where the script trains several.
+        """
+        tiny = models(family or arguments.SCRIPTS[script][0])
         output = output or tmp_path_factory.mktemp("run")
-        given = [*arguments.training_arguments(script, family, pictures, output), *MORE.get(script, ()), *more]
+        given = [*arguments.training_arguments(script, tiny, pictures, output), *MORE.get(script, ()), *more]
         environ = {
             **os.environ,
-            **environment.variables(family.tokenizers),
+            **environment.variables(tiny.tokenizers),
             "PYTHONPATH": environment.python_path(SITE),
             "SPY_FILE": str(output / SPIED),
             "COLUMNS": "200",
@@ -166,23 +173,20 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
             "plain": [str(checkout.path / script)],
             "environment": [str(checkout.path / script)],
             "launcher": launcher,
-            "accelerate": ["-m", "accelerate.commands.launch", "--num_processes", "1", *launcher],
+            "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *launcher],
         }[start]
-        process = subprocess.Popen(
-            [sys.executable, *command, *given],
-            env=environ,
-            cwd=output,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        assert process.stdout is not None
+        if bare or start == "accelerate" or not starting.FORKS:
+            process = starting.bare([*command, *given], environ, output)
+        else:
+            starting.serve(environment.variables(tiny.tokenizers))
+            process = starting.forked([*command, *given], environ, output)
         said = b""
-        while piece := os.read(process.stdout.fileno(), 65536):
+        while piece := os.read(process.output, 65536):
             said += piece
             if act is not None and any(int(step) >= at_step for step in PROGRESS.findall(said)):
                 act(process.pid)
                 act = None
+        os.close(process.output)
         return Run(script, process.wait(), said.decode(errors="replace"), output)
 
     return run

@@ -40,6 +40,39 @@ def test_training_is_close_to_upstreams_and_no_block_falls_apart(checkout, train
         assert block["eager_because"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "family", "names", "more"),
+    [
+        (FLUX, "chroma", {"DoubleStreamBlock", "SingleStreamBlock"}, ("--train_batch_size", "2")),
+        ("anima_train_network.py", "anima", {"Block"}, ()),
+    ],
+    ids=["chroma", "anima"],
+)
+def test_the_other_families_are_close_to_upstream_and_in_one_piece(checkout, train, script, family, names, more):
+    run = train(checkout, script, *ON, *more, "--network_train_unet_only", family=family)
+    theirs = train(checkout, script, *more, "--network_train_unet_only", start="plain", family=family)
+    assert_close(run.tensors, theirs.tensors, 1e-5)
+    found, blocks = facts(run)
+    assert blocks.keys() == names
+    assert found["graph_breaks"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "arguments"),
+    [("networks.lora", ["conv_dim=4"]), ("networks.lora_fa", []), ("networks.oft", [])],
+    ids=["LoCon", "LoRA-FA", "OFT"],
+)
+def test_other_networks_are_close_to_upstream_and_in_one_piece(checkout, train, network, arguments):
+    more = ("--network_module", network, *(("--network_args", *arguments) if arguments else ()))
+    run = train(checkout, SDXL, *ON, *more)
+    assert_close(run.tensors, train(checkout, SDXL, *more, start="plain").tensors, 1e-5)
+    found, blocks = facts(run)
+    assert blocks["BasicTransformerBlock"]["graphs"] > 0
+    assert found["graph_breaks"] == 0
+
+
 def test_pictures_of_known_sizes_add_no_graphs(checkout, train):
     """Two epochs of eight steps: every size has been seen twice in the first, and nothing is compiled in the second."""
     (block,) = facts(train(checkout, LUMINA, *ON, "--max_train_steps", "16"))[1].values()
@@ -63,12 +96,26 @@ def test_the_environment_alone_compiles_and_the_budget_goes_without_checkpointin
 
 def test_without_a_compiler_training_is_upstreams_to_the_bit(checkout, train, upstream):
     """Also what is said of a budget beside checkpointing."""
-    run = train(
-        checkout, LUMINA, "--selective_torch_compile", "--activation_memory_budget", "0.5", env={"CXX": "no-such-compiler"}
-    )
+    on = ("--selective_torch_compile", "--activation_memory_budget", "0.5")
+    run = train(checkout, LUMINA, *on, env={"CXX": "no-such-compiler"}, bare=True)  # torch reads CXX when it is imported
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 0)
     assert "selective compile is off: no working C++ compiler" in run.output
     assert "--activation_memory_budget 0.5 saves nothing with --gradient_checkpointing" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "said", "tolerance"),
+    [
+        ("backend", "JointTransformerBlock could not be compiled and runs eager: RuntimeError: no such instruction", 1e-5),
+        ("torch", "selective compile is off: torch 2.4.1 is too old for it", 0),
+        ("layout", "does not know this library.lumina_models:JointTransformerBlock._forward: it is not there", 0),
+    ],
+)
+def test_what_breaks_costs_nothing_but_speed(checkout, train, upstream, broken, said, tolerance):
+    run = train(checkout, LUMINA, *ON, env={"BREAK": broken})
+    assert_close(run.tensors, upstream(checkout, LUMINA).tensors, tolerance)
+    assert run.output.count(said) == 1
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.compiling import blocks, budget, configuration, support
-from kohya_ext.compiling.bound_methods import _traces_them, trace_methods_of_other_modules
+from kohya_ext.compiling.tracing import GAPS, close_gaps
 from kohya_ext.settings import Settings
 
 EAGER = Settings(selective_torch_compile=True, compile_backend="eager")
@@ -133,9 +133,9 @@ def test_settings_hold_on_threads_that_start_later(run: blocks.Run) -> None:
     assert seen == [getattr(dynamo, name)] == [77]
 
 
-def test_a_layer_kept_as_a_method_is_traced_in_one_graph() -> None:
-    trace_methods_of_other_modules()
-    assert _traces_them()
+def test_what_blocks_do_is_traced_in_one_piece() -> None:
+    close_gaps()
+    assert [gap.example.__name__ for gap in GAPS if gap.is_open()] == []
 
 
 def test_a_backend_that_raises_leaves_the_class_eager(

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 
+from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
 from kohya_ext.patching import Patcher  # noqa: E402
 from kohya_ext.settings import Settings  # noqa: E402
 
@@ -71,3 +72,29 @@ def test_nothing_is_left_to_ask_the_gpu_in_a_block(modules):
     mask = torch.tensor(MASKS["padded"])
     assert params.create_attention_params_from_mask("torch", False, 0, mask).seqlens is not None, "read by the text refiner"
     assert params.create_attention_params_from_mask("torch", True, PICTURE, mask).seqlens is not None, "split by them"
+
+
+def test_the_blocks_are_traced_in_one_piece_and_known_sizes_add_no_graphs(modules):
+    params, blocks, _ = modules
+    double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
+    close_gaps()
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    into = [torch.compile(kind._forward, backend=count, fullgraph=True) for kind in (type(double), type(single))]
+
+    def through_all():
+        for name in ("one", "equal", "padded"):
+            mask = torch.tensor(MASKS[name])
+            image, text, vector, rope = inputs(mask)
+            attention = params.create_attention_params_from_mask("torch", False, PICTURE, mask)
+            image, text = into[0](double, image, text, vector, rope, attention)
+            into[1](single, torch.cat([image, text], 1), vector, rope, attention)
+        return len(graphs)
+
+    assert through_all() == through_all() > 0
+    torch._dynamo.reset()

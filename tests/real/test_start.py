@@ -27,19 +27,19 @@ def assert_patches_off(ours: Run, theirs: Run) -> None:
 def test_with_patches_off_the_file_is_upstreams_bit_for_bit(checkout, train, upstream, start):
     script = SCRIPTS[0]
     off = {"before": ("--disable-patch", "*")} if start == "launcher" else {"env": {"KOHYA_EXT_DISABLE": "*"}}
-    assert_patches_off(train(checkout, script, start=start, **off), upstream(checkout, script))
+    assert_patches_off(train(checkout, script, start=start, bare=True, **off), upstream(checkout, script))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_so_it_is_for_every_script_in_every_start(checkout, train, upstream, script, start):
-    ours = train(checkout, script, start=start, env={"KOHYA_EXT_DISABLE": "*"})
+    ours = train(checkout, script, start=start, bare=True, env={"KOHYA_EXT_DISABLE": "*"})
     assert_patches_off(ours, upstream(checkout, script))
 
 
 def test_the_master_switch_keeps_everything_out(checkout, train, upstream):
-    ours = train(checkout, SCRIPTS[0], start="environment", env={"KOHYA_EXT": "0", "KOHYA_EXT_PRESET": "8gb"})
+    ours = train(checkout, SCRIPTS[0], start="environment", bare=True, env={"KOHYA_EXT": "0", "KOHYA_EXT_PRESET": "8gb"})
     assert_identical(ours, upstream(checkout, SCRIPTS[0]))
     assert ours.report == {}
     assert "kohya_ext" not in ours.output

@@ -10,13 +10,15 @@ import pytest
 from kohya_ext import preflight
 from kohya_ext.preflight import choices, data, models, output
 from kohya_ext.safetensors_header import read_header
+from kohya_ext.settings import Settings
 
 image = pytest.importorskip("PIL.Image")
 
 
-def found(look, script="sdxl_train_network.py", **args):
+def found(look, script="sdxl_train_network.py", settings=None, **args):
     findings = preflight.Findings()
-    look(Path("/sd-scripts") / script, Namespace(**args), findings)
+    more = {"settings": settings or Settings()} if look is output.look else {}
+    look(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
 
 
@@ -156,7 +158,8 @@ def test_an_earlier_output_is_named_and_what_a_killed_run_left_goes(tmp_path):
     (tmp_path / "cat-rolling00000010-state.partial").mkdir()
     args = {"output_dir": str(tmp_path), "output_name": "cat", "pretrained_model_name_or_path": ""}
     findings = found(output.look, **args)
-    assert "cat.safetensors of" in findings.warnings[0]
+    (warning,) = findings.warnings
+    assert warning.endswith("it becomes cat.previous.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cat.safetensors", "catch.safetensors.partial"]
 
 
@@ -193,24 +196,63 @@ def test_what_cannot_work_is_said(script, args, said):
     assert said in error
 
 
+def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
+    config = tmp_path / "data.toml"
+    config.write_text(
+        "[general]\nshuffle_caption = true\n[[datasets]]\n"
+        '[[datasets.subsets]]\nimage_dir = "cats"\nshuffle_caption = false\n'
+        '[[datasets.subsets]]\nimage_dir = "dogs"\ncolor_aug = true\n'
+    )
+    args = {"cache_text_encoder_outputs": True, "cache_latents": True, "shuffle_caption": True}
+    errors = found(choices.look, "sdxl_train.py", dataset_config=str(config), **args).errors
+    assert [error.partition(": ")[0] for error in errors] == [f"{config}, dogs"] * 2
+    assert "--shuffle_caption" in errors[0]
+    assert "--color_aug" in errors[1]
+
+
 def test_what_works_is_let_through():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
     assert not found(choices.look, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
 
 
-def test_an_optimizers_own_arguments_are_checked():
-    pytest.importorskip("torch")
-    (error,) = found(choices.look, "sdxl_train.py", optimizer_type="AdamW", optimizer_args=["weight_decy=0.1"]).errors
-    assert "takes no weight_decy. Did you mean weight_decay?" in error
+@pytest.mark.parametrize(
+    ("package", "args", "said"),
+    [
+        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["weight_decy=0.1"]}, "Did you mean weight_decay?"),
+        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["lr=0.1"]}, "--learning_rate says it"),
+        ("prodigyopt", {"optimizer_type": "prodigy", "optimizer_args": ["d_coeff=2"]}, "Did you mean d_coef?"),
+        ("bitsandbytes", {"optimizer_type": "PagedLion8bit", "optimizer_args": ["wight_decay=2"]}, "weight_decay?"),
+        ("transformers", {"optimizer_type": "Adafactor", "optimizer_args": ["relative=True"]}, "relative_step?"),
+        ("transformers", {"lr_scheduler": "cosine", "lr_scheduler_args": ["cycles=2"]}, "num_cycles?"),
+        ("diffusers", {"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ["steps_rule='1:2,1'"]}, "step_rules?"),
+        ("torch", {"lr_scheduler_type": "StepLR", "lr_scheduler_args": ["step_sze=2"]}, "Did you mean step_size?"),
+    ],
+)
+def test_an_optimizers_and_a_schedulers_own_arguments_are_checked(package, args, said):
+    pytest.importorskip(package)
+    (error,) = found(choices.look, "sdxl_train.py", **args).errors
+    assert said in error
+
+
+def test_what_a_network_would_ignore_is_said(tmp_path):
+    (tmp_path / "networks").mkdir()
+    (tmp_path / "networks" / "__init__.py").touch()
+    (tmp_path / "networks" / "lora.py").write_text('def create_network(**kwargs):\n    dim = kwargs.get("conv_dim")\n')
+    script = tmp_path / "sdxl_train_network.py"
+    findings = preflight.Findings()
+    args = Namespace(network_module="networks.lora", network_args=["conv_dim=4", "conf_dim=4"])
+    choices.look(script, args, findings)
+    (warning,) = findings.warnings
+    assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
 
 
 def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
-    def broken(script, args, findings):
+    def broken(script, args, findings, **more):
         raise RuntimeError("a bug")
 
     for module in (choices, models, data, output):
         monkeypatch.setattr(module, "look", broken)
-    findings = preflight.inspect(Path("sdxl_train.py"), Namespace())
+    findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors
     assert all("a bug" in warning for warning in findings.warnings)

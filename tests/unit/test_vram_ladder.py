@@ -1,6 +1,7 @@
 """The ladder: which rungs a run has, in which order, and the command line that takes one."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
@@ -101,8 +102,15 @@ def test_compiled_blocks_stop_recomputing_what_is_checkpointed() -> None:
     run = attempt(LORA, activation_memory_budget=0.5)
     (step,) = [step for step in steps(run) if step.rung.name == "checkpointing"]
     assert step.changes == {"gradient_checkpointing": True, "activation_memory_budget": 1}
+
+
+def test_what_was_freed_from_checkpointing_is_covered_again() -> None:
     share = attempt(LORA, gradient_checkpointing=True, checkpoint_share=0.4)
     assert {"checkpoint_share": 1} in [step.changes for step in steps(share)]
+    budget = attempt(LORA, gradient_checkpointing=True, vram_budget=14 * 10**9)
+    everything = {"gradient_checkpointing": True, "checkpoint_share": 1}
+    assert everything in [step.changes for step in steps(budget)]
+    assert "checkpointing" not in {step.rung.name for step in steps(replace(budget, values={**budget.values, **everything}))}
 
 
 def test_a_command_line_is_rewritten_in_place_of_the_earlier_words() -> None:

@@ -28,6 +28,28 @@ def test_a_file_appears_with_its_contents_only(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "new")]
 
 
+def test_what_is_spared_is_kept_aside_once(tmp_path):
+    final = tmp_path / "model.safetensors"
+    for text in ("two nights ago", "last night", "today", "tonight"):
+        if text != "tonight":  # a run's own file, which it may replace
+            writing.spare(final)
+        write_whole(final, lambda path: path.write_text(text), lambda: 3)  # noqa: B023 - called at once
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "model.safetensors": "tonight",
+        "model.previous.safetensors": "last night",
+    }
+
+
+def test_a_spared_folder_is_kept_aside(tmp_path):
+    final = tmp_path / "model-v1.5"
+    final.mkdir()
+    (final / "old").touch()
+    writing.spare(final)
+    write_whole(final, lambda path: path.mkdir(), lambda: 0)
+    assert (tmp_path / "model-v1.5.previous" / "old").is_file()
+    assert not list(final.iterdir())
+
+
 def test_whatever_goes_wrong_the_earlier_file_stays(tmp_path):
     final = tmp_path / "model.safetensors"
     final.write_text("the one before")

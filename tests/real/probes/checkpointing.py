@@ -1,7 +1,7 @@
 """Gradients of the real classes under every kind of checkpointing, as JSON: ``checkpointing.py CHECKOUT CASE...``.
 
-Prints, for each case: how many gradients there are without checkpointing, and for checkpointing with the patch and without it
-(upstream's own kind) either the error or the number of gradients that are missing and that differ in any bit. Upstream's
+Prints, for each case: how many gradients there are without checkpointing, and for checkpointing with the patches and without
+them (upstream's own kind) either the error or the number of gradients that are missing and that differ in any bit. Upstream's
 workarounds (``requires_grad_`` on latents and embeddings) are left out on purpose: they hide what reentrant checkpointing
 loses.
 """
@@ -19,7 +19,7 @@ from kohya_ext.sdscripts import describe
 from kohya_ext.settings import Settings
 from kohya_ext.tiny import shrink, vocabulary
 
-PATCH = "nonreentrant_checkpointing"
+PATCHES = ("nonreentrant_checkpointing", "lean_checkpointing")
 checkout = describe(Path(sys.argv[1]), "named")
 sys.path.insert(0, str(checkout.path))
 shrink.install()
@@ -167,7 +167,8 @@ def compare(build: Build, expected: dict[str, torch.Tensor | None]) -> dict[str,
 
 @contextmanager
 def patched() -> Iterator[None]:
-    patcher = Patcher({PATCH: registry()[PATCH]}, Settings(), checkout)
+    known = registry()
+    patcher = Patcher({name: known[name] for name in PATCHES}, Settings(), checkout)
     patcher.arm()
     assert all(outcome.status == "applied" for outcome in patcher.outcomes.values()), patcher.outcomes
     yield

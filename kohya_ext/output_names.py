@@ -1,0 +1,46 @@
+"""The names that a run's models and states have in its output folder: upstream's, and those of the extension."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROLLING = "rolling"
+"""What stands before the step in the name of a state of --checkpoint_every_minutes."""
+
+_MODEL = r"\.(safetensors|ckpt|pt|bin)"
+
+
+def stem(name: str | None) -> str:
+    """Return a pattern of what an output name's files begin with. Without a name, upstream has three of its own."""
+    return re.escape(name) if name else "(?:last|epoch|at)"
+
+
+def models(folder: Path, name: str | None) -> Iterator[Path]:
+    """Yield a run's models, those of single epochs and steps and their averages too; in Diffusers' format, folders."""
+    return _matching(folder, rf"{stem(name)}(-\d{{6}}|-step\d{{8}})?(-ema)?", _MODEL)
+
+
+def final_models(folder: Path, name: str | None) -> Iterator[Path]:
+    """Yield the models that the end of a run writes."""
+    return _matching(folder, rf"{stem(name)}(-ema)?", _MODEL)
+
+
+def states(folder: Path, name: str | None) -> Iterator[Path]:
+    """Yield the folders of a run's states."""
+    kind = re.compile(rf"{stem(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state")
+    return (path for path in folder.glob("*-state") if kind.fullmatch(path.name) and path.is_dir())
+
+
+def unfinished(folder: Path, name: str | None, suffix: str) -> list[Path]:
+    """Return what ends in ``suffix`` behind a name of a model or a state."""
+    kind = rf"{stem(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?){re.escape(suffix)}"
+    return [path for path in folder.iterdir() if re.fullmatch(kind, path.name)]
+
+
+def _matching(folder: Path, names: str, file_suffix: str) -> Iterator[Path]:
+    as_file, as_folder = re.compile(names + file_suffix), re.compile(names)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (as_folder if path.is_dir() else as_file).fullmatch(path.name):
+            yield path

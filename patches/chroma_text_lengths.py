@@ -1,0 +1,94 @@
+"""Read Chroma's text lengths from the GPU once a forward, not a dozen times in every block.
+
+Each block cuts every sample to its own length, and learns the lengths by asking the GPU for them, number by number, and
+waits for each answer: 52 stalls in five blocks, and as many places where a compiled block would fall apart. The blocks are
+given the numbers instead. They do with them what they did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from kohya_ext.patching import Patch, Target, takes
+from kohya_ext.settings import Settings
+
+
+class Longest:
+    """What ``torch.max`` says of the lengths: a number that is there already."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def item(self) -> int:
+        """Return the length of the longest text, tokens."""
+        return self.length
+
+
+class Lengths:
+    """The text lengths of a batch, tokens, as a tensor of shape (batch,) and as numbers that are there already."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.numbers: tuple[int, ...] = tuple(tensor.tolist())
+
+    def __getitem__(self, sample: int) -> int:
+        return self.numbers[sample]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer ``torch.max(lengths)``; whatever else is asked is asked of the tensor."""
+        import torch
+
+        if function is torch.max and len(args) == 1 and not kwargs:
+            return Longest(max(args[0].numbers))
+        return function(*(arg.tensor if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("tensor", "numbers"):  # not there yet, as in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.tensor, name)
+
+
+def _with_numbers(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "txt_seq_len" in kwargs:
+            kwargs["txt_seq_len"] = _read_once(kwargs["txt_seq_len"])
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _read_once(tensor: Any) -> Lengths:
+    """Read the tensor that all blocks of a forward are given, and keep what was read beside it."""
+    if not hasattr(tensor, "_kohya_ext_lengths"):
+        tensor._kohya_ext_lengths = Lengths(tensor)
+    lengths: Lengths = tensor._kohya_ext_lengths
+    return lengths
+
+
+PATCH = Patch(
+    name="chroma_text_lengths",
+    summary="Chroma's blocks no longer wait for the GPU to learn their text lengths",
+    targets=(
+        Target(
+            "library.chroma_models",
+            "DoubleStreamBlock.forward",
+            _with_numbers,
+            takes("self", "img", "txt", "pe", "distill_vec", "txt_seq_len", exactly=True),
+        ),
+        Target(
+            "library.chroma_models",
+            "SingleStreamBlock.forward",
+            _with_numbers,
+            takes("self", "x", "pe", "distill_vec", "txt_seq_len", exactly=True),
+        ),
+    ),
+    exactness="exact",
+    held_to="training without it, bit for bit",
+    idea="https://github.com/kohya-ss/sd-scripts/blob/main/library/chroma_models.py",
+)

@@ -1,0 +1,157 @@
+"""The bookkeeping of non-reentrant checkpointing with half the Python; what is recomputed, and when, stays torch's own.
+
+torch notes every tensor that a block would save: a metadata dictionary under ``no_grad`` in forward, an entry in a dictionary
+of weak keys and a wrapper against tracing in the recompute, both again in a check, and two look-ups when it is taken. That is
+12 microseconds a tensor more than the reentrant kind needs, of which this leaves 6
+(``python -m benchmarks.checkpointing``): where Python is what a step waits for, at small batches on fast cards, a
+share of it. Of torch's frame, which holds inputs, random state and autocast, only the hooks are replaced.
+
+Kept: a tensor is freed when it is taken, and never kept when nobody can ask for it; recomputing stops early; another number of
+tensors, or one of another shape, type or device, is a CheckpointError. Other than with torch, what is asked for twice is
+recomputed twice instead of refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kohya_ext.patching import Patch, Target, takes
+from kohya_ext.settings import Settings
+
+_FRAME = ["recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"]
+
+
+_recomputed = 0
+"""Blocks that were recomputed."""
+
+
+def _facts() -> Mapping[str, object]:
+    return {"recomputed_blocks": _recomputed}
+
+
+class _Slot:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "value")
+    shape: Any
+    dtype: Any
+    device: Any
+    value: Any
+    """The recomputed tensor; not there before, and after it was taken."""
+
+
+def _lean(original: Any, settings: Settings) -> Any:
+    import torch
+
+    module = sys.modules[original.__module__]
+    hooks: Any = original.__bases__[0]
+    stop: Any = module._StopRecomputationError
+    run_untraced: Callable[..., Any] = getattr(module, "_run_fn_with_dynamo_disabled", lambda function, *args: function(*args))
+
+    class _checkpoint_hook(original):  # type: ignore[misc]  # noqa: N801  named as what it replaces
+        def __init__(self, frame: Any) -> None:
+            if frame.unpack_error_cb is not None or _is_grouped(torch):  # debugging, and backward passes that overlap
+                super().__init__(frame)
+                return
+            slots: list[weakref.ref[_Slot]] = []
+
+            def pack(tensor: Any) -> _Slot:
+                slot = _Slot()
+                slot.shape, slot.dtype, slot.device = tensor.shape, tensor.dtype, tensor.device
+                slots.append(weakref.ref(slot))
+                return slot
+
+            def unpack(slot: _Slot) -> Any:
+                if not hasattr(slot, "value"):
+                    recompute()
+                value = slot.value
+                del slot.value
+                return value
+
+            def recompute() -> None:
+                global _recomputed
+                _recomputed += 1
+                count = 0
+
+                def keep(tensor: Any) -> Any:
+                    nonlocal count
+                    if count == len(slots):
+                        if not frame.forward_completed:  # asked for within forward, which has not come further yet
+                            return tensor
+                        raise module.CheckpointError(f"the recomputation saves more than the {count} tensors of forward")
+                    slot = slots[count]()
+                    count += 1
+                    if slot is not None:
+                        if slot.shape != tensor.shape or slot.dtype != tensor.dtype or slot.device != tensor.device:
+                            raise module.CheckpointError(_differs(slot, tensor, count))
+                        # With its history it would keep the whole recomputation alive.
+                        slot.value = tensor.detach() if tensor.requires_grad else tensor
+                    if frame.early_stop and count == len(slots):
+                        raise stop
+                    return tensor
+
+                _leave_untraced(keep)
+                try:
+                    with hooks(keep, lambda tensor: tensor), torch.enable_grad():
+                        run_untraced(frame.recompute_fn, *_inputs(frame))
+                except stop:
+                    pass
+                if count != len(slots):
+                    raise module.CheckpointError(f"the recomputation saves {count} tensors where forward saved {len(slots)}")
+
+            _leave_untraced(pack)
+            hooks.__init__(self, pack, unpack)
+
+    return _checkpoint_hook
+
+
+def _leave_untraced(hook: Any) -> None:
+    """Mark a hook as checkpointing's own for torch, and for dynamo, which may be tracing around it, as none of its business."""
+    from torch._dynamo.decorators import skip  # checkpoint() itself has imported dynamo
+
+    hook._checkpoint_internal = True
+    skip(hook)
+
+
+def _is_grouped(torch: Any) -> bool:
+    ask = getattr(torch._C, "_get_graph_exec_group", None)
+    return ask is not None and ask() is not None
+
+
+def _inputs(frame: Any) -> Any:
+    """The block's inputs, as torch has saved them. They were the saved tensors of a node before torch 2.10 or so."""
+    if hasattr(frame, "get_inputs"):
+        return frame.get_inputs()
+    node = frame.input_saver.grad_fn
+    return node.get_args(node.saved_tensors)
+
+
+def _differs(slot: _Slot, tensor: Any, number: int) -> str:
+    before, now = (f"{tuple(one.shape)} {one.dtype} on {one.device}" for one in (slot, tensor))
+    return f"saved tensor {number} of a checkpointed block is {now} when it is recomputed, and was {before}"
+
+
+def _unless_known(original: Any) -> str | None:
+    surprise = takes("self", "frame", exactly=True)(original.__init__)
+    if surprise is not None:
+        return surprise
+    frame = sys.modules[original.__module__]._CheckpointFrame
+    parameters = [name for name in inspect.signature(frame).parameters if name != "self"]
+    if parameters != _FRAME:
+        return f"its frame takes {parameters}"
+    return None
+
+
+PATCH = Patch(
+    name="lean_checkpointing",
+    summary="gradient checkpointing with half of its Python for each saved tensor",
+    targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _lean, _unless_known),),
+    exactness="exact",
+    held_to="the gradients and the memory of torch's own non-reentrant checkpointing, bit for bit",
+    idea="https://github.com/pytorch/pytorch/blob/main/torch/utils/checkpoint.py",
+    facts=_facts,
+)

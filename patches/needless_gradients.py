@@ -1,0 +1,118 @@
+"""No gradients for what nobody trains: the model's inputs, and the embeddings of text encoders.
+
+Reentrant checkpointing loses gradients when nothing that enters a block requires grad, so the LoRA scripts make latents, text
+embeddings, FLUX's guidance and the token embeddings require it. The non-reentrant kind needs none of that. The gradients are
+computed all the same, through every layer that text or guidance enters; those of the token embeddings, as large as the whole
+vocabulary, are in no optimizer and never freed.
+
+Where checkpointing is still reentrant (nonreentrant_checkpointing is off), this leaves everything as it is. So it does with
+Anima, whose offloading checkpoint is of the reentrant kind.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+from kohya_ext.loop import around_batch, on_start, trained_weights
+from kohya_ext.patching import Patch, Target, takes
+from kohya_ext.settings import Settings
+
+#: Every U-Net and DiT whose script asks for gradients of what enters it, and its first parameter.
+MODELS = (
+    ("library.original_unet", "UNet2DConditionModel", "sample"),
+    ("library.sdxl_original_unet", "SdxlUNet2DConditionModel", "x"),
+    ("library.sd3_models", "MMDiT", "x"),
+    ("library.flux_models", "Flux", "img"),
+    ("library.chroma_models", "Chroma", "img"),
+    ("library.lumina_models", "NextDiT", "x"),
+    ("library.hunyuan_image_models", "HYImageDiffusionTransformer", "hidden_states"),
+)
+
+
+_spared: Counter[str] = Counter()
+"""Tensors that were asked for a gradient and need none."""
+
+
+def _facts() -> Mapping[str, object]:
+    return dict(_spared)
+
+
+def _cut_off(original: Any, settings: Settings) -> Any:
+    module = sys.modules[original.__module__]
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(module, "USE_REENTRANT", False):
+            return original(self, *args, **kwargs)
+        return original(self, *map(_without_history, args), **{name: _without_history(value) for name, value in kwargs.items()})
+
+    return forward
+
+
+def _without_history(value: Any) -> Any:
+    """A tensor whose gradient would go nowhere: what an encoder in training has made has a history, a weight is a parameter."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and not isinstance(value, torch.nn.Parameter):
+        _spared["inputs"] += 1
+        return value.detach()
+    return value
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+_looked = False
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _looked
+    _looked = False
+
+
+def _freeze(accelerator: Any) -> None:
+    """Before the first step: freeze the embeddings that are in no optimizer."""
+    global _looked
+    if _looked:
+        return
+    _looked = True
+    # DistributedDataParallel waits for a gradient of every weight that required one when it was made.
+    if str(accelerator.distributed_type).rpartition(".")[2] != "NO":
+        return
+    trained = {id(weight) for weight in trained_weights(accelerator._optimizers)}
+    for model in accelerator._models:
+        for weight in _embeddings(accelerator.unwrap_model(model)):
+            if weight.requires_grad and id(weight) not in trained:
+                _spared["embeddings"] += 1
+                weight.requires_grad_(False)
+
+
+def _embeddings(model: Any) -> Iterator[Any]:
+    """The weights of all embeddings of a model of transformers', unless its checkpointing is of the reentrant kind."""
+    import torch
+
+    parts = list(model.modules())
+    kinds = [part._gradient_checkpointing_func for part in parts if hasattr(part, "_gradient_checkpointing_func")]
+    if kinds and all(getattr(kind, "keywords", {}).get("use_reentrant") is False for kind in kinds):
+        for part in parts:
+            if isinstance(part, torch.nn.Embedding):
+                yield part.weight
+
+
+PATCH = Patch(
+    name="needless_gradients",
+    summary="no gradients for latents, text embeddings, guidance and token embeddings that nobody trains",
+    targets=(
+        *(Target(module, f"{model}.forward", _cut_off, takes("self", first)) for module, model, first in MODELS),
+        *on_start(_start),
+        around_batch(_freeze, lambda accelerator: None),
+    ),
+    exactness="exact",
+    held_to="the weights that are trained with it off, bit for bit",
+    idea="https://github.com/kohya-ss/sd-scripts/issues/323",
+    facts=_facts,
+)

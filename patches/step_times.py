@@ -1,0 +1,69 @@
+"""The seconds of a step are kept, so that the next run with the same settings can say how long it will take."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from kohya_ext import step_times
+from kohya_ext.loop import around_batch, on_start
+from kohya_ext.patching import Patch
+from kohya_ext.settings import Settings
+
+_WARM_UP = 2
+"""Steps that are not counted: caches fill, kernels are chosen."""
+
+_EARLY = 50
+"""After so many steps the measurement is kept for the first time: a run may be killed."""
+
+
+@dataclass
+class _Clock:
+    key: str
+    steps: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+
+    def tick(self, accelerator: Any) -> None:
+        if not accelerator.sync_gradients:
+            return
+        self.ended = time.monotonic()
+        self.steps += 1
+        if self.steps == _WARM_UP:
+            self.began = self.ended
+        elif self.steps == _EARLY:
+            self.keep()
+
+    def keep(self) -> None:
+        measured = self.steps - _WARM_UP
+        if measured > 0:
+            step_times.remember(self.key, (self.ended - self.began) / measured, measured)
+
+
+_clock: _Clock | None = None
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+    global _clock
+    key = step_times.key_of_this_run()
+    if key is not None and accelerator.is_main_process:
+        _clock = _Clock(key)
+        atexit.register(_clock.keep)
+
+
+def _after(accelerator: Any) -> None:
+    if _clock is not None:
+        _clock.tick(accelerator)
+
+
+PATCH = Patch(
+    name="step_times",
+    summary="the seconds of a step are kept, so that the next run with the same settings says how long it will take",
+    targets=(*on_start(_start), around_batch(lambda accelerator: None, _after)),
+    exactness="exact",
+    held_to="the same run without it",
+    idea="https://github.com/tqdm/tqdm",
+)

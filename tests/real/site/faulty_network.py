@@ -1,0 +1,47 @@
+"""networks.lora with one fault, which --network_args names: fault=dtype, device, detached or base_model."""
+
+import functools
+
+import torch
+
+
+def create_network(multiplier, dim, alpha, vae, text_encoder, unet, fault, **kwargs):
+    from networks import lora
+
+    network = lora.create_network(multiplier, dim, alpha, vae, text_encoder, unet, **kwargs)
+    FAULTS[fault](network, unet)
+    return network
+
+
+def dtype(network, unet):
+    network.to(torch.float8_e4m3fn)
+
+
+def device(network, unet):
+    """A weight somewhere else, after everything has been moved and prepared."""
+
+    @functools.wraps(network.prepare_grad_etc)
+    def prepare_grad_etc(*args):
+        layer = network.unet_loras[0].lora_down
+        layer.weight = torch.nn.Parameter(layer.weight.to("meta"))
+
+    network.prepare_grad_etc = prepare_grad_etc
+
+
+def detached(network, unet):
+    for adapter in network.unet_loras + network.text_encoder_loras:
+        adapter.apply_to = lambda: None
+
+
+def base_model(network, unet):
+    original = network.prepare_optimizer_params
+
+    @functools.wraps(original)
+    def prepare_optimizer_params(*args):
+        groups, names = original(*args)
+        return [*groups, {"params": list(unet.parameters())[:3]}], names
+
+    network.prepare_optimizer_params = prepare_optimizer_params
+
+
+FAULTS = {fault.__name__: fault for fault in (dtype, device, detached, base_model)}

@@ -1,0 +1,68 @@
+"""DyLoRA under gradient checkpointing: the gradients without it, to the bit."""
+
+import importlib
+import random
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.patches.dylora_ranks import PATCH  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from kohya_ext.patching import Patcher  # noqa: E402
+from kohya_ext.settings import Settings  # noqa: E402
+
+RANKS, STEPS = 4, 12
+
+
+@pytest.fixture
+def dylora(checkout, monkeypatch):
+    """The checkout's module, and its patcher, not armed yet."""
+    monkeypatch.syspath_prepend(str(checkout.path))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("library", "networks")]:
+        monkeypatch.delitem(sys.modules, name)
+    yield importlib.import_module("networks.dylora"), Patcher({PATCH.name: PATCH}, Settings(), checkout)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("library", "networks")]:
+        del sys.modules[name]
+
+
+def train(module, checkpointing):
+    """The gradients of each step, None where a rank was not trained, and how often Python's random numbers were drawn."""
+    torch.manual_seed(0)
+    random.seed(0)
+    layer = torch.nn.Linear(8, 8)
+    network = module.DyLoRAModule("lora", layer, lora_dim=RANKS, alpha=1, unit=1)
+    network.apply_to()
+    weights = [*network.lora_A, *network.lora_B]
+    steps = []
+    for _ in range(STEPS):
+        x = torch.randn(2, 8, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=False) if checkpointing else layer(x)
+        y.pow(2).sum().backward()
+        steps.append([None if weight.grad is None else weight.grad.clone() for weight in weights])
+        for weight in weights:
+            weight.grad = None
+    return steps, random.getstate()
+
+
+def trained(steps):
+    return sum(gradient is not None for step in steps for gradient in step)
+
+
+def test_every_gradient_is_kept_as_without_checkpointing(dylora):
+    module, patcher = dylora
+    expected, drawn = train(module, checkpointing=False)
+    assert trained(expected) == 2 * STEPS, "one rank, up and down, in every step"
+    assert trained(train(module, checkpointing=True)[0]) < 2 * STEPS, "upstream loses those that are drawn again otherwise"
+    original = module.DyLoRAModule.forward
+    patcher.arm()
+    assert module.DyLoRAModule.forward is not original
+    steps, drawn_by_ours = train(module, checkpointing=True)
+    assert drawn_by_ours == drawn
+    for ours, theirs in zip(steps, expected, strict=True):
+        for gradient, other in zip(ours, theirs, strict=True):
+            assert gradient is other is None or torch.equal(gradient, other)
+    patcher.undo()
+    assert module.DyLoRAModule.forward is original

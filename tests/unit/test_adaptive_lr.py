@@ -1,0 +1,87 @@
+"""The factor multiplies any schedule, and what is unusual is told from what is not."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.patches.adaptive_lr import Adaptive  # noqa: E402
+
+
+@pytest.fixture
+def weight():
+    return torch.nn.Parameter(torch.zeros(4))
+
+
+@pytest.fixture
+def optimizer(weight):
+    return torch.optim.SGD([weight], lr=1.0)
+
+
+@pytest.fixture
+def adaptive(optimizer):
+    accelerator = SimpleNamespace(
+        _optimizers=[optimizer], sync_gradients=True, num_processes=1, device="cpu", is_main_process=True
+    )
+    return Adaptive(accelerator, patience=2)
+
+
+def test_it_multiplies_a_schedule_that_builds_on_the_rate_before(adaptive, optimizer):
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    rates = []
+    for at, loss in enumerate([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]):
+        adaptive.put_on()
+        adaptive.sees_loss(torch.tensor(loss))
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        adaptive.take_off()
+        schedule.step()
+        adaptive.after_batch(adaptive.accelerator)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.9 ** (at + 1))
+    factors = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert rates == pytest.approx([0.9**at * factor for at, factor in enumerate(factors)])
+    assert adaptive.factor == 0.25, "a mean that fell must not halve it"
+
+
+def test_a_loss_that_is_not_finite_counts_for_nothing(adaptive):
+    for loss in (2.0, float("nan")):
+        adaptive.sees_loss(torch.tensor(loss))
+        adaptive.after_batch(adaptive.accelerator)
+    assert adaptive.best == 2.0
+
+
+def test_an_unusual_gradient_is_scaled_to_the_usual_norm(adaptive, weight, optimizer, capsys):
+    for norm in [1.0] * 30 + [3.9, 8.0]:
+        weight.grad = torch.full((4,), norm / 2)
+        adaptive.steady(optimizer)
+        assert float(weight.grad.norm()) == pytest.approx(1.0 if norm == 8.0 else norm)
+    assert capsys.readouterr().err.count("clipped to 1") == 1
+
+
+def test_what_the_script_has_clipped_already_is_scaled_from_there(adaptive, weight, optimizer):
+    adaptive.max_grad_norm = 2.0
+    for norm in [1.0] * 30 + [8.0]:
+        adaptive.norm = torch.tensor(norm)
+        weight.grad = torch.full((4,), min(norm, 2.0) / 2)
+        adaptive.steady(optimizer)
+    assert float(weight.grad.norm()) == pytest.approx(1.0)
+
+
+def test_a_state_brings_all_of_it_back(adaptive, tmp_path):
+    adaptive.sees_loss(torch.tensor(0.1))
+    adaptive.step, adaptive.factor, adaptive.best = 7, 0.25, 0.3
+    adaptive.norms.extend([0.1, 0.2])
+    adaptive.save([], [], str(tmp_path))
+    other = Adaptive(adaptive.accelerator, patience=2)
+    other.load([], str(tmp_path))
+    other.sees_loss(torch.tensor(0.2))
+    adaptive.sees_loss(torch.tensor(0.2))
+    assert (other.step, other.factor, other.best, other.norms) == (7, 0.25, 0.3, adaptive.norms)
+    assert torch.equal(other.total, adaptive.total)
+
+
+def test_the_rate_has_a_floor(adaptive):
+    for _ in range(20):
+        adaptive.decide(1.0)
+    assert adaptive.factor == 2**-6
