@@ -7,6 +7,7 @@ on from it is the run that was not interrupted. Not where the optimizer steps wi
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -59,6 +60,7 @@ class _Watch:
         say(oom.measured(self.accelerator.device))
         # What the failed step holds is in the way of saving, and its frames are all that holds it.
         traceback.clear_frames(problem.__traceback__)
+        gc.collect()
         self._advise(phase, self._save(phase) or self._newest_state())
 
     def _advise(self, phase: Phase, state: Path | None) -> None:
@@ -92,7 +94,7 @@ class _Watch:
             current.return_to(self.place)
             with impatient():
                 self.accelerator.save_state(str(state))
-        except Exception as problem:  # the advice is worth more than this state
+        except (Exception, SystemExit) as problem:  # a full disk, weights that are not finite: the advice is worth more
             warn(f"the state could not be saved: {type(problem).__name__}: {problem}")
             return None
         note(f"nothing is lost: the state after step {self.place.step} is saved in {state}")

@@ -48,7 +48,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     on_card = accelerator.device.type == "cuda"
     _spender = Spender(round(limit * FILLED), CardGauge(accelerator.device) if on_card else HostGauge())
     if settings.selective_torch_compile:
-        _wait_with_compiling()
+        _wait_with_compiling(accelerator.device.type, settings.compile_backend)
     if not args.gradient_checkpointing:
         args.gradient_checkpointing = True
         note("memory budget: gradient checkpointing is on for the first steps, and for the blocks that have no room after them")
@@ -103,10 +103,14 @@ def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) 
     return None
 
 
-def _wait_with_compiling() -> None:
+def _wait_with_compiling(device: str, backend: str) -> None:
     """Let the first steps run eager, where blocks can be weighed; they are compiled once it is known what they may keep."""
     from kohya_ext.compiling.blocks import RUN
     from kohya_ext.compiling.budget import set_budget
+    from kohya_ext.compiling.support import find_obstacle
+
+    if RUN.standing_aside or find_obstacle(device, backend):
+        return  # they stay eager, and are freed one by one
 
     def compile_at(share: float) -> None:
         RUN.waiting = False

@@ -40,7 +40,8 @@ class CardGauge:
         return int(torch.cuda.max_memory_reserved(self.device))
 
     def release(self) -> None:
-        """Return cached memory in which nothing lies to the driver."""
+        """Free what only reference cycles hold, and return cached memory in which nothing lies to the driver."""
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -53,6 +54,7 @@ class HostGauge:
 
     def begin(self) -> int:
         """Weigh every tensor that is alive, and begin to weigh what is allocated in this thread."""
+        self.release()
         self._before = sum(storage.nbytes() for storage in _storages())
         self._step = Allocations()
         self._step.__enter__()
@@ -66,7 +68,8 @@ class HostGauge:
         return peak
 
     def release(self) -> None:
-        """Do nothing: the host's allocator keeps what it keeps."""
+        """Free what only reference cycles hold."""
+        gc.collect()
 
 
 def _storages() -> list[Any]:

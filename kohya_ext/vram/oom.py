@@ -17,7 +17,7 @@ from kohya_ext.sdscripts import Checkout
 from kohya_ext.session import peak_memory
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram import store
-from kohya_ext.vram.card import gigabytes, said
+from kohya_ext.vram.card import GB, gigabytes, said
 from kohya_ext.vram.estimate import Estimate
 from kohya_ext.vram.ladder import Attempt, Phase, Step, steps
 
@@ -87,7 +87,8 @@ def predicted(checkout: Checkout, script: str, args: Namespace, run: RunArgument
         words = again({}).partition(script)[2]
         return f"what needs how much: python -m kohya_ext estimate {script}{words}"
     found = Estimate(**known)
-    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in sorted(found.parts.items(), key=lambda row: -row[1]))
+    largest = sorted(found.parts.items(), key=lambda row: -row[1])
+    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= GB / 100)
     return (
         f"predicted for this command line: {gigabytes(found.on_the_card)} GB on the card, the peak in {found.moment}: {parts} "
         "(not calibrated on CUDA)"

@@ -26,7 +26,7 @@ from kohya_ext.vram.gauge import Gauge
 from kohya_ext.vram.oom import is_out_of_memory
 from kohya_ext.vram.track import Allocations
 
-#: Compiled blocks that may keep less than this share recompute nearly everything, which checkpointing does with less memory.
+#: Compiled blocks that may keep less than this share recompute nearly everything: then single blocks are freed, as without.
 LEAST_SHARE = 0.1
 
 
@@ -159,8 +159,11 @@ class Spender:
         costs = {
             block: block.kept * self._largest / self._weighed for block in self.blocks if block.checkpointed and block.kept
         }
-        if self.compile_at is not None:
-            self._spend_compiled(room / sum(costs.values()) if costs else 0.0)
+        if self.compile_at is not None and costs and room / sum(costs.values()) >= LEAST_SHARE:
+            self._compile(min(1.0, room / sum(costs.values())))
+            for block in self.blocks:
+                block.checkpointed = False
+            self._settle()
             return
         freed = 0
         for block in sorted(costs, key=lambda block: (block.flops / block.kept, block.turn), reverse=True):
@@ -168,22 +171,17 @@ class Spender:
                 room -= costs[block]
                 block.checkpointed = False
                 freed += 1
-        if not freed:
+        if not freed or self.compile_at is not None:
             self._settle()
 
-    def _spend_compiled(self, share: float) -> None:
-        assert self.compile_at is not None
-        spent = min(1.0, share)
-        if spent < LEAST_SHARE:
-            self.compile_at(1.0)  # inside a checkpoint nothing is kept anyway
-        else:
-            self.compile_at(spent)
-            for block in self.blocks:
-                block.checkpointed = False
-        self._settle()
+    def _compile(self, share: float) -> None:
+        if self.compile_at is not None:
+            self.compile_at(share)
+            self.compile_at = None
 
     def _settle(self, reason: str = "") -> None:
         self.settled = True
+        self._compile(1.0)  # what is checkpointed keeps nothing anyway
         covered = sum(block.checkpointed for block in self.blocks)
         peak = f", peak {said(self.peaks[-1])} of {said(self.limit)}" if self.peaks else ""
         why = f" ({reason})" if reason else ""

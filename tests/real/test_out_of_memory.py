@@ -27,7 +27,7 @@ def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout,
     script = scripts[checkout.layout]
     if script is None:
         pytest.skip("the other generation's turn")
-    run = train(checkout, script, *TOO_MUCH, "--on_oom", "retry", env=AT_STEP_3)
+    run = train(checkout, script, *TOO_MUCH, "--on_oom", "retry", env=AT_STEP_3, bare=True)
     assert "out of memory (step 3, forward): CUDA out of memory. Tried to allocate 20.00 MiB." in run.output
     assert "nothing is lost: the state after step 2 is saved" in run.output
     assert "the cheapest next step: gradient checkpointing of every block (--gradient_checkpointing)" in run.output
@@ -41,7 +41,7 @@ def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout,
 
 @slow
 def test_a_plain_start_says_what_to_paste(checkout, train):
-    run = train(checkout, LORA, *TOO_MUCH, start="environment", env={**AT_STEP_3, "KOHYA_EXT_ON_OOM": "retry"})
+    run = train(checkout, LORA, *TOO_MUCH, start="environment", env={**AT_STEP_3, "KOHYA_EXT_ON_OOM": "retry"}, bare=True)
     assert run.code == 1
     assert "--on_oom retry needs the launcher" in run.output
     (line,) = re.findall(r"to go on from tiny-rolling00000002-state with it: (.*)", run.output)
@@ -62,6 +62,7 @@ def test_restarts_are_bounded(checkout, train):
         "--oom_restarts",
         "1",
         env={"SPY_OUT_OF_MEMORY_AT": "1"},
+        bare=True,
     )
     assert run.code == 1
     assert "restart 1 of 1, from the beginning, with mixed precision" in run.output
@@ -74,7 +75,7 @@ def test_restarts_are_bounded(checkout, train):
 @pytest.mark.parametrize("scripts", SCRIPTS[:1])
 def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, scripts):
     options = ("--max_train_steps", "500", "--on_oom", "retry")
-    run = train(checkout, scripts[checkout.layout], *options, at_step=2, act=send(signal.SIGTERM))
+    run = train(checkout, scripts[checkout.layout], *options, at_step=2, act=send(signal.SIGTERM), bare=True)
     assert run.code == 128 + signal.SIGTERM, run.output[-3000:]
     assert "to go on: " in run.output
     assert not orphans(run.folder)
@@ -84,7 +85,7 @@ def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, 
 @slow
 @posix
 def test_the_run_does_not_outlive_its_launcher(checkout, train):
-    run = train(checkout, LORA, "--max_train_steps", "500", "--on_oom", "retry", at_step=2, act=send(signal.SIGKILL))
+    run = train(checkout, LORA, "--max_train_steps", "500", "--on_oom", "retry", at_step=2, act=send(signal.SIGKILL), bare=True)
     assert run.code == -signal.SIGKILL
     # The pipe is closed: the training process has ended too, its state saved.
     assert not orphans(run.folder)

@@ -3,6 +3,7 @@
 import os
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,3 +70,16 @@ def test_random_numbers_go_on():
     assert draw() != first
     position.set_random_state(state)
     assert draw() == first
+
+
+def test_smaller_batches_and_more_of_them_accumulated_are_as_many_pictures(tmp_path):
+    pytest.importorskip("torch")
+
+    def at(accumulated, **stands):
+        args = SimpleNamespace(gradient_accumulation_steps=accumulated, max_train_steps=9)
+        return position.Position(args, SimpleNamespace(is_main_process=True), **stands)
+
+    at(2, step=3, epoch=0, batch=6, _began={"counters": [0, 0]}).save(None, None, str(tmp_path))
+    later = at(8)
+    later.load(None, str(tmp_path))
+    assert (later._goal["step"], later._goal["batch"]) == (3, 24)

@@ -1,12 +1,15 @@
 """What is made of a run that is out of memory: the moment, the step to take, the words to paste."""
 
+import re
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from kohya_ext.arguments import read_arguments
-from kohya_ext.vram import oom
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.vram import choices, oom
 from kohya_ext.vram.ladder import LADDER, Step
 
 LORA = "sdxl_train_network.py"
@@ -69,6 +72,21 @@ def test_a_state_is_kept_where_a_change_allows_it(monkeypatch: pytest.MonkeyPatc
     assert step("optimizer step", keep_state=False, **text) == ["--optimizer_type", "AdamW8bit"]
     assert step("optimizer step", keep_state=True, **text) == ["--fp8_base"]
     assert step("optimizer step", keep_state=True, **{**text, "fp8_base": True}) == ["--optimizer_type", "AdamW8bit"]
+
+
+def test_what_is_known_of_a_command_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Checkout(Path("there"), "0.11.1", "v0.11", "given")
+    monkeypatch.setattr("sys.argv", [LORA, "--preset", "8gb"])
+    monkeypatch.setattr("sys.orig_argv", ["python", LORA, "--preset", "8gb"])
+    run = read_arguments(LORA, ("--preset", "8gb"), {})
+    args = Namespace(**asdict(choices.read(LORA, run, ())[0]))
+    line = oom.predicted(checkout, LORA, args, run)
+    assert re.match(r"predicted for this command line: \d\.\d\d GB on the card, the peak in backward: weights 5\.", line)
+    assert " 0.00" not in line
+    args.train_batch_size = 7
+    line = oom.predicted(checkout, LORA, args, run)
+    assert line == "what needs how much: python -m kohya_ext estimate sdxl_train_network.py --preset 8gb"
+    assert oom.predicted(checkout, "train_controlnet.py", args, run) == ""
 
 
 def test_the_advice_goes_on_from_the_state_or_says_that_it_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
