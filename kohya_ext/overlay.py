@@ -112,7 +112,7 @@ def scripts(family: str) -> list[str]:
 
 def base(family: str) -> Preset | None:
     """Return what the presets of a family share; None when they share nothing."""
-    file = _file(family, BASE)
+    file = file_of(family, BASE)
     return None if file is None else _read(file)
 
 
@@ -132,7 +132,7 @@ def load(names: Iterable[str], script: str) -> Overlay:
 def _with_bases(preset: Preset) -> Iterator[Preset]:
     for name in _bases(preset):
         family, _, stem = name.rpartition("/")
-        file = _file(family or preset.family or "", stem)
+        file = file_of(family or preset.family or "", stem)
         if file is None:
             raise UserError(f"preset {preset.name} extends {name}, which is not there: `presets list` shows what is")
         yield from _with_bases(_read(file))
@@ -163,7 +163,7 @@ def _named(name: str, script: str) -> Preset:
 def _shipped(name: str, script: str) -> Preset:
     family, _, stem = name.lower().rpartition("/")
     families = [family] if family else [FAMILIES.get(script, ""), ANY]
-    file = next((file for its in families if (family or stem != BASE) and (file := _file(its, stem)) is not None), None)
+    file = next((file for its in families if (family or stem != BASE) and (file := file_of(its, stem)) is not None), None)
     if file is None and (size := _tier(stem)) is not None:
         smaller = [(its, file) for its, file in _tiers(families[0]) if its < size]
         file = max(smaller)[1] if smaller else None
@@ -188,7 +188,8 @@ def _folders() -> list[Path]:
     return [Path(folder) for folder in importlib.import_module("kohya_ext.presets").__path__]
 
 
-def _file(family: str, name: str) -> Path | None:
+def file_of(family: str, name: str) -> Path | None:
+    """Return the file of a shipped preset, a base among them; None when there is none."""
     return next((file for folder in _folders() if (file := folder / family / f"{name}.toml").is_file()), None)
 
 

@@ -59,11 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_training_script(script):
         raise UserError(f"{script.name} is not a training script: nothing to plan")
     given = ["--vram", chosen["vram"]] if "vram" in chosen else []
-    size = read_arguments(script.name, [*argv, *given], os.environ, auto=()).settings.vram
+    # A preset from the environment would not be in the command line that comes out.
+    environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
+    size = read_arguments(script.name, [*argv, *given], environ, auto=()).settings.vram
     name, card = ("", size) if size else cards.find() or ("", 0)
     if not card:
         raise UserError("no NVIDIA card found: say which it is for, --vram 16GB")
-    made = plan(checkout, script.name, argv, os.environ, card, note)
+    made = plan(checkout, script.name, argv, environ, card, note)
     words = ["python", "-m", "kohya_ext", script.name, *made.answer.argv]
     if chosen.get("json"):
         print(json.dumps(_as_json(made, words), indent=1))

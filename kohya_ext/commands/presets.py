@@ -100,15 +100,18 @@ def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
 
 
 def _path(wanted: str) -> str:
-    for family, name, file in overlay.shipped():
-        if wanted == f"{family}/{name}":
-            return str(file)
-    raise UserError(f"no preset {wanted}: `presets list` shows them")
+    family, _, name = wanted.partition("/")
+    file = overlay.file_of(family, name)
+    if file is None:
+        raise UserError(f"no preset {wanted}: `presets list` shows them")
+    return str(file)
 
 
 def _show(arguments: argparse.Namespace) -> Table:
-    table = Table("key", "value", "preset", "why", title=escape(" + ".join(arguments.names)))
-    for key, value in overlay.load(arguments.names, arguments.script).values.items():
+    argv = [part for name in arguments.names for part in ("--preset", name)]
+    presets = read_arguments(arguments.script, argv, os.environ).presets
+    table = Table("key", "value", "preset", "why", title=escape(presets.label))
+    for key, value in presets.values.items():
         table.add_row(key, escape(repr(value.value)), value.preset, escape(value.why))
     return table
 

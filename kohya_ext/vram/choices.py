@@ -203,6 +203,7 @@ def normalized(choices: Choices) -> Choices:
         t5xxl=FP8
         if choices.family == "flux" and choices.fp8_base and not choices.fp8_base_unet and _in_fp8(choices.t5xxl)
         else None,
+        t5xxl_max_token_length=_unless(choices.t5xxl_max_token_length, _T5_TOKENS.get(choices.family)),
         network_dim=(choices.network_dim or 4) if lora else None,
         checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
@@ -210,6 +211,14 @@ def normalized(choices: Choices) -> Choices:
         learning_rate_te1=_whether(choices.learning_rate_te1),
         learning_rate_te2=_whether(choices.learning_rate_te2),
     )
+
+
+#: How many tokens of a caption T5 reads where nothing is said.
+_T5_TOKENS = {"sd3": 256, "flux": 512}
+
+
+def _unless(value: int | None, usual: int | None) -> int | None:
+    return None if value == usual else value
 
 
 def _loads_fp8(choices: Choices) -> bool:

@@ -5,7 +5,7 @@ Nothing here imports torch; an estimate that has to be made does (vram/making.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,9 +75,12 @@ def plan(
     Raises UserError when nothing fits, or for arguments that cannot be estimated.
     """
     known = _known_tiers(checkout, script, argv, environ)
-    candidates = known or list(_Walk(checkout, script, list(argv), environ, card, announce).candidates())
+    walk = _Walk(checkout, script, list(argv), environ, card, announce)
+    candidates = known or walk.candidates()
     inside = [one for one in candidates if fits(one.found, card, one.tight)]
     outside = sorted((one for one in candidates if one not in inside), key=lambda one: one.found.reserved)
+    if not inside and walk.stopped:
+        raise UserError(f"none of {MOST} estimates fits yet: type it again to go on from there, they are kept")
     if not inside:
         raise UserError(
             f"nothing fits {gigabytes(card)} GB less 5 percent: the smallest, {outside[0].name}, needs "
@@ -159,15 +162,18 @@ class _Walk:
     announce: Callable[[str], None]
     made: int = 0
     tried: list[Candidate] = field(default_factory=list)
+    stopped: bool = False
+    """Whether the limit was reached."""
 
     def candidates(self) -> list[Candidate]:
         """Return what was tried: down to what fits, and from there back up to the fastest that still does."""
         run = read_arguments(self.script, self.argv, self.environ, auto=())
         base = overlay.base(choosing.read(self.script, run, self.argv)[0].kind)
         mine = _without_auto(self.argv)
-        start = _whole_batch(["--preset", base.name, *mine] if base is not None else mine)
+        theirs = {**(run.config.values if run.config is not None else {}), **values_of(mine)}
+        start = _whole_batch(["--preset", base.name, *mine] if base is not None else mine, theirs)
         state = attempt(self.checkout, self.script, start, self.environ)
-        fixed = said(mine) - {"train_batch_size", "gradient_accumulation_steps"}
+        fixed = theirs.keys() - {"train_batch_size", "gradient_accumulation_steps"}
         changes: dict[str, object] = {}
         if self._try(start, changes, "as it is"):
             return self.tried
@@ -175,7 +181,7 @@ class _Walk:
             before = dict(changes)
             state, changes = after(state, step), {**changes, **step.changes}
             if self._try(start, changes, step.rung.what):
-                self._climb_back(start, before, changes, step)
+                self._climb_back(start, before, changes, fixed)
                 break
         return self.tried
 
@@ -186,6 +192,7 @@ class _Walk:
         choices = choosing.normalized(choosing.read(self.script, run, argv)[0])
         if store.find(self.checkout, choices, run.settings.disable_patch) is None:
             if self.made == MOST:
+                self.stopped = True
                 return True
             if self.made == 0:
                 self.announce(f"these arguments are not among the known ones: up to {MOST} estimates of about 20 seconds each")
@@ -194,34 +201,32 @@ class _Walk:
         self.tried.append(Candidate(name, tuple(argv), found))
         return fits(found, self.card)
 
-    def _climb_back(self, start: Sequence[str], before: Changes, changes: Changes, step: Step) -> None:
-        """Find the smallest part of the last step that is enough: of the blocks checkpointed, or in host memory."""
-        key: str
+    def _climb_back(self, start: Sequence[str], before: Changes, changes: Changes, fixed: Set[str]) -> None:
+        """Find the smallest part that is enough: of the blocks in host memory, if they are, or else of those checkpointed."""
         parts: list[float]
-        if step.rung.name == "checkpointing" and overlay.FAMILIES[self.script].rpartition("-")[0] in PARTLY_CHECKPOINTED:
+        if (most := changes.get("blocks_to_swap")) is not None:
+            key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 2, int(str(most)), 2)]
+        elif "gradient_checkpointing" in changes and overlay.FAMILIES[self.script].rpartition("-")[0] in PARTLY_CHECKPOINTED:
             key, parts = "checkpoint_share", [part * PART for part in range(1, round(1 / PART))]
-        elif step.rung.name == "block swap":
-            least = int(str(before.get("blocks_to_swap", 0)))
-            key, parts = "blocks_to_swap", [*range(least + 2, int(str(changes["blocks_to_swap"])), 2)]
         else:
+            return
+        if key in fixed - changes.keys():
             return
         low, high = 0, len(parts)
         while low < high:
             middle = (low + high) // 2
-            what = f"{step.rung.what}, {parts[middle]:g} of them"
-            if self._try(start, {**changes, key: parts[middle]}, what):
+            if self._try(start, {**changes, key: parts[middle]}, f"{key} {parts[middle]:g}"):
                 high = middle
             else:
                 low = middle + 1
 
 
-def _next(run: Attempt, fixed: set[str]) -> Step | None:
+def _next(run: Attempt, fixed: Set[str]) -> Step | None:
     return next((step for step in steps(run) if not fixed & step.changes.keys()), None)
 
 
-def _whole_batch(argv: list[str]) -> list[str]:
+def _whole_batch(argv: list[str], given: Mapping[str, Any]) -> list[str]:
     """Return arguments with all accumulated pictures in one batch: the ladder divides it as far as it must."""
-    given = values_of(argv)
     pictures = int(given.get("train_batch_size", 1)) * int(given.get("gradient_accumulation_steps", 1))
     if pictures == 1:
         return argv
@@ -252,7 +257,7 @@ def _tree(
             yield Branch(rung, "taken", _words(used))
         elif used or some:
             yield Branch(rung, "in part", _words({**used, **some}))
-        elif said(mine) & offer.keys():
+        elif values_of(mine).keys() & offer.keys():
             yield Branch(rung, "yours", ())
         elif left:
             yield Branch(rung, "not needed", _words(left))
@@ -295,11 +300,6 @@ def values_of(argv: Sequence[str]) -> dict[str, Any]:
         elif key:
             found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), _number(word)]
     return found
-
-
-def said(argv: Sequence[str]) -> set[str]:
-    """Return the keys that a command line sets."""
-    return set(values_of(argv))
 
 
 def _number(word: str) -> Any:

@@ -17,8 +17,8 @@ from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
 #: What is left free of a card, as a share: the estimate's own error, and a desktop's picture on the screen.
 MARGIN = 0.05
 
-#: Families of which ``--checkpoint_share`` can leave blocks out (patches/selective_checkpointing.py).
-PARTLY_CHECKPOINTED = frozenset({"sdxl", "flux", "sd3", "lumina", "anima"})
+#: Families of which ``--checkpoint_share`` can leave blocks out (kohya_ext/checkpointing.py).
+PARTLY_CHECKPOINTED = frozenset({"sdxl", "flux", "sd3", "lumina", "anima", "hunyuan-image"})
 
 #: In such parts shares are chosen.
 PART = 1 / 8

@@ -189,3 +189,12 @@ def test_a_faster_change_is_one_step_and_its_words_make_it():
     assert tiers.words(tier.choices, better) == ["--checkpoint_share", "0.25"]
     argv = ["--preset", tier.name, *tiers.words(tier.choices, better)]
     assert tiers.read(LORA, argv) == better
+
+
+def test_what_the_config_file_says_is_left_alone_too(checkout, modelled, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("network_dim = 77\ntrain_batch_size = 2\ngradient_checkpointing = false\n")
+    made = walk(checkout, ["--config_file", str(file)], 24 * GIB)
+    values = planning.values_of(made.answer.argv)
+    assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 2
+    assert not any("--gradient_checkpointing" in argv for argv in modelled)
