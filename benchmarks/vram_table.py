@@ -37,7 +37,7 @@ def questions() -> Iterator[tuple[str, list[str]]]:
     asked = [(overlay.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
     yield from asked
     for tier, (script, argv) in zip(tiers(), asked, strict=True):
-        if (next_one := faster(tier)) is not None:
+        if (next_one := faster(tier)) is not None and not tier.choices.blocks_to_swap:  # a block's weights are known
             yield script, [*argv, *words(tier.choices, next_one)]
 
 

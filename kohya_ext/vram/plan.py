@@ -21,7 +21,7 @@ from kohya_ext.vram.card import gigabytes
 from kohya_ext.vram.choices import Choices
 from kohya_ext.vram.estimate import Estimate, estimate
 from kohya_ext.vram.ladder import LADDER, Attempt, Changes, Rung, Step, after, steps
-from kohya_ext.vram.tiers import PART, PARTLY_CHECKPOINTED, Tier, fits, tiers
+from kohya_ext.vram.tiers import PARTLY_CHECKPOINTED, Tier, fits, tiers
 
 #: Estimates that one plan makes at most, about 20 seconds each.
 MOST = 12
@@ -207,7 +207,7 @@ class _Walk:
         if (most := changes.get("blocks_to_swap")) is not None:
             key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 2, int(str(most)), 2)]
         elif "gradient_checkpointing" in changes and overlay.FAMILIES[self.script].rpartition("-")[0] in PARTLY_CHECKPOINTED:
-            key, parts = "checkpoint_share", [part * PART for part in range(1, round(1 / PART))]
+            key, parts = "checkpoint_share", [part / 8 for part in range(1, 8)]
         else:
             return
         if key in fixed - changes.keys():

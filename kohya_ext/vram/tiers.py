@@ -20,8 +20,11 @@ MARGIN = 0.05
 #: Families of which ``--checkpoint_share`` can leave blocks out (kohya_ext/checkpointing.py).
 PARTLY_CHECKPOINTED = frozenset({"sdxl", "flux", "sd3", "lumina", "anima", "hunyuan-image"})
 
-#: In such parts shares are chosen.
-PART = 1 / 8
+#: Fewer blocks checkpointed than this share more are not worth a tier's while: 8 percent of a LoRA's operations.
+PART = 1 / 4
+
+#: Nor are fewer blocks in host memory.
+BLOCKS = 2
 
 #: Beyond it a larger batch is another recipe: the learning rate would want another value.
 LARGEST_BATCH = 4
@@ -84,7 +87,7 @@ def faster(tier: Tier) -> Choices | None:
     """
     choices = tier.choices
     if choices.blocks_to_swap:
-        return replace(choices, blocks_to_swap=max(choices.blocks_to_swap - 2, 0) or None)
+        return replace(choices, blocks_to_swap=max(choices.blocks_to_swap - BLOCKS, 0) or None)
     more = choices.train_batch_size < LARGEST_BATCH
     if choices.gradient_checkpointing and not (more and choices.train_batch_size > 1):
         share = (choices.checkpoint_share or 1.0) - PART
@@ -104,13 +107,42 @@ def problem(tier: Tier) -> str | None:
     if better is None:
         return None
     change = " ".join(words(tier.choices, better))
+    size = _reserved(tier, tier.found, better)
+    if size is None:
+        return f"the figures with {change} are not in the table"
+    return f"it is needlessly small: {change} would fit" if size + CONTEXT_BYTES <= room(tier.card) else None
+
+
+def _reserved(tier: Tier, found: Estimate, better: Choices) -> int | None:
+    """Return the bytes that a tier's next faster choice reserves, or fewer if those are too many already; None if not known."""
     row = store.shipped(better)
     if row is not None:
-        return f"it is needlessly small: {change} would fit" if fits(Estimate(**row), tier.card) else None
-    # What is saved for backward grows with the batch, and nothing becomes less.
-    more = better.train_batch_size / tier.choices.train_batch_size - 1
-    least = tier.found.allocated + more * tier.found.parts.get("saved activations", 0) + CONTEXT_BYTES
-    return None if more and least > room(tier.card) else f"the figures with {change} are not in the table"
+        return int(row["reserved"])
+    if better.train_batch_size > tier.choices.train_batch_size:
+        # What is saved for backward grows with the batch, and nothing becomes less.
+        more = better.train_batch_size / tier.choices.train_batch_size - 1
+        least = round(found.allocated + more * found.parts.get("saved activations", 0))
+        return least if least + CONTEXT_BYTES > room(tier.card) else None
+    if tier.choices.blocks_to_swap:
+        whole = max((_weights(other.found) for other in tiers(tier.family) if _same_model(other, tier)), default=0)
+        block = (whole - _weights(found)) / tier.choices.blocks_to_swap
+        return round(found.reserved + block * (tier.choices.blocks_to_swap - (better.blocks_to_swap or 0))) if whole else None
+    # Less of it checkpointed, more is reserved.
+    share = better.checkpoint_share if better.gradient_checkpointing else 0.0
+    between = [part / 8 for part in range(1, 9) if (share or 0.0) < part / 8 < (tier.choices.checkpoint_share or 1.0)]
+    rows = [store.shipped(replace(tier.choices, checkpoint_share=part)) for part in between]
+    return max((int(row["reserved"]) for row in rows if row is not None and row["reserved"] > room(tier.card)), default=None)
+
+
+def _weights(found: Estimate | None) -> int:
+    return 0 if found is None else found.parts.get("weights", 0) + found.parts.get("trained weights", 0)
+
+
+def _same_model(one: Tier, other: Tier) -> bool:
+    """Whether two tiers have a model in the same precision, the first one with all of its blocks on the card."""
+    names = ("fp8_base", "fp8_scaled", "full_bf16")
+    alike = all(getattr(one.choices, name) == getattr(other.choices, name) for name in names)
+    return alike and not one.choices.blocks_to_swap
 
 
 def words(before: Choices, after: Choices) -> list[str]:

@@ -185,8 +185,8 @@ def test_the_command_ends_with_a_line_to_paste_and_json_has_it_all(checkout, cap
 def test_a_faster_change_is_one_step_and_its_words_make_it():
     tier = TIERS["sdxl-lora/12gb"]
     better = tiers.faster(tier)
-    assert better == replace(tier.choices, checkpoint_share=0.25)
-    assert tiers.words(tier.choices, better) == ["--checkpoint_share", "0.25"]
+    assert better == replace(tier.choices, checkpoint_share=0.125)
+    assert tiers.words(tier.choices, better) == ["--checkpoint_share", "0.125"]
     argv = ["--preset", tier.name, *tiers.words(tier.choices, better)]
     assert tiers.read(LORA, argv) == better
 
