@@ -60,6 +60,8 @@ class Recipe:
     """False: upstream, without any of our code in its process."""
     patches: tuple[str, ...] = ()
     """Without these in ``patches/`` it is left out."""
+    peer: str = ""
+    """Whose regional compile is done to the model, of :data:`benchmarks.peers.PEERS`; for the model step only."""
 
 
 _CHECKPOINTING = ("--gradient_checkpointing",)
@@ -111,6 +113,12 @@ RECIPES: Mapping[str, Recipe] = {
         (*_CHECKPOINTING, "--torch_compile"),
         patched=False,
     ),
+    "upstream-diffusers": Recipe(
+        "upstream, diffusers' compile_repeated_blocks, checkpointing", _CHECKPOINTING, patched=False, peer="diffusers"
+    ),
+    "upstream-accelerate": Recipe(
+        "upstream, accelerate's compile_regions, checkpointing", _CHECKPOINTING, patched=False, peer="accelerate"
+    ),
     "upstream-free": Recipe("upstream, no checkpointing", (), patched=False),
     "compiled-free": Recipe("selective compile, no checkpointing", _COMPILED, patches=_SELECTIVE),
     "upstream-compile-free": Recipe(
@@ -123,7 +131,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")
 BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if "-0" in name))
-COMPILE = ("upstream-compile", "compiled")
+COMPILE = ("upstream-compile", "compiled", "upstream-diffusers", "upstream-accelerate")
 
 
 def arguments(family: Family, reduced: bool, recipe: Recipe | None = None, *more: str) -> list[str]:

@@ -68,7 +68,7 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"estimated": {"allocated": estimated.allocated, "reserved": estimated.reserved}}
     cuda = given.device == "cuda"
     before = _used() if cuda else None
-    with importable(checkout), making.patched(checkout, run):
+    with importable(checkout), making.patched(checkout, making.eager(run.settings)):
         choices, arguments, trainer = making.read(checkout, script, run, argv)
         settle(choices, arguments, trainer)
         torch.set_default_device(given.device)

@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers import PEERS
 from kohya_ext.arguments import read_arguments
 from kohya_ext.patching import Patcher, registry
 from kohya_ext.sdscripts import Checkout, describe
 from kohya_ext.session import peak_memory
+from kohya_ext.tiny import shrink
 from kohya_ext.vram import making
 from kohya_ext.vram.choices import Choices, size
 from kohya_ext.vram.models import build
@@ -53,15 +55,16 @@ class Step:
         start = time.perf_counter()
         training = self.training
         accelerator, choices = training.accelerator, training.choices
-        loss = forward(training, dict(self.batch), self.scheduler)
-        accelerator.backward(loss)
-        if training.network is not None:
-            training.trainer.all_reduce_network(accelerator, training.network)
-        if not choices.fused_backward_pass:
-            if training.arguments.max_grad_norm:
-                accelerator.clip_grad_norm_(training.trained, training.arguments.max_grad_norm)
-            training.optimizer.step()
-            training.optimizer.zero_grad(set_to_none=True)
+        with accelerator.accumulate(training.network or training.models.unet):
+            loss = forward(training, dict(self.batch), self.scheduler)
+            accelerator.backward(loss)
+            if training.network is not None:
+                training.trainer.all_reduce_network(accelerator, training.network)
+            if not choices.fused_backward_pass:
+                if training.arguments.max_grad_norm:
+                    accelerator.clip_grad_norm_(training.trained, training.arguments.max_grad_norm)
+                training.optimizer.step()
+                training.optimizer.zero_grad(set_to_none=True)
         value = loss.detach().item()
         if value != value:
             raise FloatingPointError("the loss is NaN")
@@ -77,7 +80,14 @@ class Step:
 
 
 def ready(spec: dict[str, Any]) -> Step:
-    """Build the training of a variant with random weights. ``spec``: script, arguments, patched, sd_scripts."""
+    """Build the training of a variant with random weights.
+
+    ``spec``: script, arguments, patched, sd_scripts, peer (of :data:`PEERS`, or empty); for a reduced SDXL U-Net also its
+    ``width`` (channels at the first resolution) and ``every_block`` (as many transformer layers as the real one).
+    """
+    shrink.UNET_WIDTH = spec.get("width", shrink.UNET_WIDTH)
+    if spec.get("every_block"):
+        shrink.UNET_DEPTHS.update({depth: depth for depth in shrink.UNET_DEPTHS})
     checkout = _checkout(spec)
     run = read_arguments(spec["script"], spec["arguments"], {})
     patcher = Patcher(registry(), run.settings, checkout) if spec["patched"] else None
@@ -95,6 +105,8 @@ def ready(spec: dict[str, Any]) -> Step:
             if module is not training.network:
                 _fill(module)
         batch = make_batch(training)
+    if spec.get("peer"):
+        training.models.unet = PEERS[spec["peer"]](training.models.unet)
     _take_away(training)
     if choices.fused_backward_pass:
         step_in_backward(training)
@@ -166,21 +178,39 @@ def _clear() -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def take_steps(step: Step, count: int, size: list[int] | None = None, clear: bool = False) -> dict[str, Any]:
-    """Take steps; return seconds of each, memory peaks in bytes, and what was compiled since the start.
+def take_steps(
+    step: Step, count: int, size: list[int] | None = None, clear: bool = False, without: list[str] | None = None
+) -> dict[str, Any]:
+    """Take steps; return seconds of each (on the clock, and a processor's), memory peaks in bytes, what was compiled so far.
 
     With ``clear`` the allocator first gives back what it has kept: compiling reserves more than the steps after it.
+    ``without`` names the patches that a patched step is without from now on.
     """
+    if without is not None:
+        _rearm(step, without)
     if clear:
         _clear()
     if size is not None:
         step.resize(*size)
     if step.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = [step.take() for _ in range(count)]
+    seconds, processor = [], []
+    for _ in range(count):
+        used = time.process_time()
+        seconds.append(step.take())
+        processor.append(time.process_time() - used)
     peaks = peak_memory()
     names = {"host_resident": "host_resident", "cuda_allocated": "allocated", "cuda_reserved": "reserved"}
-    return {"seconds": seconds, "memory": {names[name]: peak for name, peak in peaks.items()}, "compiled": _compiled()}
+    memory = {names[name]: peak for name, peak in peaks.items()}
+    return {"seconds": seconds, "processor_seconds": processor, "memory": memory, "compiled": _compiled()}
+
+
+def _rearm(step: Step, without: list[str]) -> None:
+    patcher = step.patcher
+    assert patcher is not None, "a step of upstream's has no patches"
+    patcher.undo()
+    step.patcher = Patcher(patcher.patches, replace(patcher.settings, disable_patch=tuple(without)), patcher.checkout)
+    step.patcher.arm()
 
 
 def _compiled() -> dict[str, int]:

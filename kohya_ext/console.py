@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -9,11 +10,20 @@ from typing import NoReturn
 
 from kohya_ext.errors import UserError
 
+_STANDARD_ERROR = 2
+
 
 def note(message: str) -> None:
     """Say one line, once a run: other ranks and data-loader workers stay silent."""
     if speaks():
         print(f"kohya_ext: {message}", file=sys.stderr, flush=True)
+
+
+def note_at_once(message: str) -> None:
+    """As :func:`note`, from a signal's handler: that may interrupt a write to standard error, whose buffer lets no other in."""
+    if speaks():
+        with contextlib.suppress(OSError):
+            os.write(_STANDARD_ERROR, f"\nkohya_ext: {message}\n".encode())
 
 
 def warn(message: str) -> None:

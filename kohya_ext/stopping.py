@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kohya_ext.console import note, warn
+from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.retyping import again
 from kohya_ext.settings import Settings
 from kohya_ext.writing import PARTIAL
@@ -68,11 +68,11 @@ class Stopper:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not self.stepping:
-            note(f"{name}: stopped before the first step, so there is nothing to save")
+            note_at_once(f"{name}: stopped before the first step, so there is nothing to save")
             raise SystemExit(code)
         if not self.reason:
             again = ". Ctrl-C again stops at once" if number == signal.SIGINT else ""
-            note(f"{name}: finishing this step, then saving the model and the state{again}")
+            note_at_once(f"{name}: finishing this step, then saving the model and the state{again}")
         self.request(name, code)
 
     def before_batch(self, accelerator: Any) -> None:

@@ -66,7 +66,7 @@ def _with_numbers(original: Any, settings: Settings) -> Any:
 def _read_once(tensor: Any) -> Lengths:
     """Read the tensor that all blocks of a forward are given, and keep what was read beside it."""
     if not hasattr(tensor, "_kohya_ext_lengths"):
-        tensor._kohya_ext_lengths = Lengths(tensor)
+        tensor._kohya_ext_lengths = Lengths(tensor.detach())  # not itself: each would keep the other alive
     lengths: Lengths = tensor._kohya_ext_lengths
     return lengths
 

@@ -6,7 +6,9 @@ and make the wrong number of steps unless ``--skip_until_initial_step`` is given
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import wraps
@@ -68,6 +70,24 @@ def _save_state(original: Any, settings: Settings) -> Any:
     return save_state
 
 
+def _emit(original: Any, settings: Settings) -> Any:
+    """For the log of sd-scripts: rich 14.1, which it pins, draws from Python's random numbers for the link in each line.
+
+    So every file that is saved, and said, would shuffle the captions after it in another way: upstream's own runs do, with it.
+    """
+
+    @wraps(original)
+    def emit(self: Any, record: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            original(self, record)
+            return
+        before = random.getstate()
+        original(self, record)
+        random.setstate(before)
+
+    return emit
+
+
 def _give_own_storage(accelerator: Any) -> None:
     """Let no weight be a slice of a larger one: accelerate takes such for one weight with several names, and saves one.
 
@@ -89,6 +109,7 @@ PATCH = Patch(
         *on_start(_start),
         around_batch(lambda accelerator: None, _count),
         Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True)),
+        Target("rich.logging", "RichHandler.emit", _emit, takes("self", "record", exactly=True)),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state),
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state),
     ),

@@ -3,7 +3,7 @@
 torch notes every tensor that a block would save: a metadata dictionary under ``no_grad`` in forward, an entry in a dictionary
 of weak keys and a wrapper against tracing in the recompute, both again in a check, and two look-ups when it is taken. That is
 12 microseconds a tensor more than the reentrant kind needs, of which this leaves 6
-(``python -m benchmarks.checkpointing``): where Python is what a step waits for, at small batches on fast cards, a
+(``python -m benchmarks.run patches``): where Python is what a step waits for, at small batches on fast cards, a
 share of it. Of torch's frame, which holds inputs, random state and autocast, only the hooks are replaced.
 
 Kept: a tensor is freed when it is taken, and never kept when nobody can ask for it; recomputing stops early; another number of
@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,12 +26,11 @@ from kohya_ext.settings import Settings
 _FRAME = ["recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"]
 
 
-_recomputed = 0
-"""Blocks that were recomputed."""
+_recomputed = Counter({"blocks": 0, "tensors": 0})
 
 
 def _facts() -> Mapping[str, object]:
-    return {"recomputed_blocks": _recomputed}
+    return {f"recomputed_{what}": count for what, count in _recomputed.items()}
 
 
 class _Slot:
@@ -73,26 +73,27 @@ def _lean(original: Any, settings: Settings) -> Any:
                 return value
 
             def recompute() -> None:
-                global _recomputed
-                _recomputed += 1
+                _recomputed.update(blocks=1, tensors=len(slots))
                 count = 0
 
                 def keep(tensor: Any) -> Any:
                     nonlocal count
                     if count == len(slots):
                         if not frame.forward_completed:  # asked for within forward, which has not come further yet
-                            return tensor
+                            return tensor.detach()
                         raise module.CheckpointError(f"the recomputation saves more than the {count} tensors of forward")
                     slot = slots[count]()
                     count += 1
+                    # With its history it would keep the whole recomputation alive; and an operator that saves its own
+                    # output would keep itself alive, for good: nothing collects a cycle through the graph.
+                    value = tensor.detach() if tensor.requires_grad else tensor
                     if slot is not None:
                         if slot.shape != tensor.shape or slot.dtype != tensor.dtype or slot.device != tensor.device:
                             raise module.CheckpointError(_differs(slot, tensor, count))
-                        # With its history it would keep the whole recomputation alive.
-                        slot.value = tensor.detach() if tensor.requires_grad else tensor
+                        slot.value = value
                     if frame.early_stop and count == len(slots):
                         raise stop
-                    return tensor
+                    return value
 
                 _leave_untraced(keep)
                 try:

@@ -84,6 +84,8 @@ def _freeze(accelerator: Any) -> None:
     if str(accelerator.distributed_type).rpartition(".")[2] != "NO":
         return
     trained = {id(weight) for weight in trained_weights(accelerator._optimizers)}
+    if not trained:  # the optimizer is somebody else's
+        return
     for model in accelerator._models:
         for weight in _embeddings(accelerator.unwrap_model(model)):
             if weight.requires_grad and id(weight) not in trained:

@@ -26,7 +26,7 @@ from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
 from kohya_ext.vram import oom
-from kohya_ext.vram.ladder import Phase
+from kohya_ext.vram.ladder import TRAINING, Phase
 from kohya_ext.writing import impatient
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
@@ -54,7 +54,8 @@ class _Watch:
     def report(self, problem: BaseException) -> None:
         """Save what is whole, and say what happened and what to do."""
         phase = oom.moment(problem, self.stepping)
-        step = f"step {self.place.step + 1}, " if self.place is not None and self.stepping else ""
+        current = position.position()
+        step = f"step {current.step + (phase in TRAINING)}, " if current is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
         say(f"out of memory ({step}{phase}): {first}")
         say(oom.measured(self.accelerator.device))
@@ -88,7 +89,7 @@ class _Watch:
         if phase not in ("forward", "backward", "sampling") or fused or self.place is None or current is None:
             return None
         state = Path(self.args.output_dir) / f"{self.args.output_name or 'last'}-rolling{self.place.step:08d}-state"
-        if state.is_dir():
+        if state.is_dir() and state.stat().st_mtime >= self.began:  # not an earlier run's
             return state
         try:
             current.return_to(self.place)

@@ -16,12 +16,13 @@ from kohya_ext.patching import Patch
 from kohya_ext.retyping import again
 from kohya_ext.settings import Settings
 from kohya_ext.vram import spill
+from kohya_ext.vram.card import index_of
 
 
 @dataclass
 class _Clock:
     watch: spill.Watch
-    device: Any
+    card: int
     began: float | None = None
 
 
@@ -33,8 +34,8 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     if accelerator.device.type == "cuda" and spill.may_spill():
         import torch
 
-        total = torch.cuda.get_device_properties(accelerator.device).total_memory
-        _clock = _Clock(spill.Watch(total), accelerator.device)
+        card = index_of(accelerator.device)
+        _clock = _Clock(spill.Watch(torch.cuda.get_device_properties(card).total_memory), card)
 
 
 def _before(accelerator: Any) -> None:
@@ -51,8 +52,8 @@ def _after(accelerator: Any) -> None:
     # From one step's end to the next one's: the script waits for the GPU once in between, to read the loss.
     now = time.monotonic()
     seconds, _clock.began = now - _clock.began, now
-    free, _ = torch.cuda.mem_get_info(_clock.device)
-    wrong = _clock.watch.after_step(seconds, torch.cuda.memory_reserved(_clock.device), free)
+    free, _ = torch.cuda.mem_get_info(_clock.card)
+    wrong = _clock.watch.after_step(seconds, torch.cuda.memory_reserved(_clock.card), free)
     if wrong is not None:
         go_on = again({"vram_budget": "auto", "resume": "auto"})
         warn(f"{wrong}. Ctrl-C saves what was trained; to go on within the card: {go_on}")

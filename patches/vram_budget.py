@@ -18,7 +18,7 @@ from kohya_ext.loop import around_batch, on_start
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
-from kohya_ext.vram.card import AUTO, said
+from kohya_ext.vram.card import AUTO, index_of, said
 from kohya_ext.vram.estimate import CONTEXT_BYTES
 
 #: What ``auto`` leaves free of the card: a desktop's windows that are opened while training.
@@ -67,7 +67,8 @@ def _cap(budget: int | str, device: Any) -> int | None:
             "the tensors of the training steps are kept below it as measured"
         )
         return int(budget)
-    free, total = torch.cuda.mem_get_info(device)
+    card = index_of(device)
+    free, total = torch.cuda.mem_get_info(card)
     # What is free is free beside the context that this process has by now; a size counts from nothing.
     wanted = free - MARGIN * total if budget == AUTO else int(budget) - CONTEXT_BYTES
     if wanted <= 0:
@@ -81,7 +82,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
             "--vram_budget auto takes what is there"
         )
     limit = min(round(wanted), int(total))
-    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    torch.cuda.set_per_process_memory_fraction(limit / total, card)
     note(f"memory budget: {said(limit)} for tensors on a card of {said(total)}, {said(free)} of them free")
     return limit
 

@@ -67,7 +67,11 @@ class Run:
             return
         graphs, seconds = sum(block.graphs for block in used), sum(block.seconds for block in used)
         settled = "; ".join(f"{block.name} {block.graphs}" for block in used)
-        note(f"selective compile: {graphs} graphs ({settled}) in {seconds:.0f} s, {self.breaks} graph breaks")
+        recompiles = sum(block.recompiles for block in used)
+        note(
+            f"selective compile: {graphs} graphs ({settled}), {recompiles} of them recompiles, in {seconds:.0f} s; "
+            f"{self.breaks} graph breaks"
+        )
         for block in used:
             if block.graphs >= block.limit:
                 warn(
@@ -117,11 +121,17 @@ class Block:
 
         return self.settings.compile_cache_size_limit or DEFAULT_RECOMPILE_LIMIT
 
+    @property
+    def recompiles(self) -> int:
+        """Graphs after the first: other variants of the class, other shapes."""
+        return max(self.graphs - 1, 0)
+
     def facts(self) -> dict[str, Any]:
         """For the report."""
         return {
             "calls": self.calls,
             "graphs": self.graphs,
+            "recompiles": self.recompiles,
             "backward_graphs": self.backward_graphs,
             "last_graph_at_call": self.last_graph_at_call,
             "seconds": round(self.seconds, 3),

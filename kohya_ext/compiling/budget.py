@@ -2,6 +2,11 @@
 
 ``activation_memory_budget`` is the share of a compiled graph's activations that may be kept for backward; the rest is
 recomputed, the cheapest first. https://pytorch.org/blog/activation-checkpointing-techniques/
+
+It is a flight of stairs. The partitioner has three plans of its own (what is fastest; the same with every cheap chain made
+again; the same with everything but products and attention made again) and takes the first one that is below the budget,
+however far: from just above that plan's own share to just below the one before, all budgets are one. Only below the third
+plan's share it weighs single products against each other. ``python -m kohya_ext budget`` shows where the steps are.
 """
 
 from __future__ import annotations

@@ -28,6 +28,11 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
     def __post_init__(self) -> None:
         super().__init__()
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, as FakeTensorMode does: dynamo traces below it."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer, or run the operator as it is."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):

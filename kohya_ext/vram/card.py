@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from typing import Any
 
 GB, GIB = 10**9, 2**30
 
@@ -55,6 +56,13 @@ def find() -> tuple[str, int] | None:
         return name.strip(), int(mebibytes) * 2**20
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+
+
+def index_of(device: Any) -> int:
+    """Return the number of a CUDA device; accelerate names the only one without it, which not every function of torch takes."""
+    import torch
+
+    return int(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def said(size: float) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kohya_ext.vram.card import index_of
 from kohya_ext.vram.track import Allocations
 
 
@@ -27,7 +28,7 @@ class CardGauge:
     """What the caching allocator of a CUDA device has reserved."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = index_of(device)
 
     def begin(self) -> int:
         """Give back what earlier phases left (the VAE's caching reserves gigabytes), so that the peak is the step's own."""

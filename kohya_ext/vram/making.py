@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
 from kohya_ext.arguments import RunArguments, find_problem, take_over
@@ -18,11 +18,14 @@ from kohya_ext.errors import UserError
 from kohya_ext.patching import Patcher, registry
 from kohya_ext.probing import importable, script_names
 from kohya_ext.sdscripts import Checkout
-from kohya_ext.settings import options
+from kohya_ext.settings import Settings, options
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram import store
 from kohya_ext.vram.choices import Choices
 from kohya_ext.vram.estimate import Estimate
+
+if TYPE_CHECKING:
+    from kohya_ext.vram.budgets import Graph
 
 #: The script whose trainer runs a family's step.
 TRAINERS: Mapping[str, str] = {
@@ -42,10 +45,44 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
     Raises UserError for arguments the script does not take, and for a run that is not modelled.
     """
     _refuse(choosing.read(script, run, argv)[0])
-    with _quiet(), importable(checkout), patched(checkout, run):
+    with _prepared(checkout, eager(run.settings)):
+        return _measure(checkout, *read(checkout, script, run, argv))
+
+
+def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> list[Graph]:
+    """Return what the activation memory budget does to each compiled block of a command line, without checkpointing.
+
+    Raises UserError as :func:`make` does, and for a model of which nothing is compiled.
+    """
+    from kohya_ext.compiling.budget import set_budget
+    from kohya_ext.vram.budgets import BACKEND, measure
+
+    _refuse(choosing.read(script, run, argv)[0])
+    settings = replace(
+        run.settings, selective_torch_compile=True, compile_backend=BACKEND, compile_mode="default", compile_dynamic="false",
+        activation_memory_budget=None, checkpoint_share=None,
+    )  # fmt: skip
+    set_budget(1.0)  # with what makes shares mean activations
+    with _prepared(checkout, settings):
+        choices, arguments, trainer = read(checkout, script, run, argv)
+        arguments.gradient_checkpointing = False
+        graphs = measure(replace(choices, gradient_checkpointing=False), arguments, trainer)
+    if not graphs:
+        raise UserError(f"no block of {script}'s model is compiled with these arguments")
+    return graphs
+
+
+def eager(settings: Settings) -> Settings:
+    """Return a run's settings without compiling: compiled blocks need less memory, and cannot run on fake tensors."""
+    return replace(settings, selective_torch_compile=False, activation_memory_budget=None)
+
+
+@contextlib.contextmanager
+def _prepared(checkout: Checkout, settings: Settings) -> Iterator[None]:
+    """Have the script's modules and a run's patches inside the block, which may only raise UserError."""
+    with _quiet(), importable(checkout), patched(checkout, settings):
         try:
-            choices, arguments, trainer = read(checkout, script, run, argv)
-            return _measure(checkout, choices, arguments, trainer)
+            yield
         except (RuntimeError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
@@ -53,9 +90,8 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
 
 
 @contextlib.contextmanager
-def patched(checkout: Checkout, run: RunArguments) -> Iterator[None]:
-    """Have the patches of a run, but for compiling: compiled blocks cannot run on fake tensors, and need less."""
-    settings = replace(run.settings, selective_torch_compile=False, activation_memory_budget=None)
+def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
+    """Have the patches of a run inside the block."""
     patcher = Patcher(registry(), settings, checkout)
     patcher.arm()
     try:

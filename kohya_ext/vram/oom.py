@@ -17,7 +17,7 @@ from kohya_ext.sdscripts import Checkout
 from kohya_ext.session import peak_memory
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram import store
-from kohya_ext.vram.card import GB, gigabytes, said
+from kohya_ext.vram.card import GB, gigabytes, index_of, said
 from kohya_ext.vram.estimate import Estimate
 from kohya_ext.vram.ladder import Attempt, Phase, Step, steps
 
@@ -66,9 +66,10 @@ def measured(device: Any) -> str:
         return f"on the host: {said(peak_memory()['host_resident'])} resident at most"
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    tensors, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    card = index_of(device)
+    free, total = torch.cuda.mem_get_info(card)
+    reserved = torch.cuda.memory_reserved(card)
+    tensors, most = torch.cuda.memory_allocated(card), torch.cuda.max_memory_allocated(card)
     others = max(0, total - free - reserved)
     return (
         f"of the card's {gigabytes(total)} GB, {gigabytes(reserved)} are reserved by this run ({gigabytes(tensors)} by tensors "

@@ -172,7 +172,7 @@ class Spender:
                 block.checkpointed = False
                 freed += 1
         if not freed or self.compile_at is not None:
-            self._settle()
+            self._settle("the step needs that much with every block checkpointed" if peak > self.limit else "")
 
     def _compile(self, share: float) -> None:
         if self.compile_at is not None:

@@ -97,7 +97,7 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
     ``choices`` are normalized, ``arguments`` the namespace they were read from, ``trainer`` the family's network trainer.
     Raises UserError for what is not modelled.
     """
-    with _fakes() as assumptions:
+    with faking() as assumptions:
         training = prepare(choices, arguments, trainer)
         assumptions.integer = training.models.caption_tokens
         tracker = Tracker()
@@ -111,7 +111,7 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
 def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dict[str, Log]:
     """Return the logs of what is done once, before the first step: caching latents and text encoder outputs."""
     logs = {}
-    with _fakes() as assumptions:
+    with faking() as assumptions:
         models = build(choices.family, choices)
         assumptions.integer = models.caption_tokens
         dtype, vae_dtype = _dtypes(choices)
@@ -554,8 +554,9 @@ def _images(choices: Choices, batch: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _fakes() -> Iterator[Assumptions]:
-    with FakeTensorMode(allow_non_fake_inputs=True), cuda_rules(), Assumptions() as assumptions:
+def faking(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
+    """Make tensors without data inside the block, under CUDA's autocast rules; ``mode`` when it must be a certain one."""
+    with mode or FakeTensorMode(allow_non_fake_inputs=True), cuda_rules(), Assumptions() as assumptions:
         yield assumptions
 
 

@@ -217,8 +217,9 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(run: blocks.Run) -> None:
 
 def test_an_error_of_the_block_itself_is_raised(run: blocks.Run) -> None:
     _, model, _ = pair(AOT)
+    # Not through the checkpoint: one that is left by an error leaves its hooks behind in some versions of torch.
     with pytest.raises(RuntimeError, match=r"shape|size"):
-        model(torch.zeros(1, 4, 9))
+        model[0]._forward(torch.zeros(1, 4, 9))
 
 
 def test_an_unusable_device_is_said_before_anything_is_compiled(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,17 @@ def test_the_real_script_trains_the_same_bits(checkout, train, script):
         assert torch.equal(ours.tensors[name], tensor), name
 
 
+@pytest.mark.slow
+def test_where_checkpointing_is_reentrant_every_gradient_stays(checkout, train, upstream):
+    """The reentrant kind needs them; and with it, all other patches leave upstream's bits."""
+    theirs = upstream(checkout, "sdxl_train_network.py")
+    ours = train(checkout, "sdxl_train_network.py", before=("--disable_patch", "nonreentrant_checkpointing"))
+    assert ours.report["facts"]["needless_gradients"] == {}
+    assert ours.checkpoint_calls == theirs.checkpoint_calls
+    for name, tensor in theirs.tensors.items():
+        assert torch.equal(ours.tensors[name], tensor), name
+
+
 class _Waits(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts what makes the CPU wait for a GPU: reading a number out of a tensor."""
 

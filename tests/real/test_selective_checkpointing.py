@@ -51,13 +51,17 @@ def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
     assert re.search(r"covers 0 of \d+ blocks of SdxlUNet2DConditionModel", none.output)
 
 
+def budget_between(whole):
+    """A budget with a little room beside what every block checkpointed needs: the tiny model is mostly weights."""
+    return f"{1.12 * max(peak for peak, _ in whole.weighed_steps) / 1e6:.2f}MB"
+
+
 def test_a_budget_is_spent_and_kept(checkout, train, every):
     """Also where a block is out of memory in forward all the same, in the last step."""
     whole = every(checkout, LORA)
-    run = train(checkout, LORA, "--vram_budget", "15MB", env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
+    run = train(checkout, LORA, "--vram_budget", budget_between(whole), env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
     assert_identical(run, whole)
     facts = run.report["facts"]["vram_budget"]
-    assert facts["limit"] < 15e6
     assert max(peak for peak, _ in run.weighed_steps) <= facts["limit"]
     # Two steps to weigh the blocks and the peak; then some of them are not computed twice any more.
     work, without = [[flops for _, flops in each.weighed_steps] for each in (run, whole)]
@@ -81,7 +85,7 @@ def test_a_budget_for_everything_frees_every_block(checkout, train, every):
 @slow
 def test_a_budget_goes_to_compiled_blocks_as_a_share_of_their_activations(checkout, train, every):
     compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")
-    run = train(checkout, LORA, *compiled, "--vram_budget", "16MB")
+    run = train(checkout, LORA, *compiled, "--vram_budget", budget_between(every(checkout, LORA)))
     assert 0 < int(re.search(r"compiled blocks keep (\d+)% of their activations", run.output).group(1)) < 100
     assert run.report["facts"]["selective_torch_compile"]["graph_breaks"] == 0
     for name, tensor in every(checkout, LORA).tensors.items():

@@ -1,13 +1,16 @@
 """Where a run stands, and finding the state to go on from."""
 
 import os
+import random
 import sys
 import zipfile
 from types import SimpleNamespace
 
 import pytest
+from kohya_ext.patches import honest_resume
 
 from kohya_ext import position
+from kohya_ext.settings import Settings
 
 
 def write_state(folder, name, age, without=(), cut=()):
@@ -83,3 +86,13 @@ def test_smaller_batches_and_more_of_them_accumulated_are_as_many_pictures(tmp_p
     later = at(8)
     later.load(None, str(tmp_path))
     assert (later._goal["step"], later._goal["batch"]) == (3, 24)
+
+
+def test_a_line_of_the_log_draws_no_random_number():
+    def emit(self, record):  # as rich 14.1 does for its links
+        drawn.append(random.random())
+
+    drawn, before = [], random.getstate()
+    honest_resume._emit(emit, Settings())(None, None)
+    assert drawn
+    assert random.getstate() == before

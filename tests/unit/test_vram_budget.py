@@ -6,7 +6,7 @@ import pytest
 from kohya_ext.patches import spill_watch, vram_budget
 
 from kohya_ext.settings import Settings
-from kohya_ext.vram import spill
+from kohya_ext.vram import oom, spill
 from kohya_ext.vram.estimate import CONTEXT_BYTES
 
 torch = pytest.importorskip("torch")
@@ -16,12 +16,20 @@ GB = 10**9
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card of 16 GB with 15 free; keeps the share that the process is capped to."""
-    card = SimpleNamespace(device=torch.device("cuda", 0), free=15 * GB, total=16 * GB, reserved=0, share=None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (card.free, card.total))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: card.reserved)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=card.total))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: setattr(card, "share", share))
+    """A card of 16 GB with 15 free, named without its number, as accelerate does; keeps the share that is capped."""
+    card = SimpleNamespace(device=torch.device("cuda"), free=15 * GB, total=16 * GB, reserved=0, share=None)
+    answers = {
+        "mem_get_info": lambda: (card.free, card.total),
+        "memory_reserved": lambda: card.reserved,
+        "memory_allocated": lambda: card.reserved - GB,
+        "max_memory_allocated": lambda: card.reserved,
+        "get_device_properties": lambda: SimpleNamespace(total_memory=card.total),
+        "set_per_process_memory_fraction": lambda share: setattr(card, "share", share),
+    }
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for name, answer in answers.items():
+        # Not every function of torch's takes a device without a number.
+        monkeypatch.setattr(torch.cuda, name, lambda *given, answer=answer: answer(*given[:-1]) if given[-1] == 3 else None)
     return card
 
 
@@ -50,6 +58,14 @@ def test_without_a_card_nothing_is_capped_and_that_is_said(capsys):
     assert vram_budget._cap(14 * GB, cpu) == 14 * GB
     assert "no CUDA card is used here, so nothing is capped" in capsys.readouterr().err
     assert vram_budget._cap("auto", cpu) is None
+
+
+def test_what_lies_on_the_card_is_said(card):
+    card.reserved, card.free = 12 * GB, 3 * GB
+    assert oom.measured(card.device) == (
+        "of the card's 16.00 GB, 12.00 are reserved by this run (11.00 by tensors now, 12.00 at most), "
+        "1.00 are other programs' and CUDA's own, 3.00 are free"
+    )
 
 
 def test_slow_steps_on_a_full_card_are_named_once(card, capsys, monkeypatch):

@@ -14,7 +14,13 @@ def create_network(multiplier, dim, alpha, vae, text_encoder, unet, fault, **kwa
 
 
 def dtype(network, unet):
-    network.to(torch.float8_e4m3fn)
+    for adapter in adapters(network):
+        adapter.lora_down.to(torch.float8_e4m3fn)
+        adapter.lora_up.to(torch.float8_e4m3fn)
+
+
+def adapters(network):
+    return network.unet_loras + network.text_encoder_loras
 
 
 def device(network, unet):
@@ -29,8 +35,15 @@ def device(network, unet):
 
 
 def detached(network, unet):
-    for adapter in network.unet_loras + network.text_encoder_loras:
-        adapter.apply_to = lambda: None
+    """Adapters beside the model that it does not call."""
+    for adapter in adapters(network):
+        adapter.apply_to = functools.partial(apply_to_nothing, adapter.apply_to, adapter.org_module)
+
+
+def apply_to_nothing(apply_to, module):
+    forward = module.forward
+    apply_to()
+    module.forward = forward
 
 
 def base_model(network, unet):

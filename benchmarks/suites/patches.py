@@ -1,0 +1,79 @@
+"""What the default patches cost in Python and give back, one group after the other: all of SDXL's blocks, so narrow that there
+is little else to do, and fewer blocks with real work in them, to see where it no longer counts.
+
+One process takes the steps of all variants in turn, so that what else the machine does meets all of them alike, and what is
+counted is the processor's time: on a CPU without a GPU to wait for that is the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.families import RECIPES
+from benchmarks.plan import Plan
+from benchmarks.processes import WorkerError, worker
+from benchmarks.results import Comparison, Result, Variant
+from benchmarks.suites.step import configuration, spec
+from kohya_ext.errors import UserError
+
+_WINS = ("needless_gradients", "single_process_reduce", "snr_lookup")
+_CHECKPOINTING = ("nonreentrant_checkpointing", "lean_checkpointing")
+
+#: Name -> what it is, and the patches it is without.
+LADDER: dict[str, tuple[str, tuple[str, ...]]] = {
+    "none": ("no patch: upstream's code", ("*",)),
+    "guards": ("all but those below", (*_CHECKPOINTING, *_WINS)),
+    "nonreentrant": ("and nonreentrant_checkpointing", (_CHECKPOINTING[1], *_WINS)),
+    "lean": ("and lean_checkpointing", _WINS),
+    "all": (f"and {', '.join(_WINS)}: the default", ()),
+}
+
+#: Title -> the reduced U-Net, and the pictures' side.
+SIZES: dict[str, tuple[dict[str, Any], int]] = {
+    "every block, 16 channels wide": ({"width": 16, "every_block": True}, 128),
+    "fewer blocks, 128 channels wide": ({"width": 128}, 384),
+}
+
+
+def measure(plan: Plan, result: Result) -> None:
+    """Measure the ladder at each size."""
+    if plan.family_name != "sdxl-lora" or not plan.bench.reduced:
+        raise UserError("patches is measured on reduced models of sdxl-lora: --device cpu")
+    whole = [_at(plan, result, title, reduced, side) for title, (reduced, side) in SIZES.items()]
+    result.complete = all(whole)
+
+
+def _at(plan: Plan, result: Result, title: str, reduced: dict[str, Any], side: int) -> bool:
+    told = spec(plan, RECIPES["patched"])
+    told["arguments"] += ["--resolution", f"{side},{side}"]
+    about = {**configuration(plan), **reduced, "arguments": told["arguments"]}
+    variants = [Variant(name, meaning, ["--disable_patch", ",".join(without)]) for name, (meaning, without) in LADDER.items()]
+    comparison = Comparison(f"patches: {title}", "processor seconds a step", about, variants)
+    result.comparisons.append(comparison)
+    with worker(plan.bench, "patches", {**told, **reduced}) as one:
+        try:
+            one.ask()
+            for variant in variants:
+                _steps(one, variant, 2)
+            for _ in plan.turns():
+                for variant in variants:
+                    variant.rounds.append(_steps(one, variant, plan.steps))
+                plan.save()
+            before = _tensors(one.ask({"do": "facts"}))
+            _steps(one, variants[-1], 1)
+            about["saved_tensors_a_step"] = _tensors(one.ask({"do": "facts"})) - before
+        except WorkerError as error:
+            for variant in variants:
+                variant.status, variant.reason = "failed", str(error)
+    plan.save()
+    return comparison.is_whole(plan.rounds)
+
+
+def _steps(one: Any, variant: Variant, count: int) -> list[float]:
+    answer = one.ask({"do": "steps", "count": count, "without": LADDER[variant.name][1]})
+    seconds: list[float] = answer["processor_seconds"]
+    return seconds
+
+
+def _tensors(answer: dict[str, Any]) -> int:
+    return int(answer["facts"]["lean_checkpointing"]["recomputed_tensors"])

@@ -1,0 +1,79 @@
+"""What a budget keeps and recomputes, counted on tensors without data."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
+
+from kohya_ext.compiling import blocks, configuration  # noqa: E402
+from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.tiny import environment  # noqa: E402
+from kohya_ext.vram import budgets  # noqa: E402
+from kohya_ext.vram.step import faking  # noqa: E402
+
+ROWS, WIDTH = 64, 32
+
+
+class Block(torch.nn.Module):
+    """Two layers, between which eager keeps what enters the activation and what leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(torch.nn.functional.gelu(self.inner(x)))
+
+
+def test_each_way_is_counted_by_hand(monkeypatch, tmp_path):
+    torch._dynamo.reset()
+    monkeypatch.setattr(blocks, "RUN", blocks.Run())
+    monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
+    settings = Settings(selective_torch_compile=True, compile_backend=budgets.BACKEND, compile_dynamic="false")
+    monkeypatch.setattr(Block, "forward", blocks.compile_method(Block.forward, "here:Block.forward", "1 of 1", settings))
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with faking(mode), budgets._collecting(mode) as graphs:
+        torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
+    torch._dynamo.reset()
+    (graph,) = graphs
+    assert (graph.block, graph.enters, graph.calls) == ("Block", (ROWS, WIDTH), 3)
+    inner = 4 * ROWS * 4 * WIDTH  # bytes of the four times wider tensor, in float32
+    product = 2 * ROWS * WIDTH * 4 * WIDTH  # FLOPs of one layer
+    assert graph.eager == budgets.Cost(2 * inner, 6 * product)
+    assert graph.checkpointed == budgets.Cost(0, 7 * product), "recomputing stops before the second layer"
+    # 1: both as eager. 0.75, 0.5: the activation is made again, for nothing. Below a half: the first layer is, too.
+    found = {share: (cost.kept // inner, cost.flops // product) for share, cost in graph.budgets.items()}
+    assert found == {1.0: (2, 6), 0.75: (1, 6), 0.5: (1, 6), 0.25: (0, 7), 0.1: (0, 7), 0.0: (0, 7)}
+    assert budgets.total(graphs, lambda one: one.eager) == budgets.Cost(6 * inner, 18 * product)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py"])
+def test_the_command_counts_every_block_of_a_real_model(checkout, script, tmp_path):
+    module = "networks.lora" if script.startswith("sdxl") else "networks.lora_flux"
+    command = [sys.executable, "-m", "kohya_ext", "budget", "--json", "--plot", str(tmp_path / "curve.png")]
+    given = ["--network_module", module, "--network_dim", "4", "--network_train_unet_only", "--mixed_precision", "bf16"]
+    given += ["--resolution", "256", "--cache_latents", "--cache_text_encoder_outputs", "--sdpa", "--no_half_vae"]
+    done = subprocess.run(
+        [*command, "--sd-scripts", str(checkout.path), script, *given],
+        env={**os.environ, **environment.variables(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout)
+    total = said["total"]
+    kept = [total[name]["kept"] for name in ("eager", "1", "0.5", "0.1", "0")]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] == 0 < kept[1] < kept[0]
+    assert total["checkpointing"]["flops"] >= total["0"]["flops"] > total["1"]["flops"] >= total["eager"]["flops"]
+    classes = {row["class"] for row in said["blocks"]}
+    assert {"BasicTransformerBlock", "ResnetBlock2D"} <= classes or classes == {"DoubleStreamBlock", "SingleStreamBlock"}
+    assert (tmp_path / "curve.png").stat().st_size > 10_000

@@ -1,0 +1,31 @@
+"""What lean checkpointing keeps: nothing outlives the backward pass."""
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.utils.checkpoint as checkpointing  # noqa: E402
+from kohya_ext.patches.lean_checkpointing import PATCH  # noqa: E402
+
+from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.vram.track import Allocations  # noqa: E402
+
+
+def test_nothing_outlives_backward(monkeypatch):
+    """These operators save their own output: a hook that hands it back as it is would make it keep itself alive."""
+    (target,) = PATCH.targets
+    assert target.expect(checkpointing._checkpoint_hook) is None
+    lean = target.replace(checkpointing._checkpoint_hook, Settings())
+    monkeypatch.setattr(checkpointing, "_checkpoint_hook", lean)
+    x = torch.randn(64, 64, requires_grad=True)
+    with Allocations() as scale:
+        for _ in range(3):
+            out = checkpointing.checkpoint(lambda value: value.exp().softmax(-1).sigmoid(), x, use_reentrant=False)
+            out.square().sum().backward()
+    del out
+    x.grad = None
+    gc.collect()
+    assert scale.alive == 0
+    assert scale.peak > 0
