@@ -71,11 +71,6 @@ def main() -> int:
         else:
             print(f"{pair} differs: {made}", file=sys.stderr)
         store.write_table(TABLE, list(rows.values()), sorted(alike))
-    wanted = {
-        store.text(choosing.normalized(choosing.read(script, read_arguments(script, argv, {}), argv)[0]).key())
-        for script, argv in questions()
-    }
-    store.write_table(TABLE, [row for name, row in rows.items() if name in wanted], sorted(alike))
     return 0
 
 

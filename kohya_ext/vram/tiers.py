@@ -23,6 +23,9 @@ PARTLY_CHECKPOINTED = frozenset({"sdxl", "flux", "sd3", "lumina", "anima", "huny
 #: Fewer blocks checkpointed than this share more are not worth a tier's while: 8 percent of a LoRA's operations.
 PART = 1 / 4
 
+#: With less than this share of a card unused, what is faster need not have been estimated.
+LITTLE = 1 / 6
+
 #: Nor are fewer blocks in host memory.
 BLOCKS = 2
 
@@ -88,7 +91,7 @@ def faster(tier: Tier) -> Choices | None:
     choices = tier.choices
     if choices.blocks_to_swap:
         return replace(choices, blocks_to_swap=max(choices.blocks_to_swap - BLOCKS, 0) or None)
-    more = choices.train_batch_size < LARGEST_BATCH
+    more = choices.train_batch_size < LARGEST_BATCH and choices.trains_network  # a fine-tune's batch is its recipe's
     if choices.gradient_checkpointing and not (more and choices.train_batch_size > 1):
         share = (choices.checkpoint_share or 1.0) - PART
         if share <= 0 or choices.family not in PARTLY_CHECKPOINTED:
@@ -109,7 +112,9 @@ def problem(tier: Tier) -> str | None:
     change = " ".join(words(tier.choices, better))
     size = _reserved(tier, tier.found, better)
     if size is None:
-        return f"the figures with {change} are not in the table"
+        # A quarter of the blocks, or twice the batch, takes more than that in every family.
+        little = room(tier.card) - tier.found.on_the_card < tier.card * LITTLE
+        return None if little else f"the figures with {change} are not in the table"
     return f"it is needlessly small: {change} would fit" if size + CONTEXT_BYTES <= room(tier.card) else None
 
 
@@ -119,9 +124,12 @@ def _reserved(tier: Tier, found: Estimate, better: Choices) -> int | None:
     if row is not None:
         return int(row["reserved"])
     if better.train_batch_size > tier.choices.train_batch_size:
-        # What is saved for backward grows with the batch, and nothing becomes less.
-        more = better.train_batch_size / tier.choices.train_batch_size - 1
-        least = round(found.allocated + more * found.parts.get("saved activations", 0))
+        # What is saved for backward grows with the batch, and nothing becomes less; one picture less says by how much.
+        picture = found.parts.get("saved activations", 0) / tier.choices.train_batch_size
+        single = store.shipped(replace(tier.choices, train_batch_size=1))
+        if single is not None and tier.choices.train_batch_size > 1:
+            picture = max(picture, (found.allocated - single["allocated"]) / (tier.choices.train_batch_size - 1))
+        least = round(found.allocated + picture * (better.train_batch_size - tier.choices.train_batch_size))
         return least if least + CONTEXT_BYTES > room(tier.card) else None
     if tier.choices.blocks_to_swap:
         whole = max((_weights(other.found) for other in tiers(tier.family) if _same_model(other, tier)), default=0)

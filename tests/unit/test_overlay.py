@@ -10,7 +10,7 @@ SHIPPED = list(overlay.shipped())
 def test_both_first_families_have_every_tier_and_a_stackable_one():
     for family in ("sdxl-lora", "sdxl-finetune"):
         names = {name for its, name, _ in SHIPPED if its == family}
-        assert names >= {"8gb", "10gb", "12gb", "16gb", "24gb", "32gb", "48gb", "quality"}
+        assert names >= {"8gb", "10gb", "12gb", "16gb", "24gb", "quality"}
     assert {name for its, name, _ in SHIPPED if its == overlay.ANY} == {"speed", "balanced", "quality"}
 
 

