@@ -60,7 +60,7 @@ GPU = (
     Job("flux-lora-step", _step("flux-lora", "upstream,compiled,budget-0.5")),
     Job("sdxl-lora-compile", ("compile", "--family", "sdxl-lora")),
     Job("sdxl-lora-overhead", ("overhead", "--family", "sdxl-lora")),
-    Job("sdxl-lora-peers", _step("sdxl-lora", "upstream,compiled,upstream-compile,upstream-diffusers,upstream-accelerate")),
+    Job("sdxl-lora-peers", _step("sdxl-lora", "upstream,compiled,upstream-compile,upstream-diffusers")),
 )
 
 #: The same ways through the code, small: what proves a bundle on a machine without a GPU.

@@ -23,7 +23,10 @@ def diffusers(model: Any) -> Any:
 
 
 def accelerate(model: Any) -> Any:
-    """Return the model with its repeated blocks wrapped, as ``Accelerator.prepare`` does with ``use_regional_compilation``."""
+    """Return the model with its repeated blocks wrapped, as ``Accelerator.prepare`` does with ``use_regional_compilation``.
+
+    SDXL's U-Net cannot be run after it: it iterates over the lists of layers that are wrapped.
+    """
     from accelerate.utils import compile_regions
 
     return compile_regions(model)

@@ -28,7 +28,7 @@ SUITES: Mapping[str, tuple[str, str, int, int]] = {
     "script": ("script", "measure", 3, 16),
     "compile": ("compile", "measure", 1, 1),
     "overhead": ("overhead", "measure", 5, 8),
-    "patches": ("patches", "measure", 24, 1),
+    "patches": ("patches", "measure", 16, 1),
     "tiers": ("tiers", "measure", 1, 8),
 }
 

@@ -1,10 +1,10 @@
 """The bookkeeping of non-reentrant checkpointing with half the Python; what is recomputed, and when, stays torch's own.
 
 torch notes every tensor that a block would save: a metadata dictionary under ``no_grad`` in forward, an entry in a dictionary
-of weak keys and a wrapper against tracing in the recompute, both again in a check, and two look-ups when it is taken. That is
-12 microseconds a tensor more than the reentrant kind needs, of which this leaves 6
-(``python -m benchmarks.run patches``): where Python is what a step waits for, at small batches on fast cards, a
-share of it. Of torch's frame, which holds inputs, random state and autocast, only the hooks are replaced.
+of weak keys and a wrapper against tracing in the recompute, both again in a check, and two look-ups when it is taken. An SDXL
+LoRA saves 5,402 a step. Where Python is all that a step waits for, as it may be on a fast card at batch 1, torch's own makes
+0.76 of the steps of upstream's reentrant kind, and this 0.88 (``python -m benchmarks.run patches``).
+Of torch's frame, which holds inputs, random state and autocast, only the hooks are replaced.
 
 Kept: a tensor is freed when it is taken, and never kept when nobody can ask for it; recomputing stops early; another number of
 tensors, or one of another shape, type or device, is a CheckpointError. Other than with torch, what is asked for twice is

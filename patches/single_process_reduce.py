@@ -1,8 +1,8 @@
 """On one process, the mean of a gradient over all processes is the gradient.
 
 The LoRA scripts average every gradient between backward and the optimizer's step, also when there is nobody to average with.
-accelerate then copies each of them and reads several environment variables for it: for SDXL's 1,444 LoRA weights 8 ms of a
-CPU that a fast card waits for, 1,444 small kernels and a second set of gradients.
+accelerate then reads several environment variables for each of them and copies it: for SDXL's 1,444 LoRA weights as many small
+kernels, and a second set of gradients.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ LADDER: dict[str, tuple[str, tuple[str, ...]]] = {
 #: Title -> the reduced U-Net, and the pictures' side.
 SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "every block, 16 channels wide": ({"width": 16, "every_block": True}, 128),
-    "fewer blocks, 128 channels wide": ({"width": 128}, 384),
+    "fewer blocks, 128 channels wide": ({"width": 128}, 256),
 }
 
 
