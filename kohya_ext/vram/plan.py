@@ -76,7 +76,8 @@ def plan(
     """
     known = _known_tiers(checkout, script, argv, environ)
     walk = _Walk(checkout, script, list(argv), environ, card, announce)
-    candidates = known or walk.candidates()
+    answered = any(fits(one.found, card, one.tight) for one in known)
+    candidates = known if answered else [*walk.candidates(), *known]
     inside = [one for one in candidates if fits(one.found, card, one.tight)]
     outside = sorted((one for one in candidates if one not in inside), key=lambda one: one.found.reserved)
     if not inside and walk.stopped:
@@ -86,7 +87,7 @@ def plan(
             f"nothing fits {gigabytes(card)} GB less 5 percent: the smallest, {outside[0].name}, needs "
             f"{gigabytes(outside[0].found.on_the_card)} GB"
         )
-    if not known:
+    if not answered:
         inside.sort(key=lambda one: (one.found.flops_a_picture, one.found.reserved))
     return Plan(card, inside[0], tuple(inside[1:3]), tuple(outside), tuple(_tree(checkout, script, argv, environ, inside[0])))
 

@@ -125,6 +125,12 @@ def test_the_effective_batch_is_kept_and_what_the_user_fixed_is_left_alone(check
         assert given["train_batch_size"] * given.get("gradient_accumulation_steps", 1) == 8
 
 
+def test_a_card_below_the_smallest_tier_is_walked_for(checkout, modelled):
+    with pytest.raises(UserError, match=r"nothing fits 5\.37 GB"):
+        walk(checkout, [], 5 * GIB)
+    assert modelled
+
+
 def test_nothing_that_fits_is_said_with_what_came_nearest(checkout, modelled):
     with pytest.raises(UserError, match=r"nothing fits 4\.29 GB less 5 percent: the smallest, .* needs"):
         walk(checkout, ["--network_dim", "77"], 4 * GIB)
