@@ -6,7 +6,9 @@ Sizes come from sd-scripts' own modules wherever it has them as data; where it w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -289,7 +291,8 @@ def _hunyuan_image(choices: Choices) -> Models:
     cast(transformer, torch.bfloat16)
     if choices.fp8_scaled:
         keys = (models.FP8_OPTIMIZATION_TARGET_KEYS, models.FP8_OPTIMIZATION_EXCLUDE_KEYS)
-        state = util.optimize_state_dict_with_fp8(transformer.state_dict(), None, *keys)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+            state = util.optimize_state_dict_with_fp8(transformer.state_dict(), None, *keys)
         util.apply_fp8_monkey_patch(transformer, state)
         transformer.load_state_dict(state, strict=True, assign=True)
     # hunyuan_image_text_encoder.load_qwen2_5_vl and load_byt5
