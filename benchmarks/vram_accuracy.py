@@ -30,6 +30,7 @@ from kohya_ext.vram.choices import Choices
 _COMMON = ["--sdpa", "--cache_latents", "--cache_text_encoder_outputs", "--mixed_precision", "bf16"]
 _LORA = ["--network_module", "networks.lora", "--network_dim", "16", "--network_train_unet_only", "--optimizer_type", "AdamW"]
 _FULL = ["--learning_rate", "1e-5", "--optimizer_type"]
+_GROUPS = ["--fused_optimizer_groups", "4"]
 _ADAFACTOR = ["Adafactor", "--optimizer_args", "relative_step=False"]
 
 #: Name -> script and arguments, each with and without --gradient_checkpointing.
@@ -37,6 +38,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "lora": ("sdxl_train_network.py", [*_COMMON, *_LORA]),
     "full, fp32 weights, AdamW": ("sdxl_train.py", [*_COMMON, *_FULL, "AdamW"]),
     "full, bf16 weights, Adafactor": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--full_bf16"]),
+    "full, bf16 weights, AdamW in 4 groups": ("sdxl_train.py", [*_COMMON, *_FULL, "AdamW", "--full_bf16", *_GROUPS]),
     "full, fp32 weights, Adafactor fused": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--fused_backward_pass"]),
 }
 

@@ -1,67 +1,76 @@
-"""Make the package's table of estimates: every shipped preset, on every generation of sd-scripts that is found.
+"""Make the package's table of estimates: every shipped preset, and for each the next faster choice.
 
-    python benchmarks/vram_table.py
+    python benchmarks/vram_table.py [--layout v0.11] [--minutes 5]
 
-Writes kohya_ext/vram/table.json, from which `estimate` answers without importing torch. To be run again whenever a preset,
-a patch that changes memory, or the estimator changes; a test says so when it is not. Takes about 20 seconds a preset.
+Writes kohya_ext/vram/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. To be run
+again whenever a preset, a patch that changes memory, or the estimator changes; a test says so when it is not. About 15 seconds
+a row; rows that are there already are kept (delete the file to begin anew), so that an interrupted run goes on.
+
+Every row is made on one generation of sd-scripts; on the others one row of each family is, and the table notes which families
+came out the same there, byte for byte: the models are.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
+import argparse
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from kohya_ext import overlay, sdscripts
 from kohya_ext.arguments import read_arguments
-from kohya_ext.sdscripts import Checkout
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram import store
-from kohya_ext.vram.estimate import Estimate
 from kohya_ext.vram.making import make
+from kohya_ext.vram.tiers import faster, tiers, words
 
 TABLE = Path(store.__file__).parent / store.TABLE
 
-
-def questions() -> dict[str, tuple[str, list[str]]]:
-    """Return the command line of every tier: label -> (script, arguments). Overlays for stacking have no size of their own."""
-    scripts: dict[str, str] = {}
-    for script, family in overlay.FAMILIES.items():
-        scripts.setdefault(family, script)
-    asked = {}
-    for family, name, file in overlay.shipped():
-        about = overlay.parse(file.read_text(encoding="utf-8"), name, family).about
-        if "vram_gb" in about:
-            asked[f"{family}/{name}"] = (scripts[family], ["--preset", name])
-    return asked
+#: The generation that every row is made on.
+FIRST = "v0.11"
 
 
-def estimates(checkout: Checkout) -> list[Estimate]:
-    """Return the estimates of one generation, one for each question that differs."""
-    made: list[Estimate] = []
-    for label, (script, argv) in questions().items():
-        run = read_arguments(script, argv, {})
-        key = choosing.normalized(choosing.read(script, run, argv)[0]).key()
-        if all(other.choices != key for other in made):
-            made.append(make(checkout, script, run, argv))
-            print(f"{checkout.layout} {label}: {made[-1].reserved / 1e9:.2f} GB reserved", file=sys.stderr, flush=True)
-    return made
+def questions() -> Iterator[tuple[str, list[str]]]:
+    """Yield (script, arguments) of every tier, then of the choices that would be faster."""
+    asked = [(overlay.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
+    yield from asked
+    for tier, (script, argv) in zip(tiers(), asked, strict=True):
+        if (next_one := faster(tier)) is not None and not tier.choices.blocks_to_swap:  # a block's weights are known
+            yield script, [*argv, *words(tier.choices, next_one)]
 
 
 def main() -> int:
-    """Make the rows of the layout named on the command line, or of every layout found, each in a process of its own."""
-    checkouts = {checkout.layout: checkout for checkout in reversed([*sdscripts.known()])}
-    if len(sys.argv) > 1:
-        print(json.dumps([asdict(row) for row in estimates(checkouts[sys.argv[1]])]))
-        return 0
-    layouts = {}
-    for layout in sorted(checkouts.keys() & sdscripts.KNOWN_LAYOUTS):
-        done = subprocess.run([sys.executable, __file__, layout], stdout=subprocess.PIPE, text=True, check=True)
-        layouts[layout] = json.loads(done.stdout)
-    table = {"made_by": "python benchmarks/vram_table.py", "method": store.METHOD, "layouts": layouts}
-    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    """Make the rows that are missing, as far as the time goes; return 1 when some are missing still."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", default=FIRST, choices=sorted(sdscripts.KNOWN_LAYOUTS), help="a generation of sd-scripts")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no row after so many")
+    given = parser.parse_args()
+    checkout = next(checkout for checkout in sdscripts.known() if checkout.layout == given.layout)
+    end = time.monotonic() + 60 * given.minutes
+    table = store.read_table(TABLE)
+    rows = {store.text(row["choices"]): row for row in table["rows"]}
+    alike = {tuple(pair) for pair in table["alike"]}
+    for script, argv in questions():
+        run = read_arguments(script, argv, {})
+        choices = choosing.normalized(choosing.read(script, run, argv)[0])
+        name, pair = store.text(choices.key()), (given.layout, choices.kind)
+        if (name in rows) if given.layout == FIRST else (pair in alike or name not in rows):
+            continue
+        if time.monotonic() > end:
+            return 1
+        made = asdict(make(checkout, script, run, argv))
+        print(
+            f"{given.layout} {script} {' '.join(argv)}: {made['reserved'] / 1e9:.2f} GB reserved", file=sys.stderr, flush=True
+        )
+        if given.layout == FIRST:
+            rows[name] = made
+        elif store.figures(made) == store.figures(rows[name]):
+            alike.add(pair)
+        else:
+            print(f"{pair} differs: {made}", file=sys.stderr)
+        store.write_table(TABLE, list(rows.values()), sorted(alike))
     return 0
 
 

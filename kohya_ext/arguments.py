@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.overlay import Overlay
 from kohya_ext.settings import (
+    AUTO,
     Settings,
     add_to,
     flags,
@@ -92,12 +93,17 @@ class RunArguments:
     config: ConfigFile | None
 
 
-def read_arguments(script: str | None, argv: Sequence[str], environ: Mapping[str, str]) -> RunArguments:
+def read_arguments(
+    script: str | None, argv: Sequence[str], environ: Mapping[str, str], auto: Sequence[str] | None = None
+) -> RunArguments:
     """Resolve the extension's options: default < preset < config file < environment < command line.
 
     ``script`` is the file name of a training script whose arguments ``argv`` are; None when there is no command line to
     read (a tool, a test runner, another program that imports sd-scripts), and the environment alone counts. Raises
     UserError for a value that cannot be read, an unknown preset, or one of another family.
+
+    The preset ``auto`` is the tier that fits the card with everything else that is said; with ``auto``, these stand in its
+    place, or, where it is not asked for, before all others.
     """
     config: ConfigFile | None = None
     given: dict[str, Any] = {}
@@ -117,7 +123,7 @@ def read_arguments(script: str | None, argv: Sequence[str], environ: Mapping[str
         "config file": from_table(config.values, str(config.path)) if config else {},
     }
     names = next((layer["preset"] for layer in layers.values() if "preset" in layer), ())
-    presets = overlay.load(names, script) if script is not None else Overlay()
+    presets = _load(names, script, argv, environ, auto, layers) if script is not None else Overlay()
     set_by_preset = {key: value.value for key, value in presets.values.items()}
     layers["preset"] = from_table(set_by_preset, f"preset {presets.label}")
     values: dict[str, Any] = {}
@@ -126,6 +132,31 @@ def read_arguments(script: str | None, argv: Sequence[str], environ: Mapping[str
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
     return RunArguments(Settings(**values), origins, presets, config)
+
+
+def _load(
+    names: Sequence[str],
+    script: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    auto: Sequence[str] | None,
+    layers: Mapping[str, Mapping[str, Any]],
+) -> Overlay:
+    """Load presets, a tier in the place of ``auto``; the label then says so."""
+    if AUTO not in names:
+        return overlay.load([*(auto or ()), *names], script)
+    note = ""
+    if auto is None:
+        from kohya_ext.vram import card, plan
+
+        said = next((layer["vram"] for layer in layers.values() if "vram" in layer), None)
+        found = ("--vram", said) if said is not None else card.find()
+        if found is None:
+            raise UserError("--preset auto: no NVIDIA card found: say which it is, --vram 16GB, or name a tier, --preset 16gb")
+        auto = (plan.automatic(script, argv, environ, found[1]),)
+        note = f" (auto: {found[0]}, {card.gigabytes(found[1])} GB)"
+    presets = overlay.load([part for name in names for part in (auto if name == AUTO else (name,))], script)
+    return replace(presets, label=presets.label + note)
 
 
 # --- the script's own parser -----------------------------------------------------------------------------------------

@@ -2,12 +2,17 @@
 
 A preset is a file of sd-scripts' own keys, in sections of any name (sections are flattened one level, as upstream
 flattens its config files), and a ``[preset]`` table that says what it is. The comment behind a key says why it is there.
-The shipped ones lie in ``presets/<family>/<name>.toml``; a family stands for the scripts that share its presets.
+The shipped ones lie in ``presets/<family>/<name>.toml``; a family stands for the scripts that share its presets. A preset
+that says ``extends = ["base"]`` is laid over that one, which need not be named: what the tiers of a family share stands in
+its ``base.toml`` once.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +46,15 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_image_train_network.py": "hunyuan-image-lora",
 }
 
+#: Families of another model that a script trains too: their presets are named in full, ``chroma-lora/16gb``.
+SIBLINGS: Mapping[str, str] = {"chroma-lora": "flux_train_network.py"}
+
+#: The folder of presets that go with every script.
+ANY = "any"
+
+#: What the presets of a family share; it is no choice of its own.
+BASE = "base"
+
 
 @dataclass(frozen=True)
 class Value:
@@ -60,7 +74,7 @@ class Preset:
     family: str | None
     """None for a user's own file that does not say: it goes with any script."""
     about: Mapping[str, object]
-    """The ``[preset]`` table: ``summary``, and for a tier ``vram``, ``peak``, ``traded``."""
+    """The ``[preset]`` table: ``summary``, ``traded``, ``extends``, and for a tier ``vram_gb``."""
     values: Mapping[str, Value]
 
 
@@ -69,6 +83,8 @@ class Overlay:
     """Presets laid over one another, the later one on top."""
 
     presets: tuple[Preset, ...] = ()
+    label: str = ""
+    """For messages, those that were named: ``sdxl-lora/16gb + sdxl-lora/quality``."""
 
     @property
     def values(self) -> dict[str, Value]:
@@ -76,58 +92,119 @@ class Overlay:
         return {key: value for preset in self.presets for key, value in preset.values.items()}
 
     @property
-    def label(self) -> str:
-        """For messages: ``sdxl-lora/16gb + sdxl-lora/quality``."""
-        return " + ".join(preset.name for preset in self.presets)
+    def assumed(self) -> dict[str, object]:
+        """What they take for granted of the user's own files, for figures alone: a text encoder in fp8."""
+        tables = (preset.about.get("assumes") for preset in self.presets)
+        return {key: value for table in tables if isinstance(table, dict) for key, value in table.items()}
 
 
 def shipped() -> Iterator[tuple[str, str, Path]]:
     """Yield (family, name, file) for every preset that comes with the package; families by name, tiers by size."""
-    folders = [Path(folder) for folder in importlib.import_module("kohya_ext.presets").__path__]
-    found = [file for folder in folders for file in folder.glob("*/*.toml")]
-    for file in sorted(found, key=lambda file: (file.parent.name, len(file.stem), file.stem)):
+    found = [file for folder in _folders() for file in folder.glob("*/*.toml") if file.stem != BASE]
+    for file in sorted(found, key=lambda file: (file.parent.name, _tier(file.stem) or math.inf, file.stem)):
         yield file.parent.name, file.stem, file
 
 
+def scripts(family: str) -> list[str]:
+    """Return the scripts that a family of presets goes with."""
+    return [script for script, its in FAMILIES.items() if family in (its, ANY) or SIBLINGS.get(family) == script]
+
+
+def base(family: str) -> Preset | None:
+    """Return what the presets of a family share; None when they share nothing."""
+    file = file_of(family, BASE)
+    return None if file is None else _read(file)
+
+
 def load(names: Iterable[str], script: str) -> Overlay:
-    """Load presets for a script (its file name). Raises UserError for an unknown one or one of another family."""
-    return Overlay(tuple(_load(name, script) for name in names))
+    """Load presets for a script (its file name), each over what it extends.
+
+    A tier without a file of its own is the next smaller one. Raises UserError for an unknown one or one of another family.
+    """
+    named = [_named(name, script) for name in names]
+    laid: dict[str, Preset] = {}
+    for top in named:
+        for preset in _with_bases(top):
+            laid.setdefault(preset.name, preset)
+    return Overlay(tuple(laid.values()), " + ".join(preset.name for preset in named))
 
 
-def _load(name: str, script: str) -> Preset:
+def _with_bases(preset: Preset) -> Iterator[Preset]:
+    for name in _bases(preset):
+        family, _, stem = name.rpartition("/")
+        file = file_of(family or preset.family or "", stem)
+        if file is None:
+            raise UserError(f"preset {preset.name} extends {name}, which is not there: `presets list` shows what is")
+        yield from _with_bases(_read(file))
+    yield preset
+
+
+def _bases(preset: Preset) -> list[str]:
+    said = preset.about.get("extends", [])
+    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
+        raise UserError(f'preset {preset.name}: extends must be a list of names: extends = ["sdxl-lora/16gb"]')
+    return said
+
+
+def _named(name: str, script: str) -> Preset:
     if name.endswith(".toml") and Path(name).expanduser().is_file():
         preset = parse(Path(name).expanduser().read_text(encoding="utf-8"), name, None)
     else:
         preset = _shipped(name, script)
-    family = FAMILIES.get(script)
-    if preset.family is not None and preset.family != family:
-        theirs = ", ".join(other for other, its in FAMILIES.items() if its == preset.family)
+    if preset.family is not None and script not in scripts(preset.family):
+        mine = _choices(script)
         raise UserError(
-            f"preset {preset.name} is for {theirs or preset.family}, not for {script}."
-            + (f" {script} has: {_choices(family)}" if _choices(family) else "")
+            f"preset {preset.name} is for {', '.join(scripts(preset.family)) or preset.family}, not for {script}."
+            + (f" {script} has: {mine}" if mine else "")
         )
     return preset
 
 
 def _shipped(name: str, script: str) -> Preset:
-    family, _, tier = name.lower().rpartition("/")
-    wanted = family or FAMILIES.get(script, "")
-    for its_family, its_name, file in shipped():
-        if (its_family, its_name) == (wanted, tier):
-            return parse(file.read_text(encoding="utf-8"), f"{its_family}/{its_name}", its_family)
+    family, _, stem = name.lower().rpartition("/")
+    families = [family] if family else [FAMILIES.get(script, ""), ANY]
+    file = next((file for its in families if (family or stem != BASE) and (file := file_of(its, stem)) is not None), None)
+    if file is None and (size := _tier(stem)) is not None:
+        smaller = [(its, file) for its, file in _tiers(families[0]) if its < size]
+        file = max(smaller)[1] if smaller else None
+    if file is not None:
+        return _read(file)
     if name.endswith(".toml"):
         raise UserError(f"no preset file {name}: check the path")
-    mine = _choices(wanted)
+    mine = ", ".join(its for its_family, its, _ in shipped() if its_family == family) if family else _choices(script)
     if not mine:
-        families = sorted({its_family for its_family, _, _ in shipped()})
-        raise UserError(
-            f"no preset {name} for {script}: there are presets for {', '.join(families)} only; give a TOML file of your own"
-        )
-    raise UserError(f"no preset {name} for {script}: there are {mine}.{did_you_mean(tier, mine.split(', '))}")
+        raise UserError(f"no preset {name}: `presets list` shows what there is; or give a TOML file of your own")
+    raise UserError(f"no preset {name} for {script}: there are {mine}.{did_you_mean(stem, mine.split(', '))}")
 
 
-def _choices(family: str | None) -> str:
-    return ", ".join(name for its_family, name, _ in shipped() if its_family == family)
+def _choices(script: str) -> str:
+    """What may be named for a script: tiers and overlays by their names, siblings in full."""
+    own = [name for family, name, _ in shipped() if family == FAMILIES.get(script)]
+    others = [f"{family}/{name}" for family, name, _ in shipped() if SIBLINGS.get(family) == script]
+    return ", ".join([*own, *others, *(name for family, name, _ in shipped() if family == ANY and name not in own)])
+
+
+def _folders() -> list[Path]:
+    return [Path(folder) for folder in importlib.import_module("kohya_ext.presets").__path__]
+
+
+def file_of(family: str, name: str) -> Path | None:
+    """Return the file of a shipped preset, a base among them; None when there is none."""
+    return next((file for folder in _folders() if (file := folder / family / f"{name}.toml").is_file()), None)
+
+
+def _tiers(family: str) -> list[tuple[int, Path]]:
+    return [(size, file) for its, name, file in shipped() if its == family and (size := _tier(name)) is not None]
+
+
+def _tier(name: str) -> int | None:
+    match = re.fullmatch(r"(\d+)gb", name)
+    return int(match.group(1)) if match else None
+
+
+@functools.cache
+def _read(file: Path) -> Preset:
+    return parse(file.read_text(encoding="utf-8"), f"{file.parent.name}/{file.stem}", file.parent.name)
 
 
 def parse(text: str, name: str, family: str | None) -> Preset:

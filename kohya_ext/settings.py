@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from kohya_ext.errors import UserError
-from kohya_ext.vram.card import read_budget
+from kohya_ext.vram.card import read_budget, read_size
 
 #: Switches everything: ``1`` arms the extension in a plain start of a script, ``0`` keeps it out of every start.
 MASTER_SWITCH = "KOHYA_EXT"
+
+#: What --preset says for the tier that fits.
+AUTO = "auto"
 
 Scope = Literal["training", "launcher"]
 
@@ -139,12 +142,20 @@ class Settings:
 
     preset: tuple[str, ...] = _option(
         (),
-        "fill what the command line and the config file leave open from a preset: a VRAM tier (8gb, 12gb, 16gb, 24gb), "
-        "another name that `presets list` shows, or a TOML file; several are stacked, the later one wins",
+        "fill what the command line and the config file leave open from a preset: a VRAM tier (8gb, 12gb, 16gb, 24gb), auto "
+        "(the one that fits), another name that `presets list` shows, or a TOML file; several are stacked, the later wins",
         names,
         environment="KOHYA_EXT_PRESET",
         metavar="NAME",
         activates=True,
+    )
+    vram: int | None = _option(
+        None,
+        "the card that --preset auto is for, instead of the one found: 16GB is 16e9 bytes, 16GiB 17.18e9, a plain 16 a card "
+        "sold as 16 GB, which has 16 GiB",
+        read_size,
+        environment="KOHYA_EXT_VRAM",
+        metavar="SIZE",
     )
     strict: bool = _option(
         False,

@@ -19,12 +19,11 @@ from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout, find_or_fetch, is_training_script
 from kohya_ext.settings import from_environment
 from kohya_ext.vram import choices as choosing
-from kohya_ext.vram.card import GB, GIB, gigabytes, read_size
+from kohya_ext.vram.card import GB, GIB, gigabytes
+from kohya_ext.vram.choices import FP8, Choices
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate, estimate
 from kohya_ext.vram.fill import smallest_share
-
-#: What --fill leaves free of the card: the estimate's own error, and a desktop's picture on the screen.
-MARGIN = 0.05
+from kohya_ext.vram.tiers import room
 
 NOT_CALIBRATED = "not calibrated on CUDA: no figure has been compared with a GPU yet"
 
@@ -75,8 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     script = checkout.script(arguments.script)
     if not is_training_script(script):
         raise UserError(f"{script.name} is not a training script: nothing to estimate")
+    if "vram" in chosen:
+        argv += ["--vram", chosen["vram"]]
     resolved = read_arguments(script.name, argv, os.environ)
-    card = read_size(chosen["vram"]) if "vram" in chosen else _presets_card(resolved)
+    card = resolved.settings.vram or _presets_card(resolved)
     fresh = bool(chosen.get("fresh"))
     if chosen.get("fill"):
         found, resolved = _fill(checkout, script.name, argv, card, fresh)
@@ -108,7 +109,7 @@ def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None
         given = arguments(share)
         return estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
 
-    filled = smallest_share(ask, round(card * (1 - MARGIN)))
+    filled = smallest_share(ask, room(card))
     if filled is None:
         raise UserError(f"it does not fit {gigabytes(card)} GB less 5 percent with every block checkpointed")
     share, found = filled
@@ -170,6 +171,8 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
                 f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "
                 f"{gigabytes(found.least)} GB. Under Windows and WSL the driver would take system memory instead."
             )
+    if (assumed := _assumed(found)) is not None:
+        lines.append(f"Assumed, since only the model files say it: {assumed}.")
     if run.settings.selective_torch_compile or found.choices.get("torch_compile"):
         lines.append("Compiling is not modelled: these are the figures without it, which mostly needs more.")
     lines.append(
@@ -177,6 +180,22 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
         f"kohya_ext {made['kohya_ext']}. One process; sampling pictures and saving are not modelled."
     )
     return lines
+
+
+def _assumed(found: Estimate) -> str | None:
+    """Return what was taken for granted of the user's own files and captions."""
+    choices = Choices(str(found.choices["script"]))
+    if choices.family == "flux":
+        return (
+            "T5 in fp8"
+            if found.choices.get("t5xxl") == FP8
+            else "T5 in 16 bits (name an fp8 file with --t5xxl to have it counted)"
+        )
+    return {
+        "sd3": "Stable Diffusion 3.5 medium (large is three times as big), T5 in 16 bits",
+        "hunyuan-image": "captions of 256 tokens and 128 bytes of quoted text",
+        "lumina": "captions as long as --gemma2_max_token_length allows",
+    }.get(choices.family)
 
 
 def _asked(found: Estimate) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import overlay
+from kohya_ext.commands import presets
 from kohya_ext.patching import registry
 from kohya_ext.settings import MASTER_SWITCH, Settings, options
 
@@ -60,20 +60,8 @@ def _options() -> str:
 
 
 def _presets() -> str:
-    lines = []
-    for family, name, file in overlay.shipped():
-        about = overlay.parse(file.read_text(encoding="utf-8"), name, family).about
-        peak = about.get("peak_gb")
-        card = f"{about['vram_gb']} GB" if "vram_gb" in about else "any"
-        lines.append(
-            (
-                f"`{family}/{name}`",
-                card,
-                f"{peak['reserved']} GB" if isinstance(peak, dict) else "no more",
-                str(about["summary"]),
-            )
-        )
-    return _markdown(("preset", "card", "predicted peak (allocator)", "what it is"), lines)
+    lines = ([f"`{family}/{name}`", *rest] for family, name, *rest, _ in presets.rows())
+    return _markdown(("preset", "needs", "left free", "speed", "what it is"), lines)
 
 
 def _patches() -> str:

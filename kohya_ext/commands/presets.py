@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,8 @@ from kohya_ext.console import warn
 from kohya_ext.errors import UserError
 from kohya_ext.probing import script_parser
 from kohya_ext.sdscripts import find_or_fetch, is_training_script
+from kohya_ext.vram import tiers
+from kohya_ext.vram.card import gigabytes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,28 +64,54 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(console: Console) -> None:
     families: dict[str, Table] = {}
-    for family, name, file in overlay.shipped():
-        table = families.setdefault(family, Table("preset", "card", "predicted peak", "what it is", box=None, pad_edge=False))
-        about = overlay.parse(file.read_text(encoding="utf-8"), name, family).about
-        peak = about.get("peak_gb")
-        reserved = f"{peak['reserved']} GB" if isinstance(peak, dict) else "no more"
-        card = f"{about['vram_gb']} GB" if "vram_gb" in about else "any"
-        table.add_row(name, card, reserved, str(about.get("summary", "")))
+    for family, *cells in rows():
+        head = ("preset", "needs", "left free", "speed", "what it is", "traded")
+        table = families.setdefault(family, Table(*head, box=None, pad_edge=False))
+        table.add_row(*cells)
     for family, table in families.items():
-        scripts = [script for script, its in overlay.FAMILIES.items() if its == family]
-        console.print(f"[bold]{family}[/] ({', '.join(scripts)})", table, "")
+        named = "every script" if family == overlay.ANY else ", ".join(overlay.scripts(family))
+        base = overlay.base(family)
+        if base is not None and "traded" in base.about:
+            table.caption = f"traded at every size, unless said otherwise: {base.about['traded']}"
+            table.caption_justify = "left"
+        console.print(f"[bold]{family}[/] ({named})", table, "", highlight=False)
+    console.print(NOTE, highlight=False)
+
+
+#: What the columns mean.
+NOTE = (
+    "GB is 1e9 bytes. needs: predicted, what the allocator reserves and 0.6 GB for the CUDA context, not calibrated on CUDA; "
+    "left free: of the card. speed: by floating-point operations for a picture, the family's fastest at that resolution is "
+    "100 %; copying swapped blocks comes on top."
+)
+
+
+def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
+    """Yield (family, name, needs, left free, speed, what it is, traded) for every preset, as text."""
+    known = {tier.name: tier for tier in tiers.tiers()}
+    for family, name, _ in overlay.shipped():
+        about = overlay.load([f"{family}/{name}"], overlay.scripts(family)[0]).presets[-1].about
+        tier = known.get(f"{family}/{name}")
+        needs = left = share = ""
+        if tier is not None and tier.found is not None:
+            needs, left = (f"{gigabytes(size)} GB" for size in (tier.found.on_the_card, tier.card - tier.found.on_the_card))
+            share = f"{tiers.speed(tier, known.values()):.0%}"
+        yield family, name, needs, left, share, str(about.get("summary", "")), str(about.get("traded", ""))
 
 
 def _path(wanted: str) -> str:
-    for family, name, file in overlay.shipped():
-        if wanted == f"{family}/{name}":
-            return str(file)
-    raise UserError(f"no preset {wanted}: `presets list` shows them")
+    family, _, name = wanted.partition("/")
+    file = overlay.file_of(family, name)
+    if file is None:
+        raise UserError(f"no preset {wanted}: `presets list` shows them")
+    return str(file)
 
 
 def _show(arguments: argparse.Namespace) -> Table:
-    table = Table("key", "value", "preset", "why", title=escape(" + ".join(arguments.names)))
-    for key, value in overlay.load(arguments.names, arguments.script).values.items():
+    argv = [part for name in arguments.names for part in ("--preset", name)]
+    presets = read_arguments(arguments.script, argv, os.environ).presets
+    table = Table("key", "value", "preset", "why", title=escape(presets.label))
+    for key, value in presets.values.items():
         table.add_row(key, escape(repr(value.value)), value.preset, escape(value.why))
     return table
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from typing import Any
-
-from kohya_ext.errors import UserError
 
 GB, GIB = 10**9, 2**30
 
@@ -29,16 +29,33 @@ def read_budget(value: object) -> int | str:
     return round(float(match.group(1)) * _UNITS[match.group(2)])
 
 
-def read_size(text: str) -> int:
+def read_size(value: object) -> int:
     """Return bytes: ``16GB`` is 16e9, ``16GiB`` is 16 * 2**30, and a plain ``16`` is a card sold as 16 GB, which has 16 GiB.
 
-    Raises UserError for anything else.
+    Raises ValueError for anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gb|gib|g)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?", str(value).strip(), re.IGNORECASE)
     if match is None or float(match.group(1)) == 0:
-        raise UserError(f"--vram {text}: write 16GB (16e9 bytes), 16GiB (17.18e9), or 16 for a card sold as 16 GB (16 GiB)")
+        raise ValueError(f"must be 16GB (16e9 bytes), 16GiB (17.18e9), or 16 for a card sold as 16 GB (16 GiB), not {value!r}")
     unit = (match.group(2) or "").lower()
     return round(float(match.group(1)) * (GB if unit == "gb" else GIB))
+
+
+def find() -> tuple[str, int] | None:
+    """Return the name and the bytes of the first NVIDIA card that this process may use; None without one.
+
+    Asks the driver's own tool: torch, which would take seconds, is not needed.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if visible in ("", "-1"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", f"--id={visible}"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        name, _, mebibytes = done.stdout.strip().rpartition(",")
+        return name.strip(), int(mebibytes) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def index_of(device: Any) -> int:

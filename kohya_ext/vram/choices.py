@@ -7,6 +7,7 @@ is modelled.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,11 @@ import toml
 from kohya_ext.arguments import QuietParser, RunArguments, find_problem
 from kohya_ext.errors import UserError
 from kohya_ext.overlay import FAMILIES
+from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import negated_flags
+
+#: What stands for a file of weights in 8 bits once choices are normalized.
+FP8 = "fp8"
 
 #: A whole number or a number is written as such; text in a list stands for ``nargs="*"``.
 _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
@@ -46,6 +51,12 @@ class Choices:
     full_bf16: bool = False
     fp8_base: bool = False
     fp8_base_unet: bool = False
+    fp8_scaled: bool = False
+    fp8_vl: bool = False
+    text_encoder_cpu: bool = False
+    attn_mode: str | None = None
+    split_attn: bool = False
+    vae_chunk_size: int | None = None
     sdpa: bool = False
     xformers: bool = False
     mem_eff_attn: bool = False
@@ -80,6 +91,7 @@ class Choices:
     train_inpainting: bool = False
     v2: bool = False
     model_type: str = "flux"
+    t5xxl: str | None = None
     t5xxl_max_token_length: int | None = None
     apply_t5_attn_mask: bool = False
     apply_lg_attn_mask: bool = False
@@ -99,6 +111,11 @@ class Choices:
         return FAMILIES[self.script].rpartition("-")[0]
 
     @property
+    def kind(self) -> str:
+        """The family and what is trained, as its presets are named: ``sdxl-finetune``, ``chroma-lora``."""
+        return "chroma-lora" if self.model_type == "chroma" and self.trains_network else FAMILIES[self.script]
+
+    @property
     def trains_network(self) -> bool:
         """True for a LoRA or another network on a frozen base, False for a fine-tune."""
         return FAMILIES[self.script].endswith("-lora")
@@ -109,6 +126,11 @@ class Choices:
         if self.script == "train_db.py":
             return self.stop_text_encoder_training is None or self.stop_text_encoder_training >= 0
         return self.train_text_encoder
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the optimizer steps within the backward pass, in one of upstream's three ways."""
+        return bool(self.fused_backward_pass or self.fused_optimizer_groups or self.blockwise_fused_optimizers)
 
     def key(self) -> dict[str, Any]:
         """What tells this run's figures from another's: the choices that differ from the defaults."""
@@ -137,7 +159,8 @@ def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, 
 
 def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Choices:
     """Return the choices among a script's arguments, whoever parsed them, and the extension's own."""
-    given = {name: values[name] for name in _rows() if values.get(name) is not None}
+    said = {**run.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
+    given = {name: said[name] for name in _rows() if name in said}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
@@ -167,7 +190,8 @@ def normalized(choices: Choices) -> Choices:
         mixed_precision="bf16" if choices.mixed_precision == "fp16" else choices.mixed_precision,
         full_bf16=choices.full_bf16 or choices.full_fp16,
         full_fp16=False,
-        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn,
+        # The transformers' attention is PyTorch's own whatever is said.
+        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn and choices.family in ("sd15", "sdxl"),
         xformers=False,
         cache_latents=choices.cache_latents or choices.cache_latents_to_disk,
         cache_latents_to_disk=False,
@@ -176,6 +200,10 @@ def normalized(choices: Choices) -> Choices:
         gradient_accumulation_steps=min(choices.gradient_accumulation_steps, 2),
         stop_text_encoder_training=None if (choices.stop_text_encoder_training or 0) >= 0 else -1,
         max_grad_norm=float(choices.max_grad_norm != 0),
+        t5xxl=FP8
+        if choices.family == "flux" and choices.fp8_base and not choices.fp8_base_unet and _in_fp8(choices.t5xxl)
+        else None,
+        t5xxl_max_token_length=_unless(choices.t5xxl_max_token_length, _T5_TOKENS.get(choices.family)),
         network_dim=(choices.network_dim or 4) if lora else None,
         checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
@@ -183,6 +211,29 @@ def normalized(choices: Choices) -> Choices:
         learning_rate_te1=_whether(choices.learning_rate_te1),
         learning_rate_te2=_whether(choices.learning_rate_te2),
     )
+
+
+#: How many tokens of a caption T5 reads where nothing is said.
+_T5_TOKENS = {"sd3": 256, "flux": 512}
+
+
+def _unless(value: int | None, usual: int | None) -> int | None:
+    return None if value == usual else value
+
+
+def _loads_fp8(choices: Choices) -> bool:
+    """Whether text encoders in 8 bits stay so: flux_train_network.py casts them to 16 otherwise."""
+    return choices.family == "flux" and choices.fp8_base and not choices.fp8_base_unet
+
+
+def _in_fp8(name: str | None) -> bool:
+    """Whether a file holds 8-bit weights: its header says so, or, where there is no such file, its name."""
+    if not name or name == FP8:
+        return name == FP8
+    try:
+        return "F8_E4M3" in read_header(Path(name)).dtypes.values()
+    except (OSError, ValueError):
+        return "fp8" in Path(name).name
 
 
 def _whether(rate: float | None) -> float | None:
@@ -258,11 +309,13 @@ def _largest_bucket(area: int, choices: Choices) -> tuple[int, int]:
 # --- the parser ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _rows() -> dict[str, tuple[Any, bool]]:
     """Field name -> (type of one value, whether it takes several)."""
     rows = {}
+    hints = typing.get_type_hints(Choices)
     for row in fields(Choices)[1:-1]:
-        kind = typing.get_type_hints(Choices)[row.name]
+        kind = hints[row.name]
         options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
         several = typing.get_origin(options[0]) is tuple
         rows[row.name] = (str if several else options[0], several)

@@ -42,11 +42,19 @@ class Estimate:
     """Numbers that are trained."""
     made_with: Mapping[str, str]
     """Versions of kohya_ext, sd-scripts and torch."""
+    layout: str
+    """The generation of sd-scripts it was made on."""
 
     @property
     def on_the_card(self) -> int:
         """Reserved memory and the CUDA context: what ``nvidia-smi`` shows for the process."""
         return self.reserved + CONTEXT_BYTES
+
+    @property
+    def flops_a_picture(self) -> float:
+        """Floating-point operations for one picture: the measure of speed that needs no GPU."""
+        pictures = self.choices.get("train_batch_size", 1) * self.choices.get("gradient_accumulation_steps", 1)
+        return float(self.flops / pictures)
 
 
 def estimate(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str], fresh: bool = False) -> Estimate:

@@ -35,6 +35,7 @@ TRAINERS: Mapping[str, str] = {
     "lumina": "lumina_train_network.py",
     "sd3": "sd3_train_network.py",
     "anima": "anima_train_network.py",
+    "hunyuan-image": "hunyuan_image_train_network.py",
 }
 
 
@@ -114,8 +115,6 @@ def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
 NOT_MODELLED = (
     "deepspeed",
     "cpu_offload_checkpointing",
-    "fused_optimizer_groups",
-    "blockwise_fused_optimizers",
     "train_inpainting",
     "dim_from_weights",
 )
@@ -167,13 +166,34 @@ def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
     return trainer(), vars(names["setup_parser"]().parse_args([]))
 
 
+#: What caching depends on, of all choices.
+_FOR_CACHING = (
+    *("script", "resolution", "train_batch_size", "cache_latents", "cache_text_encoder_outputs", "vae_batch_size"),
+    *("text_encoder_batch_size", "text_encoder_cpu", "mixed_precision", "no_half_vae", "vae_chunk_size", "v2", "model_type"),
+    *("t5xxl", "fp8_vl", "max_token_length", "t5xxl_max_token_length", "gemma2_max_token_length", "qwen3_max_token_length"),
+    *("t5_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
+)
+
+#: Logs of caching that were made by this process: many configurations differ in the step alone.
+_CACHING: dict[tuple[object, ...], Any] = {}
+
+
+def _caching(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Any:
+    from kohya_ext.vram.step import measure_caching
+
+    key = (checkout.path, *(getattr(choices, name) for name in _FOR_CACHING))
+    if key not in _CACHING:
+        _CACHING[key] = measure_caching(choices, arguments, trainer)
+    return _CACHING[key]
+
+
 def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Estimate:
     from kohya_ext.vram.allocator import CachingAllocator, least
     from kohya_ext.vram.events import peak, peak_by_phase
-    from kohya_ext.vram.step import measure, measure_caching, settle
+    from kohya_ext.vram.step import measure, settle
 
     settle(choices, arguments, trainer)
-    logs = {**measure_caching(choices, arguments, trainer), "step": measure(choices, arguments, trainer)}
+    logs = {**_caching(checkout, choices, arguments, trainer), "step": measure(choices, arguments, trainer)}
     peaks = {name: peak(log.events, log.kinds) for name, log in logs.items()}
     reserved = {}
     for name, log in logs.items():
@@ -199,6 +219,7 @@ def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
             "sd_scripts": checkout.version or checkout.commit or "unknown",
             "torch": str(store.version("torch")),
         },
+        layout=checkout.layout,
     )
 
 

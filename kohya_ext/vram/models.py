@@ -6,7 +6,9 @@ Sizes come from sd-scripts' own modules wherever it has them as data; where it w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kohya_ext.vram.choices import Choices
+from kohya_ext.vram.choices import FP8, Choices, size
 
 CLIP_TOKENS = 77
 
@@ -155,10 +157,14 @@ def _flux(choices: Choices) -> Models:
         transformer, clip = models.Chroma(models.chroma_params), util.dummy_clip_l()
     else:
         transformer, clip = flux.Flux(sizes.params), _loaded(util.load_clip_l)
+    t5 = _loaded(util.load_t5xxl)
+    if choices.t5xxl == FP8:
+        # flux_train_network.prepare_text_encoder_fp8
+        cast(t5, torch.float8_e4m3fn, [one for one in t5.modules() if type(one).__name__ in ("T5LayerNorm", "Embedding")])
     length = choices.t5xxl_max_token_length or 512
     return Models(
         unet=transformer,
-        text_encoders=[clip, _loaded(util.load_t5xxl)],
+        text_encoders=[clip, t5],
         vae=flux.AutoEncoder(sizes.ae_params),
         latents=(16, 8),
         token_ids=lambda batch: [_ids(batch, CLIP_TOKENS), _ids(batch, length), _mask(batch, length)],
@@ -273,6 +279,66 @@ def _anima(choices: Choices) -> Models:
     )
 
 
+def _hunyuan_image(choices: Choices) -> Models:
+    """HunyuanImage 2.1, for captions of 256 tokens with 128 bytes of quoted text."""
+    models, util = (
+        importlib.import_module("library.hunyuan_image_models"),
+        importlib.import_module("library.fp8_optimization_utils"),
+    )
+    transformers = importlib.import_module("transformers")
+    mode = "torch" if choices.attn_mode in (None, "sdpa") else choices.attn_mode
+    transformer = models.HYImageDiffusionTransformer(attn_mode=mode, split_attn=choices.split_attn)
+    cast(transformer, torch.bfloat16)
+    if choices.fp8_scaled:
+        keys = (models.FP8_OPTIMIZATION_TARGET_KEYS, models.FP8_OPTIMIZATION_EXCLUDE_KEYS)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+            state = util.optimize_state_dict_with_fp8(transformer.state_dict(), None, *keys)
+        util.apply_fp8_monkey_patch(transformer, state)
+        transformer.load_state_dict(state, strict=True, assign=True)
+    # hunyuan_image_text_encoder.load_qwen2_5_vl and load_byt5
+    loader = importlib.import_module("library.hunyuan_image_text_encoder")
+    language = _assembled(lambda: loader.load_qwen2_5_vl("", torch.bfloat16, "cpu", state_dict={}))
+    _place(language, torch.bfloat16)
+    if choices.fp8_vl:
+        # What upstream leaves in 16 bits there: embeddings, and the arithmetic of its norms.
+        cast(language, torch.float8_e4m3fn, [one for one in language.modules() if "Embedding" in type(one).__name__
+                                             or "Norm" in type(one).__name__])  # fmt: skip
+    letters = transformers.T5EncoderModel(
+        transformers.T5Config(d_model=1472, d_ff=3584, d_kv=64, num_heads=6, num_layers=12, vocab_size=1510,
+                              feed_forward_proj="gated-gelu")
+    ).encoder  # fmt: skip
+    cast(letters, torch.bfloat16)  # upstream has fp16, which takes as much and which the CPU's autocast does not know
+    vae = importlib.import_module("library.hunyuan_image_vae").HunyuanVAE2D(chunk_size=choices.vae_chunk_size)
+    cast(vae, torch.float16)
+    words, quoted, scale = 256, loader.BYT5_MAX_LENGTH, vae.ffactor_spatial
+    ignored = loader.PROMPT_TEMPLATE_ENCODE_START_IDX
+    width, height = size(choices)
+    return Models(
+        unet=transformer,
+        text_encoders=[language, letters],
+        vae=vae,
+        latents=(transformer.in_channels, scale),
+        token_ids=lambda batch: [
+            *(_ids(batch, ignored + words), _mask(batch, ignored + words)),
+            *(_ids(batch, quoted), _mask(batch, quoted)),
+        ],
+        conditions=lambda batch: [
+            torch.zeros(batch, words, 3584, dtype=torch.bfloat16),
+            _mask(batch, words),
+            torch.zeros(batch, quoted, 1472, dtype=torch.float16),
+            _mask(batch, quoted),
+            torch.ones(batch, dtype=torch.bool),
+        ],
+        tokenizers=SimpleNamespace(),
+        blocks=lambda count: [
+            *transformer.double_blocks[len(transformer.double_blocks) - count // 2 :],
+            *transformer.single_blocks[len(transformer.single_blocks) - (count - count // 2) * 2 :],
+        ],
+        # Every length that a block asks for is that of the whole sequence: no padding.
+        caption_tokens=(width // scale) * (height // scale) + words + quoted,
+    )
+
+
 class _SeenError(Exception):
     """A loader has reached the class it builds."""
 
@@ -296,6 +362,26 @@ def _constructed(module: Any, name: str, load: Callable[[], Any]) -> Any:
     raise RuntimeError(f"the loader of {name} did not construct one")
 
 
+def _assembled(load: Callable[[], Any]) -> Any:
+    """Run a loader up to where it fills its model with weights, and return that model, on the meta device."""
+    filled: list[Any] = []
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        filled.append(self)
+        raise _SeenError
+
+    original = torch.nn.Module.load_state_dict
+    torch.nn.Module.load_state_dict = note
+    try:
+        with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
+            load()
+    except _SeenError:
+        return filled[0]
+    finally:
+        torch.nn.Module.load_state_dict = original
+    raise RuntimeError("the loader did not fill a model")
+
+
 def _ids(batch: int, length: int) -> torch.Tensor:
     return torch.zeros(batch, length, dtype=torch.long)
 
@@ -308,11 +394,16 @@ def _loaded(load: Callable[..., Any]) -> Any:
     """Run a text encoder's loader with no weights in its file, and give what it leaves on the meta device memory."""
     with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
         module = load(None, torch.float32, "cpu", state_dict={})
+    _place(module)
+    return module
+
+
+def _place(module: Any, dtype: torch.dtype | None = None) -> None:
+    """Give a module's parameters on the meta device memory, in ``dtype`` or their own."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-    return module
+                part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype))
 
 
 BUILDERS: dict[str, Callable[[Choices], Models]] = {
@@ -322,16 +413,20 @@ BUILDERS: dict[str, Callable[[Choices], Models]] = {
     "lumina": _lumina,
     "sd3": _sd3,
     "anima": _anima,
+    "hunyuan-image": _hunyuan_image,
 }
 
 
 def cast(module: Any, dtype: torch.dtype, skip: Sequence[Any] = ()) -> None:
-    """Cast a module's floating-point parameters and buffers, as ``.to(dtype)`` does with tensors that are not fake."""
+    """Cast a module's floating-point parameters and buffers, as ``.to(dtype)`` does with tensors that are not fake.
+
+    Weights in 8 bits stay as they are.
+    """
     for part in module.modules():
         if part in skip:
             continue
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype is not torch.float8_e4m3fn:
                 part._parameters[name] = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_floating_point():

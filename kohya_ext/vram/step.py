@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,17 +117,20 @@ def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dic
         dtype, vae_dtype = _dtypes(choices)
         accelerator = _accelerator(choices)
         if choices.cache_latents:
-            cast(models.vae, vae_dtype)
+            if trainer.cast_vae(arguments):
+                cast(models.vae, vae_dtype)
             models.vae.requires_grad_(False).eval()
             batch = min(choices.vae_batch_size or 1, choices.train_batch_size)
 
             def encode_images() -> Any:
-                return trainer.encode_images_to_latents(arguments, models.vae, _images(choices, batch).to(vae_dtype))
+                images = _images(choices, batch).to(next(models.vae.parameters()).dtype)
+                return trainer.encode_images_to_latents(arguments, models.vae, images)
 
             logs["caching latents"] = _log_once([(models.vae, Kind.VAE)], encode_images)
-        if choices.cache_text_encoder_outputs:
+        if choices.cache_text_encoder_outputs and not choices.text_encoder_cpu:
             for encoder in models.text_encoders:
-                cast(encoder, dtype)
+                if trainer.cast_text_encoder(arguments):
+                    cast(encoder, dtype)
                 encoder.requires_grad_(False).eval()
             strategy = trainer.get_text_encoding_strategy(arguments)
             ids = models.token_ids(choices.text_encoder_batch_size or choices.train_batch_size)
@@ -166,14 +171,15 @@ def prepare(
     network, groups, trained, train_text_encoder = preparing(choices, arguments, trainer, models, accelerator, weight_dtype)
     if not trained:
         raise UserError("nothing is trained with these arguments: every learning rate is 0")
-    optimizer = _optimizer(choices, arguments, groups)
+    optimizer = _optimizers(choices, arguments, groups, models.unet)
     resident: list[tuple[Any, Kind]] = [(models.unet, Kind.WEIGHT)]
     if network is not None:
         resident.append((network, Kind.TRAINED_WEIGHT))
-    if not choices.cache_text_encoder_outputs:
+    if not choices.cache_text_encoder_outputs and not choices.text_encoder_cpu:
         resident += [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders]
     if not choices.cache_latents:
-        cast(models.vae, vae_dtype)
+        if trainer.cast_vae(arguments):
+            cast(models.vae, vae_dtype)
         models.vae.requires_grad_(False).eval()
         resident.append((models.vae, Kind.VAE))
     return Training(
@@ -215,10 +221,12 @@ def _prepare_network(
         cast(network, dtype)
     base = torch.float8_e4m3fn if choices.fp8_base or choices.fp8_base_unet else dtype
     models.unet.requires_grad_(False)
-    cast(models.unet, base)
+    if trainer.cast_unet(arguments):
+        cast(models.unet, base)
     for encoder in models.text_encoders:
         encoder.requires_grad_(False)
-        cast(encoder, dtype)
+        if trainer.cast_text_encoder(arguments):
+            cast(encoder, dtype)
     for part in (models.unet, *models.text_encoders):
         part.train(checkpointing)
     if checkpointing:
@@ -297,6 +305,56 @@ def _text_encoder_rates(choices: Choices, count: int) -> list[bool]:
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Several:
+    """Optimizers that each have a part of the parameters, and step as soon as all of its gradients are there."""
+
+    parts: Sequence[Any]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The states of them all, by parameter."""
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self) -> None:
+        """Step them all."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+
+def _optimizers(choices: Choices, arguments: Namespace, groups: Any, unet: Any) -> Any:
+    """The run's optimizer, or one for each group of parameters that upstream makes for the fused ones."""
+    if choices.fused_optimizer_groups:
+        divided = [*_in_equal_numbers(groups, choices.fused_optimizer_groups)]
+    elif choices.blockwise_fused_optimizers:
+        divided = [*_by_block(unet)]
+    else:
+        return _optimizer(choices, arguments, groups)
+    return Several([_optimizer(choices, arguments, [{"params": part, "lr": 1e-5}]) for part in divided])
+
+
+def _in_equal_numbers(groups: Sequence[Any], count: int) -> Iterator[list[Any]]:
+    """Yield the parameters, equally many at a time, none beside those of another model (sdxl_train.py)."""
+    size = math.ceil(sum(len(group["params"]) for group in groups) / count)
+    for group in groups:
+        for first in range(0, len(group["params"]), size):
+            yield group["params"][first : first + size]
+
+
+def _by_block(unet: Any) -> Iterable[list[Any]]:
+    """Return the parameters of each block, and the rest's (flux_train.py, sd3_train.py, lumina_train.py)."""
+    blocks: dict[str, list[Any]] = {}
+    for name, parameter in unet.named_parameters():
+        match = re.match(r"(double_blocks|single_blocks|joint_blocks|layers)\.\d+|(?=(context|noise)_refiner)", name)
+        blocks.setdefault("" if match is None else match.group(0) or "refiner", []).append(parameter)
+    return blocks.values()
+
+
 def _optimizer(choices: Choices, arguments: Namespace, groups: Any) -> Any:
     try:
         factory = importlib.import_module("library.optimizer").get_optimizer
@@ -361,7 +419,7 @@ def lay_out(training: Training, tracker: Tracker) -> int:
     for parameter in training.trained:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda one: tracker.mark([one.grad], Kind.GRADIENT))
-    if choices.fused_backward_pass:
+    if choices.steps_in_backward:
         step_in_backward(training)
     gc.collect()
     return tracker.compact(away=states if choices.optimizer_type.lower().startswith("paged") else ())
@@ -378,7 +436,7 @@ def take(training: Training, tracker: Tracker) -> int:
         if training.network is not None:
             training.trainer.all_reduce_network(training.accelerator, training.network)
             tracker.mark((one.grad for one in training.trained if one.grad is not None), Kind.GRADIENT)
-        if not training.choices.fused_backward_pass:
+        if not training.choices.steps_in_backward:
             if training.choices.max_grad_norm:
                 training.accelerator.clip_grad_norm_(training.trained, training.choices.max_grad_norm)
             training.optimizer.step()
@@ -397,10 +455,16 @@ def _make_gradients(training: Training) -> None:
 def step_in_backward(training: Training) -> None:
     """Step each parameter as soon as its gradient is whole, as sdxl_train.py does with --fused_backward_pass.
 
+    With several optimizers each steps when the last of its gradients is.
+
     Upstream's clipping before it is left out: it hands one tensor to a function that wants a list, which then looks for the
     gradients of its rows and finds none. That costs time, and no memory.
     """
     optimizer = training.optimizer
+    if isinstance(optimizer, Several):
+        for part in optimizer.parts:
+            _step_when_whole(part)
+        return
     importlib.import_module("library.adafactor_fused").patch_adafactor_fused(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -411,6 +475,22 @@ def step_in_backward(training: Training) -> None:
                     tensor.grad = None
 
                 parameter.register_post_accumulate_grad_hook(step)
+
+
+def _step_when_whole(optimizer: Any) -> None:
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    missing = len(parameters)
+
+    def arrived(tensor: Any) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing == 0:
+            missing = len(parameters)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(arrived)
 
 
 def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kohya_ext.vram.estimate import Estimate
 
 #: Raised whenever the way of measuring changes, so that older figures are made again.
-METHOD = 1
+METHOD = 2
 
 #: Beside this module; written by benchmarks/vram_table.py.
 TABLE = "table.json"
@@ -30,17 +31,17 @@ def find(checkout: Checkout, choices: Choices, disabled_patches: Sequence[str]) 
 
     The package's table holds for a layout of sd-scripts, whatever torch is installed; the cache for exact versions.
     """
-    if not disabled_patches:
-        for row in table().get(checkout.layout, ()):
-            if row["choices"] == _plain(choices.key()):
-                return dict(row)
+    if not disabled_patches and (row := shipped(choices, checkout.layout)) is not None:
+        return row
     return _read(_file(checkout, choices.key(), disabled_patches))
 
 
-def table() -> Mapping[str, list[dict[str, Any]]]:
-    """Return the package's table: layout -> estimates. Empty when it was made another way than figures are made now."""
-    made = json.loads((files("kohya_ext.vram") / TABLE).read_text(encoding="utf-8"))
-    return made["layouts"] if made["method"] == METHOD else {}
+def shipped(choices: Choices, layout: str | None = None) -> dict[str, Any] | None:
+    """Return the package's own figures for normalized choices, on a layout of sd-scripts or whichever has them; or None."""
+    made = _table()
+    alike = layout is None or [layout, choices.kind] in made["alike"]
+    row = made["rows"].get(text(choices.key()))
+    return row if row is not None and (alike or row["layout"] == layout) else None
 
 
 def keep(checkout: Checkout, estimate: Estimate, disabled_patches: Sequence[str]) -> None:
@@ -53,6 +54,39 @@ def keep(checkout: Checkout, estimate: Estimate, disabled_patches: Sequence[str]
         beside.replace(file)
     except OSError:
         return
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    """The package's table, its rows by their choices; without rows when it was made another way than figures are now."""
+    made = read_table(Path(str(files("kohya_ext.vram") / TABLE)))
+    return {**made, "rows": {text(row["choices"]): row for row in made["rows"]}}
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """Return a table: ``rows``, each an :class:`Estimate`'s fields, and ``alike``.
+
+    That names the layouts on which a kind of model came out as in the rows, which were made on another.
+    """
+    made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return made if made.get("method") == METHOD else {"method": METHOD, "alike": [], "rows": []}
+
+
+def write_table(file: Path, rows: Sequence[Mapping[str, Any]], alike: Sequence[Sequence[str]]) -> None:
+    """Write a table, a row a line."""
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    head = f'"made_by":"python benchmarks/vram_table.py","method":{METHOD},"alike":{json.dumps(alike)}'
+    file.write_text(f'{{{head},"rows":[\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def text(key: Mapping[str, Any]) -> str:
+    """Return choices as text that is the same for the same choices."""
+    return json.dumps(key, sort_keys=True)
+
+
+def figures(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a row says without what it was made with."""
+    return {name: value for name, value in row.items() if name not in ("made_with", "layout")}
 
 
 def _read(file: Path) -> dict[str, Any] | None:

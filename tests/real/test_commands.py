@@ -28,16 +28,16 @@ from kohya_ext.probing import script_parser
 from kohya_ext.sdscripts import describe
 
 checkout = describe(Path(sys.argv[1]), "named")
-scripts = {family: script for script, family in reversed(overlay.FAMILIES.items())}
 parsers, checked = {}, 0
-for family, name, file in overlay.shipped():
-    if family not in parsers:
-        parsers[family] = script_parser(checkout, checkout.script(scripts[family]))
-        complete(parsers[family])
-    for key, value in overlay.parse(file.read_text(encoding="utf-8"), name, family).values.items():
-        checked += 1
-        if problem := find_problem(parsers[family], key, value.value):
-            print(f"PROBLEM {family}/{name}: {problem}")
+for family, name, _ in overlay.shipped():
+    for script in overlay.scripts(family):
+        if script not in parsers:
+            parsers[script] = script_parser(checkout, checkout.script(script))
+            complete(parsers[script])
+        for key, value in overlay.load([f"{family}/{name}"], script).values.items():
+            checked += 1
+            if problem := find_problem(parsers[script], key, value.value):
+                print(f"PROBLEM {family}/{name} with {script}: {problem}")
 print("CHECKED", checked)
 """
 
@@ -46,7 +46,7 @@ def test_every_shipped_preset_fits_its_scripts_own_parser(checkout):
     done = call("-c", CHECK_PRESETS, checkout.path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "PROBLEM" not in done.stdout, done.stdout
-    assert int(done.stdout.rpartition("CHECKED ")[2]) > 100
+    assert int(done.stdout.rpartition("CHECKED ")[2]) > 500
 
 
 @pytest.mark.parametrize("start", ["launcher", "environment"])
@@ -73,8 +73,8 @@ def test_a_bad_config_file_is_refused_before_anything_is_loaded(checkout, tmp_pa
 def test_explain_traces_a_whole_command_line(checkout, tmp_path):
     (tmp_path / "mine.toml").write_text("learning_rate = 3e-5\n")
     done = call(
-        *("-m", "kohya_ext", "presets", "show", "16gb", "--sd-scripts", checkout.path, "--script", "sdxl_train.py"),
-        *("--explain", "--with", "--config_file", "mine.toml", "--no-cache_latents"),
+        *("-m", "kohya_ext", "presets", "show", "auto", "--sd-scripts", checkout.path, "--script", "sdxl_train.py"),
+        *("--explain", "--with", "--vram", "16", "--config_file", "mine.toml", "--no-full_bf16"),
         cwd=tmp_path,
         COLUMNS="250",
     )
@@ -84,10 +84,12 @@ def test_explain_traces_a_whole_command_line(checkout, tmp_path):
         for line in done.stdout.splitlines()
         if len(cells := line.split("│")) > 4
     }
-    assert rows["learning_rate"][2:4] == ["3e-05", "mine.toml, over preset sdxl-finetune/16gb's 1e-05"]
-    assert rows["cache_latents"][2:4] == ["False", "command line, over preset sdxl-finetune/16gb's True"]
-    assert rows["full_bf16"][3] == "preset sdxl-finetune/16gb"
-    assert rows["full_bf16"][4]
+    assert "preset sdxl-finetune/16gb (auto: --vram, 17.18 GB)" in done.stdout
+    assert rows["learning_rate"][2:4] == ["3e-05", "mine.toml, over preset sdxl-finetune/base's 1e-05"]
+    assert rows["full_bf16"][2:4] == ["False", "command line, over preset sdxl-finetune/16gb's True"]
+    assert rows["cache_latents"][3] == "preset sdxl-finetune/base"
+    assert rows["gradient_accumulation_steps"][3] == "preset sdxl-finetune/16gb"
+    assert rows["gradient_accumulation_steps"][4]
 
 
 @pytest.mark.parametrize("script", ["networks/check_lora_weights.py", "tools/show_metadata.py"])

@@ -185,7 +185,7 @@ def test_a_presets_mistake_is_always_an_error(monkeypatch, tmp_path, capsys):
         (["--config_file", "nowhere"], r"--config_file nowhere\.toml: No such file"),
         (["--activation_memory_budget", "1.5"], r"must be a number from 0 to 1, not 1\.5"),
         (["--preset"], "expected one argument"),
-        (["--preset", "17gb"], "no preset 17gb"),
+        (["--preset", "6gb"], "no preset 6gb"),
     ],
 )
 def test_what_is_wrong_is_found_before_the_script_runs(argv, message):

@@ -32,7 +32,7 @@ def tree(tmp_path, monkeypatch) -> Path:
 
 WRONG = [
     (["sdxl_trian.py"], "Did you mean sdxl_train.py?"),
-    (["sdxl_train.py", "--preset", "17gb"], "no preset 17gb for sdxl_train.py"),
+    (["sdxl_train.py", "--preset", "6gb"], "no preset 6gb for sdxl_train.py"),
     (["--preset", "sdxl-lora/16gb", "sdxl_train.py"], "is for sdxl_train_network.py, not for sdxl_train.py"),
     (["sdxl_train.py", "--activation_memory_budget", "1.5"], "must be a number from 0 to 1, not 1.5"),
     (["--activation-memory-budget=x", "sdxl_train.py"], "must be a number from 0 to 1, not 'x'"),
@@ -42,7 +42,7 @@ WRONG = [
     (["--preset", "16gb", "tools/merge_models.py"], "--preset has no meaning for merge_models.py"),
     (["--num_processes", "0", "sdxl_train.py"], "must be a whole number of 1 or more"),
     (["--sd-scripts", "nowhere", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
-    (["presets", "show", "17gb", "--script", "sdxl_train.py"], "no preset 17gb"),
+    (["presets", "show", "6gb", "--script", "sdxl_train.py"], "no preset 6gb"),
     (["setup", "--repo", "nowhere", "--ref", "v1"], "could not fetch v1 of nowhere"),
 ]
 

@@ -1,12 +1,14 @@
 """What of a command line determines its memory."""
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
 
 from kohya_ext.arguments import read_arguments
 from kohya_ext.errors import UserError
-from kohya_ext.vram.choices import Choices, normalized, read, size
+from kohya_ext.vram.choices import FP8, Choices, normalized, read, size
 
 LORA = "sdxl_train_network.py"
 
@@ -104,3 +106,25 @@ def test_a_resolution_that_cannot_be_known_is_a_user_error(argv: tuple[str, ...]
 def test_flags_that_cost_nothing_are_handed_back() -> None:
     argv = ("--resolution", "512", "--output_name", "x", "--seed=3", "--learnign_rate", "1")
     assert read(LORA, read_arguments(LORA, argv, {}), argv)[1] == ["--output_name", "--seed", "--learnign_rate"]
+
+
+def test_what_a_script_assumes_by_itself_is_the_same_question() -> None:
+    for script, tokens in (("sd3_train_network.py", "256"), ("flux_train_network.py", "512")):
+        bare = ask("--resolution", "512", script=script)
+        assert ask("--resolution", "512", "--t5xxl_max_token_length", tokens, script=script) == bare
+        assert ask("--resolution", "512", "--sdpa", script=script) == bare
+        assert ask("--resolution", "512", "--t5xxl_max_token_length", "128", script=script) != bare
+
+
+def test_a_text_encoder_in_fp8_counts_where_the_script_leaves_it_so(tmp_path: Path) -> None:
+    flux = ("--resolution", "512", "--t5xxl")
+    header = json.dumps({"a.weight": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    file = tmp_path / "t5.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"0")
+    for name in (str(file), "t5xxl_fp8_e4m3fn.safetensors"):
+        assert ask(*flux, name, "--fp8_base", script="flux_train_network.py").t5xxl == FP8
+        assert ask(*flux, name, script="flux_train_network.py").t5xxl is None
+        assert ask(*flux, name, "--fp8_base", "--fp8_base_unet", script="flux_train_network.py").t5xxl is None
+    assert ask(*flux, "t5xxl_fp16.safetensors", "--fp8_base", script="flux_train_network.py").t5xxl is None
+    assert ask("--preset", "8gb", script="flux_train_network.py").t5xxl == FP8
+    assert ask("--preset", "8gb", "--t5xxl", "t5xxl_fp16.safetensors", script="flux_train_network.py").t5xxl is None

@@ -1,0 +1,130 @@
+"""The fastest configuration of a script that fits a card, what it gives up, and the command line for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kohya_ext.arguments import QuietParser, read_arguments
+from kohya_ext.commands.estimate import NOT_CALIBRATED
+from kohya_ext.console import note
+from kohya_ext.errors import UserError
+from kohya_ext.retyping import quoted
+from kohya_ext.sdscripts import find_or_fetch, is_training_script
+from kohya_ext.settings import from_environment
+from kohya_ext.vram import card as cards
+from kohya_ext.vram.card import GIB, gigabytes
+from kohya_ext.vram.plan import Candidate, Plan, plan
+from kohya_ext.vram.tiers import room
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    _add_own(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="a training script of sd-scripts")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments that are to stay as they are")
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="as JSON, sizes in bytes")
+    parser.add_argument(
+        "--vram",
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="the card, instead of the one found: 16GB is 16e9 bytes, 16GiB 17.18e9, and a plain 16 a card sold as 16 GB",
+    )
+    parser.add_argument("--sd-scripts", metavar="FOLDER", default=argparse.SUPPRESS, help="the checkout to use")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; return the exit code."""
+    behind = QuietParser(add_help=False, allow_abbrev=False)
+    _add_own(behind)
+    own, argv = behind.parse_known_args(arguments.arguments)
+    chosen = {**vars(arguments), **vars(own)}
+    named = chosen.get("sd_scripts")
+    checkout = find_or_fetch(
+        Path(named) if named else from_environment(os.environ).get("sd_scripts"),
+        "--sd-scripts" if named else "KOHYA_SD_SCRIPTS",
+        arguments.script,
+    )
+    script = checkout.script(arguments.script)
+    if not is_training_script(script):
+        raise UserError(f"{script.name} is not a training script: nothing to plan")
+    given = ["--vram", chosen["vram"]] if "vram" in chosen else []
+    # A preset from the environment would not be in the command line that comes out.
+    environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
+    size = read_arguments(script.name, [*argv, *given], environ, auto=()).settings.vram
+    name, card = ("", size) if size else cards.find() or ("", 0)
+    if not card:
+        raise UserError("no NVIDIA card found: say which it is for, --vram 16GB")
+    made = plan(checkout, script.name, argv, environ, card, note)
+    words = ["python", "-m", "kohya_ext", script.name, *made.answer.argv]
+    if chosen.get("json"):
+        print(json.dumps(_as_json(made, words), indent=1))
+    else:
+        _show(Console(), made, name, script.name, words)
+    return 0
+
+
+def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[str]) -> None:
+    card = f"{gigabytes(made.card)} GB ({made.card / GIB:.1f} GiB{', ' + name if name else ''})"
+    table = Table("", "on the card", "TFLOP a picture", "what it gives up", title=f"{script} on {card}")
+    for heading, candidates in (
+        ("answer", [made.answer]),
+        ("next best", made.others),
+        ("too big", made.too_big[:2]),
+    ):
+        for one in candidates:
+            free = " (tight)" if one.tight else ""
+            size = f"{gigabytes(one.found.on_the_card)} GB{free}"
+            table.add_row(f"{heading}: {one.name}", size, f"{one.found.flops_a_picture / 1e12:.1f}", one.traded)
+    console.print(table)
+    tree = Table("", "step", "sets", "what it costs", title="the decision tree, the cheapest step first")
+    for branch in made.tree:
+        costs = branch.rung.costs + ("; the result stays the same, bit for bit" if branch.rung.exact else "")
+        tree.add_row(branch.status, branch.rung.name, " ".join(branch.words), costs)
+    console.print(tree)
+    for line in (
+        f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Speed is told from the operations "
+        "for a picture: what copying swapped blocks takes, and larger batches gain, depends on the GPU.",
+        "Beyond the tree: DeepSpeed's ZeRO offload (--deepspeed) is not modelled. Batch and accumulation are one process's.",
+        "To run it:",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    print(f"  {quoted(words)}")
+
+
+def _as_json(made: Plan, words: Sequence[str]) -> dict[str, Any]:
+    def row(one: Candidate) -> dict[str, Any]:
+        return {
+            "name": one.name,
+            "arguments": list(one.argv),
+            "on_the_card": one.found.on_the_card,
+            "reserved": one.found.reserved,
+            "flops_a_picture": one.found.flops_a_picture,
+            "traded": one.traded,
+            "tight": one.tight,
+        }
+
+    return {
+        "card": made.card,
+        "room": room(made.card),
+        "answer": row(made.answer),
+        "others": [row(one) for one in made.others],
+        "too_big": [row(one) for one in made.too_big],
+        "tree": [
+            {"step": branch.rung.name, "status": branch.status, "sets": list(branch.words), "costs": branch.rung.costs,
+             "exact": branch.rung.exact}
+            for branch in made.tree
+        ],
+        "command": quoted(words),
+        "calibrated_on_cuda": False,
+    }  # fmt: skip

@@ -1,0 +1,312 @@
+"""The fastest configuration that fits a card: a shipped tier where one answers, else a walk down the ladder.
+
+Nothing here imports torch; an estimate that has to be made does (vram/making.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kohya_ext import overlay
+from kohya_ext.arguments import RunArguments, read_arguments
+from kohya_ext.errors import UserError
+from kohya_ext.retyping import rewritten
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.settings import AUTO
+from kohya_ext.vram import choices as choosing
+from kohya_ext.vram import store
+from kohya_ext.vram.card import gigabytes
+from kohya_ext.vram.choices import Choices
+from kohya_ext.vram.estimate import Estimate, estimate
+from kohya_ext.vram.ladder import LADDER, Attempt, Changes, Rung, Step, after, steps
+from kohya_ext.vram.tiers import PARTLY_CHECKPOINTED, Tier, fits, tiers
+
+#: Estimates that one plan makes at most, about 20 seconds each.
+MOST = 12
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a script."""
+
+    name: str
+    """A tier, or what the walk changed, in words."""
+    argv: tuple[str, ...]
+    """The script's arguments with it."""
+    found: Estimate
+    traded: str = ""
+    tight: bool = False
+    """Whether it fits only because the allocator gives back what it does not use."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One step of the decision tree."""
+
+    rung: Rung
+    status: Literal["taken", "in part", "not needed", "yours"]
+    """``yours``: what the user has said stands in its way."""
+    words: tuple[str, ...]
+    """What it sets in the answer, or would set."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer, and how it was found."""
+
+    card: int
+    answer: Candidate
+    others: tuple[Candidate, ...]
+    """The next best that fit, the better one first."""
+    too_big: tuple[Candidate, ...]
+    """What was tried and needs more than the card has, the smallest first."""
+    tree: tuple[Branch, ...]
+
+
+def plan(
+    checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str], card: int, announce: Callable[[str], None]
+) -> Plan:
+    """Return the fastest configuration of a script (its file name) that fits ``card`` bytes less a margin.
+
+    What ``argv`` says stands; batch size and accumulation may change places, their product stays. Answered from what is known
+    if the shipped tiers with these arguments are; otherwise up to :data:`MOST` estimates are made, and ``announce`` is told.
+    Raises UserError when nothing fits, or for arguments that cannot be estimated.
+    """
+    known = _known_tiers(checkout, script, argv, environ)
+    walk = _Walk(checkout, script, list(argv), environ, card, announce)
+    answered = any(fits(one.found, card, one.tight) for one in known)
+    candidates = known if answered else [*walk.candidates(), *known]
+    inside = [one for one in candidates if fits(one.found, card, one.tight)]
+    outside = sorted((one for one in candidates if one not in inside), key=lambda one: one.found.reserved)
+    if not inside and walk.stopped:
+        raise UserError(f"none of {MOST} estimates fits yet: type it again to go on from there, they are kept")
+    if not inside:
+        raise UserError(
+            f"nothing fits {gigabytes(card)} GB less 5 percent: the smallest, {outside[0].name}, needs "
+            f"{gigabytes(outside[0].found.on_the_card)} GB"
+        )
+    if not answered:
+        inside.sort(key=lambda one: (one.found.flops_a_picture, one.found.reserved))
+    return Plan(card, inside[0], tuple(inside[1:3]), tuple(outside), tuple(_tree(checkout, script, argv, environ, inside[0])))
+
+
+def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card: int) -> str:
+    """Return the tier that ``--preset auto`` means, by its name; in well under a second, and without an estimate.
+
+    That is the largest whose figures, with what else is said, fit the card; where they are not known, the card's own size.
+    Raises UserError when there is none.
+    """
+    smaller = ""
+    for tier, run in _tiers_with(script, argv, environ):
+        row = store.shipped(choosing.normalized(choosing.read(script, run, argv)[0]))
+        if row is not None and fits(Estimate(**row), card, bool(tier.about.get("tight"))):
+            return tier.name
+        if row is None and tier.card <= card and not smaller:
+            smaller = tier.name
+    if not smaller:
+        raise UserError(f"--preset auto: no tier of {script} fits {gigabytes(card)} GB: `plan {script}` says what does")
+    return smaller
+
+
+# --- the shipped tiers -----------------------------------------------------------------------------------------------
+
+
+def _tiers_with(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[tuple[Tier, RunArguments]]:
+    """Yield the tiers of what a script trains, the largest first, and the arguments with each."""
+    kind = choosing.read(script, read_arguments(script, argv, environ, auto=()), argv)[0].kind
+    for tier in sorted(tiers(kind), key=lambda tier: -tier.card):
+        yield tier, read_arguments(script, argv, environ, auto=(tier.name,))
+
+
+def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> list[Candidate]:
+    """Return the tiers with the user's arguments, those that come to the same once; none unless all figures are known."""
+    rows: dict[Choices, tuple[Tier, dict[str, Any]]] = {}
+    for tier, run in _tiers_with(script, argv, environ):
+        choices = choosing.normalized(choosing.read(script, run, argv)[0])
+        row = store.find(checkout, choices, run.settings.disable_patch)
+        if row is None:
+            return []
+        rows.setdefault(choices, (tier, row))
+    return [_candidate(tier, row, script, argv) for tier, row in rows.values()]
+
+
+def _candidate(tier: Tier, row: Mapping[str, Any], script: str, argv: Sequence[str]) -> Candidate:
+    name = tier.name.rpartition("/")[2] if overlay.FAMILIES.get(script) == tier.family else tier.name
+    tight = bool(tier.about.get("tight"))
+    words = ("--preset", name, *_without_auto(argv))
+    return Candidate(f"preset {tier.name}", words, Estimate(**row), str(tier.about["traded"]), tight)
+
+
+def _without_auto(argv: Sequence[str]) -> list[str]:
+    kept = [word for index, word in enumerate(argv) if not (word == AUTO and argv[index - 1] == "--preset")]
+    return [
+        word
+        for index, word in enumerate(kept)
+        if word != f"--preset={AUTO}" and not (word == "--preset" and (index + 1 == len(kept) or kept[index + 1][:2] == "--"))
+    ]
+
+
+# --- the walk --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Walk:
+    """A walk down the ladder from the family's recipe with the user's arguments, an estimate at every step."""
+
+    checkout: Checkout
+    script: str
+    argv: list[str]
+    environ: Mapping[str, str]
+    card: int
+    announce: Callable[[str], None]
+    made: int = 0
+    tried: list[Candidate] = field(default_factory=list)
+    stopped: bool = False
+    """Whether the limit was reached."""
+
+    def candidates(self) -> list[Candidate]:
+        """Return what was tried: down to what fits, and from there back up to the fastest that still does."""
+        run = read_arguments(self.script, self.argv, self.environ, auto=())
+        base = overlay.base(choosing.read(self.script, run, self.argv)[0].kind)
+        mine = _without_auto(self.argv)
+        theirs = {**(run.config.values if run.config is not None else {}), **values_of(mine)}
+        start = _whole_batch(["--preset", base.name, *mine] if base is not None else mine, theirs)
+        state = attempt(self.checkout, self.script, start, self.environ)
+        fixed = theirs.keys() - {"train_batch_size", "gradient_accumulation_steps"}
+        changes: dict[str, object] = {}
+        if self._try(start, changes, "as it is"):
+            return self.tried
+        while (step := _next(state, fixed)) is not None:
+            before = dict(changes)
+            state, changes = after(state, step), {**changes, **step.changes}
+            if self._try(start, changes, step.rung.what):
+                self._climb_back(start, before, changes, fixed)
+                break
+        return self.tried
+
+    def _try(self, start: Sequence[str], changes: Changes, name: str) -> bool:
+        """Estimate a configuration; return whether it fits. Past the limit nothing is tried, and everything said to fit."""
+        argv = rewritten(start, changes)
+        run = read_arguments(self.script, argv, self.environ)
+        choices = choosing.normalized(choosing.read(self.script, run, argv)[0])
+        if store.find(self.checkout, choices, run.settings.disable_patch) is None:
+            if self.made == MOST:
+                self.stopped = True
+                return True
+            if self.made == 0:
+                self.announce(f"these arguments are not among the known ones: up to {MOST} estimates of about 20 seconds each")
+            self.made += 1
+        found = estimate(self.checkout, self.script, run, argv)
+        self.tried.append(Candidate(name, tuple(argv), found))
+        return fits(found, self.card)
+
+    def _climb_back(self, start: Sequence[str], before: Changes, changes: Changes, fixed: Set[str]) -> None:
+        """Find the smallest part that is enough: of the blocks in host memory, if they are, or else of those checkpointed."""
+        parts: list[float]
+        if (most := changes.get("blocks_to_swap")) is not None:
+            key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 2, int(str(most)), 2)]
+        elif "gradient_checkpointing" in changes and overlay.FAMILIES[self.script].rpartition("-")[0] in PARTLY_CHECKPOINTED:
+            key, parts = "checkpoint_share", [part / 8 for part in range(1, 8)]
+        else:
+            return
+        if key in fixed - changes.keys():
+            return
+        low, high = 0, len(parts)
+        while low < high:
+            middle = (low + high) // 2
+            if self._try(start, {**changes, key: parts[middle]}, f"{key} {parts[middle]:g}"):
+                high = middle
+            else:
+                low = middle + 1
+
+
+def _next(run: Attempt, fixed: Set[str]) -> Step | None:
+    return next((step for step in steps(run) if not fixed & step.changes.keys()), None)
+
+
+def _whole_batch(argv: list[str], given: Mapping[str, Any]) -> list[str]:
+    """Return arguments with all accumulated pictures in one batch: the ladder divides it as far as it must."""
+    pictures = int(given.get("train_batch_size", 1)) * int(given.get("gradient_accumulation_steps", 1))
+    if pictures == 1:
+        return argv
+    return rewritten(argv, {"train_batch_size": pictures, "gradient_accumulation_steps": 1})
+
+
+# --- the tree --------------------------------------------------------------------------------------------------------
+
+
+def _tree(
+    checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str], answer: Candidate
+) -> Iterator[Branch]:
+    """Yield the ladder's rungs that could apply to a run of upstream's defaults, and what became of each in the answer."""
+    mine = _without_auto(argv)
+    run = attempt(checkout, script, mine, environ)
+    chosen = attempt(checkout, script, answer.argv, environ)
+    offered: dict[str, dict[str, object]] = {}
+    while (step := next(steps(run), None)) is not None:
+        run = after(run, step)
+        offered[step.rung.name] = {**offered.get(step.rung.name, {}), **step.changes}
+    for rung in LADDER:
+        if (offer := offered.get(rung.name)) is None:
+            continue
+        left = rung.changes(chosen)
+        used = {key: chosen.values[key] for key, value in offer.items() if chosen.values.get(key) == value}
+        some = {key: chosen.values[key] for key in left if _is_part(chosen.values.get(key))}
+        if not left and used:
+            yield Branch(rung, "taken", _words(used))
+        elif used or some:
+            yield Branch(rung, "in part", _words({**used, **some}))
+        elif values_of(mine).keys() & offer.keys():
+            yield Branch(rung, "yours", ())
+        elif left:
+            yield Branch(rung, "not needed", _words(left))
+
+
+def _is_part(value: object) -> bool:
+    """Whether a value is a number of blocks, or a share of them."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _words(changes: Changes) -> tuple[str, ...]:
+    return tuple(rewritten([], changes))
+
+
+def attempt(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Attempt:
+    """Return a command line as the ladder looks at it, without the script's own parser, which takes seconds."""
+    run = read_arguments(script, argv, environ)
+    layers = (
+        {key: value.value for key, value in run.presets.values.items()},
+        dict(run.config.values) if run.config is not None else {},
+        values_of(argv),
+    )
+    places = [checkout.script(script), checkout.path / "train_network.py", *(checkout.path / "library").glob("*.py")]
+    text = "".join(place.read_text(encoding="utf-8", errors="replace") for place in places if place.is_file())
+    return Attempt(script, {key: value for layer in layers for key, value in layer.items()}, lambda key: f'"--{key}"' in text)
+
+
+def values_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Return what a command line says, by key: numbers as such, several words as a list, a switch as a boolean."""
+    found: dict[str, Any] = {}
+    key = ""
+    for word in argv:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            off = key.startswith("no-")
+            key = key.removeprefix("no-").replace("-", "_")
+            found[key] = _number(value) if equals else not off
+        elif found.get(key) is True:
+            found[key] = _number(word)
+        elif key:
+            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), _number(word)]
+    return found
+
+
+def _number(word: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word

@@ -1,0 +1,206 @@
+"""Which tier fits, the walk where none is known, and --preset auto: no torch, no sd-scripts."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kohya_ext import sdscripts
+from kohya_ext.__main__ import main
+from kohya_ext.arguments import read_arguments
+from kohya_ext.errors import UserError
+from kohya_ext.vram import card, store, tiers
+from kohya_ext.vram import choices as choosing
+from kohya_ext.vram import plan as planning
+from kohya_ext.vram.card import GIB
+from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
+
+LORA, FULL, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
+TIERS = {tier.name: tier for tier in tiers.tiers()}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> sdscripts.Checkout:
+    """A folder that looks like sd-scripts v0.11 to whoever only reads it, with the options that the ladder asks for."""
+    library = tmp_path / "sd-scripts" / "library"
+    library.mkdir(parents=True)
+    keys = [*planning.Choices.__dataclass_fields__, "network_train_unet_only", "seed", "output_name"]
+    options = "\n".join(f'parser.add_argument("--{key}")' for key in keys)
+    for name in ("train_util.py", "args.py", "accelerator_setup.py"):
+        (library / name).write_text(options)
+    for name in ("train_network.py", LORA, FULL, FLUX):
+        (library.parent / name).write_text("read_config_from_file(args, parser)")
+    found = sdscripts.describe(library.parent, "here")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_every_tier_is_what_its_own_card_gets(name):
+    tier = TIERS[name]
+    script = planning.overlay.scripts(tier.family)[0]
+    argv = ["--model_type", "chroma"] if tier.family == "chroma-lora" else []
+    assert planning.automatic(script, argv, {}, tier.card) == name
+
+
+def test_the_usual_question_is_answered_from_the_table_with_the_two_next_best(checkout):
+    made = planning.plan(checkout, LORA, ["--output_name", "mine"], {}, 16 * GIB, pytest.fail)
+    assert made.answer.name == "preset sdxl-lora/16gb"
+    assert made.answer.argv == ("--preset", "16gb", "--output_name", "mine")
+    assert [one.name for one in made.others] == ["preset sdxl-lora/12gb", "preset sdxl-lora/10gb"]
+    assert made.too_big[0].found.on_the_card > tiers.room(16 * GIB)
+    tree = {branch.rung.name: branch.status for branch in made.tree}
+    assert tree["mixed precision"] == tree["cached latents"] == "taken"
+    assert tree["checkpointing"] == tree["fp8 base"] == "not needed"
+    smaller = planning.plan(checkout, LORA, [], {}, 12 * GIB, pytest.fail)
+    branch = next(branch for branch in smaller.tree if branch.rung.name == "checkpointing")
+    assert (branch.status, branch.words) == ("in part", ("--gradient_checkpointing", "--checkpoint_share", "0.375"))
+
+
+def test_chroma_is_planned_with_its_own_tiers(checkout):
+    made = planning.plan(checkout, FLUX, ["--model_type", "chroma"], {}, 24 * GIB, pytest.fail)
+    assert made.answer.argv == ("--preset", "chroma-lora/24gb", "--model_type", "chroma")
+
+
+@pytest.fixture
+def modelled(monkeypatch, tmp_path):
+    """Estimates by a formula, so that a walk takes no time; returns the command lines that were asked for."""
+    asked: list[list[str]] = []
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+
+    def formula(checkout, script, run, argv):
+        asked.append(list(argv))
+        choices = choosing.normalized(choosing.read(script, run, argv)[0])
+        share = (choices.checkpoint_share or 1.0) if choices.gradient_checkpointing else 0.0
+        rank = (choices.network_dim or 0) * 20_000_000
+        size = 5_000_000_000 + rank + choices.train_batch_size * (1_000_000_000 + round(8_000_000_000 * (1 - share)))
+        pictures = choices.train_batch_size * choices.gradient_accumulation_steps
+        work = round(15e12 * (1 + share / 2)) * pictures
+        found = Estimate(choices.key(), size, size, size, "forward", {}, {}, work, 0, {}, checkout.layout)
+        store.keep(checkout, found, ())
+        return found
+
+    monkeypatch.setattr(planning, "estimate", formula)
+    return asked
+
+
+def walk(checkout, argv, card_size, said=None):
+    return planning.plan(checkout, LORA, argv, {}, card_size, said.append if said is not None else lambda line: None)
+
+
+def test_what_is_not_known_is_walked_for_down_the_tree_and_back_up(checkout, modelled):
+    said: list[str] = []
+    made = walk(checkout, ["--network_dim", "77"], 12 * GIB, said)
+    assert len(said) == 1
+    assert f"up to {planning.MOST} estimates" in said[0]
+    assert len(modelled) <= planning.MOST
+    assert made.answer.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; with 0.375 a gigabyte more than there is room for
+    assert made.answer.found.on_the_card <= tiers.room(12 * GIB)
+    assert all(one.found.flops_a_picture >= made.answer.found.flops_a_picture for one in made.others)
+    assert all("--network_dim" in one.argv and "77" in one.argv for one in [made.answer, *made.others, *made.too_big])
+    modelled.clear()
+    assert walk(checkout, ["--network_dim", "77"], 12 * GIB).answer == made.answer
+    assert said == said[:1]
+
+
+def test_the_effective_batch_is_kept_and_what_the_user_fixed_is_left_alone(checkout, modelled):
+    fixed = [
+        "--network_dim",
+        "77",
+        "--train_batch_size",
+        "4",
+        "--gradient_accumulation_steps",
+        "2",
+        "--no-gradient_checkpointing",
+    ]
+    made = walk(checkout, fixed, 24 * GIB)
+    values = planning.values_of(made.answer.argv)
+    assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 8
+    assert values["train_batch_size"] == 1
+    for argv in modelled:
+        given = planning.values_of(argv)
+        assert given["gradient_checkpointing"] is False
+        assert given["train_batch_size"] * given.get("gradient_accumulation_steps", 1) == 8
+
+
+def test_a_card_below_the_smallest_tier_is_walked_for(checkout, modelled):
+    with pytest.raises(UserError, match=r"nothing fits 5\.37 GB"):
+        walk(checkout, [], 5 * GIB)
+    assert modelled
+
+
+def test_nothing_that_fits_is_said_with_what_came_nearest(checkout, modelled):
+    with pytest.raises(UserError, match=r"nothing fits 4\.29 GB less 5 percent: the smallest, .* needs"):
+        walk(checkout, ["--network_dim", "77"], 4 * GIB)
+
+
+def test_auto_takes_the_tier_that_fits_with_everything_else_that_is_said():
+    def auto(size, *argv):
+        return planning.automatic(LORA, list(argv), {}, size * GIB)
+
+    assert auto(12) == "sdxl-lora/12gb"
+    assert auto(20) == "sdxl-lora/16gb" or auto(20) == "sdxl-lora/24gb"
+    # Without cached captions every tier needs more; where that is not known, the card's own size counts.
+    assert auto(16, "--network_dim", "77") == "sdxl-lora/16gb"
+    with pytest.raises(UserError, match=r"no tier of sdxl_train_network\.py fits 2\.15 GB"):
+        auto(2)
+
+
+def test_auto_is_a_preset_like_any_other_and_says_what_it_chose(tmp_path):
+    run = read_arguments(LORA, ["--preset", "auto", "--preset", "quality", "--vram", "12"], {})
+    assert run.presets.label == "sdxl-lora/12gb + sdxl-lora/quality (auto: --vram, 12.88 GB)"
+    assert run.presets.values["checkpoint_share"].preset == "sdxl-lora/12gb"
+    assert run.settings.checkpoint_share == 0.375
+    by_variable = read_arguments(LORA, [], {"KOHYA_EXT_PRESET": "auto", "KOHYA_EXT_VRAM": "16GiB"})
+    assert by_variable.presets.label.startswith("sdxl-lora/16gb (auto")
+
+
+def test_auto_and_plan_without_a_card_say_what_to_type(checkout, monkeypatch, capsys):
+    monkeypatch.setattr(card, "find", lambda: None)
+    monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(checkout.path))
+    assert main([LORA, "--preset", "auto"]) == 2
+    assert "no NVIDIA card found: say which it is, --vram 16GB, or name a tier, --preset 16gb" in capsys.readouterr().err
+    assert main(["plan", LORA]) == 2
+    assert "--vram 16GB" in capsys.readouterr().err
+
+
+def test_a_card_is_found_by_the_drivers_own_tool(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\ntest "$3" = --id=1 && echo "NVIDIA GeForce RTX 3060, 12288"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert card.find() == ("NVIDIA GeForce RTX 3060", 12 * GIB)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert card.find() is None
+
+
+def test_the_command_ends_with_a_line_to_paste_and_json_has_it_all(checkout, capsys):
+    arguments = ["plan", "--sd-scripts", str(checkout.path), LORA, "--vram", "16", "--output_name", "a name"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"python -m kohya_ext {LORA} --preset 16gb --output_name 'a name'")
+    assert main([*arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["answer"]["on_the_card"] == said["answer"]["reserved"] + CONTEXT_BYTES <= said["room"]
+    assert len(said["others"]) == 2
+    assert said["calibrated_on_cuda"] is False
+
+
+def test_a_faster_change_is_one_step_and_its_words_make_it():
+    tier = TIERS["sdxl-lora/12gb"]
+    better = tiers.faster(tier)
+    assert better == replace(tier.choices, checkpoint_share=0.125)
+    assert tiers.words(tier.choices, better) == ["--checkpoint_share", "0.125"]
+    argv = ["--preset", tier.name, *tiers.words(tier.choices, better)]
+    assert tiers.read(LORA, argv) == better
+
+
+def test_what_the_config_file_says_is_left_alone_too(checkout, modelled, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("network_dim = 77\ntrain_batch_size = 2\ngradient_checkpointing = false\n")
+    made = walk(checkout, ["--config_file", str(file)], 24 * GIB)
+    values = planning.values_of(made.answer.argv)
+    assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 2
+    assert not any("--gradient_checkpointing" in argv for argv in modelled)
