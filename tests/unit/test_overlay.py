@@ -11,7 +11,7 @@ def test_both_first_families_have_every_tier_and_a_stackable_one():
     for family in ("sdxl-lora", "sdxl-finetune"):
         names = {name for its, name, _ in SHIPPED if its == family}
         assert names >= {"8gb", "10gb", "12gb", "16gb", "24gb", "quality"}
-    assert {name for its, name, _ in SHIPPED if its == overlay.ANY} == {"speed", "balanced", "quality"}
+    assert {name for its, name, _ in SHIPPED if its == overlay.ANY} == {"speed", "balanced", "quality", "fused-adamw"}
 
 
 @pytest.mark.parametrize(("family", "name", "file"), SHIPPED, ids=[f"{family}/{name}" for family, name, _ in SHIPPED])
