@@ -41,6 +41,8 @@ class Target:
     """original -> why it is not what the patch knows, or None when it is. A surprise is skipped, never guessed at."""
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
     """The layouts of sd-scripts that have it."""
+    optional: bool = False
+    """Whether its package is one that sd-scripts can do without (LyCORIS, say)."""
 
     @property
     def label(self) -> str:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
+from kohya_ext.patching import Outcome, Target
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.session import OPTIONS, begin
@@ -146,18 +147,27 @@ def _patches(checkout: Checkout) -> list[dict[str, Any]]:
     session = begin(checkout)
     patches = {**session.options_hook.patches, **session.patcher.patches}
     outcomes = [*session.options_hook.outcomes.values(), *session.patcher.outcomes.values()]
-    modules = {target.label: target.module for patch in patches.values() for target in patch.targets}
+    targets = {target.label: target for patch in patches.values() for target in patch.targets}
     rows = []
     with importable(checkout):
         for outcome in outcomes:
             if outcome.status == "waiting":
-                try:
-                    importlib.import_module(modules[outcome.target])
-                except Exception as error:  # whatever a broken environment throws is what doctor is asked to show
-                    outcome.reason = f"{modules[outcome.target]} cannot be imported: {error}"
+                _import(targets[outcome.target], outcome)
             patch = patches[outcome.patch]
             rows.append({**asdict(outcome), "summary": patch.summary, "exactness": patch.exactness, "held_to": patch.held_to})
     return rows
+
+
+def _import(target: Target, outcome: Outcome) -> None:
+    """Import what a patch waits for; it is applied by that."""
+    package = target.module.partition(".")[0]
+    if target.optional and importlib.util.find_spec(package) is None:
+        outcome.status, outcome.reason = "skipped", f"{package} is not installed"
+        return
+    try:
+        importlib.import_module(target.module)
+    except Exception as error:  # whatever a broken environment throws is what doctor is asked to show
+        outcome.reason = f"{target.module} cannot be imported: {error}"
 
 
 def _is_well(found: Mapping[str, Any]) -> bool:
