@@ -52,12 +52,14 @@ def main() -> int:
     table = store.read_table(TABLE)
     rows = {store.text(row["choices"]): row for row in table["rows"]}
     alike = {tuple(pair) for pair in table["alike"]}
+    compared = set(alike)
     for script, argv in questions():
         run = read_arguments(script, argv, {})
         choices = choosing.normalized(choosing.read(script, run, argv)[0])
         name, pair = store.text(choices.key()), (given.layout, choices.kind)
-        if (name in rows) if given.layout == FIRST else (pair in alike or name not in rows):
+        if (name in rows) if given.layout == FIRST else (pair in compared or name not in rows):
             continue
+        compared.add(pair)
         if time.monotonic() > end:
             return 1
         made = asdict(make(checkout, script, run, argv))

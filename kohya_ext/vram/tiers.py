@@ -23,9 +23,6 @@ PARTLY_CHECKPOINTED = frozenset({"sdxl", "flux", "sd3", "lumina", "anima", "huny
 #: Fewer blocks checkpointed than this share more are not worth a tier's while: 8 percent of a LoRA's operations.
 PART = 1 / 4
 
-#: With less than this share of a card unused, what is faster need not have been estimated.
-LITTLE = 1 / 6
-
 #: Nor are fewer blocks in host memory.
 BLOCKS = 2
 
@@ -112,9 +109,7 @@ def problem(tier: Tier) -> str | None:
     change = " ".join(words(tier.choices, better))
     size = _reserved(tier, tier.found, better)
     if size is None:
-        # A quarter of the blocks, or twice the batch, takes more than that in every family.
-        little = room(tier.card) - tier.found.on_the_card < tier.card * LITTLE
-        return None if little else f"the figures with {change} are not in the table"
+        return f"the figures with {change} are not in the table"
     return f"it is needlessly small: {change} would fit" if size + CONTEXT_BYTES <= room(tier.card) else None
 
 
