@@ -85,8 +85,8 @@ def text(key: Mapping[str, Any]) -> str:
 
 
 def figures(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a row says without what it was made with."""
-    return {name: value for name, value in row.items() if name not in ("made_with", "layout")}
+    """Return what a row says without what it was asked and made with."""
+    return {name: value for name, value in row.items() if name not in ("choices", "made_with", "layout")}
 
 
 def _read(file: Path) -> dict[str, Any] | None:
