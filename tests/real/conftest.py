@@ -60,9 +60,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
+    found = sorted(_generations().items())
+    slow = [pytest.mark.slow] if metafunc.definition.get_closest_marker("newest") else []
     generations = [
-        pytest.param(checkout, id=layout, marks=pytest.mark.xdist_group(layout))
-        for layout, checkout in sorted(_generations().items())
+        pytest.param(
+            checkout, id=layout, marks=[pytest.mark.xdist_group(layout), *(slow if checkout is not found[-1][1] else [])]
+        )
+        for layout, checkout in found
     ]
     metafunc.parametrize("checkout", generations, scope="session")
 

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.results import read
 from kohya_ext.tiny import environment
 from tests.real.conftest import ROOT
 
 
+@pytest.mark.newest
 def test_upstream_and_patched_steps_run_beside_each_other(checkout, tmp_path):
     file = tmp_path / "step.json"
     command = [

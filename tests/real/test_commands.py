@@ -134,6 +134,7 @@ def test_upstreams_own_tests_pass_with_the_extension_on(checkout):
     assert " passed" in done.stdout
 
 
+@pytest.mark.newest
 def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
     done = call("-m", "kohya_ext", "demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -28,6 +28,7 @@ def assert_close(ours, theirs, tolerance):
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=tolerance)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("script", [SDXL, pytest.param(FLUX, marks=pytest.mark.slow)])
 def test_training_is_close_to_upstreams_and_no_block_falls_apart(checkout, train, upstream, script):
     run = train(checkout, script, *ON)

@@ -64,6 +64,7 @@ def climb(run: Attempt) -> Iterator[Step]:
         run = after(run, step)
 
 
+@pytest.mark.newest
 def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout) -> None:
     benchmark = str(ROOT / "benchmarks" / "vram_accuracy.py")
     done = run(benchmark, "--sd-scripts", str(checkout.path), "--width", "64", "--size", "256", "--only", "lora")

@@ -14,19 +14,10 @@ AT_STEP_3 = {"SPY_OUT_OF_MEMORY_AT": "3"}
 
 slow = pytest.mark.slow
 
-#: One generation by default.
-ONE = [
-    pytest.param({"v0.10": LORA, "v0.11": None}, id="by-turns"),
-    pytest.param({"v0.10": FULL, "v0.11": FULL}, id="full", marks=slow),
-    pytest.param({"v0.10": None, "v0.11": LORA}, id="the-other-way", marks=slow),
-]
 
-
-@pytest.mark.parametrize("scripts", ONE)
-def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout, train, scripts):
-    script = scripts[checkout.layout]
-    if script is None:
-        pytest.skip("the other generation's turn")
+@slow
+@pytest.mark.parametrize("script", [LORA, FULL])
+def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout, train, script):
     run = train(checkout, script, *TOO_MUCH, "--on_oom", "retry", env=AT_STEP_3, bare=True)
     assert "out of memory (step 3, forward): CUDA out of memory. Tried to allocate 20.00 MiB." in run.output
     assert "nothing is lost: the state after step 2 is saved" in run.output
