@@ -29,6 +29,9 @@ PINNED_VERSION = "0.11.1"
 #: Names people type for the commits this product is tested with; not every mirror carries upstream's tags.
 KNOWN_REFS = {"v0.11.1": PINNED_REF, "v0.10.1": "48d368fa557731ad0488c07304dfeba8c07910eb"}
 
+#: Names the checkout to use, as ``--sd-scripts`` does, in every command.
+VARIABLE = "KOHYA_SD_SCRIPTS"
+
 Layout = Literal["v0.10", "v0.11", "unknown"]
 KNOWN_LAYOUTS: frozenset[Layout] = frozenset({"v0.10", "v0.11"})
 
@@ -117,13 +120,13 @@ def _with_suffix(name: str) -> str:
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
-def candidates(chosen: Path | None, chosen_by: str, script: str | None) -> Iterator[tuple[str, Path]]:
+def candidates(named: Path | None = None, script: str | None = None) -> Iterator[tuple[str, Path]]:
     """Yield (how, folder) of the places to look in, the first that holds sd-scripts wins.
 
-    ``chosen`` is the user's own choice (``--sd-scripts``, ``KOHYA_SD_SCRIPTS``); it is the only place when given.
+    ``named`` is ``--sd-scripts``; that, or else the variable, is the only place when given.
     """
-    if chosen is not None:
-        yield chosen_by, chosen
+    if (chosen := _chosen(named)) is not None:
+        yield chosen
         return
     if script is not None and (file := Path(script).expanduser()).is_file():
         for folder in list(file.resolve().parents)[:2]:
@@ -134,24 +137,32 @@ def candidates(chosen: Path | None, chosen_by: str, script: str | None) -> Itera
         yield "the user cache" if entry.cloned else "registered with `setup --repo`", Path(entry.path)
 
 
-def find(chosen: Path | None = None, chosen_by: str = "--sd-scripts", script: str | None = None) -> Checkout | None:
+def _chosen(named: Path | None) -> tuple[str, Path] | None:
+    """The user's own choice: how it was made, and the folder."""
+    if named is not None:
+        return "--sd-scripts", named.expanduser()
+    variable = os.environ.get(VARIABLE)
+    return (VARIABLE, Path(variable).expanduser()) if variable else None
+
+
+def find(named: Path | None = None, script: str | None = None) -> Checkout | None:
     """Return the checkout to use, or None. Raises UserError when the user's own choice holds no sd-scripts."""
-    for how, folder in candidates(chosen, chosen_by, script):
+    for how, folder in candidates(named, script):
         if (checkout := describe(folder, how)) is not None:
             return checkout
-    if chosen is not None:
+    if (chosen := _chosen(named)) is not None:
         raise UserError(
-            f"{chosen_by}: no sd-scripts in {chosen} (no library/train_util.py and train_network.py there). "
+            f"{chosen[0]}: no sd-scripts in {chosen[1]} (no library/train_util.py and train_network.py there). "
             "Name the folder that holds sdxl_train.py, or run `python -m kohya_ext setup` to fetch one"
         )
     return None
 
 
-def find_or_fetch(chosen: Path | None = None, chosen_by: str = "--sd-scripts", script: str | None = None) -> Checkout:
+def find_or_fetch(named: Path | None = None, script: str | None = None) -> Checkout:
     """Return the checkout to use; fetch the pinned one when there is none. Raises UserError that lists what was tried."""
-    if (checkout := find(chosen, chosen_by, script)) is not None:
+    if (checkout := find(named, script)) is not None:
         return checkout
-    tried = "; ".join(dict.fromkeys(f"{how} ({folder})" for how, folder in candidates(None, "", script)))
+    tried = "; ".join(dict.fromkeys(f"{how} ({folder})" for how, folder in candidates(script=script)))
     from kohya_ext.console import note
 
     note(f"no sd-scripts found; fetching v{PINNED_VERSION} from {UPSTREAM} once, into {cache_folder()}")
@@ -161,7 +172,7 @@ def find_or_fetch(chosen: Path | None = None, chosen_by: str = "--sd-scripts", s
         raise UserError(
             f"no sd-scripts found and none could be fetched. Looked in: {tried}; then {UPSTREAM}: {error}. "
             "Ways out: --sd-scripts FOLDER for one you have; `python -m kohya_ext setup --repo URL-or-folder` for a mirror "
-            "or a copy; or KOHYA_SD_SCRIPTS in the environment"
+            f"or a copy; or {VARIABLE} in the environment"
         ) from None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from kohya_ext import sdscripts
 from kohya_ext.errors import UserError
 from kohya_ext.vram.card import read_budget, read_size
 
@@ -384,7 +385,7 @@ class Settings:
         None,
         "the sd-scripts checkout to use, instead of looking for one",
         path,
-        environment="KOHYA_SD_SCRIPTS",
+        environment=sdscripts.VARIABLE,
         metavar="FOLDER",
         scope="launcher",
     )

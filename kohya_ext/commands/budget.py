@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext.arguments import QuietParser, read_arguments
+from kohya_ext import asking
+from kohya_ext.arguments import read_arguments
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import find_or_fetch, is_training_script
-from kohya_ext.settings import from_environment
 from kohya_ext.vram.card import GB, gigabytes
 
 if TYPE_CHECKING:
@@ -30,11 +29,7 @@ WIDTH = 132
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    _add_own(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a training script of sd-scripts")
-    parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, --preset among them, as for a run"
-    )
+    asking.configure(parser, "its arguments, --preset among them, as for a run", _add_own)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -42,39 +37,27 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="draw memory against work as a PNG"
     )
-    parser.add_argument("--sd-scripts", metavar="FOLDER", default=argparse.SUPPRESS, help="the checkout to use")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; return the exit code."""
-    behind = QuietParser(add_help=False, allow_abbrev=False)
-    _add_own(behind)
-    own, argv = behind.parse_known_args(arguments.arguments)
-    chosen = {**vars(arguments), **vars(own)}
-    if "plot" in chosen:
+    asked = asking.read(arguments, "it has no blocks to compile", _add_own)
+    checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
+    if "plot" in own:
         _figure()
-    named = chosen.get("sd_scripts")
-    checkout = find_or_fetch(
-        Path(named) if named else from_environment(os.environ).get("sd_scripts"),
-        "--sd-scripts" if named else "KOHYA_SD_SCRIPTS",
-        arguments.script,
-    )
-    script = checkout.script(arguments.script)
-    if not is_training_script(script):
-        raise UserError(f"{script.name} is not a training script: it has no blocks to compile")
-    resolved = read_arguments(script.name, argv, os.environ)
+    resolved = read_arguments(script, argv, os.environ)
     from kohya_ext.vram.making import make_budgets
 
-    graphs = make_budgets(checkout, script.name, resolved, argv)
-    if chosen.get("json"):
+    graphs = make_budgets(checkout, script, resolved, argv)
+    if own.get("json"):
         print(json.dumps(_as_json(graphs), indent=1))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
         console.print(_table(graphs))
         for line in _LINES:
             console.print(line, highlight=False, soft_wrap=True)
-    if "plot" in chosen:
-        _draw(script.name, graphs, chosen["plot"])
+    if "plot" in own:
+        _draw(script, graphs, own["plot"])
     return 0
 
 

@@ -26,7 +26,7 @@ from kohya_ext.patching import Outcome, Target
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.session import OPTIONS, begin
-from kohya_ext.settings import MASTER_SWITCH, from_environment, options, switched_on
+from kohya_ext.settings import MASTER_SWITCH, options, switched_on
 
 #: What sd-scripts and the patches depend on, by the name pip knows it by.
 PACKAGES = (
@@ -56,8 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look and say; return the exit code: 1 when a patch failed or does not know its target, or nothing can be trained."""
-    named = arguments.sd_scripts or from_environment(os.environ).get("sd_scripts")
-    checkout = find(named, "--sd-scripts" if arguments.sd_scripts else "KOHYA_SD_SCRIPTS")
+    checkout = find(arguments.sd_scripts)
     found = examine(checkout)
     if arguments.json:
         print(json.dumps(found, indent=1))
@@ -223,7 +222,7 @@ def _compile_words(compiling: Mapping[str, Any]) -> str:
 
 def _checkout_words(checkout: Mapping[str, Any] | None) -> str:
     if checkout is None:
-        looked = ", ".join(str(folder) for _, folder in candidates(None, "", None))
+        looked = ", ".join(str(folder) for _, folder in candidates())
         return f"none found in {looked}: run `python -m kohya_ext setup` (fetches {UPSTREAM})"
     version = f"v{checkout['version']}" if checkout["version"] else "version unknown"
     commit = f", commit {checkout['commit'][:8]}" if checkout["commit"] else ""

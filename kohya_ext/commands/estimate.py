@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext.arguments import QuietParser, RunArguments, read_arguments
+from kohya_ext import asking
+from kohya_ext.arguments import RunArguments, read_arguments
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import Checkout, find_or_fetch, is_training_script
-from kohya_ext.settings import from_environment
+from kohya_ext.sdscripts import Checkout
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram.card import GB, GIB, gigabytes
 from kohya_ext.vram.choices import FP8, Choices
@@ -30,11 +30,7 @@ NOT_CALIBRATED = "not calibrated on CUDA: no figure has been compared with a GPU
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    _add_own(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a training script of sd-scripts")
-    parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, --preset among them, as for a run"
-    )
+    asking.configure(parser, "its arguments, --preset among them, as for a run", _add_own)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -56,42 +52,30 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="find the smallest --checkpoint_share that fits the card less 5 percent: the fastest step it has room for",
     )
     parser.add_argument("--chart", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="draw the parts as a PNG")
-    parser.add_argument("--sd-scripts", metavar="FOLDER", default=argparse.SUPPRESS, help="the checkout to use")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; return the exit code: 1 when more is reserved than the card has, so that scripts can ask."""
-    behind = QuietParser(add_help=False, allow_abbrev=False)
-    _add_own(behind)
-    own, argv = behind.parse_known_args(arguments.arguments)
-    chosen = {**vars(arguments), **vars(own)}
-    named = chosen.get("sd_scripts")
-    checkout = find_or_fetch(
-        Path(named) if named else from_environment(os.environ).get("sd_scripts"),
-        "--sd-scripts" if named else "KOHYA_SD_SCRIPTS",
-        arguments.script,
-    )
-    script = checkout.script(arguments.script)
-    if not is_training_script(script):
-        raise UserError(f"{script.name} is not a training script: nothing to estimate")
-    if "vram" in chosen:
-        argv += ["--vram", chosen["vram"]]
-    resolved = read_arguments(script.name, argv, os.environ)
+    asked = asking.read(arguments, "nothing to estimate", _add_own)
+    checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
+    if "vram" in own:
+        argv += ["--vram", own["vram"]]
+    resolved = read_arguments(script, argv, os.environ)
     card = resolved.settings.vram or _presets_card(resolved)
-    fresh = bool(chosen.get("fresh"))
-    if chosen.get("fill"):
-        found, resolved = _fill(checkout, script.name, argv, card, fresh)
+    fresh = bool(own.get("fresh"))
+    if own.get("fill"):
+        found, resolved = _fill(checkout, script, argv, card, fresh)
     else:
-        found = estimate(checkout, script.name, resolved, argv, fresh)
-    if chosen.get("json"):
+        found = estimate(checkout, script, resolved, argv, fresh)
+    if own.get("json"):
         print(json.dumps(_as_json(found, card), indent=1))
     else:
         console = Console()
         console.print(_table(found))
         for line in _lines(found, card, resolved):
             console.print(line, highlight=False, soft_wrap=True)
-    if "chart" in chosen:
-        _draw(found, card, chosen["chart"])
+    if "chart" in own:
+        _draw(found, card, own["chart"])
     return 0 if card is None or found.on_the_card <= card else 1
 
 

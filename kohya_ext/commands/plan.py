@@ -6,19 +6,17 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext.arguments import QuietParser, read_arguments
+from kohya_ext import asking
+from kohya_ext.arguments import read_arguments
 from kohya_ext.commands.estimate import NOT_CALIBRATED
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.retyping import quoted
-from kohya_ext.sdscripts import find_or_fetch, is_training_script
-from kohya_ext.settings import from_environment
 from kohya_ext.vram import card as cards
 from kohya_ext.vram.card import GIB, gigabytes
 from kohya_ext.vram.plan import Candidate, Plan, plan
@@ -27,9 +25,7 @@ from kohya_ext.vram.tiers import room
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    _add_own(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a training script of sd-scripts")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments that are to stay as they are")
+    asking.configure(parser, "its arguments that are to stay as they are", _add_own)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -40,37 +36,25 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="the card, instead of the one found: 16GB is 16e9 bytes, 16GiB 17.18e9, and a plain 16 a card sold as 16 GB",
     )
-    parser.add_argument("--sd-scripts", metavar="FOLDER", default=argparse.SUPPRESS, help="the checkout to use")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; return the exit code."""
-    behind = QuietParser(add_help=False, allow_abbrev=False)
-    _add_own(behind)
-    own, argv = behind.parse_known_args(arguments.arguments)
-    chosen = {**vars(arguments), **vars(own)}
-    named = chosen.get("sd_scripts")
-    checkout = find_or_fetch(
-        Path(named) if named else from_environment(os.environ).get("sd_scripts"),
-        "--sd-scripts" if named else "KOHYA_SD_SCRIPTS",
-        arguments.script,
-    )
-    script = checkout.script(arguments.script)
-    if not is_training_script(script):
-        raise UserError(f"{script.name} is not a training script: nothing to plan")
-    given = ["--vram", chosen["vram"]] if "vram" in chosen else []
+    asked = asking.read(arguments, "nothing to plan", _add_own)
+    checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
+    given = ["--vram", own["vram"]] if "vram" in own else []
     # A preset from the environment would not be in the command line that comes out.
     environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
-    size = read_arguments(script.name, [*argv, *given], environ, auto=()).settings.vram
+    size = read_arguments(script, [*argv, *given], environ, auto=()).settings.vram
     name, card = ("", size) if size else cards.find() or ("", 0)
     if not card:
         raise UserError("no NVIDIA card found: say which it is for, --vram 16GB")
-    made = plan(checkout, script.name, argv, environ, card, note)
-    words = ["python", "-m", "kohya_ext", script.name, *made.answer.argv]
-    if chosen.get("json"):
+    made = plan(checkout, script, argv, environ, card, note)
+    words = ["python", "-m", "kohya_ext", script, *made.answer.argv]
+    if own.get("json"):
         print(json.dumps(_as_json(made, words), indent=1))
     else:
-        _show(Console(), made, name, script.name, words)
+        _show(Console(), made, name, script, words)
     return 0
 
 

@@ -117,7 +117,7 @@ def _show(arguments: argparse.Namespace) -> Table:
 
 
 def _explain(arguments: argparse.Namespace) -> Table:
-    checkout = find_or_fetch(arguments.sd_scripts, "--sd-scripts", arguments.script)
+    checkout = find_or_fetch(arguments.sd_scripts, arguments.script)
     script = checkout.script(arguments.script)
     if not is_training_script(script):
         raise UserError(f"{script.name} is not a training script: presets have no meaning for it")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kohya_ext import __version__, commands, supervising
+from kohya_ext import __version__, commands, sdscripts, supervising
 from kohya_ext.arguments import QuietParser, read_arguments
 from kohya_ext.autoload import watch
 from kohya_ext.errors import UserError
@@ -40,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings(**{name: chosen[name] for name, _ in options("launcher") if name in chosen})
     switched_off = not checked(MASTER_SWITCH, boolean, os.environ.get(MASTER_SWITCH, "1"), f"the variable {MASTER_SWITCH}")
 
-    by_option = "sd_scripts" in vars(given) or "sd_scripts" in launch
-    checkout = find_or_fetch(settings.sd_scripts, "--sd-scripts" if by_option else "KOHYA_SD_SCRIPTS", given.script)
+    checkout = find_or_fetch({**vars(given), **launch}.get("sd_scripts"), given.script)
     script = checkout.script(given.script)
     own = _launcher_options(before)[1]
     if not is_training_script(script) and own:
@@ -119,7 +118,7 @@ def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: 
     if settings.multi_gpu:
         command += ["--multi_gpu"]
     command += ["-m", "kohya_ext", str(script), *arguments]
-    environ = {MASTER_SWITCH: "1", **os.environ, "KOHYA_SD_SCRIPTS": str(checkout.path)}
+    environ = {MASTER_SWITCH: "1", **os.environ, sdscripts.VARIABLE: str(checkout.path)}
     if os.name == "posix":
         os.execve(sys.executable, command, environ)  # the same process: signals and the exit code need no passing on
     return subprocess.run(command, env=environ).returncode

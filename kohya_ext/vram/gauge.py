@@ -81,7 +81,8 @@ def _storages() -> list[Any]:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    try:
-        return tensor.untyped_storage() if tensor.device.type == "cpu" else None
-    except (RuntimeError, NotImplementedError):  # a fake tensor, a sparse one
+    """A tensor's storage on the host; None for one that has none of its own, as a sparse one, or none at all, as a meta one."""
+    if not torch._C._has_storage(tensor):
         return None
+    storage = tensor.untyped_storage()
+    return storage if storage.device.type == "cpu" else None

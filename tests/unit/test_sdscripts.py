@@ -84,9 +84,18 @@ def test_the_order_of_places(cache, tmp_path):
     assert sdscripts.find(named).path == named
 
 
-def test_a_named_folder_without_sd_scripts_is_an_error(cache, tmp_path):
-    with pytest.raises(UserError, match=r"KOHYA_SD_SCRIPTS: no sd-scripts in .*setup"):
-        sdscripts.find(tmp_path, "KOHYA_SD_SCRIPTS")
+def test_the_variable_names_the_only_place_unless_the_option_does(cache, tmp_path, monkeypatch):
+    ours, theirs = make_tree(tmp_path / "ours"), make_tree(tmp_path / "theirs")
+    monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(theirs))
+    assert sdscripts.find().path == sdscripts.find_or_fetch(script="sdxl_train.py").path == theirs
+    assert sdscripts.find(ours).path == ours
+
+
+@pytest.mark.parametrize("how", ["--sd-scripts", "KOHYA_SD_SCRIPTS"])
+def test_a_named_folder_without_sd_scripts_is_an_error(cache, tmp_path, monkeypatch, how):
+    monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(tmp_path))
+    with pytest.raises(UserError, match=rf"{how}: no sd-scripts in .*setup"):
+        sdscripts.find(tmp_path if how == "--sd-scripts" else None)
 
 
 @pytest.mark.parametrize("ref", ["v1", "main", "HEAD", "commit", "short"])
