@@ -39,7 +39,11 @@ def on_start(react: Callable[[Namespace, Any, Settings], None]) -> tuple[Target,
     )
 
 
-def around_batch(before: Callable[[Any], None], after: Callable[[Any], None]) -> Target:
+def _nothing(accelerator: Any) -> None:
+    pass
+
+
+def around_batch(before: Callable[[Any], None] = _nothing, after: Callable[[Any], None] = _nothing) -> Target:
     """A target by which ``before(accelerator)`` and ``after(accelerator)`` are called around every micro-batch.
 
     ``after`` runs when the optimizer has made its step and before the script counts it; ``accelerator.sync_gradients`` says

@@ -170,7 +170,7 @@ PATCH = Patch(
     summary="model, state and cache files get their name only when they are whole; a full disk and a second run lose nothing",
     targets=(
         *on_start(_start),
-        around_batch(_before, lambda accelerator: None),
+        around_batch(_before),
         Target("safetensors.torch", "serialize_file", _serialize_file, takes("tensor_dict", "filename")),
         Target("torch", "save", _save, takes("obj", "f")),
         Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, takes("tensors", "filename")),

@@ -107,7 +107,7 @@ PATCH = Patch(
     summary="--resume goes on at the same step, epoch, batch and random state; --resume auto takes the newest whole state",
     targets=(
         *on_start(_start),
-        around_batch(lambda accelerator: None, _count),
+        around_batch(after=_count),
         Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True)),
         Target("rich.logging", "RichHandler.emit", _emit, takes("self", "record", exactly=True)),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state),

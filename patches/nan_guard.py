@@ -219,7 +219,7 @@ PATCH = Patch(
     summary="a step that is not finite is skipped and named, --nan_patience of them end the run, NaN weights are never saved",
     targets=(
         *on_start(_start),
-        around_batch(lambda accelerator: None, _after),
+        around_batch(after=_after),
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss")),
         Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters")),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure")),

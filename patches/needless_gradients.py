@@ -130,7 +130,7 @@ PATCH = Patch(
     targets=(
         *(Target(module, f"{model}.forward", _cut_off, takes("self", first)) for module, model, first in MODELS),
         *on_start(_start),
-        around_batch(_freeze, lambda accelerator: None),
+        around_batch(_freeze),
     ),
     exactness="exact",
     held_to="the weights that are trained with it off, bit for bit",

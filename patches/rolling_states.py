@@ -87,7 +87,7 @@ def _after(accelerator: Any) -> None:
 PATCH = Patch(
     name="rolling_states",
     summary="a full state every --checkpoint_every_minutes, the newest --checkpoint_keep are kept",
-    targets=(*on_start(_start), around_batch(lambda accelerator: None, _after)),
+    targets=(*on_start(_start), around_batch(after=_after)),
     exactness="exact",
     held_to="the same run without it",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",

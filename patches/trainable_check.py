@@ -140,7 +140,7 @@ PATCH = Patch(
     summary="at the first step: something is trained, it is the right thing, and gradients reach it",
     targets=(
         *on_start(_start),
-        around_batch(_before, lambda accelerator: None),
+        around_batch(_before),
         Target("library.config_util", "generate_dataset_group_by_blueprint", _make_data_sets),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure", exactly=True)),
         Target("library.optimizer", "get_optimizer", _get_optimizer, takes(*_OPTIMIZER, exactly=True), frozenset({"v0.11"})),

@@ -1,13 +1,16 @@
 """The real scripts, on tiny models, in processes of their own; once for every generation of sd-scripts that is there."""
 
+import importlib
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
@@ -194,6 +197,20 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         return Run(script, process.wait(), said.decode(errors="replace"), output)
 
     return run
+
+
+@pytest.fixture
+def library(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """name -> a module of the checkout's ``library``, in this process; none of them stays."""
+    monkeypatch.syspath_prepend(str(checkout.path))
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "library"]:
+            del sys.modules[name]
+
+    forget()
+    yield lambda name: importlib.import_module(f"library.{name}")
+    forget()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,5 @@
 """Chroma's blocks with their text lengths read once a forward: the same bits, and nothing left to ask the GPU."""
 
-import importlib
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,12 +16,9 @@ BATCHES = ((3, 5), (4, 4), (2, 7), (1, 6))
 
 
 @pytest.fixture
-def models(checkout, monkeypatch):
+def models(checkout, library):
     """Chroma's module with the patch, and its blocks' own forwards."""
-    monkeypatch.syspath_prepend(str(checkout.path))
-    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
-        monkeypatch.delitem(sys.modules, name)
-    module = importlib.import_module("library.chroma_models")
+    module = library("chroma_models")
     kinds = (module.DoubleStreamBlock, module.SingleStreamBlock)
     originals = [kind.forward for kind in kinds]
     patcher = Patcher({PATCH.name: PATCH}, Settings(), checkout)
@@ -33,8 +27,6 @@ def models(checkout, monkeypatch):
     yield module, originals
     patcher.undo()
     assert [kind.forward for kind in kinds] == originals
-    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
-        del sys.modules[name]
 
 
 def blocks_and_inputs(module, lengths):

@@ -1,7 +1,5 @@
 """The patches that take waste out of a step: on by default, reached, and bit for bit the training without them."""
 
-import importlib
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -70,20 +68,15 @@ class _Waits(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.fixture
-def functions(checkout, monkeypatch):
+def functions(checkout, library):
     """sd-scripts' loss weights, patched and as they are."""
-    monkeypatch.syspath_prepend(str(checkout.path))
-    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
-        monkeypatch.delitem(sys.modules, name)
-    module = importlib.import_module("library.custom_train_functions")
+    module = library("custom_train_functions")
     patcher = Patcher({snr_lookup.PATCH.name: snr_lookup.PATCH}, Settings(), checkout)
     originals = {target.attribute: getattr(module, target.attribute) for target in snr_lookup.PATCH.targets}
     patcher.arm()
     assert {outcome.status for outcome in patcher.outcomes.values()} == {"applied"}
     yield {name: (getattr(module, name), original) for name, original in originals.items()}
     patcher.undo()
-    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
-        del sys.modules[name]
 
 
 def test_loss_weights_are_the_same_bits_and_nothing_waits(functions):

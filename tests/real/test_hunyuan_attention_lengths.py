@@ -1,8 +1,5 @@
 """HunyuanImage's attention with the lengths read once: the same bits, and blocks that are compiled in one piece."""
 
-import importlib
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -23,13 +20,10 @@ PICTURE = 16
 
 
 @pytest.fixture
-def modules(checkout, monkeypatch):
+def modules(checkout, library):
     """The attention and the blocks of a checkout, patched, and the function that the patch wraps."""
-    monkeypatch.syspath_prepend(str(checkout.path))
-    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
-        monkeypatch.delitem(sys.modules, name)
-    attention = importlib.import_module("library.attention")
-    blocks = importlib.import_module("library.hunyuan_image_modules")
+    attention = library("attention")
+    blocks = library("hunyuan_image_modules")
     original = attention.AttentionParams.create_attention_params_from_mask
     patcher = Patcher({PATCH.name: PATCH}, Settings(), checkout)
     patcher.arm()
@@ -37,8 +31,6 @@ def modules(checkout, monkeypatch):
     yield attention.AttentionParams, blocks, original
     patcher.undo()
     assert attention.AttentionParams.create_attention_params_from_mask is original
-    for name in [name for name in sys.modules if name == "library" or name.startswith("library.")]:
-        del sys.modules[name]
 
 
 def inputs(mask):
