@@ -200,16 +200,16 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
 
 
 @pytest.fixture
-def library(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """name -> a module of the checkout's ``library``, in this process; none of them stays."""
+def from_checkout(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """name -> a module of the checkout, in this process; none of them stays."""
     monkeypatch.syspath_prepend(str(checkout.path))
 
     def forget() -> None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "library"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("library", "networks")]:
             del sys.modules[name]
 
     forget()
-    yield lambda name: importlib.import_module(f"library.{name}")
+    yield importlib.import_module
     forget()
 
 
