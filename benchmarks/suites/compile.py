@@ -74,6 +74,8 @@ def _walk(one: Worker, variant: Variant) -> None:
         first, *rest = answer["seconds"]
         new = {name: count - before[name] for name, count in answer["compiled"].items()}
         before = answer["compiled"]
-        visits.append({"bucket": bucket, "first_seconds": first, "then_seconds": min(rest), "new": new})
+        processor = answer["processor_seconds"]
+        extra = {"processor_seconds": processor[0] - min(processor[1:])}  # this process's: a C++ compiler is another
+        visits.append({"bucket": bucket, "first_seconds": first, "then_seconds": min(rest), "new": new, **extra})
     variant.rounds.append([sum(max(visit["first_seconds"] - visit["then_seconds"], 0.0) for visit in visits)])
     variant.facts = {"visits": visits, **before, **one.ask({"do": "facts"})}

@@ -46,7 +46,7 @@ _SCRIPTS = {
     "lumina_train.py": _Script(("lumina",), (*_FLOW, *_GEMMA_TOKENS)),
     "sd3_train_network.py": _Script(("sd3",), (*_lora("networks.lora_sd3"), *_T5_TOKENS)),
     "hunyuan_image_train_network.py": _Script(
-        # Its text encoders are bf16, which do without autocast from a cache only; v0.11's in memory breaks with newer torch.
+        # Its text encoders are bf16, which do without autocast from a cache only; for one in memory see hunyuan_cached_texts.
         ("hunyuan",),
         (*_lora("networks.lora_hunyuan_image"), *_FLOW, "--network_train_unet_only", "--cache_text_encoder_outputs_to_disk"),
     ),
