@@ -278,28 +278,23 @@ _HUNYUAN_WIDTH, _HUNYUAN_HEADS, _HUNYUAN_DEPTHS, _HUNYUAN_ROPE = 32, 2, (3, 4), 
 
 def _shrink_hunyuan_image_models(module: Any) -> None:
     """Its sizes are constants within ``__init__``, handed on to these."""
-    real_width = 3584
-    sizes = {
-        "ByT5Mapper": {"out_dim": _HUNYUAN_WIDTH, "hidden_dim": _HUNYUAN_WIDTH, "out_dim1": _HUNYUAN_WIDTH},
-        "PatchEmbed2D": {},
-        "SingleTokenRefiner": {},
-        "TimestepEmbedder": {},
-        "MMDoubleStreamBlock": {},
-        "MMSingleStreamBlock": {},
-        "FinalLayer": {},
+    width, heads = {"hidden_size": _HUNYUAN_WIDTH}, {"heads_num": _HUNYUAN_HEADS}
+    sizes: dict[str, _Arguments] = {
+        "ByT5Mapper": {name: _HUNYUAN_WIDTH for name in ("out_dim", "hidden_dim", "out_dim1")},
+        "PatchEmbed2D": {"embed_dim": _HUNYUAN_WIDTH},
+        "SingleTokenRefiner": {"in_channels": QWEN_VL_WIDTH, **width, **heads},
+        "TimestepEmbedder": width,
+        "MMDoubleStreamBlock": {**width, **heads},
+        "MMSingleStreamBlock": {**width, **heads},
+        "FinalLayer": width,
     }
 
     def small(build: Callable[..., Any], overrides: _Arguments) -> Callable[..., Any]:
-        names = list(inspect.signature(build).parameters)
+        signature = inspect.signature(build)
 
         @functools.wraps(build)
         def built(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            if given.get("in_channels") == real_width:
-                given["in_channels"] = QWEN_VL_WIDTH
-            width = {name: _HUNYUAN_WIDTH for name in ("hidden_size", "embed_dim") if name in given}
-            heads = {name: _HUNYUAN_HEADS for name in ("heads_num",) if name in given}
-            return build(**{**given, **width, **heads, **overrides})
+            return build(**{**signature.bind(*args, **kwargs).arguments, **overrides})
 
         return built
 
