@@ -280,7 +280,7 @@ def _shrink_hunyuan_image_models(module: Any) -> None:
     """Its sizes are constants within ``__init__``, handed on to these."""
     width, heads = {"hidden_size": _HUNYUAN_WIDTH}, {"heads_num": _HUNYUAN_HEADS}
     sizes: dict[str, _Arguments] = {
-        "ByT5Mapper": {name: _HUNYUAN_WIDTH for name in ("out_dim", "hidden_dim", "out_dim1")},
+        "ByT5Mapper": dict.fromkeys(("out_dim", "hidden_dim", "out_dim1"), _HUNYUAN_WIDTH),
         "PatchEmbed2D": {"embed_dim": _HUNYUAN_WIDTH},
         "SingleTokenRefiner": {"in_channels": QWEN_VL_WIDTH, **width, **heads},
         "TimestepEmbedder": width,
