@@ -84,11 +84,14 @@ def ready(spec: dict[str, Any]) -> Step:
     """Build the training of a variant with random weights.
 
     ``spec``: script, arguments, patched, sd_scripts, peer (of :data:`PEERS`, or empty); for a reduced SDXL U-Net also its
-    ``width`` (channels at the first resolution) and ``every_block`` (as many transformer layers as the real one).
+    ``width`` (channels at the first resolution) and ``every_block`` (as many transformer layers as the real one), for a
+    reduced FLUX its ``flux_blocks`` (double, single).
     """
     shrink.UNET_WIDTH = spec.get("width", shrink.UNET_WIDTH)
     if spec.get("every_block"):
         shrink.UNET_DEPTHS.update({depth: depth for depth in shrink.UNET_DEPTHS})
+    if "flux_blocks" in spec:
+        shrink.FLUX_TRANSFORMER["depth"], shrink.FLUX_TRANSFORMER["depth_single_blocks"] = spec["flux_blocks"]
     checkout = _checkout(spec)
     run = read_arguments(spec["script"], spec["arguments"], {})
     patcher = Patcher(registry(), run.settings, checkout) if spec["patched"] else None
