@@ -212,12 +212,7 @@ def _compile_words(compiling: Mapping[str, Any]) -> str:
     compiler, triton = compiling["compiler"] or "not found", "found" if compiling["triton"] else "not found"
     words = f"C compiler {compiler}, Triton {triton}; --selective_torch_compile "
     words += f"will not work here: {compiling['obstacle']}" if compiling["obstacle"] else "will work here"
-    if compiling["ignored_dynamo_backend"]:
-        words += (
-            f"; {compiling['ignored_dynamo_backend']} does nothing: sd-scripts overrules it. "
-            "Use --selective_torch_compile, or sd-scripts' own --torch_compile"
-        )
-    return words
+    return f"{words}; {compiling['ignored_dynamo_backend']}" if compiling["ignored_dynamo_backend"] else words
 
 
 def _checkout_words(checkout: Mapping[str, Any] | None) -> str:

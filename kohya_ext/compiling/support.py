@@ -65,11 +65,18 @@ def _cpp_obstacle() -> str | None:
 
 
 def ignored_dynamo_backend(environ: Mapping[str, str]) -> str | None:
-    """Return where a dynamo backend is set that sd-scripts overrules, in words; None when there is none.
+    """Return a sentence about a dynamo backend that is set where sd-scripts overrules it; None when there is none.
 
     sd-scripts hands ``dynamo_backend="NO"`` to accelerate unless ``--torch_compile`` is given, so that the choice made in
     ``accelerate launch``, ``accelerate config`` or the GUI does nothing. https://github.com/bmaltais/kohya_ss/issues/1931
     """
+    where = _dynamo_backend(environ)
+    if where is None:
+        return None
+    return f"{where} does nothing: sd-scripts overrules it. Use --selective_torch_compile, or sd-scripts' own --torch_compile"
+
+
+def _dynamo_backend(environ: Mapping[str, str]) -> str | None:
     chosen = environ.get("ACCELERATE_DYNAMO_BACKEND")
     if chosen and chosen.lower() != "no":
         return f"ACCELERATE_DYNAMO_BACKEND={chosen}"

@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from argparse import Namespace
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.compiling.support import ignored_dynamo_backend
 from kohya_ext.errors import did_you_mean
 from kohya_ext.preflight import Findings, given
 from kohya_ext.preflight.data import dataset_config
@@ -56,6 +58,8 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
         _look_at_network(script, args, found)
     for option in ("optimizer_args", "lr_scheduler_args"):
         _read_pairs(getattr(args, option, None), f"--{option}", found)
+    if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
+        found.notes.append(ignored)
     found.errors.extend(_impossible(script, args))
     found.errors.extend(_impossible_in_subsets(script, args))
 

@@ -256,3 +256,10 @@ def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
     findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors
     assert all("a bug" in warning for warning in findings.warnings)
+
+
+def test_a_dynamo_backend_that_sd_scripts_overrules_is_pointed_out(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    (said,) = found(choices.look, "sdxl_train.py").notes
+    assert said.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
+    assert not found(choices.look, "sdxl_train.py", torch_compile=True).notes
