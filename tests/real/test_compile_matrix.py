@@ -48,10 +48,12 @@ class Row:
     """Those that are compiled."""
     more: tuple[str, ...] = ()
     family: str | None = None
+    settled: int = EPOCH
+    """The last step that may compile."""
 
 
-def row(name, script, classes, *more, family=None):
-    return Row(name, f"{script}.py", frozenset(classes), more, family)
+def row(name, script, classes, *more, family=None, settled=EPOCH):
+    return Row(name, f"{script}.py", frozenset(classes), more, family, settled)
 
 
 ROWS = (
@@ -85,7 +87,8 @@ ROWS = (
     row("flux-finetune", "flux_train", FLUX, *PLAIN_DESCENT),
     row("flux-controlnet", "flux_train_control_net", FLUX, *PLAIN_DESCENT),
     row("chroma", "flux_train_network", FLUX, *DIT_ONLY, family="chroma"),
-    row("chroma-b2", "flux_train_network", FLUX, *DIT_ONLY, "--train_batch_size", "2", family="chroma"),
+    # Two texts of one length and two of different lengths are graphs of their own, and each epoch pairs them anew.
+    row("chroma-b2", "flux_train_network", FLUX, *DIT_ONLY, "--train_batch_size", "2", family="chroma", settled=16),
     row("lumina", "lumina_train_network", {"JointTransformerBlock"}),
     row("lumina-finetune", "lumina_train", {"JointTransformerBlock"}, *PLAIN_DESCENT),
     row("hunyuan", "hunyuan_image_train_network", {"MMDoubleStreamBlock", "MMSingleStreamBlock"}),
@@ -156,7 +159,7 @@ def test_twenty_steps_are_those_of_eager(checkout, train, saw, row):
     assert numbers["loss"] <= TOLERANCE
     assert numbers["file"] <= TOLERANCE
     assert numbers["breaks"] == 0
-    assert numbers["last_compiled_in_step"] <= EPOCH
+    assert numbers["last_compiled_in_step"] <= row.settled
     assert facts(compiled)[0]["standing_aside"] is None
     assert all(block["eager_because"] is None for block in facts(compiled)[1].values())
 
