@@ -131,7 +131,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")
 BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if "-0" in name))
-COMPILE = ("upstream-compile", "compiled", "upstream-diffusers")
+COMPILE = ("upstream-compile", "compiled", "patched", "upstream-diffusers")
 
 
 def arguments(family: Family, reduced: bool, recipe: Recipe | None = None, *more: str) -> list[str]:

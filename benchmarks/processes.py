@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,10 +61,14 @@ class Worker:
     process: subprocess.Popen[str]
     log: Path
 
-    def ask(self, command: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a command, if any, and return the answer. Raises WorkerError."""
+    def ask(self, command: Mapping[str, Any] | None = None, patience: float | None = None) -> dict[str, Any]:
+        """Send a command, if any, and return the answer. Raises WorkerError; one that takes `patience` seconds is ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        begun = time.monotonic()
+        end = threading.Timer(patience or 0, self.process.kill)
+        if patience is not None:
+            end.start()
         try:
             if command is not None:
                 self.process.stdin.write(json.dumps(command) + "\n")
@@ -70,6 +76,10 @@ class Worker:
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
+        finally:
+            end.cancel()
+        if not line and patience is not None and time.monotonic() - begun >= patience:
+            raise WorkerError(f"not done after {patience:.0f} s, and ended")
         if not line:
             raise WorkerError(f"it ended with exit code {self.process.wait()}: {last_line(self.log)}")
         answer: dict[str, Any] = json.loads(line)
@@ -80,11 +90,12 @@ class Worker:
     def end(self) -> None:
         """Let it finish; its memory is free when this returns."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was ended before it had read all
+            self.process.stdin.close()
         self.process.wait()
 
 
-@contextmanager
+@contextlib.contextmanager
 def worker(bench: Bench, name: str, spec: Mapping[str, Any], **variables: str) -> Iterator[Worker]:
     """Run a worker inside the block. Its first answer, after it has prepared, is the caller's to read."""
     bench.scratch.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ SUITES: Mapping[str, tuple[str, str, int, int]] = {
     "overhead": ("overhead", "measure", 5, 8),
     "patches": ("patches", "measure", 16, 1),
     "tiers": ("tiers", "measure", 1, 8),
+    "work": ("work", "measure", 1, 1),
 }
 
 
@@ -129,7 +130,7 @@ def _tell(result: Result) -> int:
         print(f"\n{comparison.title}, {comparison.unit}")
         for variant in comparison.variants:
             row = summary.get(variant.name)
-            said = f"{variant.status}: {variant.reason}" if row is None else f"{row['median']:.4g} s"
+            said = f"{variant.status}: {variant.reason}" if row is None else f"{row['median']:.4g}"
             if row is not None and "ratio" in row:
                 said += "  {of_medians:.2f}x ({lowest:.2f} to {highest:.2f})".format(**row["ratio"])
             print(f"  {variant.name:22} {said}   {variant.meaning}")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.counting import count
 from benchmarks.peers import PEERS
 from kohya_ext.arguments import read_arguments
 from kohya_ext.patching import Patcher, registry
@@ -83,11 +84,14 @@ def ready(spec: dict[str, Any]) -> Step:
     """Build the training of a variant with random weights.
 
     ``spec``: script, arguments, patched, sd_scripts, peer (of :data:`PEERS`, or empty); for a reduced SDXL U-Net also its
-    ``width`` (channels at the first resolution) and ``every_block`` (as many transformer layers as the real one).
+    ``width`` (channels at the first resolution) and ``every_block`` (as many transformer layers as the real one), for a
+    reduced FLUX its ``flux_blocks`` (double, single).
     """
     shrink.UNET_WIDTH = spec.get("width", shrink.UNET_WIDTH)
     if spec.get("every_block"):
         shrink.UNET_DEPTHS.update({depth: depth for depth in shrink.UNET_DEPTHS})
+    if "flux_blocks" in spec:
+        shrink.FLUX_TRANSFORMER["depth"], shrink.FLUX_TRANSFORMER["depth_single_blocks"] = spec["flux_blocks"]
     checkout = _checkout(spec)
     run = read_arguments(spec["script"], spec["arguments"], {})
     patcher = Patcher(registry(), run.settings, checkout) if spec["patched"] else None
@@ -290,6 +294,11 @@ def count_flops(spec: dict[str, Any]) -> dict[str, Any]:
     return {"flops": making.make(checkout, spec["script"], run, spec["arguments"]).flops}
 
 
+def count_work(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what one step asks of a GPU."""
+    return count(_checkout(spec), spec["script"], spec["arguments"], spec["without"])
+
+
 def main() -> None:
     """Prepare, answer commands until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
@@ -306,8 +315,9 @@ def main() -> None:
             answers.write(json.dumps({"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}) + "\n")
             return False
 
-    if spec["work"] == "flops":
-        answer(lambda: count_flops(spec))
+    once = {"flops": count_flops, "count": count_work}.get(spec["work"])
+    if once is not None:
+        answer(lambda: once(spec))
         return
     if spec["work"] == "device":
         about = describe_device()

@@ -16,7 +16,7 @@ from benchmarks.results import Comparison, Result, Variant
 from benchmarks.suites.step import configuration, spec
 from kohya_ext.errors import UserError
 
-_WINS = ("needless_gradients", "single_process_reduce", "snr_lookup")
+_WINS = ("needless_gradients", "needless_scaling", "single_process_reduce", "snr_lookup")
 _CHECKPOINTING = ("nonreentrant_checkpointing", "lean_checkpointing")
 
 #: Name -> what it is, and the patches it is without.

@@ -41,9 +41,15 @@ _SCRIPTS = {
     "sdxl_train_control_net_lllite.py": _Script(("sdxl",), (*_LLLITE, *_FP32_VAE)),
     "flux_train_network.py": _Script(("flux", "chroma"), (*_lora("networks.lora_flux"), *_FLOW, *_T5_TOKENS)),
     "flux_train.py": _Script(("flux",), (*_FLOW, *_T5_TOKENS)),
+    "flux_train_control_net.py": _Script(("flux",), (*_FLOW, *_T5_TOKENS)),
     "lumina_train_network.py": _Script(("lumina",), (*_lora("networks.lora_lumina"), *_FLOW, *_GEMMA_TOKENS)),
     "lumina_train.py": _Script(("lumina",), (*_FLOW, *_GEMMA_TOKENS)),
     "sd3_train_network.py": _Script(("sd3",), (*_lora("networks.lora_sd3"), *_T5_TOKENS)),
+    "hunyuan_image_train_network.py": _Script(
+        # Its text encoders are bf16, which do without autocast from a cache only; for one in memory see hunyuan_cached_texts.
+        ("hunyuan",),
+        (*_lora("networks.lora_hunyuan_image"), *_FLOW, "--network_train_unet_only", "--cache_text_encoder_outputs_to_disk"),
+    ),
     "anima_train_network.py": _Script(("anima",), (*_lora("networks.lora_anima"), *_QWEN_TOKENS, "--network_train_unet_only")),
     "anima_train.py": _Script(("anima",), (*_QWEN_TOKENS, "--attn_mode", "torch")),  # v0.11 does not infer it there
     "sd3_train.py": _Script(("sd3",), _T5_TOKENS),

@@ -17,6 +17,7 @@ _FILES = {
     "chroma": {"pretrained_model_name_or_path": "chroma", "t5xxl": "t5xxl", "ae": "ae"},
     "lumina": {"pretrained_model_name_or_path": "lumina", "gemma2": "gemma2", "ae": "ae"},
     "anima": {"pretrained_model_name_or_path": "anima", "qwen3": "qwen3", "vae": "vae"},
+    "hunyuan": {"pretrained_model_name_or_path": "hunyuan", "text_encoder": "qwen_vl", "byt5": "byt5", "vae": "vae"},
     "sd3": {"pretrained_model_name_or_path": "sd3", "clip_l": "clip_l", "clip_g": "clip_g", "t5xxl": "t5xxl"},
 }
 

@@ -1,8 +1,8 @@
 """Makes the architectures that sd-scripts hard-codes tiny, when it imports them.
 
 Class names, layer names and the number of resolutions stay: LoRA modules, block weights and checkpoint conversion work
-as in a full-size model. Known: Stable Diffusion 1.5, SDXL (with ControlNet), FLUX.1, Chroma, Lumina Image 2.0, SD3
-and Anima.
+as in a full-size model. Known: Stable Diffusion 1.5, SDXL (with ControlNet), FLUX.1, Chroma, Lumina Image 2.0, SD3,
+HunyuanImage 2.1 and Anima.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ CLIP_G_WIDTH = 48
 T5_WIDTH = 64
 GEMMA_WIDTH = 32
 QWEN_WIDTH = 16
+QWEN_VL_WIDTH = 32
 UNET_WIDTH = 16
 """Channels at the first resolution; real models have 320."""
 
@@ -170,8 +172,7 @@ def _shrink_sdxl_control_net(module: Any) -> None:
     control_net.__init__ = small_init
 
 
-# Three double and four single blocks are the fewest with which `--blocks_to_swap 1` is allowed.
-_FLUX_TRANSFORMER: _Arguments = {
+FLUX_TRANSFORMER: _Arguments = {
     "context_in_dim": T5_WIDTH,
     "hidden_size": 64,
     "num_heads": 2,
@@ -179,13 +180,15 @@ _FLUX_TRANSFORMER: _Arguments = {
     "depth_single_blocks": 4,
     "axes_dim": [8, 12, 12],
 }
+"""Three double and four single blocks are the fewest with which `--blocks_to_swap 1` is allowed; a benchmark of compiling
+takes more."""
 
 
 def _shrink_flux_models(module: Any) -> None:
     for name, spec in module.configs.items():
         module.configs[name] = dataclasses.replace(
             spec,
-            params=dataclasses.replace(spec.params, **_FLUX_TRANSFORMER, vec_in_dim=CLIP_L_WIDTH),
+            params=dataclasses.replace(spec.params, **FLUX_TRANSFORMER, vec_in_dim=CLIP_L_WIDTH),
             # 32 channels are the fewest: the autoencoder normalises in 32 groups.
             ae_params=dataclasses.replace(spec.ae_params, ch=32, ch_mult=[1, 1, 1, 1], num_res_blocks=1),
         )
@@ -198,7 +201,7 @@ def _shrink_flux_utils(module: Any) -> None:
 
 def _shrink_chroma_models(module: Any) -> None:
     module.chroma_params = dataclasses.replace(
-        module.chroma_params, **_FLUX_TRANSFORMER, approximator_hidden_size=64, approximator_depth=2
+        module.chroma_params, **FLUX_TRANSFORMER, approximator_hidden_size=64, approximator_depth=2
     )
 
 
@@ -269,6 +272,87 @@ def _shrink_qwen_vae(module: Any) -> None:
     kind.__init__ = _with_overrides(kind.__init__, lambda config: {"base_dim": 8, "num_res_blocks": 1})
 
 
+#: Three double and four single blocks, as FLUX; each with 2 heads of 16 numbers, which the positions of two axes share.
+_HUNYUAN_WIDTH, _HUNYUAN_HEADS, _HUNYUAN_DEPTHS, _HUNYUAN_ROPE = 32, 2, (3, 4), [8, 8]
+
+
+def _shrink_hunyuan_image_models(module: Any) -> None:
+    """Its sizes are constants within ``__init__``, handed on to these."""
+    width, heads = {"hidden_size": _HUNYUAN_WIDTH}, {"heads_num": _HUNYUAN_HEADS}
+    sizes: dict[str, _Arguments] = {
+        "ByT5Mapper": dict.fromkeys(("out_dim", "hidden_dim", "out_dim1"), _HUNYUAN_WIDTH),
+        "PatchEmbed2D": {"embed_dim": _HUNYUAN_WIDTH},
+        "SingleTokenRefiner": {"in_channels": QWEN_VL_WIDTH, **width, **heads},
+        "TimestepEmbedder": width,
+        "MMDoubleStreamBlock": {**width, **heads},
+        "MMSingleStreamBlock": {**width, **heads},
+        "FinalLayer": width,
+    }
+
+    def small(build: Callable[..., Any], overrides: _Arguments) -> Callable[..., Any]:
+        signature = inspect.signature(build)
+
+        @functools.wraps(build)
+        def built(*args: Any, **kwargs: Any) -> Any:
+            return build(**{**signature.bind(*args, **kwargs).arguments, **overrides})
+
+        return built
+
+    for name, overrides in sizes.items():
+        setattr(module, name, small(getattr(module, name), overrides))
+    kind = module.HYImageDiffusionTransformer
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def small_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.hidden_size, self.heads_num, self.rope_dim_list = _HUNYUAN_WIDTH, _HUNYUAN_HEADS, list(_HUNYUAN_ROPE)
+        self.num_double_blocks, self.num_single_blocks = _HUNYUAN_DEPTHS
+        self.double_blocks = self.double_blocks[: self.num_double_blocks]
+        self.single_blocks = self.single_blocks[: self.num_single_blocks]
+
+    kind.__init__ = small_init
+
+
+def _qwen_vl(config: _Arguments) -> _Arguments:
+    text = {
+        "hidden_size": QWEN_VL_WIDTH,
+        "intermediate_size": 2 * QWEN_VL_WIDTH,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["full_attention"] * 3,
+        "max_window_layers": 3,
+        "rope_scaling": {**config["rope_scaling"], "mrope_section": [2, 3, 3]},  # half of a head's 16 numbers
+        "vocab_size": len(vocabulary.QWEN_VL),
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_VL_WIDTH}
+    return {
+        **text,
+        "text_config": {**config["text_config"], **text},
+        "vision_config": {**config["vision_config"], **vision, "fullatt_block_indexes": [0]},
+    }
+
+
+def _byt5(config: _Arguments) -> _Arguments:
+    """Its width stays: sd-scripts pads with it where a caption quotes no text."""
+    return {"d_ff": 16, "d_kv": 8, "num_heads": 1, "num_layers": 1, "num_decoder_layers": 1}
+
+
+def _shrink_hunyuan_text_encoders(module: Any) -> None:
+    module.Qwen2_5_VLConfig = _with_overrides(module.Qwen2_5_VLConfig, _qwen_vl)
+    module.T5Config = _with_overrides(module.T5Config, _byt5)
+
+
+def _shrink_hunyuan_vae(module: Any) -> None:
+    # The narrowest that its shortcuts, which share channels out, and the 64 channels of a latent allow.
+    small = {"Encoder": (32, 32, 32, 32, 64, 128), "Decoder": (128, 64, 32, 32, 32, 32)}
+    for name, widths in small.items():
+        kind = getattr(module, name)
+        overrides = {"block_out_channels": widths, "num_res_blocks": 1}
+        kind.__init__ = _with_overrides(kind.__init__, functools.partial(lambda sizes, config: sizes, overrides))
+
+
 _SHRINKERS: dict[str, Callable[[Any], None]] = {
     "library.model_util": _shrink_model_util,
     "library.original_unet": _shrink_sd_unet,
@@ -283,6 +367,9 @@ _SHRINKERS: dict[str, Callable[[Any], None]] = {
     "library.anima_models": _shrink_anima_models,
     "library.anima_utils": _shrink_anima_utils,
     "library.qwen_image_autoencoder_kl": _shrink_qwen_vae,
+    "library.hunyuan_image_models": _shrink_hunyuan_image_models,
+    "library.hunyuan_image_text_encoder": _shrink_hunyuan_text_encoders,
+    "library.hunyuan_image_vae": _shrink_hunyuan_vae,
     "library.sd3_models": _shrink_sd3_models,
     "library.sd3_utils": _shrink_clip_config,
     "library.strategy_sd3": _shrink_sd3_strategy,

@@ -17,6 +17,8 @@ CLIP_L = "openai/clip-vit-large-patch14"
 CLIP_G = "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"
 T5 = "google/t5-v1_1-xxl"
 GEMMA = "google/gemma-2-2b"
+QWEN_VL = "Qwen/Qwen2.5-VL-7B-Instruct"
+BYT5 = "google/byt5-small"
 
 _REVISION = "tiny"
 
@@ -26,6 +28,8 @@ def write(folder: Path) -> None:
     write_clip(folder)
     write_t5(folder)
     write_gemma(folder)
+    write_qwen_vl(folder)
+    write_byt5(folder)
     write_hub_cache(folder)
 
 
@@ -75,9 +79,33 @@ def write_gemma(folder: Path) -> None:
     _write_json(target / "tokenizer_config.json", settings)
 
 
+def write_qwen_vl(folder: Path) -> None:
+    """Writes the tokenizer of Qwen2.5-VL, 259 tokens, to its subfolder of `folder`."""
+    target = _subfolder(folder, QWEN_VL)
+    special = vocabulary.QWEN_VL[-3:]
+    _write_json(target / "vocab.json", {token: index for index, token in enumerate(vocabulary.QWEN_VL[:-3])})
+    (target / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "model_max_length": 4096,
+        "pad_token": special[0],
+        "eos_token": special[2],
+        "unk_token": None,
+        "added_tokens_decoder": {
+            str(len(vocabulary.QWEN_VL) - 3 + index): {"content": token, "special": True} for index, token in enumerate(special)
+        },
+    }
+    _write_json(target / "tokenizer_config.json", settings)
+
+
+def write_byt5(folder: Path) -> None:
+    """Writes the settings of ByT5's tokenizer, which has no vocabulary but the bytes, to its subfolder of `folder`."""
+    _write_json(_subfolder(folder, BYT5) / "tokenizer_config.json", {"tokenizer_class": "ByT5Tokenizer"})
+
+
 def write_hub_cache(folder: Path) -> None:
     """Copies the tokenizers in `folder` into the layout of a Hugging Face hub cache in the same folder."""
-    for model in (CLIP_L, CLIP_G, T5, GEMMA):
+    for model in (CLIP_L, CLIP_G, T5, GEMMA, QWEN_VL, BYT5):
         source = _subfolder(folder, model)
         cached = folder / f"models--{model.replace('/', '--')}"
         shutil.copytree(source, cached / "snapshots" / _REVISION, dirs_exist_ok=True)

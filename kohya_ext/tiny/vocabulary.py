@@ -12,6 +12,9 @@ _PIECES = [WORD_START, *_PRINTABLE, *(WORD_START + character for character in _P
 CLIP = (*_BYTES, *(byte + "</w>" for byte in _BYTES), "<|startoftext|>", "<|endoftext|>")
 """514 tokens: every byte, within a word and at its end. CLIP pools at the highest id, so the end comes last."""
 
+QWEN_VL = (*_BYTES, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""259 tokens: every byte; a word is spelled out."""
+
 T5 = ("<pad>", "</s>", "<unk>", *_PIECES)
 """192 tokens: the printable ASCII characters, within a word and at its start."""
 

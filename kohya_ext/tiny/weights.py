@@ -6,9 +6,11 @@ Only for `python -m kohya_ext.tiny`: it puts a checkout on `sys.path` and shrink
 from __future__ import annotations
 
 import importlib
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kohya_ext.tiny import shrink
@@ -102,6 +104,21 @@ def _write_anima(files: dict[str, Path]) -> None:
     _save(transformers.Qwen3Model(qwen3), 1, files["qwen3"])
 
 
+def _write_hunyuan(files: dict[str, Path]) -> None:
+    models = importlib.import_module("library.hunyuan_image_models")
+    vae = importlib.import_module("library.hunyuan_image_vae")
+    library = importlib.import_module("library.hunyuan_image_text_encoder")
+    _save(models.HYImageDiffusionTransformer(), 3, files["pretrained_model_name_or_path"])
+    _save(vae.HunyuanVAE2D(), 4, files["vae"])
+    sizes = {"rope_scaling": {"rope_type": "default"}, "text_config": {}, "vision_config": {}}
+    qwen_vl = transformers.Qwen2_5_VLForConditionalGeneration(library.Qwen2_5_VLConfig(**sizes, tie_word_embeddings=False))
+    # Of the files that it reads, sd-scripts changes these names to the ones that transformers has now.
+    _save(qwen_vl, 1, files["text_encoder"], {"model.language_model.": "model.", "model.visual.": "visual."})
+    colours, fonts = json.loads(library.COLOR_IDX_JSON), json.loads(library.MULTILINGUAL_10_LANG_IDX_JSON)
+    config = library.T5Config(d_model=1472, feed_forward_proj="gated-gelu", vocab_size=384 + len(colours) + len(fonts))
+    _save(transformers.T5EncoderModel(config).encoder, 2, files["byt5"], {"embed_tokens.": "shared."})
+
+
 def _write_sd3(files: dict[str, Path]) -> None:
     models = importlib.import_module("library.sd3_models")
     library = importlib.import_module("library.sd3_utils")
@@ -139,6 +156,7 @@ _WRITERS: dict[str, Callable[[dict[str, Path]], None]] = {
     "chroma": _write_chroma,
     "lumina": _write_lumina,
     "anima": _write_anima,
+    "hunyuan": _write_hunyuan,
     "sd3": _write_sd3,
 }
 
@@ -168,9 +186,14 @@ def _vae() -> Any:
     return importlib.import_module("diffusers").AutoencoderKL(**config)
 
 
-def _save(module: Any, seed: int, path: Path) -> None:
+def _save(module: Any, seed: int, path: Path, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Writes `module` with random weights; `renamed`: beginnings of its tensors' names -> those in the file."""
+
+    def name_in_file(name: str) -> str:
+        return next((new + name[len(old) :] for old, new in renamed.items() if name.startswith(old)), name)
+
     # Cloned because safetensors refuses tensors that share memory: T5 holds its embedding twice.
-    tensors = {name: tensor.clone() for name, tensor in _filled(module, seed).state_dict().items()}
+    tensors = {name_in_file(name): tensor.clone() for name, tensor in _filled(module, seed).state_dict().items()}
     safetensors.save_file(tensors, path)
 
 

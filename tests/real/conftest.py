@@ -97,12 +97,22 @@ class Run:
     @property
     def checkpoint_calls(self) -> dict[str, int]:
         """How often each kind of checkpointing was reached."""
-        return {kind: count for kind, count in self._spied.items() if kind != "steps"}
+        return {kind: count for kind, count in self._spied.items() if kind not in ("steps", "losses", "graphs")}
 
     @property
     def weighed_steps(self) -> list[tuple[int, int]]:
         """(peak bytes of tensors, FLOPs) of each batch; empty unless ``SPY_MEMORY`` was set."""
         return [(peak, flops) for peak, flops in self._spied.get("steps", [])]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each batch; empty unless ``SPY_LOSSES`` was set."""
+        return self._spied.get("losses", [])
+
+    @property
+    def graphs(self) -> list[int]:
+        """How many graphs had been compiled after each batch's backward; empty unless ``SPY_LOSSES`` was set."""
+        return self._spied.get("graphs", [])
 
     @property
     def _spied(self) -> dict[str, Any]:
@@ -200,16 +210,16 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
 
 
 @pytest.fixture
-def library(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """name -> a module of the checkout's ``library``, in this process; none of them stays."""
+def from_checkout(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """name -> a module of the checkout, in this process; none of them stays."""
     monkeypatch.syspath_prepend(str(checkout.path))
 
     def forget() -> None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "library"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("library", "networks")]:
             del sys.modules[name]
 
     forget()
-    yield lambda name: importlib.import_module(f"library.{name}")
+    yield importlib.import_module
     forget()
 
 

@@ -12,25 +12,20 @@ from kohya_ext.tiny import environment
 from tests.real.conftest import ROOT
 
 
-@pytest.mark.newest
-def test_upstream_and_patched_steps_run_beside_each_other(checkout, tmp_path):
-    file = tmp_path / "step.json"
-    command = [
-        "-m",
-        "benchmarks.run",
-        "step",
-        "--device",
-        "cpu",
-        "--sd-scripts",
-        str(checkout.path),
-        "--scratch",
-        str(tmp_path),
-    ]
-    command += ["--variants", "upstream,patched", "--rounds", "2", "--steps", "1", "--output", str(file)]
+def run(suite, checkout, folder, *more):
+    """Have a suite measured on the CPU; return the file and what is in it."""
+    file = folder / f"{suite}.json"
+    command = ["-m", "benchmarks.run", suite, "--device", "cpu", "--sd-scripts", str(checkout.path), "--scratch", str(folder)]
     environ = {**os.environ, "PYTHONPATH": environment.python_path(ROOT)}
+    command += ["--output", str(file), *more]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = read(file)
+    return file, read(file)
+
+
+@pytest.mark.newest
+def test_upstream_and_patched_steps_run_beside_each_other(checkout, tmp_path):
+    file, result = run("step", checkout, tmp_path, "--variants", "upstream,patched", "--rounds", "2", "--steps", "1")
     assert result.complete
     assert result.reduced
     (comparison,) = result.comparisons
@@ -40,3 +35,16 @@ def test_upstream_and_patched_steps_run_beside_each_other(checkout, tmp_path):
     assert [len(samples) for samples in upstream.rounds] == [1, 1] == [len(samples) for samples in patched.rounds]
     assert comparison.flops > 1e8
     assert json.loads(file.read_text())["comparisons"][0]["summary"]["patched"]["ratio"]["rounds"] == 2
+
+
+@pytest.mark.slow
+def test_less_is_asked_of_a_gpu_than_upstream_asks(checkout, tmp_path):
+    _, result = run("work", checkout, tmp_path, "--family", "sd15-lora")
+    assert result.complete
+    assert not result.reduced
+    for comparison in result.comparisons:
+        upstream, gradients, patched = (variant.rounds[0][0] for variant in comparison.variants)
+        assert upstream >= gradients >= patched
+    moved, _, flops = result.comparisons
+    assert moved.summary()["patched"]["ratio"]["of_medians"] > 1.15
+    assert flops.variants[1].rounds == flops.variants[2].rounds, "needless_scaling leaves out no product"

@@ -16,9 +16,9 @@ BATCHES = ((3, 5), (4, 4), (2, 7), (1, 6))
 
 
 @pytest.fixture
-def models(checkout, library):
+def models(checkout, from_checkout):
     """Chroma's module with the patch, and its blocks' own forwards."""
-    module = library("chroma_models")
+    module = from_checkout("library.chroma_models")
     kinds = (module.DoubleStreamBlock, module.SingleStreamBlock)
     originals = [kind.forward for kind in kinds]
     patcher = Patcher({PATCH.name: PATCH}, Settings(), checkout)

@@ -1,17 +1,18 @@
 """The patches that take waste out of a step: on by default, reached, and bit for bit the training without them."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.patches import snr_lookup  # noqa: E402
+from kohya_ext.patches import needless_scaling, snr_lookup  # noqa: E402
 
 from kohya_ext.patching import Patcher  # noqa: E402
 from kohya_ext.settings import Settings  # noqa: E402
 
-WINS = ("lean_checkpointing", "needless_gradients", "single_process_reduce", "snr_lookup")
+WINS = ("lean_checkpointing", "needless_gradients", "needless_scaling", "single_process_reduce", "snr_lookup")
 
 #: Case -> script, and arguments with which the patches have something to do there.
 RUNS = {
@@ -32,6 +33,7 @@ def test_the_real_script_trains_the_same_bits(checkout, train, case):
     facts = {name: ours.report["facts"].get(name, {}) for name in WINS}
     assert facts["lean_checkpointing"]["recomputed_blocks"] >= 4
     assert facts["needless_gradients"]["inputs"] >= 4
+    assert facts["needless_scaling"]["passes"] >= 4
     assert facts["single_process_reduce"]["gradients_not_copied"] >= 4
     if case == "sdxl":
         assert facts["needless_gradients"]["embeddings"] == 4, "token and position embeddings of two text encoders"
@@ -68,9 +70,9 @@ class _Waits(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.fixture
-def functions(checkout, library):
+def functions(checkout, from_checkout):
     """sd-scripts' loss weights, patched and as they are."""
-    module = library("custom_train_functions")
+    module = from_checkout("library.custom_train_functions")
     patcher = Patcher({snr_lookup.PATCH.name: snr_lookup.PATCH}, Settings(), checkout)
     originals = {target.attribute: getattr(module, target.attribute) for target in snr_lookup.PATCH.targets}
     patcher.arm()
@@ -94,3 +96,51 @@ def test_loss_weights_are_the_same_bits_and_nothing_waits(functions):
                 results.append(function(*given[name]))
             assert counter.count == waits, name
         assert torch.equal(*results)
+
+
+class _Multiplications(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the tensors as wide as the layer that are multiplied by a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mul.Tensor and args[0].shape[-1] == WIDTH
+        return func(*args, **(kwargs or {}))
+
+
+RANK, WIDTH = 8, 96
+
+#: alpha -> how many are left of two with the exponents that a power of two wants, and without.
+LEFT = {8: (0, 0), 2: (0, 1), 3: (1, 1)}
+
+SPLIT = ("networks.lora_flux", "networks.lora_lumina")
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [*((name, False) for name in needless_scaling.MODULES), *((name, True) for name in SPLIT)]
+)
+def test_a_lora_is_the_same_bits_with_fewer_passes(checkout, from_checkout, name, split):
+    if checkout.layout not in needless_scaling.MODULES[name]:
+        pytest.skip("this generation has no module of its own there")
+    kind = from_checkout(name).LoRAModule
+    forwards = (kind.forward, needless_scaling._scaled_where_it_is_narrow(kind.forward, Settings()))
+    for dtype, alpha in itertools.product((torch.float32, torch.bfloat16, torch.float16), LEFT):
+        results, counts = [], []
+        for kind.forward in forwards:
+            torch.manual_seed(0)
+            layer = torch.nn.Linear(48, WIDTH)
+            lora = kind("a", layer, 1.0, RANK, alpha, dropout=0.1, **({"split_dims": [WIDTH // 2] * 2} if split else {}))
+            lora.apply_to()
+            for weight in lora.parameters():
+                torch.nn.init.normal_(weight, std=0.1)
+            x = torch.randn(2, 5, 48, requires_grad=True)
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32), _Multiplications() as counter:
+                y = layer(x)
+            y.float().square().mean().backward()
+            results.append([y, x.grad, *(weight.grad for weight in lora.parameters())])
+            counts.append(counter.count)
+        assert counts == [2, LEFT[alpha][dtype is torch.float16]]
+        for theirs, ours in zip(*results, strict=True):
+            assert torch.equal(theirs, ours)

@@ -20,10 +20,10 @@ PICTURE = 16
 
 
 @pytest.fixture
-def modules(checkout, library):
+def modules(checkout, from_checkout):
     """The attention and the blocks of a checkout, patched, and the function that the patch wraps."""
-    attention = library("attention")
-    blocks = library("hunyuan_image_modules")
+    attention = from_checkout("library.attention")
+    blocks = from_checkout("library.hunyuan_image_modules")
     original = attention.AttentionParams.create_attention_params_from_mask
     patcher = Patcher({PATCH.name: PATCH}, Settings(), checkout)
     patcher.arm()

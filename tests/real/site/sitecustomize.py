@@ -1,8 +1,8 @@
 """Runs at the start of every real script: shrinks the models, counts calls of torch's checkpoint by their kind, and where the
-environment asks for it, weighs every step and breaks something.
+environment asks for it, weighs every step, notes every loss and what was compiled so far, and breaks something.
 
 SPY_OUT_OF_MEMORY_AT lets blocks run out of memory. BREAK breaks, on purpose, what compiling needs: the age of ``torch``,
-the ``layout`` of Lumina's blocks.
+the ``layout`` of Lumina's blocks, the ``backend`` in the middle of the first step.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import sys
 import types
 
 import wrapt
@@ -20,6 +21,8 @@ from kohya_ext.tiny import shrink
 shrink.install()
 calls = collections.Counter()
 steps = []
+losses = []
+graphs = []
 
 #: At the N-th training batch of the process, every block that is not checkpointed is out of memory in forward.
 OUT_OF_MEMORY = int(os.environ.get("SPY_OUT_OF_MEMORY_AT", 0))
@@ -56,6 +59,19 @@ def weigh(module):
     module.Accelerator.accumulate = accumulate
 
 
+def note_losses(module):
+    original = module.Accelerator.backward
+
+    @functools.wraps(original)
+    def backward(self, loss, **kwargs):
+        losses.append(loss.item())
+        original(self, loss, **kwargs)
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        graphs.append(dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
+
+    module.Accelerator.backward = backward
+
+
 def run_out(module):
     batches = 0
     body = module.BasicTransformerBlock.forward_body
@@ -81,9 +97,10 @@ def run_out(module):
 
 
 def write():
-    if calls or steps:
+    if calls or steps or losses:
+        weighed = {name: found for name, found in (("steps", steps), ("losses", losses), ("graphs", graphs)) if found}
         with open(os.environ["SPY_FILE"], "w") as file:
-            json.dump({**calls, **({"steps": steps} if steps else {})}, file)
+            json.dump({**calls, **weighed}, file)
 
 
 def age_torch(version):
@@ -104,7 +121,21 @@ def change_layout(models):
     block.__init__ = init_with_method
 
 
+def add_broken_backend(registry):
+    """Compiles two graphs and no more."""
+    compiled = []
+
+    def broken(graph_module, inputs):
+        compiled.append(graph_module)
+        if len(compiled) > 2:
+            raise RuntimeError("the compiler has had enough")
+        return registry.lookup_backend("aot_eager")(graph_module, inputs)
+
+    registry.register_backend(broken, "broken")
+
+
 BREAKAGES = {
+    "backend": ("torch._dynamo.backends.registry", add_broken_backend),
     "torch": ("torch.version", age_torch),
     "layout": ("library.lumina_models", change_layout),
 }
@@ -117,6 +148,8 @@ wrapt.register_post_import_hook(spy, "torch.utils.checkpoint")
 wrapt.register_post_import_hook(spy, "transformers.modeling_utils")
 if "SPY_MEMORY" in os.environ:
     wrapt.register_post_import_hook(weigh, "accelerate.accelerator")
+if "SPY_LOSSES" in os.environ:
+    wrapt.register_post_import_hook(note_losses, "accelerate.accelerator")
 if OUT_OF_MEMORY:
     wrapt.register_post_import_hook(run_out, "library.sdxl_original_unet")
 atexit.register(write)

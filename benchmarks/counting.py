@@ -1,0 +1,83 @@
+"""What a step asks of any GPU, counted on tensors without data: kernels, bytes that pass through its memory, FLOPs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from kohya_ext.arguments import read_arguments
+from kohya_ext.probing import importable
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.vram import making, step
+from kohya_ext.vram.track import STEP, Tracker
+
+
+@dataclass
+class Traffic(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Counts operators that compute something, and the bytes they read and write: each operand once, from no cache.
+
+    The optimizer's are left out: torch takes other kernels for it on a GPU than without.
+    """
+
+    tracker: Tracker
+    kernels: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and count it unless it only looks at its tensors in another way."""
+        result = func(*args, **(kwargs or {}))
+        read, written = _storages((args, kwargs)), _storages(result)
+        name = func._overloadpacket.__name__
+        is_work = func._schema.is_mutable or (written.keys() - read.keys() and "empty" not in name)
+        if is_work and self.tracker.phase != STEP:
+            self.kernels[name] += 1
+            self.moved[name] += sum(read.values()) + sum(written.values())
+        return result
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """Return the bytes of each storage that tensors lie in, no more of it than they show."""
+    tensors = [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = found.get(storage._cdata, 0) + min(tensor.numel() * tensor.element_size(), storage.nbytes())
+    return found
+
+
+def count(checkout: Checkout, script: str, argv: Sequence[str], without: Sequence[str]) -> dict[str, Any]:
+    """Return what forward, recompute and backward of one step need, with all patches but those in ``without``.
+
+    ``kernels``, ``moved_bytes`` and ``flops`` (a multiply-add is two), and the first two by operator.
+    """
+    run = read_arguments(script, argv, {})
+    with importable(checkout), making.patched(checkout, replace(run.settings, disable_patch=tuple(without))):
+        choices, arguments, trainer = making.read(checkout, script, run, argv)
+        step.settle(choices, arguments, trainer)
+        with step.faking() as assumptions:
+            training = step.prepare(choices, arguments, trainer)
+            assumptions.integer = training.models.caption_tokens
+            tracker = Tracker()
+            with tracker:
+                step.lay_out(training, tracker)
+                with Traffic(tracker) as traffic:
+                    flops = step.take(training, tracker)
+    operators = {name: {"kernels": traffic.kernels[name], "moved_bytes": size} for name, size in traffic.moved.most_common()}
+    return {
+        "kernels": traffic.kernels.total(),
+        "moved_bytes": traffic.moved.total(),
+        "flops": flops,
+        "operators": operators,
+    }

@@ -1,0 +1,302 @@
+"""Compiled against eager over twenty steps of every script and network: the same losses, the same file, one piece, no
+recompiles after the first epoch.
+
+    python -m pytest tests/real/test_compile_matrix.py -m slow -n 0 -s
+
+prints a line for each row; with the variable COMPILE_MATRIX it is written to that JSON file too, row by row. Eager is the
+extension's: upstream's own runs are not repeatable with the rich that v0.10 pins, whose log lines draw random numbers.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+STEPS = 20
+#: Of the pictures' 8 batches in 2 sizes; each size comes at least twice in it.
+EPOCH = 8
+TOLERANCE = 1e-5
+
+UNET = {"BasicTransformerBlock", "ResnetBlock2D"}
+SDXL = UNET | {"Downsample2D", "Upsample2D"}
+CLIP = {"CLIPEncoderLayer"}
+FLUX = {"DoubleStreamBlock", "SingleStreamBlock"}
+DIT_ONLY = ("--network_train_unet_only",)
+#: AdamW makes whole steps of rounding noise where the true gradient is zero (a key's bias, say).
+PLAIN_DESCENT = ("--optimizer_type", "SGDNesterov", "--learning_rate", "0.01")
+
+
+def network(module, *arguments):
+    return ("--network_module", module, *(("--network_args", *arguments) if arguments else ()))
+
+
+def lycoris(algorithm, *arguments):
+    return network("lycoris.kohya", f"algo={algorithm}", "preset=attn-mlp", *arguments)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration of a script."""
+
+    name: str
+    script: str
+    classes: frozenset[str]
+    """Those that are compiled."""
+    more: tuple[str, ...] = ()
+    family: str | None = None
+
+
+def row(name, script, classes, *more, family=None):
+    return Row(name, f"{script}.py", frozenset(classes), more, family)
+
+
+ROWS = (
+    row("sdxl", "sdxl_train_network", SDXL | CLIP),
+    row("sdxl-locon", "sdxl_train_network", SDXL, *network("networks.lora", "conv_dim=4"), *DIT_ONLY),
+    row("sdxl-dropout", "sdxl_train_network", SDXL, *network("networks.lora", "rank_dropout=0.3"), "--network_dropout", "0.2",
+        *DIT_ONLY),
+    row("sdxl-loha", "sdxl_train_network", SDXL, *network("networks.loha"), *DIT_ONLY),
+    row("sdxl-lokr", "sdxl_train_network", SDXL, *network("networks.lokr"), *DIT_ONLY),
+    row("sdxl-lora-fa", "sdxl_train_network", SDXL, *network("networks.lora_fa"), *DIT_ONLY),
+    row("sdxl-oft", "sdxl_train_network", SDXL, *network("networks.oft"), *DIT_ONLY),
+    row("sdxl-lycoris-locon", "sdxl_train_network", SDXL | CLIP, *lycoris("locon", "conv_dim=4")),
+    row("sdxl-lycoris-lokr", "sdxl_train_network", SDXL, *lycoris("lokr"), *DIT_ONLY),
+    row("sdxl-finetune", "sdxl_train", SDXL | CLIP),
+    row("sdxl-controlnet", "sdxl_train_control_net", SDXL, *PLAIN_DESCENT),
+    row("sdxl-lllite", "sdxl_train_control_net_lllite", SDXL),
+    row("sdxl-inversion", "sdxl_train_textual_inversion", SDXL | CLIP),
+    row("sd15", "train_network", UNET | CLIP),
+    row("sd15-dreambooth", "train_db", UNET | CLIP, *PLAIN_DESCENT),
+    row("sd15-finetune", "fine_tune", UNET | CLIP, *PLAIN_DESCENT),
+    row("sd3", "sd3_train_network", {"MMDiTBlock"} | CLIP),
+    row("sd3-finetune", "sd3_train", {"MMDiTBlock"}, *PLAIN_DESCENT),
+    row("flux", "flux_train_network", FLUX | CLIP),
+    row("flux-lycoris-dora", "flux_train_network", FLUX, *lycoris("locon", "dora_wd=True"), *DIT_ONLY),
+    row("flux-lycoris-loha", "flux_train_network", FLUX, *lycoris("loha"), *DIT_ONLY),
+    row("flux-lycoris-lokr", "flux_train_network", FLUX, *lycoris("lokr"), *DIT_ONLY),
+    row("flux-lycoris-ia3", "flux_train_network", FLUX, *lycoris("ia3"), *DIT_ONLY),
+    row("flux-lycoris-full", "flux_train_network", FLUX, *lycoris("full"), *DIT_ONLY),
+    row("flux-lycoris-oft", "flux_train_network", FLUX, *lycoris("diag-oft"), *DIT_ONLY),
+    row("flux-swap", "flux_train_network", FLUX, *DIT_ONLY, "--blocks_to_swap", "1"),
+    row("flux-finetune", "flux_train", FLUX, *PLAIN_DESCENT),
+    row("flux-controlnet", "flux_train_control_net", FLUX, *PLAIN_DESCENT),
+    row("chroma", "flux_train_network", FLUX, *DIT_ONLY, family="chroma"),
+    row("chroma-b2", "flux_train_network", FLUX, *DIT_ONLY, "--train_batch_size", "2", family="chroma"),
+    row("lumina", "lumina_train_network", {"JointTransformerBlock"}),
+    row("lumina-finetune", "lumina_train", {"JointTransformerBlock"}, *PLAIN_DESCENT),
+    row("hunyuan", "hunyuan_image_train_network", {"MMDoubleStreamBlock", "MMSingleStreamBlock"}),
+    row("anima", "anima_train_network", {"Block"}),
+    row("anima-finetune", "anima_train", {"Block"}, *PLAIN_DESCENT),
+)  # fmt: skip
+
+
+def facts(run):
+    found = run.report["facts"]["selective_torch_compile"]
+    return found, {label.partition(":")[2].partition(".")[0]: block for label, block in found["blocks"].items()}
+
+
+def compare(compiled, eager):
+    """What the two runs differ in, and what was compiled; the numbers of a row."""
+    assert len(eager.losses) == len(compiled.losses) == STEPS
+    assert compiled.tensors.keys() == eager.tensors.keys()
+    assert not any("_orig_mod" in name for name in compiled.tensors)
+    found, blocks = facts(compiled)
+    return {
+        "loss": max(abs(a - b) for a, b in zip(compiled.losses, eager.losses, strict=True)),
+        "file": max(
+            (tensor.double() - eager.tensors[name].double()).abs().max().item() for name, tensor in compiled.tensors.items()
+        ),
+        "graphs": {name: block["graphs"] for name, block in sorted(blocks.items())},
+        "breaks": found["graph_breaks"],
+        "last_compiled_in_step": compiled.graphs.index(compiled.graphs[-1]) + 1,
+    }
+
+
+@pytest.fixture(scope="session")
+def saw():
+    """Print a row, and keep it in the file that COMPILE_MATRIX names."""
+
+    def keep(name, checkout, backend, numbers):
+        graphs = ", ".join(f"{kind} {count}" for kind, count in numbers["graphs"].items())
+        print(
+            f"\n{name} ({checkout.label}, {backend}): loss {numbers['loss']:.1e}, file {numbers['file']:.1e}, graphs {graphs}, "
+            f"{numbers['breaks']} breaks, last compiled in step {numbers['last_compiled_in_step']} of {STEPS}"
+        )
+        if "COMPILE_MATRIX" in os.environ:
+            file = Path(os.environ["COMPILE_MATRIX"])
+            kept = json.loads(file.read_text()) if file.is_file() else {}
+            key = f"sd-scripts {checkout.layout}, torch {torch.__version__.partition('+')[0]}, {backend}"
+            kept.setdefault(key, {})[name] = numbers
+            file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+    return keep
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_twenty_steps_are_those_of_eager(checkout, train, saw, row):
+    if "lycoris.kohya" in row.more:
+        pytest.importorskip("lycoris")
+    for module in (word for word in row.more if word.startswith("networks.")):
+        if not (checkout.path / f"{module.replace('.', '/')}.py").is_file():
+            pytest.skip(f"{checkout.label} has no {module}")
+    backend = os.environ.get("COMPILE_MATRIX_BACKEND", "aot_eager")
+    given = (*row.more, "--max_train_steps", str(STEPS))
+    spied = {"SPY_LOSSES": "1"}
+    eager = train(checkout, row.script, *given, family=row.family, env=spied)
+    on = ("--selective_torch_compile", "--compile_backend", backend)
+    compiled = train(checkout, row.script, *given, *on, family=row.family, env=spied)
+    numbers = compare(compiled, eager)
+    saw(row.name, checkout, backend, numbers)
+    assert numbers["graphs"].keys() == row.classes
+    assert numbers["loss"] <= TOLERANCE
+    assert numbers["file"] <= TOLERANCE
+    assert numbers["breaks"] == 0
+    assert numbers["last_compiled_in_step"] <= EPOCH
+    assert facts(compiled)[0]["standing_aside"] is None
+    assert all(block["eager_because"] is None for block in facts(compiled)[1].values())
+
+
+ASIDE = {
+    "dylora": (network("networks.dylora"), "DyLoRA draws the rank"),
+    "lycoris-dylora": (lycoris("dylora"), "DyLoRA draws the rank"),
+    "module-dropout": (network("networks.lora", "module_dropout=0.5"), "module_dropout draws in every call"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ASIDE)
+def test_what_cannot_be_traced_in_one_piece_is_left_eager_and_said(checkout, train, kind):
+    more, said = ASIDE[kind]
+    if "lycoris.kohya" in more:
+        pytest.importorskip("lycoris")
+    given = (*more, *DIT_ONLY)
+    run = train(checkout, "sdxl_train_network.py", *given, "--selective_torch_compile")
+    eager = train(checkout, "sdxl_train_network.py", *given)
+    assert run.output.count(f"selective compile is off: {said}") == 1
+    assert facts(run)[1] == {}
+    assert run.tensors.keys() == eager.tensors.keys()
+    assert all(torch.equal(tensor, eager.tensors[name]) for name, tensor in run.tensors.items())
+
+
+# --- bf16 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["sdxl_train_network.py", "lumina_train_network.py"])
+def test_bf16_is_as_near_to_float32_compiled_as_eager(checkout, train, script):
+    """Inductor's own kernels: rounding falls elsewhere, and less of it where products are no longer stored."""
+    more = ("--max_train_steps", str(STEPS), *DIT_ONLY)
+    bf16 = ("--mixed_precision", "bf16")
+    exact, eager, compiled = (
+        train(checkout, script, *more, *one, env={"SPY_LOSSES": "1"})
+        for one in ((), bf16, (*bf16, "--selective_torch_compile"))
+    )
+
+    def distance(run):
+        losses = sum((a - b) ** 2 for a, b in zip(run.losses, exact.losses, strict=True)) ** 0.5
+        weights = sum((tensor - exact.tensors[name]).double().square().sum() for name, tensor in run.tensors.items()).sqrt()
+        return losses, weights.item()
+
+    (eager_losses, eager_weights), (losses, weights) = distance(eager), distance(compiled)
+    print(
+        f"\n{script} ({checkout.label}): from float32, losses {eager_losses:.2e} eager and {losses:.2e} compiled, "
+        f"weights {eager_weights:.2e} and {weights:.2e}"
+    )
+    assert 0 < losses < 1.5 * eager_losses
+    assert 0 < weights < 1.5 * eager_weights
+    assert all(block["eager_because"] is None for block in facts(compiled)[1].values())
+
+
+# --- depth ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_graphs_do_not_grow_with_depth(checkout, from_checkout, monkeypatch, tmp_path):
+    """FLUX's own classes, 2 + 2 blocks and 6 + 12, checkpointed."""
+    from kohya_ext.compiling import blocks, configuration
+    from kohya_ext.settings import Settings
+
+    models = from_checkout("library.flux_models")
+    monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
+    settings = Settings(selective_torch_compile=True, compile_backend="aot_eager")
+    counts = []
+    for depth, single in ((2, 2), (6, 12)):
+        torch._dynamo.reset()
+        run = blocks.Run()
+        monkeypatch.setattr(blocks, "RUN", run)
+        for name in FLUX:
+            kind = getattr(models, name)
+            original = getattr(kind._forward, "__wrapped__", kind._forward)
+            monkeypatch.setattr(kind, "_forward", blocks.compile_method(original, f"flux:{name}._forward", "", settings))
+        sizes = {"in_channels": 64, "vec_in_dim": 8, "context_in_dim": 8, "hidden_size": 64, "mlp_ratio": 2.0, "num_heads": 2}
+        shape = {"axes_dim": [8, 12, 12], "theta": 10_000, "qkv_bias": True, "guidance_embed": False}
+        model = models.Flux(models.FluxParams(**sizes, **shape, depth=depth, depth_single_blocks=single))
+        model.enable_gradient_checkpointing()
+        for tokens in (16, 24, 32):
+            given = {"img": torch.randn(1, tokens, 64), "txt": torch.randn(1, 6, 8), "y": torch.randn(1, 8)}
+            ids = {"img_ids": torch.zeros(1, tokens, 3), "txt_ids": torch.zeros(1, 6, 3), "timesteps": torch.rand(1)}
+            model(**given, **ids).sum().backward()
+        assert run.breaks == 0
+        counts.append({block.name: block.graphs for block in run.blocks.values()})
+        assert {block.name: block.calls for block in run.blocks.values()} == {
+            "DoubleStreamBlock": 6 * depth,
+            "SingleStreamBlock": 6 * single,
+        }
+    torch._dynamo.reset()
+    assert counts[0] == counts[1]
+
+
+# --- five buckets -----------------------------------------------------------------------------------------------------
+
+#: Width x height of five pictures, each a bucket of its own.
+SIZES = ((128, 128), (128, 64), (64, 128), (192, 64), (64, 192))
+
+
+@pytest.fixture(scope="session")
+def five_sizes(tmp_path_factory):
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("five")
+    (folder / "1_sks").mkdir()
+    for index, size in enumerate(SIZES):
+        Image.linear_gradient("L").resize(size).rotate(90 * index).convert("RGB").save(folder / "1_sks" / f"{index}.png")
+        (folder / "1_sks" / f"{index}.txt").write_text(f"picture {index}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "family"),
+    [
+        ("sdxl_train_network.py", None),
+        ("train_network.py", None),
+        ("flux_train_network.py", None),
+        ("flux_train_network.py", "chroma"),
+        ("lumina_train_network.py", None),
+        ("sd3_train_network.py", None),
+        ("anima_train_network.py", None),
+        ("hunyuan_image_train_network.py", None),
+    ],
+)
+def test_five_buckets_three_times_round(checkout, train, five_sizes, script, family):
+    """Two times round may compile; the third meets nothing new."""
+    more = ("--train_data_dir", str(five_sizes), "--max_train_steps", "15", "--network_train_unet_only")
+    on = ("--selective_torch_compile", "--compile_backend", "eager")
+    run = train(checkout, script, *more, *on, family=family, env={"SPY_LOSSES": "1"})
+    assert run.code == 0, run.output[-4000:]
+    found, blocks = facts(run)
+    counts = {name: block["graphs"] for name, block in blocks.items()}
+    first, second, third = run.graphs[4], run.graphs[9], run.graphs[14]
+    print(
+        f"\n{script} {family or ''} ({checkout.label}): graphs after each step {run.graphs} {counts}, "
+        f"{found['graph_breaks']} breaks, {third - second} recompiles in the third round"
+    )
+    assert first > 0
+    assert third == second
+    assert found["graph_breaks"] == 0
+    assert all(block["eager_because"] is None for block in blocks.values())
