@@ -1,11 +1,14 @@
 """How near the estimator is to what a step really allocates: the same step on real tensors, seen by torch's own profiler.
 
-    python benchmarks/vram_accuracy.py --sd-scripts FOLDER [--width 96] [--size 256] [--output benchmarks/results/NAME.json]
+    python benchmarks/vram_accuracy.py --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
 
 A reduced SDXL on the CPU, for LoRA and full fine-tuning, with and without checkpointing. The estimate is made from fake
 tensors as always; the measured figure is the sum of the allocations and frees that the CPU allocator reports to
 torch.profiler while the step runs on real ones. What lies there before the step (weights, optimizer state) has known sizes
 and is added to both, so the figure that says most is the one above it.
+
+With ``--compiled`` the blocks of the measured step are compiled by inductor, once without checkpointing, once with, and once
+with half an activation memory budget.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ _FULL = ["--learning_rate", "1e-5", "--optimizer_type"]
 _GROUPS = ["--fused_optimizer_groups", "4"]
 _ADAFACTOR = ["Adafactor", "--optimizer_args", "relative_step=False"]
 
-#: Name -> script and arguments, each with and without --gradient_checkpointing.
+#: Name -> script and arguments.
 CASES: dict[str, tuple[str, list[str]]] = {
     "lora": ("sdxl_train_network.py", [*_COMMON, *_LORA]),
     "full, fp32 weights, AdamW": ("sdxl_train.py", [*_COMMON, *_FULL, "AdamW"]),
@@ -43,31 +47,44 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 
 
+_CHECKPOINTING, _COMPILE = ["--gradient_checkpointing"], ["--selective_torch_compile"]
+PLAIN: dict[str, list[str]] = {"": [], ", checkpointing": _CHECKPOINTING}
+COMPILED: dict[str, list[str]] = {
+    ", compiled": _COMPILE,
+    ", compiled, budget 0.5": [*_COMPILE, "--activation_memory_budget", "0.5"],
+    ", compiled, checkpointing": [*_COMPILE, *_CHECKPOINTING],
+}
+
+
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     """Return both peaks of one command line in bytes, and how far the estimate is off, in percent of the measured one."""
     from kohya_ext.vram.events import peak
     from kohya_ext.vram.step import measure, settle
 
-    choices, arguments, trainer = making.read(checkout, script, read_arguments(script, argv, {}), argv)
+    run = read_arguments(script, argv, {})
+    choices, arguments, trainer = making.read(checkout, script, run, argv)
     settle(choices, arguments, trainer)
-    log = measure(choices, arguments, trainer)
+    with making.patched(checkout, making.tracing(run.settings, choices)):
+        log = measure(choices, arguments, trainer)
     estimated = peak(log.events, log.kinds).bytes
     before = sum(event.bytes for event in log.events[: log.start])
-    above, tensors = _measured(choices, arguments, trainer)
+    with making.patched(checkout, replace(run.settings, compile_dynamic="false", activation_memory_budget=None)):
+        above, tensors = _measured(choices, arguments, trainer)
     return {
         "before the step": before,
         "estimated": estimated,
         "measured": before + above,
-        "measured, tensors alone": before + tensors,
+        **({} if tensors is None else {"measured, tensors alone": before + tensors}),
         "error_percent": round(100 * (estimated / (before + above) - 1), 3),
         "error_percent_above_the_weights": round(100 * ((estimated - before) / above - 1), 3),
     }
 
 
-def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int]:
+def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int | None]:
     """Return the peak of real allocations in one step, over what was there before it, in bytes; and that of its tensors.
 
-    The difference is what the CPU's kernels take for themselves while they run, which has no counterpart on a GPU.
+    The difference is what the CPU's kernels take for themselves while they run, which has no counterpart on a GPU. What
+    compiled code allocates no operator shows: None.
     """
     import torch
 
@@ -81,8 +98,16 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
         training = prepare(choices, arguments, trainer)
         unused = Tracker()  # never entered: it sees no operator
         lay_out(training, unused)
+        if choices.selective_torch_compile:
+            take(training, unused)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             take(training, unused)
+        alive = most = 0
+        for size in _allocations(profile):
+            alive += size
+            most = max(most, alive)
+        if choices.selective_torch_compile:
+            return most, None
         tracker = Tracker()
         with tracker:
             for module, kind in training.resident:
@@ -91,10 +116,6 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
             tracker.mark((value for value in states if isinstance(value, torch.Tensor)), Kind.OPTIMIZER_STATE)
             start = len(tracker.events)
             take(training, tracker)
-    alive = most = 0
-    for size in _allocations(profile):
-        alive += size
-        most = max(most, alive)
     return most, peak(tracker.events[start:], tracker.kinds).bytes
 
 
@@ -111,6 +132,7 @@ def main() -> int:
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
     parser.add_argument("--width", type=int, default=96, help="channels of the U-Net's first level; SDXL has 320")
     parser.add_argument("--size", type=int, default=512, help="pixels along a side")
+    parser.add_argument("--compiled", action="store_true", help="with compiled blocks, which takes minutes a case")
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--limit", type=float, default=5.0, help="percent above the weights that a case may be off")
     parser.add_argument("--output", type=Path)
@@ -122,15 +144,16 @@ def main() -> int:
     checkout = find_or_fetch(given.sd_scripts)
     cases = {}
     for name, (script, arguments) in CASES.items():
-        for suffix, more in (("", []), (", checkpointing", ["--gradient_checkpointing"])):
+        for suffix, more in (COMPILED if given.compiled else PLAIN).items():
             if f"{name}{suffix}".startswith(given.only):
                 argv = [*arguments, *more, "--resolution", str(given.size)]
                 with importable(checkout):
                     cases[f"{name}{suffix}"] = compare(checkout, script, argv)
                 print(f"{name}{suffix}: {cases[f'{name}{suffix}']}", file=sys.stderr, flush=True)
+    compiled = " --compiled" if given.compiled else ""
     report = {
         "what": f"reduced SDXL, {given.width} channels, {given.size}x{given.size} pixels, on the CPU; bytes and percent",
-        "command": f"python benchmarks/vram_accuracy.py --width {given.width} --size {given.size}",
+        "command": f"python benchmarks/vram_accuracy.py --width {given.width} --size {given.size}{compiled}",
         "sd_scripts": checkout.version,
         "torch": store.version("torch"),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",

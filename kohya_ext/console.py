@@ -6,11 +6,25 @@ import contextlib
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 from kohya_ext.errors import UserError
 
 _STANDARD_ERROR = 2
+
+_silent = False
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Say nothing inside the block but errors: what looks like a run there is none."""
+    global _silent
+    before, _silent = _silent, True
+    try:
+        yield
+    finally:
+        _silent = before
 
 
 def note(message: str) -> None:
@@ -45,4 +59,4 @@ def stop(message: str) -> NoReturn:
 
 def speaks() -> bool:
     """Return whether this process is the one of its run that talks: rank 0, and no worker of it."""
-    return os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
+    return not _silent and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
 from kohya_ext.loop import on_start
 from kohya_ext.patching import Patch, Target
@@ -87,36 +88,9 @@ def _unless_a_method(original: Any) -> str | None:
 def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
-    reason = _reason_to_stand_aside(args)
+    reason = reason_to_stand_aside(args)
     if reason is not None:
         RUN.stand_aside(reason)
-
-
-def _reason_to_stand_aside(args: Namespace) -> str | None:
-    if getattr(args, "torch_compile", False):
-        return "--torch_compile compiles the whole model already; leave it out to compile the blocks"
-    if getattr(args, "compile", False):
-        return "sd-scripts' own --compile compiles the blocks already"
-    if getattr(args, "deepspeed", False):
-        return "DeepSpeed takes the model's forward over"
-    if getattr(args, "split_attn", False):
-        return "--split_attn cuts every sample at a length that is read from the GPU, which torch.compile cannot follow"
-    return _chance_in_the_network(args)
-
-
-def _chance_in_the_network(args: Namespace) -> str | None:
-    """Why the network given by the user cannot be traced: what runs of it is drawn anew in every call."""
-    given = dict(option.split("=", 1) for option in getattr(args, "network_args", None) or () if "=" in option)
-    if getattr(args, "network_module", None) == "networks.dylora" or given.get("algo") == "dylora":
-        return "DyLoRA draws the rank that it trains in every call of every layer, which cannot be compiled in one piece"
-    if given.get("module_dropout", "").strip("0."):
-        # As a mask it could be traced, but a layer that is left out has no gradient, a masked one a gradient of zero, and
-        # Adam moves its weights by their momentum.
-        return (
-            "module_dropout draws in every call of every layer whether it is left out, which cannot be compiled in one piece "
-            "(rank_dropout and --network_dropout can)"
-        )
-    return None
 
 
 def _wanted(settings: Settings) -> bool:

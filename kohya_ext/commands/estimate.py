@@ -131,6 +131,8 @@ def _table(found: Estimate) -> Table:
     table = Table("at the peak", "GB", title=f"{found.choices['script']}: {gigabytes(found.on_the_card)} GB on the card")
     table.columns[1].justify = "right"
     for name, size in _rows(found):
+        if size < GB / 200:
+            continue  # it would be 0.00
         table.add_row(name, gigabytes(size))
     table.add_section()
     table.add_row("tensors (max_memory_allocated)", gigabytes(found.allocated))
@@ -157,8 +159,13 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
             )
     if (assumed := _assumed(found)) is not None:
         lines.append(f"Assumed, since only the model files say it: {assumed}.")
-    if run.settings.selective_torch_compile or found.choices.get("torch_compile"):
-        lines.append("Compiling is not modelled: these are the figures without it, which mostly needs more.")
+    if found.choices.get("selective_torch_compile"):
+        lines.append(
+            "Compiled blocks: what they keep for backward is torch's own division of their graphs; what they hold in between "
+            "is approximated, from which operators inductor fuses. What compiling itself takes, once, is not in it."
+        )
+    elif found.choices.get("torch_compile") or found.choices.get("compile"):
+        lines.append("sd-scripts' own compiling is not modelled: these are the figures without it, which mostly needs more.")
     lines.append(
         f"1 GB is 1e9 bytes; {NOT_CALIBRATED}. Made with sd-scripts {made['sd_scripts']}, torch {made['torch']}, "
         f"kohya_ext {made['kohya_ext']}. One process; sampling pictures and saving are not modelled."

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = ["--vram", own["vram"]] if "vram" in own else []
     # A preset from the environment would not be in the command line that comes out.
     environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
-    size = read_arguments(script, [*argv, *given], environ, auto=()).settings.vram
+    settings = read_arguments(script, [*argv, *given], environ, auto=()).settings
+    size = settings.vram
     name, card = ("", size) if size else cards.find() or ("", 0)
     if not card:
         raise UserError("no NVIDIA card found: say which it is for, --vram 16GB")
@@ -54,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     if own.get("json"):
         print(json.dumps(_as_json(made, words), indent=1))
     else:
-        _show(Console(), made, name, script, words)
+        _show(Console(), made, name, script, words, settings.selective_torch_compile)
     return 0
 
 
-def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[str]) -> None:
+def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[str], compiled: bool) -> None:
     card = f"{gigabytes(made.card)} GB ({made.card / GIB:.1f} GiB{', ' + name if name else ''})"
     table = Table("", "on the card", "TFLOP a picture", "what it gives up", title=f"{script} on {card}")
     for heading, candidates in (
@@ -80,6 +81,7 @@ def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[
         f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Speed is told from the operations "
         "for a picture: what copying swapped blocks takes, and larger batches gain, depends on the GPU.",
         "Beyond the tree: DeepSpeed's ZeRO offload (--deepspeed) is not modelled. Batch and accumulation are one process's.",
+        *(["The figures are those without compiling, which needs more; `estimate` has those with it."] if compiled else []),
         "To run it:",
     ):
         console.print(line, highlight=False, soft_wrap=True)

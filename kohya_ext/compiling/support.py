@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from typing import Any
 
 from packaging.version import Version
 
@@ -61,6 +62,34 @@ def _cpp_obstacle() -> str | None:
         get_cpp_compiler()
     except Exception as error:  # its own kinds of exception moved between versions
         return f"no working C++ compiler: install g++ (Windows: Visual Studio's C++ tools) or name one in CXX ({error})"
+    return None
+
+
+def reason_to_stand_aside(args: Any) -> str | None:
+    """Return why a script's arguments leave nothing to compile block by block; None where they do."""
+    if getattr(args, "torch_compile", False):
+        return "--torch_compile compiles the whole model already; leave it out to compile the blocks"
+    if getattr(args, "compile", False):
+        return "sd-scripts' own --compile compiles the blocks already"
+    if getattr(args, "deepspeed", False):
+        return "DeepSpeed takes the model's forward over"
+    if getattr(args, "split_attn", False):
+        return "--split_attn cuts every sample at a length that is read from the GPU, which torch.compile cannot follow"
+    return _chance_in_the_network(args)
+
+
+def _chance_in_the_network(args: Any) -> str | None:
+    """Why the network given by the user cannot be traced: what runs of it is drawn anew in every call."""
+    given = dict(option.split("=", 1) for option in getattr(args, "network_args", None) or () if "=" in option)
+    if getattr(args, "network_module", None) == "networks.dylora" or given.get("algo") == "dylora":
+        return "DyLoRA draws the rank that it trains in every call of every layer, which cannot be compiled in one piece"
+    if given.get("module_dropout", "").strip("0."):
+        # As a mask it could be traced, but a layer that is left out has no gradient, a masked one a gradient of zero, and
+        # Adam moves its weights by their momentum.
+        return (
+            "module_dropout draws in every call of every layer whether it is left out, which cannot be compiled in one piece "
+            "(rank_dropout and --network_dropout can)"
+        )
     return None
 
 

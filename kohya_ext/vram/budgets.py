@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.vram.choices import Choices
+from kohya_ext.vram.compiled import one_mode, registered, traceable
 from kohya_ext.vram.step import faking, forward, prepare, settle
 from kohya_ext.vram.track import Tracker
 
@@ -74,11 +74,8 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> list[Graph]
 
     ``choices`` are normalized and without checkpointing; what compiles the blocks must do so with :data:`BACKEND`.
     """
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
     settle(choices, arguments, trainer)
-    # Dynamo guards the shapes of what it traces, and wants to find an environment of them.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = traceable()
     with faking(mode) as assumptions, _collecting(mode) as graphs:
         training = prepare(choices, arguments, trainer)
         assumptions.integer = training.models.caption_tokens
@@ -89,31 +86,28 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> list[Graph]
 @contextmanager
 def _collecting(mode: Any) -> Iterator[list[Graph]]:
     """Have the backend inside the block, and the list that it adds its graphs to."""
-    from torch._dynamo.backends import registry
-
     graphs: list[Graph] = []
     seen: dict[str, int] = {}
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = Graph(_class_of_newest(seen), _largest(inputs))
         graphs.append(graph)
-        with _one_mode(mode):
+        with one_mode(mode):
             graph.budgets = _partition(traced, inputs)
 
         def run(*given: Any) -> Any:
             if not graph.calls:
                 graph.eager = _eager(traced, given)
                 graph.checkpointed = _eager(partial(checkpoint, traced, use_reentrant=False), given)
+                # A block before the first trained weight has no backward, and nothing is divided.
+                graph.budgets = graph.budgets or dict.fromkeys(BUDGETS, graph.eager)
             graph.calls += 1
             return traced(*given)
 
         return run
 
-    registry.register_backend(compile_graph, BACKEND)
-    try:
+    with registered(BACKEND, compile_graph):
         yield graphs
-    finally:
-        del registry._BACKENDS[BACKEND], registry._COMPILER_FNS[BACKEND]
 
 
 def _class_of_newest(seen: dict[str, int]) -> str:
@@ -123,19 +117,6 @@ def _class_of_newest(seen: dict[str, int]) -> str:
     newest = next(block for block in RUN.blocks.values() if block.graphs != seen.get(block.label, 0))
     seen[newest.label] = newest.graphs
     return newest.name
-
-
-@contextmanager
-def _one_mode(mode: Any) -> Iterator[None]:
-    """Let AOTAutograd trace in the mode that the tensors are of: before torch 2.7 or so dynamo has one of its own."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.get()
-    before, context.fake_mode = context.fake_mode, mode
-    try:
-        yield
-    finally:
-        context.fake_mode = before
 
 
 def _largest(inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -202,7 +183,8 @@ def _eager(function: Callable[..., Any], given: Sequence[Any]) -> Cost:
         size = _bytes_beside(saved, given, made)
         wanted = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
         leaves = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
-        torch.autograd.grad(wanted, leaves, [torch.ones_like(one) for one in wanted], allow_unused=True)
+        if wanted:
+            torch.autograd.grad(wanted, leaves, [torch.ones_like(one) for one in wanted], allow_unused=True)
     return Cost(size, tracker.flops)
 
 

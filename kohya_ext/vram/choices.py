@@ -13,11 +13,12 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import toml
 
 from kohya_ext.arguments import QuietParser, RunArguments, find_problem
+from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.safetensors_header import read_header
@@ -28,6 +29,12 @@ FP8 = "fp8"
 
 #: A whole number or a number is written as such; text in a list stands for ``nargs="*"``.
 _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
+
+
+#: The extension's own options among them.
+OWN = ("checkpoint_share", "selective_torch_compile", "activation_memory_budget")
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,6 @@ class Choices:
     fp8_vl: bool = False
     text_encoder_cpu: bool = False
     attn_mode: str | None = None
-    split_attn: bool = False
     vae_chunk_size: int | None = None
     sdpa: bool = False
     xformers: bool = False
@@ -102,8 +108,13 @@ class Choices:
     blockwise_fused_optimizers: bool = False
     deepspeed: bool = False
     torch_compile: bool = False
+    compile: bool = False
+    split_attn: bool = False
     checkpoint_share: float | None = None
-    """The extension's own; from its settings, which know where it was said."""
+    """This and what follows is the extension's own, from its settings, which know where it was said."""
+    selective_torch_compile: bool = False
+    activation_memory_budget: float | None = None
+    """Of compiled blocks; None is all of their activations."""
 
     @property
     def family(self) -> str:
@@ -166,7 +177,7 @@ def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Ch
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return Choices(script, **given, checkpoint_share=run.settings.checkpoint_share)
+    return Choices(script, **given, **{name: getattr(run.settings, name) for name in OWN})
 
 
 def normalized(choices: Choices) -> Choices:
@@ -177,6 +188,7 @@ def normalized(choices: Choices) -> Choices:
     """
     width, height, batch = _largest_batch(choices)
     lora = choices.trains_network
+    compiled = choices.selective_torch_compile and reason_to_stand_aside(choices) is None
     defaults = Choices(choices.script)
     return replace(
         choices,
@@ -206,6 +218,8 @@ def normalized(choices: Choices) -> Choices:
         t5xxl_max_token_length=_unless(choices.t5xxl_max_token_length, _T5_TOKENS.get(choices.family)),
         network_dim=(choices.network_dim or 4) if lora else None,
         checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
+        selective_torch_compile=compiled,
+        activation_memory_budget=_unless(choices.activation_memory_budget, 1.0) if compiled else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
         learning_rate_te=_whether(choices.learning_rate_te),
         learning_rate_te1=_whether(choices.learning_rate_te1),
@@ -217,7 +231,7 @@ def normalized(choices: Choices) -> Choices:
 _T5_TOKENS = {"sd3": 256, "flux": 512}
 
 
-def _unless(value: int | None, usual: int | None) -> int | None:
+def _unless(value: Value | None, usual: Value | None) -> Value | None:
     return None if value == usual else value
 
 
@@ -314,7 +328,9 @@ def _rows() -> dict[str, tuple[Any, bool]]:
     """Field name -> (type of one value, whether it takes several)."""
     rows = {}
     hints = typing.get_type_hints(Choices)
-    for row in fields(Choices)[1:-1]:
+    for row in fields(Choices):
+        if row.name in ("script", *OWN):
+            continue
         kind = hints[row.name]
         options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
         several = typing.get_origin(options[0]) is tuple

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
 from kohya_ext.arguments import RunArguments, find_problem, take_over
+from kohya_ext.compiling.support import DEFAULT_BACKEND
 from kohya_ext.errors import UserError
 from kohya_ext.patching import Patcher, registry
 from kohya_ext.probing import importable, script_names
@@ -44,8 +45,9 @@ def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
 
     Raises UserError for arguments the script does not take, and for a run that is not modelled.
     """
-    _refuse(choosing.read(script, run, argv)[0])
-    with _prepared(checkout, eager(run.settings)):
+    choices = choosing.read(script, run, argv)[0]
+    _refuse(choices)
+    with _prepared(checkout, tracing(run.settings, choosing.normalized(choices))):
         return _measure(checkout, *read(checkout, script, run, argv))
 
 
@@ -58,10 +60,7 @@ def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Seque
     from kohya_ext.vram.budgets import BACKEND, measure
 
     _refuse(choosing.read(script, run, argv)[0])
-    settings = replace(
-        run.settings, selective_torch_compile=True, compile_backend=BACKEND, compile_mode="default", compile_dynamic="false",
-        activation_memory_budget=None, checkpoint_share=None,
-    )  # fmt: skip
+    settings = replace(_compiling_with(BACKEND, run.settings), checkpoint_share=None)
     set_budget(1.0)  # with what makes shares mean activations
     with _prepared(checkout, settings):
         choices, arguments, trainer = read(checkout, script, run, argv)
@@ -72,8 +71,29 @@ def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Seque
     return graphs
 
 
+def tracing(settings: Settings, choices: Choices) -> Settings:
+    """Return a run's settings with blocks compiled as far as tensors without data can be: traced and divided, by the budget."""
+    if not choices.selective_torch_compile:
+        return eager(settings)
+    if settings.compile_backend != DEFAULT_BACKEND:
+        raise UserError(f"estimates with --compile_backend {settings.compile_backend} are not modelled: {DEFAULT_BACKEND} is")
+    from kohya_ext.compiling.budget import set_budget
+    from kohya_ext.vram.compiled import BACKEND
+
+    budget = choices.activation_memory_budget
+    set_budget(1.0 if budget is None else budget)
+    return _compiling_with(BACKEND, settings)
+
+
+def _compiling_with(backend: str, settings: Settings) -> Settings:
+    return replace(
+        settings, selective_torch_compile=True, compile_backend=backend, compile_mode="default", compile_dynamic="false",
+        activation_memory_budget=None,
+    )  # fmt: skip
+
+
 def eager(settings: Settings) -> Settings:
-    """Return a run's settings without compiling: compiled blocks need less memory, and cannot run on fake tensors."""
+    """Return a run's settings without compiling."""
     return replace(settings, selective_torch_compile=False, activation_memory_budget=None)
 
 

@@ -6,7 +6,7 @@ Nothing here imports torch; an estimate that has to be made does (vram/making.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kohya_ext import overlay
@@ -115,9 +115,15 @@ def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card
 
 def _tiers_with(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[tuple[Tier, RunArguments]]:
     """Yield the tiers of what a script trains, the largest first, and the arguments with each."""
-    kind = choosing.read(script, read_arguments(script, argv, environ, auto=()), argv)[0].kind
+    kind = choosing.read(script, _read(script, argv, environ, ()), argv)[0].kind
     for tier in sorted(tiers(kind), key=lambda tier: -tier.card):
-        yield tier, read_arguments(script, argv, environ, auto=(tier.name,))
+        yield tier, _read(script, argv, environ, (tier.name,))
+
+
+def _read(script: str, argv: Sequence[str], environ: Mapping[str, str], auto: Sequence[str] | None = None) -> RunArguments:
+    """Read a command line as it is before its blocks are compiled: that needs less, and each estimate three times as long."""
+    run = read_arguments(script, argv, environ, auto)
+    return replace(run, settings=replace(run.settings, selective_torch_compile=False, activation_memory_budget=None))
 
 
 def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> list[Candidate]:
@@ -168,7 +174,7 @@ class _Walk:
 
     def candidates(self) -> list[Candidate]:
         """Return what was tried: down to what fits, and from there back up to the fastest that still does."""
-        run = read_arguments(self.script, self.argv, self.environ, auto=())
+        run = _read(self.script, self.argv, self.environ, ())
         base = overlay.base(choosing.read(self.script, run, self.argv)[0].kind)
         mine = _without_auto(self.argv)
         theirs = {**(run.config.values if run.config is not None else {}), **values_of(mine)}
@@ -189,7 +195,7 @@ class _Walk:
     def _try(self, start: Sequence[str], changes: Changes, name: str) -> bool:
         """Estimate a configuration; return whether it fits. Past the limit nothing is tried, and everything said to fit."""
         argv = rewritten(start, changes)
-        run = read_arguments(self.script, argv, self.environ)
+        run = _read(self.script, argv, self.environ)
         choices = choosing.normalized(choosing.read(self.script, run, argv)[0])
         if store.find(self.checkout, choices, run.settings.disable_patch) is None:
             if self.made == MOST:

@@ -24,6 +24,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.vram.assume import Assumptions
 from kohya_ext.vram.autocast import cuda_rules
 from kohya_ext.vram.choices import Choices, size
+from kohya_ext.vram.compiled import traceable, weighing
 from kohya_ext.vram.events import Event, Kind
 from kohya_ext.vram.models import Models, build, cast
 from kohya_ext.vram.track import BACKWARD, STEP, Tracker
@@ -97,10 +98,12 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
     ``choices`` are normalized, ``arguments`` the namespace they were read from, ``trainer`` the family's network trainer.
     Raises UserError for what is not modelled.
     """
-    with faking() as assumptions:
+    tracker = Tracker()
+    with _surroundings(choices, tracker) as assumptions:
         training = prepare(choices, arguments, trainer)
         assumptions.integer = training.models.caption_tokens
-        tracker = Tracker()
+        if choices.selective_torch_compile:
+            _compile(training)
         with tracker, _bitsandbytes_without_kernels():
             start = lay_out(training, tracker)
             flops = take(training, tracker)
@@ -446,6 +449,13 @@ def take(training: Training, tracker: Tracker) -> int:
     return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
 
 
+def _compile(training: Training) -> None:
+    """Take the forward and the backward pass of a step: compiling has tensors of its own, which are no step's."""
+    training.accelerator.backward(forward(training))
+    for parameter in training.trained:
+        parameter.grad = None
+
+
 def _make_gradients(training: Training) -> None:
     for parameter in training.trained:
         if parameter.requires_grad:
@@ -557,6 +567,17 @@ def _images(choices: Choices, batch: int) -> torch.Tensor:
 def faking(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
     """Make tensors without data inside the block, under CUDA's autocast rules; ``mode`` when it must be a certain one."""
     with mode or FakeTensorMode(allow_non_fake_inputs=True), cuda_rules(), Assumptions() as assumptions:
+        yield assumptions
+
+
+@contextlib.contextmanager
+def _surroundings(choices: Choices, tracker: Tracker) -> Iterator[Assumptions]:
+    if not choices.selective_torch_compile:
+        with faking() as assumptions:
+            yield assumptions
+        return
+    mode = traceable()
+    with faking(mode) as assumptions, weighing(mode, tracker):
         yield assumptions
 
 

@@ -44,6 +44,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     flops: int = 0
     phase: str = FORWARD
     _live: dict[int, _Storage] = field(default_factory=dict)
+    _looks_away: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -94,10 +95,29 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._count(func, args, kwargs, result)
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor):
-                self._see(value, self._kind_of(func, args))
+        if not self._looks_away:
+            self.see(result, self._kind_of(func, args))
         return result
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, as FakeTensorMode does: dynamo traces below it."""
+        return True
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Count FLOPs inside and log nothing but what :meth:`see` is told."""
+        before, self._looks_away = self._looks_away, True
+        try:
+            yield
+        finally:
+            self._looks_away = before
+
+    def see(self, made: Any, kind: Kind) -> None:
+        """Log the storages, among some values, that are seen for the first time."""
+        for value in tree_iter(made):
+            if isinstance(value, torch.Tensor):
+                self._see(value, kind)
 
     def _kind_of(self, func: Any, args: Any) -> Kind:
         if self.phase == BACKWARD:

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: E402
-
 from kohya_ext.compiling import blocks, configuration  # noqa: E402
+from kohya_ext.compiling.budget import set_budget  # noqa: E402
 from kohya_ext.settings import Settings  # noqa: E402
 from kohya_ext.tiny import environment  # noqa: E402
-from kohya_ext.vram import budgets  # noqa: E402
+from kohya_ext.vram import budgets, compiled  # noqa: E402
+from kohya_ext.vram.events import Kind, peak_by_phase  # noqa: E402
 from kohya_ext.vram.step import faking  # noqa: E402
+from kohya_ext.vram.track import BACKWARD, Tracker  # noqa: E402
 
 ROWS, WIDTH = 64, 32
 
@@ -32,16 +32,24 @@ class Block(torch.nn.Module):
         return x + self.outer(torch.nn.functional.gelu(self.inner(x)))
 
 
-def test_each_way_is_counted_by_hand(monkeypatch, tmp_path):
-    torch._dynamo.reset()
+@pytest.fixture
+def compile_with(monkeypatch, tmp_path):
+    """Have the block compiled by a backend."""
     monkeypatch.setattr(blocks, "RUN", blocks.Run())
     monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
-    settings = Settings(selective_torch_compile=True, compile_backend=budgets.BACKEND, compile_dynamic="false")
-    monkeypatch.setattr(Block, "forward", blocks.compile_method(Block.forward, "here:Block.forward", "1 of 1", settings))
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+    def compile_it(backend):
+        settings = Settings(selective_torch_compile=True, compile_backend=backend, compile_dynamic="false")
+        monkeypatch.setattr(Block, "forward", blocks.compile_method(Block.forward, "here:Block.forward", "1 of 1", settings))
+
+    return compile_it
+
+
+def test_each_way_is_counted_by_hand(compile_with):
+    compile_with(budgets.BACKEND)
+    mode = compiled.traceable()
     with faking(mode), budgets._collecting(mode) as graphs:
         torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
-    torch._dynamo.reset()
     (graph,) = graphs
     assert (graph.block, graph.enters, graph.calls) == ("Block", (ROWS, WIDTH), 3)
     inner = 4 * ROWS * 4 * WIDTH  # bytes of the four times wider tensor, in float32
@@ -52,6 +60,33 @@ def test_each_way_is_counted_by_hand(monkeypatch, tmp_path):
     found = {share: (cost.kept // inner, cost.flops // product) for share, cost in graph.budgets.items()}
     assert found == {1.0: (2, 6), 0.75: (1, 6), 0.5: (1, 6), 0.25: (0, 7), 0.1: (0, 7), 0.0: (0, 7)}
     assert budgets.total(graphs, lambda one: one.eager) == budgets.Cost(6 * inner, 18 * product)
+
+
+@pytest.mark.parametrize(("budget", "kept", "held"), [(1.0, 1, 2), (0.0, 0, 1)])
+def test_a_compiled_step_is_weighed_by_hand(compile_with, budget, kept, held):
+    compile_with(compiled.BACKEND)
+    set_budget(budget)
+    mode, tracker = compiled.traceable(), Tracker()
+    with faking(mode), compiled.weighing(mode, tracker):
+        model, x = torch.nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH, requires_grad=True)
+        model.requires_grad_(False)  # so that only what enters the activation is wanted in backward
+        model(x).sum().backward()
+        with tracker:
+            tracker.mark([x, x.grad, *model.parameters()], Kind.WEIGHT)
+            before = len(tracker.events)
+            out = model(x)
+            tracker.mark_saved()
+            with tracker.during(BACKWARD):
+                out.sum().backward()
+            del out
+    set_budget(1.0)
+    inner = 4 * ROWS * 4 * WIDTH  # bytes of the four times wider tensor, in float32
+    outer = inner // 4
+    forward = peak_by_phase(tracker.events[before:])["forward"]
+    # Of the first block what is kept and what it returns; of the second what it holds, and what its last layer writes. The
+    # activation takes the place of what it is made from, unless that is kept, as the sum takes that of the last layer.
+    assert forward == kept * inner + outer + held * inner + outer
+    assert sum(event.bytes for event in tracker.events[before:]) == 0, "everything is freed"
 
 
 @pytest.mark.slow

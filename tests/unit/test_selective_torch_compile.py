@@ -3,7 +3,8 @@
 from argparse import Namespace
 
 import pytest
-from kohya_ext.patches.selective_torch_compile import _reason_to_stand_aside
+
+from kohya_ext.compiling.support import reason_to_stand_aside
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from kohya_ext.patches.selective_torch_compile import _reason_to_stand_aside
     ids=str,
 )
 def test_it_stands_aside(given, reason):
-    assert reason in _reason_to_stand_aside(Namespace(**given))
+    assert reason in reason_to_stand_aside(Namespace(**given))
 
 
 @pytest.mark.parametrize(
@@ -34,4 +35,4 @@ def test_it_stands_aside(given, reason):
     ids=str,
 )
 def test_it_compiles(given):
-    assert _reason_to_stand_aside(Namespace(**given)) is None
+    assert reason_to_stand_aside(Namespace(**given)) is None
