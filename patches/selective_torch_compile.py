@@ -18,6 +18,7 @@ from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
 from kohya_ext.loop import on_start
 from kohya_ext.patching import Patch, Target
+from kohya_ext.sdscripts import KNOWN_LAYOUTS, Layout
 from kohya_ext.settings import Settings
 
 
@@ -28,6 +29,7 @@ class Blocks:
     module: str
     method: str
     classes: tuple[str, ...]
+    layouts: frozenset[Layout] = KNOWN_LAYOUTS
 
 
 #: Every model that sd-scripts trains. Where checkpointing wraps a method from within ``forward``, it is that inner one.
@@ -48,6 +50,10 @@ BLOCKS = (
     # The text encoders of SD, SDXL, SD3 and FLUX, when they are trained. T5 is left out: its layers build their position
     # bias in the first one, and training it is rare.
     Blocks("transformers.models.clip.modeling_clip", "forward", ("CLIPEncoderLayer",)),
+    # The demo's U-Net where there is no sd-scripts: of the model's own list of repeated blocks (``_repeated_blocks``, before
+    # diffusers 0.34 ``_no_split_modules``) those that hold no other of it.
+    Blocks("diffusers.models.attention", "forward", ("BasicTransformerBlock",), frozenset({"unknown"})),
+    Blocks("diffusers.models.resnet", "forward", ("ResnetBlock2D",), frozenset({"unknown"})),
 )
 
 
@@ -58,6 +64,7 @@ def _targets() -> tuple[Target, ...]:
             f"{name}.{blocks.method}",
             _compiled(blocks, name),
             _unless_a_method,
+            blocks.layouts,
         )
         for blocks in BLOCKS
         for name in blocks.classes

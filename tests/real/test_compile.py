@@ -1,9 +1,13 @@
 """Selective compile and the memory budget in the real scripts: reached, close to eager, in one piece, and never fatal."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
+from kohya_ext.tiny import environment
 from tests.real.conftest import REPORT
 
 torch = pytest.importorskip("torch")
@@ -198,3 +202,25 @@ def test_cuda_graphs_are_refused_before_anything_is_loaded(checkout, train):
     run = train(checkout, LUMINA, "--selective_torch_compile", "--compile_mode", "reduce-overhead")
     assert run.code == 2
     assert "--compile_mode reduce-overhead cannot be used with --selective_torch_compile" in run.output
+
+
+@pytest.mark.slow
+def test_the_demos_own_unet_is_compiled_by_its_own_list_of_blocks(pictures, tmp_path):
+    from diffusers import UNet2DConditionModel
+    from safetensors.torch import load_file
+
+    given = ["--train_data_dir", str(pictures), "--output_name", "tiny", "--max_train_steps", "4", "--gradient_checkpointing"]
+    for name, on in (("eager", ()), ("compiled", ON)):
+        folder = tmp_path / name
+        folder.mkdir()
+        places = ["--output_dir", str(folder), "--logging_dir", str(folder), "--report", str(folder / REPORT)]
+        command = [sys.executable, "-m", "kohya_ext.tiny.embedded", *given, *places, *on]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": environment.python_path()}
+        subprocess.run(command, env=environ, check=True)
+    assert_close(*(load_file(tmp_path / name / "tiny.safetensors") for name in ("compiled", "eager")), 1e-5)
+    found = json.loads((tmp_path / "compiled" / REPORT).read_text())["facts"]["selective_torch_compile"]
+    graphs = {label.partition(":")[2].partition(".")[0]: block["graphs"] for label, block in found["blocks"].items()}
+    listed = getattr(UNet2DConditionModel, "_repeated_blocks", None) or UNet2DConditionModel._no_split_modules
+    assert "BasicTransformerBlock" in listed
+    assert graphs["BasicTransformerBlock"] > 0
+    assert found["graph_breaks"] == 0

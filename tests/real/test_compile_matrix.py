@@ -4,7 +4,7 @@ recompiles after the first epoch.
     python -m pytest tests/real/test_compile_matrix.py -m slow -n 0 -s
 
 prints a line for each row; with the variable COMPILE_MATRIX it is written to that JSON file too, row by row. Eager is the
-extension's: upstream's own runs are not repeatable with the rich that v0.10 pins, whose log lines draw random numbers.
+extension's, so that nothing but compiling differs.
 """
 
 import json
