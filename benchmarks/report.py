@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import cards
 from benchmarks.results import FOLDER, Comparison, Result, Variant, kept, read
 from kohya_ext.console import error, note
 from kohya_ext.vram.card import GB
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         error(f"no results in {FOLDER}: run `python -m benchmarks.run step`")
         return 2
     given.output.mkdir(parents=True, exist_ok=True)
+    cards.draw(given.output / cards.PICTURE)
     text = "\n".join(_document(results, given.output))
     (given.output / REPORT).write_text(text, encoding="utf-8")
     note(str(given.output / REPORT))
@@ -41,6 +43,9 @@ def _document(results: Sequence[tuple[Path, Result]], folder: Path) -> Iterator[
     yield "Made by `python -m benchmarks.report` of the JSON files beside it; each table names the command that makes its file"
     yield "again. Times are medians, with the quartiles in brackets. A ratio is the first row's median over the row's, above 1"
     yield "is faster; in brackets the lowest and the highest of the rounds. GB is 1e9 bytes."
+    yield "\n## What fits which card\n"
+    yield "The shipped presets by the estimates that come with the package (`python -m kohya_ext presets list`).\n"
+    yield f"![What fits which card]({cards.PICTURE})"
     for file, result in results:
         yield f"\n## {file.stem}\n"
         yield from _about(result)
@@ -48,6 +53,7 @@ def _document(results: Sequence[tuple[Path, Result]], folder: Path) -> Iterator[
             yield f"\n### {comparison.title}\n"
             yield from table(comparison, result)
             yield from compiling_table(comparison)
+            yield from operators_table(comparison)
             picture = folder / f"{file.stem}-{index}.png"
             if draw(comparison, picture):
                 yield f"\n![{comparison.title}]({picture.name})"
@@ -133,6 +139,22 @@ def compiling_table(comparison: Comparison) -> Iterator[str]:
             width, height = visit["bucket"]
             new = visit["new"]["graphs"]
             yield f"| {width}x{height} | {visit['first_seconds']:.3g} s | {visit['then_seconds']:.3g} s | {new} |"
+
+
+#: Operators that are named; the others move little.
+OPERATORS = 12
+
+
+def operators_table(comparison: Comparison) -> Iterator[str]:
+    """Yield which operators move the most bytes, for the suite that counts them."""
+    counted = [variant for variant in comparison.variants if variant.facts.get("operators")]
+    if not counted:
+        return
+    yield f"\n| GB and kernels of the operator | {' | '.join(variant.name for variant in counted)} |"
+    yield f"|---|{'---|' * len(counted)}"
+    for name in list(counted[0].facts["operators"])[:OPERATORS]:
+        found = [variant.facts["operators"].get(name, {"moved_bytes": 0, "kernels": 0}) for variant in counted]
+        yield f"| `{name}` | {' | '.join('{:.1f}, {}'.format(one['moved_bytes'] / GB, one['kernels']) for one in found)} |"
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Upstream multiplies what comes out of every LoRA module by the multiplier, which is 1 in training, and by alpha / rank: two
 passes over an activation as wide as the layer, again in the recompute, and their mirror images in backward. They are a fifth
-of the bytes and a seventh of the kernels of an SDXL LoRA's step at 1024 (``python -m benchmarks.run work``), and a card at
+of the bytes and a sixth of the kernels of an SDXL LoRA's step at 1024 (``python -m benchmarks.run work``), and a card at
 home waits for its memory at least as long as for its arithmetic.
 
 A factor of 1 changes no bit and is left out. A power of two only changes exponents, so it commutes with the product by

@@ -48,7 +48,7 @@ def measure(plan: Plan, result: Result) -> None:
                 variant.status, variant.reason = "failed", failed[name]
             else:
                 variant.rounds.append([counted[name][quantity] / one])
-                variant.facts["operators"] = counted[name]["operators"]
+                variant.facts["operators"] = counted[name]["operators"] if quantity == "moved_bytes" else {}
             variants.append(variant)
         title = f"{unit}: {plan.family_name}"
         result.comparisons.append(Comparison(title, unit, configuration(plan), variants))

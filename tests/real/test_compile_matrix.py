@@ -67,7 +67,7 @@ ROWS = (
     row("sdxl-lycoris-lokr", "sdxl_train_network", SDXL, *lycoris("lokr"), *DIT_ONLY),
     row("sdxl-finetune", "sdxl_train", SDXL | CLIP),
     row("sdxl-controlnet", "sdxl_train_control_net", SDXL, *PLAIN_DESCENT),
-    row("sdxl-lllite", "sdxl_train_control_net_lllite", SDXL),
+    row("sdxl-lllite", "sdxl_train_control_net_lllite", SDXL, *PLAIN_DESCENT),
     row("sdxl-inversion", "sdxl_train_textual_inversion", SDXL | CLIP),
     row("sd15", "train_network", UNET | CLIP),
     row("sd15-dreambooth", "train_db", UNET | CLIP, *PLAIN_DESCENT),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from kohya_ext import overlay
@@ -32,7 +34,9 @@ def test_an_overlay_goes_with_every_script_and_costs_no_memory(name):
         assert overlay.load([name], script).values
         tier = next((f"{its}/{stem}" for its, stem, _ in SHIPPED if its == family and stem.endswith("gb")), None)
         if tier is not None:
-            assert tiers.read(script, ["--preset", tier, "--preset", name]) == tiers.read(script, ["--preset", tier])
+            stacked = tiers.read(script, ["--preset", tier, "--preset", name])
+            # Compiled blocks, `speed`'s, need less than the tier was measured with.
+            assert replace(stacked, selective_torch_compile=False) == tiers.read(script, ["--preset", tier])
 
 
 def test_a_tier_means_the_scripts_own_family():

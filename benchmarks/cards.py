@@ -1,0 +1,70 @@
+"""One picture of what fits which card: every family at every size of card, with the presets' predicted needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kohya_ext.vram import tiers
+from kohya_ext.vram.card import GIB, gigabytes
+from kohya_ext.vram.tiers import Tier
+
+PICTURE = "cards.png"
+
+
+def draw(file: Path) -> None:
+    """Draw families against cards; a cell says how, and its colour how fast beside the family's fastest preset."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    known = [tier for tier in tiers.tiers() if tier.found is not None]
+    families = sorted({tier.family for tier in known})
+    sizes = sorted({tier.card // GIB for tier in known})
+    figure, axes = pyplot.subplots(figsize=(1.6 * len(sizes) + 1.6, 0.8 * len(families) + 1.4), layout="constrained")
+    colours = matplotlib.colormaps["YlGn"]
+    for row, family in enumerate(families):
+        for column, size in enumerate(sizes):
+            fitting = [tier for tier in known if tier.family == family and tier.card <= size * GIB]
+            if not fitting:
+                continue
+            tier = max(fitting, key=lambda one: one.card)
+            share = tiers.speed(tier, known) or 0.0
+            own = tier.card == size * GIB
+            colour = colours(0.1 + 0.5 * max(share - 0.65, 0) / 0.35)
+            axes.add_patch(pyplot.Rectangle((column, row), 0.96, 0.92, color=colour, alpha=1.0 if own else 0.35, linewidth=0))
+            axes.text(column + 0.48, row + 0.46, _words(tier, share) if own else f"as {tier.card // GIB}", fontsize=8,
+                      ha="center", va="center", color="black" if own else "dimgray")  # fmt: skip
+    axes.set_xlim(0, len(sizes))
+    axes.set_ylim(len(families), 0)
+    axes.set_xticks([column + 0.48 for column in range(len(sizes))], [f"{size} GB" for size in sizes])
+    axes.set_yticks([row + 0.46 for row in range(len(families))], families)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xlabel(
+        "The preset for each card: what is traded, GB (1e9 bytes) that it is predicted to need, speed by operations beside the "
+        "family's fastest at that resolution.\nPredicted, not measured on a GPU; empty: no preset fits.",
+        fontsize=8,
+    )
+    # No date and no version inside: the same figures give the same file.
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _words(tier: Tier, share: float) -> str:
+    assert tier.found is not None
+    choices = tier.choices
+    side = str(choices.resolution).partition(",")[0]
+    said = [f"{side} px, batch {choices.train_batch_size}"]
+    base = "fp8, " if choices.fp8_base or choices.fp8_scaled else ""
+    if choices.blocks_to_swap:
+        said.append(f"{base}{choices.blocks_to_swap} blocks swapped")
+    elif not choices.gradient_checkpointing:
+        said.append(f"{base}no checkpointing")
+    else:
+        part = f" of {choices.checkpoint_share:.0%}" if choices.checkpoint_share not in (None, 1.0) else ""
+        said.append(f"{base}checkpointing{part}")
+    said.append(f"{gigabytes(tier.found.on_the_card)} GB, {share:.0%}")
+    return "\n".join(said)
