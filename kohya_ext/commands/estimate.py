@@ -168,7 +168,7 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
         lines.append("sd-scripts' own compiling is not modelled: these are the figures without it, which mostly needs more.")
     lines.append(
         f"1 GB is 1e9 bytes; {NOT_CALIBRATED}. Made with sd-scripts {made['sd_scripts']}, torch {made['torch']}, "
-        f"kohya_ext {made['kohya_ext']}. One process; sampling pictures and saving are not modelled."
+        f"kohya_ext {made['kohya_ext']}. One process. Saving takes its tensors to the host one by one, and needs no more."
     )
     return lines
 
@@ -183,7 +183,7 @@ def _assumed(found: Estimate) -> str | None:
             else "T5 in 16 bits (name an fp8 file with --t5xxl to have it counted)"
         )
     return {
-        "sd3": "Stable Diffusion 3.5 medium (large is three times as big), T5 in 16 bits",
+        "sd3": f"Stable Diffusion {found.choices.get('pretrained_model_name_or_path', '3.5 medium')}, T5 in 16 bits",
         "hunyuan-image": "captions of 256 tokens and 128 bytes of quoted text",
         "lumina": "captions as long as --gemma2_max_token_length allows",
     }.get(choices.family)

@@ -7,8 +7,11 @@ is modelled.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import json
 import math
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -31,8 +34,11 @@ FP8 = "fp8"
 _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
 
 
+#: Stable Diffusion 3 beside 3.5 medium.
+SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
+
 #: The extension's own options among them.
-OWN = ("checkpoint_share", "selective_torch_compile", "activation_memory_budget")
+OWN = ("checkpoint_share", "selective_torch_compile", "activation_memory_budget", "ema", "ema_device")
 
 Value = TypeVar("Value")
 
@@ -52,6 +58,7 @@ class Choices:
     gradient_accumulation_steps: int = 1
     gradient_checkpointing: bool = False
     cpu_offload_checkpointing: bool = False
+    unsloth_offload_checkpointing: bool = False
     blocks_to_swap: int | None = None
     mixed_precision: str = "no"
     full_fp16: bool = False
@@ -83,6 +90,8 @@ class Choices:
     train_text_encoder: bool = False
     stop_text_encoder_training: int | None = None
     learning_rate: float = 2e-06
+    unet_lr: float | None = None
+    text_encoder_lr: tuple[float, ...] | None = None
     learning_rate_te: float | None = None
     learning_rate_te1: float | None = None
     learning_rate_te2: float | None = None
@@ -93,8 +102,12 @@ class Choices:
     max_grad_norm: float = 1.0
     fused_backward_pass: bool = False
     fused_optimizer_groups: int | None = None
+    optimizer_schedulefree_wrapper: bool = False
+    num_last_block_to_freeze: int | None = None
     dim_from_weights: bool = False
     train_inpainting: bool = False
+    pretrained_model_name_or_path: str | None = None
+    """Once normalized, which Stable Diffusion 3 it is, if not 3.5 medium."""
     v2: bool = False
     model_type: str = "flux"
     t5xxl: str | None = None
@@ -106,6 +119,12 @@ class Choices:
     qwen3_max_token_length: int = 512
     t5_max_token_length: int = 512
     blockwise_fused_optimizers: bool = False
+    lowram: bool = False
+    sample_prompts: str | None = None
+    """Once normalized, the largest picture of that file in pixels, as ``resolution`` is."""
+    sample_every_n_steps: int | None = None
+    sample_every_n_epochs: int | None = None
+    sample_at_first: bool = False
     deepspeed: bool = False
     torch_compile: bool = False
     compile: bool = False
@@ -115,6 +134,9 @@ class Choices:
     selective_torch_compile: bool = False
     activation_memory_budget: float | None = None
     """Of compiled blocks; None is all of their activations."""
+    ema: bool = False
+    """Once normalized, whether an average lies on the card."""
+    ema_device: str = "cpu"
 
     @property
     def family(self) -> str:
@@ -219,8 +241,19 @@ def normalized(choices: Choices) -> Choices:
         network_dim=(choices.network_dim or 4) if lora else None,
         checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
         selective_torch_compile=compiled,
+        ema=choices.ema and choices.ema_device == "gpu",
+        ema_device=defaults.ema_device,
+        # The transformers' scripts load every model into host memory whatever is said.
+        lowram=choices.lowram and choices.family in ("sd15", "sdxl"),
+        sample_prompts=_largest_sample(choices),
+        sample_every_n_steps=None,
+        sample_every_n_epochs=None,
+        sample_at_first=False,
         activation_memory_budget=_unless(choices.activation_memory_budget, 1.0) if compiled else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
+        pretrained_model_name_or_path=_sd3(choices.pretrained_model_name_or_path) if choices.family == "sd3" else None,
+        unet_lr=None if choices.unet_lr or not lora else _whether(choices.unet_lr),
+        text_encoder_lr=None if all(choices.text_encoder_lr or ()) or not lora else _which(choices.text_encoder_lr),
         learning_rate_te=_whether(choices.learning_rate_te),
         learning_rate_te1=_whether(choices.learning_rate_te1),
         learning_rate_te2=_whether(choices.learning_rate_te2),
@@ -248,6 +281,55 @@ def _in_fp8(name: str | None) -> bool:
         return "F8_E4M3" in read_header(Path(name)).dtypes.values()
     except (OSError, ValueError):
         return "fp8" in Path(name).name
+
+
+def _largest_sample(choices: Choices) -> str | None:
+    """Return width and height of the largest picture that the run makes of its prompts; None when it makes none."""
+    if choices.sample_prompts is None or re.fullmatch(r"\d+,\d+", choices.sample_prompts):
+        return choices.sample_prompts
+    if not (choices.sample_at_first or choices.sample_every_n_steps or choices.sample_every_n_epochs):
+        return None
+    usual = 1024 if choices.family == "lumina" else 512
+    pictures = [(usual, usual)]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the run will say what is wrong
+        prompts = _prompts(choices.sample_prompts)
+        pictures = [(int(prompt.get("width", usual)), int(prompt.get("height", usual))) for prompt in prompts]
+    width, height = max(pictures, key=lambda sides: sides[0] * sides[1], default=(usual, usual))
+    return f"{width},{height}"
+
+
+def _prompts(file: str) -> list[dict[str, Any]]:
+    """Return what a file of prompts says of each, in any of upstream's three formats; of text the sizes alone."""
+    text = Path(file).read_text(encoding="utf-8")
+    if file.endswith(".toml"):
+        prompt = toml.loads(text)["prompt"]
+        return [{**prompt, **subset} for subset in prompt["subset"]]
+    lines = (
+        json.loads(text) if file.endswith(".json") else [line for line in text.splitlines() if line.strip() and line[0] != "#"]
+    )
+    return [line if isinstance(line, dict) else _sizes(line) for line in lines]
+
+
+def _sizes(line: str) -> dict[str, Any]:
+    found = {name: re.search(rf" --{name[0]} (\d+)", line, re.IGNORECASE) for name in ("width", "height")}
+    return {name: match.group(1) for name, match in found.items() if match is not None}
+
+
+def _sd3(name: str | None) -> str | None:
+    """Return which model of its family a checkpoint is, from its header or else from its name; None for 3.5 medium."""
+    if name is None or name in SD3:
+        return name
+    try:
+        layers = " ".join(read_header(Path(name)).shapes)
+    except (OSError, ValueError):
+        return SD3_LARGE if "large" in Path(name).name.lower() else None
+    if "joint_blocks.37." in layers:
+        return SD3_LARGE
+    return None if "attn.ln_k." in layers else SD3_MEDIUM
+
+
+def _which(rates: Sequence[float] | None) -> tuple[float, ...]:
+    return tuple(float(rate != 0) for rate in rates or ())
 
 
 def _whether(rate: float | None) -> float | None:
@@ -334,7 +416,7 @@ def _rows() -> dict[str, tuple[Any, bool]]:
         kind = hints[row.name]
         options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
         several = typing.get_origin(options[0]) is tuple
-        rows[row.name] = (str if several else options[0], several)
+        rows[row.name] = (typing.get_args(options[0])[0] if several else options[0], several)
     return rows
 
 

@@ -15,6 +15,7 @@ class Kind(str, Enum):
     TRAINED_WEIGHT = "trained weights"
     GRADIENT = "gradients"
     OPTIMIZER_STATE = "optimizer state"
+    AVERAGE = "average of the weights"
     ACTIVATION = "saved activations"
     WEIGHT_COPY = "autocast weight copies"
     RECOMPUTED = "recomputed activations"

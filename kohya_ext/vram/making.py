@@ -135,6 +135,9 @@ def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
 NOT_MODELLED = (
     "deepspeed",
     "cpu_offload_checkpointing",
+    "unsloth_offload_checkpointing",
+    "optimizer_schedulefree_wrapper",
+    "num_last_block_to_freeze",
     "train_inpainting",
     "dim_from_weights",
 )
@@ -189,7 +192,8 @@ def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
 #: What caching depends on, of all choices.
 _FOR_CACHING = (
     *("script", "resolution", "train_batch_size", "cache_latents", "cache_text_encoder_outputs", "vae_batch_size"),
-    *("text_encoder_batch_size", "text_encoder_cpu", "mixed_precision", "no_half_vae", "vae_chunk_size", "v2", "model_type"),
+    *("lowram", "text_encoder_batch_size", "text_encoder_cpu", "mixed_precision", "no_half_vae", "vae_chunk_size", "v2"),
+    "model_type",
     *("t5xxl", "fp8_vl", "max_token_length", "t5xxl_max_token_length", "gemma2_max_token_length", "qwen3_max_token_length"),
     *("t5_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
 )
@@ -213,7 +217,8 @@ def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
     from kohya_ext.vram.step import measure, settle
 
     settle(choices, arguments, trainer)
-    logs = {**_caching(checkout, choices, arguments, trainer), "step": measure(choices, arguments, trainer)}
+    step = measure(choices, arguments, trainer)
+    logs = {**_caching(checkout, choices, arguments, trainer), "step": step, **step.between}
     peaks = {name: peak(log.events, log.kinds) for name, log in logs.items()}
     reserved = {}
     for name, log in logs.items():
@@ -222,7 +227,6 @@ def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
         reserved[name] = allocator.reserved
     highest = max(logs, key=lambda name: reserved[name])
     moments = {name: found.bytes for name, found in peaks.items() if name != "step"}
-    step = logs["step"]
     before = sum(event.bytes for event in step.events[: step.start])
     return Estimate(
         choices=choices.key(),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kohya_ext.vram.choices import FP8, Choices, size
+from kohya_ext.vram.choices import FP8, SD3_LARGE, SD3_MEDIUM, Choices, size
 
 CLIP_TOKENS = 77
 
@@ -208,14 +208,18 @@ def _lumina(choices: Choices) -> Models:
 
 
 def _sd3(choices: Choices) -> Models:
-    """Stable Diffusion 3.5 medium: which one a checkpoint holds, only the checkpoint says."""
+    """Stable Diffusion 3.5 medium, or what the checkpoint is; sizes as sd3_utils.analyze_state_dict_state reads them there."""
     models, util = importlib.import_module("library.sd3_models"), importlib.import_module("library.sd3_utils")
     flux_util = importlib.import_module("library.flux_utils")
+    side, depth, norm, dual, kind = {
+        SD3_LARGE: (192, 38, "rms", 0, "5-large"),
+        SD3_MEDIUM: (192, 24, None, 0, "medium"),
+    }.get(str(choices.pretrained_model_name_or_path), (384, 24, "rms", 13, "5-medium"))
     transformer = models.create_sd3_mmdit(
         models.SD3Params(
-            patch_size=2, depth=24, num_patches=384**2, pos_embed_max_size=384, adm_in_channels=2048, qk_norm="rms",
-            x_block_self_attn_layers=list(range(13)), context_embedder_in_features=4096, context_embedder_out_features=1536,
-            model_type="5-medium",
+            patch_size=2, depth=depth, num_patches=side**2, pos_embed_max_size=side, adm_in_channels=2048, qk_norm=norm,
+            x_block_self_attn_layers=list(range(dual)), context_embedder_in_features=4096,
+            context_embedder_out_features=64 * depth, model_type=kind,
         )
     )  # fmt: skip
     transformers = importlib.import_module("transformers")

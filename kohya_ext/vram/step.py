@@ -12,8 +12,8 @@ import importlib
 import math
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,13 @@ from kohya_ext.vram.events import Event, Kind
 from kohya_ext.vram.models import Models, build, cast
 from kohya_ext.vram.track import BACKWARD, STEP, Tracker
 
-CACHING = "caching"
+CACHING, SAMPLING = "caching", "sampling"
+
+#: Families whose samplers put the prompt and the empty one into one batch.
+_GUIDED_TOGETHER = ("sd15", "sdxl", "sd3")
+
+#: Families whose samplers decode under autocast.
+_DECODED_BY_AUTOCAST = ("flux", "lumina")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Log:
     """Of one step: every micro-step of gradient accumulation."""
     trained: int = 0
     """Numbers that are trained."""
+    between: Mapping[str, Log] = field(default_factory=dict)
+    """What is done between steps, by its name."""
 
 
 @dataclass
@@ -63,6 +71,8 @@ class Training:
     vae_dtype: torch.dtype
     resident: list[tuple[Any, Kind]]
     """Modules on the card during the step."""
+    average: list[torch.Tensor] = field(default_factory=list)
+    """Of the trained weights, where it is kept on the card (patches/ema.py)."""
 
 
 class _Dataset:
@@ -107,8 +117,10 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
         with tracker, _bitsandbytes_without_kernels():
             start = lay_out(training, tracker)
             flops = take(training, tracker)
+            events = [*tracker.events]
+            between = {SAMPLING: _log_sampling(training, tracker)} if choices.sample_prompts else {}
     numbers = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
-    return Log(tracker.events, tracker.kinds, start, flops, numbers)
+    return Log(events, tracker.kinds, start, flops, numbers, between)
 
 
 def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dict[str, Log]:
@@ -123,13 +135,18 @@ def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dic
             if trainer.cast_vae(arguments):
                 cast(models.vae, vae_dtype)
             models.vae.requires_grad_(False).eval()
-            batch = min(choices.vae_batch_size or 1, choices.train_batch_size)
+            batch = max(choices.vae_batch_size, 1)
 
             def encode_images() -> Any:
                 images = _images(choices, batch).to(next(models.vae.parameters()).dtype)
                 return trainer.encode_images_to_latents(arguments, models.vae, images)
 
-            logs["caching latents"] = _log_once([(models.vae, Kind.VAE)], encode_images)
+            loaded: list[tuple[Any, Kind]] = [(models.vae, Kind.VAE)]
+            if choices.lowram:
+                for module in (models.unet, *models.text_encoders):
+                    cast(module, dtype)
+                loaded += [(models.unet, Kind.WEIGHT), *((encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders)]
+            logs["caching latents"] = _log_once(loaded, encode_images)
         if choices.cache_text_encoder_outputs and not choices.text_encoder_cpu:
             for encoder in models.text_encoders:
                 if trainer.cast_text_encoder(arguments):
@@ -143,7 +160,11 @@ def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dic
                     return strategy.encode_tokens(models.tokenizers, models.text_encoders, ids)
 
             logs["caching text encoder outputs"] = _log_once(
-                [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders], encode_captions
+                [
+                    *((encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders),
+                    *([(models.unet, Kind.WEIGHT), (models.vae, Kind.VAE)] if choices.lowram else []),
+                ],
+                encode_captions,
             )
     return logs
 
@@ -416,6 +437,9 @@ def lay_out(training: Training, tracker: Tracker) -> int:
     optimizer.zero_grad(set_to_none=True)
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     tracker.mark(states, Kind.OPTIMIZER_STATE)
+    if choices.ema:
+        training.average = [torch.empty(one.shape) for one in training.trained if one.requires_grad]
+        tracker.mark(training.average, Kind.AVERAGE)
     if choices.gradient_accumulation_steps > 1:
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
@@ -454,6 +478,30 @@ def _compile(training: Training) -> None:
     training.accelerator.backward(forward(training))
     for parameter in training.trained:
         parameter.grad = None
+
+
+def _log_sampling(training: Training, tracker: Tracker) -> Log:
+    """Log a picture of the largest size that is sampled: one step of the model without gradients, and the VAE's decoding.
+
+    What a sampler computes beside them is as large as the latents.
+    """
+    choices, models = training.choices, training.models
+    start = tracker.compact()
+    batch = 2 if choices.family in _GUIDED_TOGETHER else 1
+    picture = replace(choices, resolution=choices.sample_prompts, train_batch_size=batch)
+    channels, scale = models.latents
+    width, height = size(picture)
+    with tracker.during(SAMPLING), torch.no_grad():
+        if choices.cache_latents and training.trainer.cast_vae(training.arguments):
+            with tracker.looking_away():  # it was cast before it lay in host memory
+                cast(models.vae, training.vae_dtype)
+        tracker.mark(_tensors(models.vae), Kind.VAE)
+        forward(replace(training, choices=picture), is_train=False)
+        latents = torch.zeros(1, channels, height // scale, width // scale, dtype=next(models.vae.parameters()).dtype)
+        decode = getattr(models.vae, "decode_to_pixels", models.vae.decode)
+        with training.accelerator.autocast() if choices.family in _DECODED_BY_AUTOCAST else contextlib.nullcontext():
+            decode(latents)
+    return Log(tracker.events, tracker.kinds, start, 0)
 
 
 def _make_gradients(training: Training) -> None:
@@ -503,8 +551,8 @@ def _step_when_whole(optimizer: Any) -> None:
         parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: Any = None) -> Any:
-    """Return the loss of one batch, by the script's own ``process_batch``.
+def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: Any = None, is_train: bool = True) -> Any:
+    """Return the loss of one batch, by the script's own ``process_batch``; ``is_train`` says whether with gradients.
 
     ``batch`` and ``scheduler`` (the trainer's noise scheduler) are made here unless they are given: a step that is timed
     brings its own, as the script has them ready too.
@@ -531,7 +579,7 @@ def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: 
         arguments,
         trainer.get_text_encoding_strategy(arguments),
         training.models.tokenizers,
-        is_train=True,
+        is_train=is_train,
         train_text_encoder=training.train_text_encoder,
         train_unet=network is not None and not choices.network_train_text_encoder_only,
     )

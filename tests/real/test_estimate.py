@@ -13,7 +13,7 @@ import pytest
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.tiny.environment import python_path
-from kohya_ext.vram.choices import Choices
+from kohya_ext.vram.choices import OWN, Choices
 from kohya_ext.vram.ladder import Attempt, Step, after, steps
 from kohya_ext.vram.making import TRAINERS
 from tests.real.conftest import ROOT
@@ -31,11 +31,11 @@ def test_the_choices_have_the_names_and_defaults_of_the_scripts_own_parsers(chec
     assert done.returncode == 0, done.stderr[-2000:]
     parsers = json.loads(done.stdout.split("JSON", 1)[1])
     assert set(parsers) == set(SCRIPTS)
-    defaults = {row.name: row.default for row in fields(Choices) if row.name not in ("script", "checkpoint_share")}
+    defaults = {row.name: row.default for row in fields(Choices) if row.name not in ("script", *OWN)}
     # The one default that differs between scripts; the builders know SD3's.
     del defaults["t5xxl_max_token_length"]
     everywhere = {name for parser in parsers.values() for name in parser}
-    assert set(defaults) - everywhere == (set() if checkout.layout == "v0.11" else {"train_inpainting"})
+    assert set(defaults) - everywhere == (set() if checkout.layout == "v0.11" else {"train_inpainting", "compile"})
     for parser in parsers.values():
         assert {name: parser[name] for name in defaults if name in parser} == {
             name: value for name, value in defaults.items() if name in parser
@@ -98,11 +98,37 @@ def test_full_size_figures_that_were_measured_another_way(
     assert said["reserved"] / 1e9 == pytest.approx(reserved, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "moment", "larger"),
+    [
+        (("sdxl_train_network.py", "--preset", "8gb", "--resolution", "512", "--vae_batch_size", "16"), "caching latents", 1.2),
+        (("sdxl_train_network.py", "--preset", "8gb", "--lowram", "--resolution", "512"), "caching text encoder outputs", 1.05),
+        (("sdxl_train_network.py", "--preset", "8gb", "--sample_at_first", "--sample_prompts", "PROMPTS"), "sampling", 1.1),
+    ],
+)
+def test_the_moment_of_the_peak_is_not_always_the_step(
+    checkout: Checkout, argv: tuple[str, ...], moment: str, larger: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("# of no size\na cat --w 1024 --h 1024 --d 1\na dog\n")
+    given = [str(file) if word == "PROMPTS" else word for word in argv]
+    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), "--fresh", "--json", *given)
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    assert said["moment"] == moment
+    assert said["moments"][moment] == said["allocated"]
+    step = max(said["moments"][phase] for phase in ("forward", "backward", "optimizer step"))
+    assert said["allocated"] > larger * step
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
         (("sdxl_train.py", "--preset", "16gb", "--learnign_rate", "1"), "Did you mean --learning_rate"),
         (("sdxl_train.py", "--preset", "16gb", "--deepspeed"), "--deepspeed are not modelled"),
+        (("flux_train.py", "--preset", "24gb", "--cpu_offload_checkpointing"), "--cpu_offload_checkpointing are not modelled"),
+        (("sdxl_train.py", "--preset", "16gb", "--selective_torch_compile", "--compile_backend", "eager"), "inductor is"),
         (("hunyuan_image_train_network.py", "--resolution", "1024"), "the figures depend on the network"),
     ],
 )

@@ -128,3 +128,66 @@ def test_a_text_encoder_in_fp8_counts_where_the_script_leaves_it_so(tmp_path: Pa
     assert ask(*flux, "t5xxl_fp16.safetensors", "--fp8_base", script="flux_train_network.py").t5xxl is None
     assert ask("--preset", "8gb", script="flux_train_network.py").t5xxl == FP8
     assert ask("--preset", "8gb", "--t5xxl", "t5xxl_fp16.safetensors", script="flux_train_network.py").t5xxl is None
+
+
+def test_compiled_blocks_are_another_question_unless_something_stands_in_their_way() -> None:
+    compiled = ("--resolution", "512", "--selective_torch_compile")
+    assert ask(*compiled).selective_torch_compile
+    assert ask(*compiled, "--activation_memory_budget", "1") == ask(*compiled)
+    assert ask(*compiled, "--activation_memory_budget", "0").activation_memory_budget == 0
+    whole = ("--torch_compile", "--activation_memory_budget", "0.5")
+    assert ask(*compiled, *whole) == ask("--resolution", "512", "--torch_compile")
+    assert ask(*compiled, "--network_args", "module_dropout=0.1").selective_torch_compile is False
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "size"),
+    [
+        ("p.txt", "# --w 2048 --h 2048\na cat --w 768 --h 1024 --s 20\na dog --W 1024\n", "768,1024"),
+        ("p.toml", '[prompt]\nwidth = 640\n[[prompt.subset]]\nprompt = "a"\n[[prompt.subset]]\nheight = 1280\n', "640,1280"),
+        ("p.json", '[{"prompt": "a", "width": 768, "height": 768}, "b --w 64"]', "768,768"),
+        ("none.txt", None, "512,512"),
+    ],
+)
+def test_the_largest_picture_that_is_sampled_counts(tmp_path: Path, name: str, text: str | None, size: str) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    given = ("--resolution", "512", "--sample_prompts", str(file))
+    assert ask(*given) == ask("--resolution", "512"), "prompts alone are not sampled"
+    asked = ask(*given, "--sample_every_n_epochs", "1")
+    assert asked.sample_prompts == size
+    assert asked == ask(*given, "--sample_every_n_steps", "9") == normalized(asked)
+
+
+def test_an_average_counts_where_it_lies_on_the_card() -> None:
+    given = ("--resolution", "512", "--ema")
+    assert ask(*given) == ask("--resolution", "512")
+    assert ask(*given, "--ema_device", "gpu").ema
+
+
+def test_a_rate_of_0_leaves_a_part_of_a_network_out() -> None:
+    given = ("--resolution", "512", "--text_encoder_lr")
+    assert ask(*given, "1e-5", "1e-4") == ask("--resolution", "512")
+    assert ask(*given, "0").text_encoder_lr == (0.0,)
+    assert ask("--resolution", "512", "--unet_lr", "0").unet_lr == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "model"),
+    [
+        (("joint_blocks.37.x_block.attn.ln_k.weight",), "3.5 large"),
+        (("joint_blocks.23.x_block.attn.ln_k.weight",), None),
+        (("joint_blocks.23.x_block.attn.qkv.weight",), "3 medium"),
+        (None, "3.5 large"),
+    ],
+)
+def test_which_stable_diffusion_3_it_is_the_checkpoint_says(tmp_path: Path, layers: tuple[str, ...] | None, model: str) -> None:
+    file = tmp_path / "sd3.5_large.safetensors"
+    if layers is not None:
+        rows = {f"model.diffusion_model.{name}": {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]} for name in layers}
+        header = json.dumps(rows).encode()
+        file.write_bytes(struct.pack("<Q", len(header)) + header)
+    given = ("--resolution", "512", "--pretrained_model_name_or_path", str(file))
+    assert ask(*given, script="sd3_train_network.py").pretrained_model_name_or_path == model
+    assert ask(*given).pretrained_model_name_or_path is None
