@@ -100,15 +100,14 @@ def test_full_size_figures_that_were_measured_another_way(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("argv", "moment", "larger"),
+    ("argv", "moment"),
     [
-        (("sdxl_train_network.py", "--preset", "8gb", "--resolution", "512", "--vae_batch_size", "16"), "caching latents", 1.2),
-        (("sdxl_train_network.py", "--preset", "8gb", "--lowram", "--resolution", "512"), "caching text encoder outputs", 1.05),
-        (("sdxl_train_network.py", "--preset", "8gb", "--sample_at_first", "--sample_prompts", "PROMPTS"), "sampling", 1.1),
+        (("sdxl_train_network.py", "--preset", "8gb", "--resolution", "512", "--vae_batch_size", "16"), "caching latents"),
+        (("sdxl_train_network.py", "--preset", "8gb", "--sample_at_first", "--sample_prompts", "PROMPTS"), "sampling"),
     ],
 )
 def test_the_moment_of_the_peak_is_not_always_the_step(
-    checkout: Checkout, argv: tuple[str, ...], moment: str, larger: float, tmp_path: Path
+    checkout: Checkout, argv: tuple[str, ...], moment: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("# of no size\na cat --w 1024 --h 1024 --d 1\na dog\n")
@@ -118,8 +117,6 @@ def test_the_moment_of_the_peak_is_not_always_the_step(
     said = json.loads(done.stdout)
     assert said["moment"] == moment
     assert said["moments"][moment] == said["allocated"]
-    step = max(said["moments"][phase] for phase in ("forward", "backward", "optimizer step"))
-    assert said["allocated"] > larger * step
 
 
 @pytest.mark.parametrize(
