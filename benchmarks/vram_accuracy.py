@@ -150,10 +150,10 @@ def main() -> int:
                 with importable(checkout):
                     cases[f"{name}{suffix}"] = compare(checkout, script, argv)
                 print(f"{name}{suffix}: {cases[f'{name}{suffix}']}", file=sys.stderr, flush=True)
-    compiled = " --compiled" if given.compiled else ""
+    more = (" --compiled" if given.compiled else "") + (f" --only '{given.only}'" if given.only else "")
     report = {
         "what": f"reduced SDXL, {given.width} channels, {given.size}x{given.size} pixels, on the CPU; bytes and percent",
-        "command": f"python benchmarks/vram_accuracy.py --width {given.width} --size {given.size}{compiled}",
+        "command": f"python benchmarks/vram_accuracy.py --width {given.width} --size {given.size}{more}",
         "sd_scripts": checkout.version,
         "torch": store.version("torch"),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",

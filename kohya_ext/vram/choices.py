@@ -102,7 +102,6 @@ class Choices:
     max_grad_norm: float = 1.0
     fused_backward_pass: bool = False
     fused_optimizer_groups: int | None = None
-    optimizer_schedulefree_wrapper: bool = False
     num_last_block_to_freeze: int | None = None
     dim_from_weights: bool = False
     train_inpainting: bool = False

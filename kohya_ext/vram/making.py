@@ -136,7 +136,6 @@ NOT_MODELLED = (
     "deepspeed",
     "cpu_offload_checkpointing",
     "unsloth_offload_checkpointing",
-    "optimizer_schedulefree_wrapper",
     "num_last_block_to_freeze",
     "train_inpainting",
     "dim_from_weights",
