@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+COMMAND = "COMPILE_MATRIX=FILE python -m pytest tests/real/test_compile_matrix.py -m slow -n 0 -s -k twenty_steps"
 STEPS = 20
 #: Of the pictures' 8 batches in 2 sizes; each size comes at least twice in it.
 EPOCH = 8
@@ -131,7 +132,7 @@ def saw():
         )
         if "COMPILE_MATRIX" in os.environ:
             file = Path(os.environ["COMPILE_MATRIX"])
-            kept = json.loads(file.read_text()) if file.is_file() else {}
+            kept = json.loads(file.read_text()) if file.is_file() else {"command": COMMAND}
             key = f"sd-scripts {checkout.layout}, torch {torch.__version__.partition('+')[0]}, {backend}"
             kept.setdefault(key, {})[name] = numbers
             file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
