@@ -7,9 +7,7 @@ is modelled.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import json
 import math
 import re
 import typing
@@ -26,6 +24,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import negated_flags
+from kohya_ext.vram import prompts
 
 #: What stands for a file of weights in 8 bits once choices are normalized.
 FP8 = "fp8"
@@ -288,30 +287,8 @@ def _largest_sample(choices: Choices) -> str | None:
         return choices.sample_prompts
     if not (choices.sample_at_first or choices.sample_every_n_steps or choices.sample_every_n_epochs):
         return None
-    usual = 1024 if choices.family == "lumina" else 512
-    pictures = [(usual, usual)]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the run will say what is wrong
-        prompts = _prompts(choices.sample_prompts)
-        pictures = [(int(prompt.get("width", usual)), int(prompt.get("height", usual))) for prompt in prompts]
-    width, height = max(pictures, key=lambda sides: sides[0] * sides[1], default=(usual, usual))
+    width, height = prompts.largest(choices.sample_prompts, usual=1024 if choices.family == "lumina" else 512)
     return f"{width},{height}"
-
-
-def _prompts(file: str) -> list[dict[str, Any]]:
-    """Return what a file of prompts says of each, in any of upstream's three formats; of text the sizes alone."""
-    text = Path(file).read_text(encoding="utf-8")
-    if file.endswith(".toml"):
-        prompt = toml.loads(text)["prompt"]
-        return [{**prompt, **subset} for subset in prompt["subset"]]
-    lines = (
-        json.loads(text) if file.endswith(".json") else [line for line in text.splitlines() if line.strip() and line[0] != "#"]
-    )
-    return [line if isinstance(line, dict) else _sizes(line) for line in lines]
-
-
-def _sizes(line: str) -> dict[str, Any]:
-    found = {name: re.search(rf" --{name[0]} (\d+)", line, re.IGNORECASE) for name in ("width", "height")}
-    return {name: match.group(1) for name, match in found.items() if match is not None}
 
 
 def _sd3(name: str | None) -> str | None:

@@ -24,14 +24,14 @@ class Estimate:
     choices: Mapping[str, Any]
     """What was asked: :meth:`Choices.key` of the normalized choices."""
     allocated: int
-    """Tensors at the peak, over all moments: ``torch.cuda.max_memory_allocated``."""
+    """Tensors at most, at the moment that reserves the most: ``torch.cuda.max_memory_allocated`` of it."""
     reserved: int
     """What the caching allocator holds for them at most: ``torch.cuda.max_memory_reserved``."""
     least: int
     """What it can hold them in, to 32 MiB: reserved memory in which nothing lies goes back when the card has no more. Not under
     Windows and WSL, where the driver takes system memory instead, many times slower."""
     moment: str
-    """When the peak is: forward, backward, optimizer step, caching latents, caching text encoder outputs."""
+    """When the peak is: forward, backward, optimizer step, caching latents, caching text encoder outputs, sampling."""
     parts: Mapping[str, int]
     """What lies on the card at that moment, by its purpose; adds up to ``allocated``."""
     moments: Mapping[str, int]
