@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agenda, families, report, run
+from benchmarks import agenda, cards, families, report, run
 from benchmarks.plan import Plan
 from benchmarks.processes import Bench
 from benchmarks.ratios import quartiles, ratio
@@ -14,6 +14,7 @@ from benchmarks.results import Comparison, Result, Variant, kept, read, without_
 from benchmarks.suites.script import without
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
+from kohya_ext.vram import tiers
 
 
 def test_a_ratio_is_of_medians_and_its_spread_that_of_rounds():
@@ -167,3 +168,13 @@ def test_the_agenda_goes_on_where_it_was_cut_off(tmp_path):
     result.write(tmp_path / f"{second.name}.json")
     assert agenda.open_jobs((first, second, third), tmp_path, ()) == [third, second]
     assert agenda.open_jobs((first, second, third), tmp_path, [second.name]) == [second]
+
+
+def test_every_tier_has_its_place_in_the_picture_of_cards(tmp_path):
+    pytest.importorskip("matplotlib")
+    known = list(tiers.tiers())
+    alone = [tier.name for tier in known if cards._speed(tier, known) is None]
+    assert alone == ["anima-lora/6gb", "sdxl-finetune/8gb"], "smaller pictures than all others of their family"
+    assert all(cards._words(tier, 0.5).endswith(" GB, 50%") for tier in known)
+    cards.draw(tmp_path / "cards.png")
+    assert (tmp_path / "cards.png").read_bytes().startswith(b"\x89PNG")
