@@ -45,12 +45,17 @@ def _facts() -> Mapping[str, object]:
 def _scaled_where_it_is_narrow(original: Any, settings: Settings) -> Any:
     import torch
 
+    # What upstream's own forward asks its module: not all networks have all of it, and a module is slow to say that it has not.
+    asks = original.__code__.co_names
+    more_than_a_product = tuple(name for name in ("rank_dropout", "module_dropout", "ggpo_sigma") if name in asks)
+    can_be_split = "split_dims" in asks
+
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
-        if self.training and _is_more_than_a_product(self):
+        if self.training and any(getattr(self, name) is not None for name in more_than_a_product):
             return original(self, x)
         unchanged = self.org_forward(x)
-        split = getattr(self, "split_dims", None) is not None
+        split = can_be_split and self.split_dims is not None
         downs, ups = (self.lora_down, self.lora_up) if split else ((self.lora_down,), (self.lora_up,))
         narrow = [down(x) for down in downs]
         if self.training and self.dropout is not None:
@@ -70,10 +75,6 @@ def _scaled_where_it_is_narrow(original: Any, settings: Settings) -> Any:
         return unchanged + change
 
     return forward
-
-
-def _is_more_than_a_product(module: Any) -> bool:
-    return any(getattr(module, name, None) is not None for name in ("rank_dropout", "module_dropout", "ggpo_sigma"))
 
 
 PATCH = Patch(
