@@ -19,7 +19,6 @@ import logging
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +87,7 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
     """
     import torch
 
+    from benchmarks.profiling import peak_of
     from kohya_ext.vram.autocast import cuda_rules
     from kohya_ext.vram.events import Kind, peak
     from kohya_ext.vram.step import lay_out, prepare, take
@@ -102,10 +102,7 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
             take(training, unused)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             take(training, unused)
-        alive = most = 0
-        for size in _allocations(profile):
-            alive += size
-            most = max(most, alive)
+        most = peak_of(profile)
         if choices.selective_torch_compile:
             return most, None
         tracker = Tracker()
@@ -117,13 +114,6 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
             start = len(tracker.events)
             take(training, tracker)
     return most, peak(tracker.events[start:], tracker.kinds).bytes
-
-
-def _allocations(profile: Any) -> Iterator[int]:
-    """Yield bytes allocated (positive) and freed (negative) on the CPU, in their order."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        yield event.nbytes()
 
 
 def main() -> int:
