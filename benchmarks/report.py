@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cards
+from benchmarks import cards, goals
 from benchmarks.results import FOLDER, Comparison, Result, Variant, kept, read
 from kohya_ext.console import error, note
 from kohya_ext.vram.card import GB
@@ -47,6 +47,8 @@ def _document(results: Sequence[tuple[Path, Result]], folder: Path) -> Iterator[
     yield "\n## What fits which card\n"
     yield "The shipped presets by the estimates that come with the package (`python -m kohya_ext presets list`).\n"
     yield f"![What fits which card]({cards.PICTURE})"
+    yield "\n## What is to be reached\n"
+    yield from goals.table()
     for file, result in results:
         yield f"\n## {file.stem}\n"
         yield from _about(result)
@@ -104,7 +106,7 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
             continue
         cells = [variant.meaning, _seconds(row), _ratio(row)]
         cells += [f"{batch / row['median']:.2f}"] if stepping else []
-        cells += [f"{variant.memory[name] / GB:.3g}" if name in variant.memory else "" for name in memory]
+        cells += [f"{variant.memory[name] / GB:#.3g}" if name in variant.memory else "" for name in memory]
         if rated and comparison.flops:
             cells.append(f"{comparison.flops / row['median'] / rate:.1%}")
         yield f"| {' | '.join(cells)} |"

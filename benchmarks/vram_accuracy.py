@@ -1,6 +1,6 @@
 """How near the estimator is to what a step really allocates: the same step on real tensors, seen by torch's own profiler.
 
-    python benchmarks/vram_accuracy.py --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
+    python -m benchmarks.vram_accuracy --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
 
 A reduced SDXL on the CPU, for LoRA and full fine-tuning, with and without checkpointing. The estimate is made from fake
 tensors as always; the measured figure is the sum of the allocations and frees that the CPU allocator reports to
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 
 _CHECKPOINTING, _COMPILE = ["--gradient_checkpointing"], ["--selective_torch_compile"]
-PLAIN: dict[str, list[str]] = {"": [], ", checkpointing": _CHECKPOINTING}
+PLAIN: dict[str, list[str]] = {"": [], ", checkpointing": _CHECKPOINTING, ", fused operations": ["--fused_operations"]}
 COMPILED: dict[str, list[str]] = {
     ", compiled": _COMPILE,
     ", compiled, budget 0.5": [*_COMPILE, "--activation_memory_budget", "0.5"],
@@ -143,7 +143,7 @@ def main() -> int:
     more = (" --compiled" if given.compiled else "") + (f" --only '{given.only}'" if given.only else "")
     report = {
         "what": f"reduced SDXL, {given.width} channels, {given.size}x{given.size} pixels, on the CPU; bytes and percent",
-        "command": f"python benchmarks/vram_accuracy.py --width {given.width} --size {given.size}{more}",
+        "command": f"python -m benchmarks.vram_accuracy --width {given.width} --size {given.size}{more}",
         "sd_scripts": checkout.version,
         "torch": store.version("torch"),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
