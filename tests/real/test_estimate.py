@@ -66,7 +66,8 @@ def climb(run: Attempt) -> Iterator[Step]:
 
 @pytest.mark.newest
 def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout) -> None:
-    done = run("-m", "benchmarks.vram_accuracy", "--sd-scripts", str(checkout.path), "--width", "64", "--size", "256", "--only", "lora")
+    small = ("--width", "64", "--size", "256", "--only", "lora")
+    done = run("-m", "benchmarks.vram_accuracy", "--sd-scripts", str(checkout.path), *small)
     assert done.returncode == 0, done.stderr[-2000:]
     cases = json.loads(done.stdout)["cases"]
     assert set(cases) == {"lora", "lora, checkpointing", "lora, fused operations"}
