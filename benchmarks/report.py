@@ -55,6 +55,7 @@ def _document(results: Sequence[tuple[Path, Result]], folder: Path) -> Iterator[
         for index, comparison in enumerate(result.comparisons):
             yield f"\n### {comparison.title}\n"
             yield from table(comparison, result)
+            yield from at_equal_cost(comparison)
             yield from compiling_table(comparison)
             yield from operators_table(comparison)
             picture = folder / f"{file.stem}-{index}.png"
@@ -133,6 +134,31 @@ def _warm_up(comparison: Comparison) -> Iterator[str]:
         yield f"\nFirst step, in none of the figures above; it compiles what no earlier variant has: {', '.join(said)}."
 
 
+def at_equal_cost(comparison: Comparison) -> Iterator[str]:
+    """Yield the fastest variant that needs no more memory than the first, and the smallest that is not slower."""
+    memory, points = _points(comparison)
+    first = comparison.variants[0].name
+    if memory is None or first not in points or not comparison.is_against_first:
+        return
+    size, time = points[first]
+    fast = min((name for name in points if points[name][0] <= size), key=lambda name: points[name][1])
+    small = min((name for name in points if points[name][1] <= time), key=lambda name: points[name][0])
+    yield (
+        f"\nWith no more memory than `{first}` the fastest is `{fast}`, {time / points[fast][1]:.2f}x; "
+        f"in no more time the smallest is `{small}`, {points[small][0] / size:.2f} of the memory ({memory})."
+    )
+
+
+def _points(comparison: Comparison) -> tuple[str | None, dict[str, tuple[float, float]]]:
+    """Return which peak all measured variants have, if one, and of each variant the peak in GB and the median."""
+    measured = [variant for variant in comparison.variants if variant.rounds]
+    memory = next((name for name in ("reserved", "allocated") if all(name in variant.memory for variant in measured)), None)
+    if memory is None:
+        return None, {}
+    summary = comparison.summary()
+    return memory, {variant.name: (variant.memory[memory] / GB, summary[variant.name]["median"]) for variant in measured}
+
+
 def compiling_table(comparison: Comparison) -> Iterator[str]:
     """Yield what each bucket cost, for the suite that walks through them."""
     walked = [variant for variant in comparison.variants if variant.facts.get("visits")]
@@ -189,10 +215,10 @@ def draw(comparison: Comparison, file: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    memory = next((name for name in ("reserved", "allocated") if all(name in variant.memory for variant in measured)), None)
+    memory, points = _points(comparison)
     figure, axes = pyplot.subplots(figsize=(8, 5 if memory else 0.5 * len(measured) + 2), layout="constrained")
     if memory is not None:
-        _trade_off(axes, comparison, measured, memory)
+        _trade_off(axes, comparison, points, memory)
     else:
         _bars(axes, comparison, measured)
     axes.set_title(comparison.title)
@@ -202,10 +228,8 @@ def draw(comparison: Comparison, file: Path) -> bool:
     return True
 
 
-def _trade_off(axes: Any, comparison: Comparison, variants: Sequence[Variant], memory: str) -> None:
+def _trade_off(axes: Any, comparison: Comparison, points: Mapping[str, tuple[float, float]], memory: str) -> None:
     """Lower is faster, further left is smaller; the line joins what nothing else beats in both (the Pareto front)."""
-    summary = comparison.summary()
-    points = {variant.name: (variant.memory[memory] / GB, summary[variant.name]["median"]) for variant in variants}
     best = [point for point in points.values() if not any(_beats(other, point) for other in points.values())]
     axes.plot(*zip(*sorted(best), strict=True), color="tab:green", alpha=0.4, linewidth=4, zorder=0)
     for name, point in points.items():

@@ -207,3 +207,16 @@ def test_the_front_is_what_nothing_beats_in_both():
     assert report._beats((1.0, 1.0), (1.0, 2.0))
     assert not report._beats((1.0, 2.0), (2.0, 1.0))
     assert not report._beats((1.0, 1.0), (1.0, 1.0))
+
+
+def test_what_is_to_be_had_at_equal_memory_and_at_equal_time():
+    comparison = Comparison(
+        "model step", "seconds a step", {},
+        [
+            Variant(name, name, rounds=[[seconds]], memory={"allocated": size})
+            for name, seconds, size in (("upstream", 2.0, 100), ("larger", 0.5, 101), ("better", 1.6, 100), ("slow", 3.0, 10))
+        ],
+    )  # fmt: skip
+    (said,) = report.at_equal_cost(comparison)
+    assert "the fastest is `better`, 1.25x" in said
+    assert "the smallest is `upstream`, 1.00 of the memory (allocated)" in said
