@@ -25,7 +25,8 @@ class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch i
         narrow = rows @ down.t()
         out = torch.nn.functional.linear(rows, weight, bias).addmm_(narrow, up.t())
         ctx.save_for_backward(rows, narrow, weight, down, up)
-        return out.view(*x.shape[:-1], -1)
+        # As torch.nn.functional.linear does it: no view of a base, which a compiled block behind it would be guarded for.
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -33,7 +33,7 @@ def _lora(original: Any, settings: Settings) -> Any:
 
     other_than_a_product = asked_for(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
     can_be_split = asked_for(original, "split_dims")
-    linear = torch.nn.Linear
+    linear, plain = torch.nn.Linear, torch.nn.Linear.forward
 
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
@@ -41,7 +41,7 @@ def _lora(original: Any, settings: Settings) -> Any:
         is_fused = (
             not torch.compiler.is_compiling()
             and type(base) is MethodType
-            and base.__func__ is linear.forward
+            and base.__func__ is plain
             and type(down) is linear
             and not (can_be_split and self.split_dims is not None)
             and not (self.training and any(getattr(self, name) is not None for name in other_than_a_product))
@@ -95,25 +95,25 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
 def _layer_norms(original: Any, settings: Settings) -> Any:
     import torch
 
+    from kohya_ext.fused import layer_norm
+
+    class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]  # torch is not followed
+        def forward(self, x: Any) -> Any:
+            is_raised = torch.is_autocast_enabled(x.device.type) and self.weight.dtype is x.dtype
+            if torch.compiler.is_compiling() or not is_raised:
+                return super().forward(x)
+            _done["norms"] += 1
+            return layer_norm(x, self)
+
     @wraps(original)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for child in self.children():
             if type(child) is torch.nn.LayerNorm:
-                child.forward = partial(_layer_norm, child)
+                # A forward of its own for each would be a guard of its own for each, where the block is compiled.
+                child.__class__ = LayerNorm
 
     return initialize
-
-
-def _layer_norm(module: Any, x: Any) -> Any:
-    import torch
-
-    from kohya_ext.fused import layer_norm
-
-    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(x.device.type) or module.weight.dtype is not x.dtype:
-        return torch.nn.LayerNorm.forward(module, x)
-    _done["norms"] += 1
-    return layer_norm(x, module)
 
 
 PATCH = Patch(

@@ -25,13 +25,17 @@ def run(suite, checkout, folder, *more):
 
 @pytest.mark.newest
 def test_upstream_and_patched_steps_run_beside_each_other(checkout, tmp_path):
-    file, result = run("step", checkout, tmp_path, "--variants", "upstream,patched", "--rounds", "2", "--steps", "1")
+    more = ("--family", "lumina-lora", "--variants", "upstream,patched", "--rounds", "2", "--steps", "1")
+    file, result = run("step", checkout, tmp_path, *more)
     assert result.complete
     assert result.reduced
     (comparison,) = result.comparisons
     upstream, patched = comparison.variants
     assert upstream.facts["patches"] == []
-    assert "nonreentrant_checkpointing" in patched.facts["patches"]
+    assert "needless_scaling" in patched.facts["patches"]
+    for variant in comparison.variants:
+        assert variant.facts["profile"]["operators"]["aten::mm"]["calls"] > 0
+        assert variant.memory["allocated"] > 1e6
     assert [len(samples) for samples in upstream.rounds] == [1, 1] == [len(samples) for samples in patched.rounds]
     assert comparison.flops > 1e8
     assert json.loads(file.read_text())["comparisons"][0]["summary"]["patched"]["ratio"]["rounds"] == 2
@@ -43,8 +47,21 @@ def test_less_is_asked_of_a_gpu_than_upstream_asks(checkout, tmp_path):
     assert result.complete
     assert not result.reduced
     for comparison in result.comparisons:
-        upstream, gradients, patched = (variant.rounds[0][0] for variant in comparison.variants)
-        assert upstream >= gradients >= patched
+        upstream, gradients, patched, fused = (variant.rounds[0][0] for variant in comparison.variants)
+        assert upstream >= gradients >= patched >= fused
     moved, _, flops = result.comparisons
     assert moved.summary()["patched"]["ratio"]["of_medians"] > 1.15
+    assert moved.summary()["fused"]["ratio"]["of_medians"] > 1.5
     assert flops.variants[1].rounds == flops.variants[2].rounds, "needless_scaling leaves out no product"
+
+
+@pytest.mark.slow
+def test_every_preset_of_a_family_trains_as_it_says(checkout, tmp_path):
+    """Its own values and those it extends: a preset in bf16 does not start in float32."""
+    _, result = run("tiers", checkout, tmp_path, "--family", "sdxl-lora", "--steps", "1")
+    assert result.complete
+    (comparison,) = result.comparisons
+    assert len(comparison.variants) >= 8
+    assert {variant.name: variant.status for variant in comparison.variants if variant.status != "measured"} == {
+        "sdxl-lora/6gb": "left out"
+    }

@@ -210,3 +210,18 @@ def test_bf16_is_as_near_to_float32_with_it_as_without(checkout, train, script):
     )
     assert 0 < losses < 1.5 * plain_losses
     assert 0 < weights < 1.5 * plain_weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py", "lumina_train_network.py"])
+def test_compiled_blocks_stay_whole_and_as_they_are(checkout, train, script):
+    """What is fused in eager is left to the compiler: the same graphs, no breaks, the same file."""
+    compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager", "--network_train_unet_only")
+    plain, fused = (train(checkout, script, *compiled, *more) for more in ((), ("--fused_operations",)))
+    graphs = [
+        {name: block["graphs"] for name, block in run.report["facts"]["selective_torch_compile"]["blocks"].items()}
+        for run in (plain, fused)
+    ]
+    assert graphs[0] == graphs[1]
+    assert fused.report["facts"]["selective_torch_compile"]["graph_breaks"] == 0
+    assert max((tensor - plain.tensors[name]).abs().max().item() for name, tensor in fused.tensors.items()) <= 1e-5

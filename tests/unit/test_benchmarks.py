@@ -12,6 +12,7 @@ from benchmarks.plan import Plan
 from benchmarks.processes import Bench
 from benchmarks.ratios import quartiles, ratio
 from benchmarks.results import Comparison, Result, Variant, kept, read, without_places
+from benchmarks.suites import tiers as tiers_suite
 from benchmarks.suites.script import without
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
@@ -220,3 +221,19 @@ def test_what_is_to_be_had_at_equal_memory_and_at_equal_time():
     (said,) = report.at_equal_cost(comparison)
     assert "the fastest is `better`, 1.25x" in said
     assert "the smallest is `upstream`, 1.00 of the memory (allocated)" in said
+
+
+def test_a_tier_trains_with_all_that_its_preset_says_and_what_it_extends(monkeypatch):
+    left_open = {}
+
+    def train(plan, row, output, start, own, leave_out):
+        left_open[row.name] = leave_out
+        row.rounds.append([1.0])
+
+    monkeypatch.setattr(tiers_suite.models, "prepare", lambda plan: None)
+    monkeypatch.setattr(tiers_suite, "train", train)
+    result = _result()
+    tiers_suite.measure(_plan(rounds=1), result)
+    assert len(left_open) >= 7
+    assert all({"mixed_precision", "gradient_checkpointing", "train_batch_size"} <= names for names in left_open.values())
+    assert "sdxl-lora/6gb" not in left_open, "fp8"
