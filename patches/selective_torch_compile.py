@@ -37,11 +37,6 @@ class Blocks:
 #: Of a transformer block and a convolution of a U-Net.
 _TOKENS, _IMAGE = (1,), (2, 3)
 
-_FLUX = {
-    "DoubleStreamBlock": Inputs({"img": _TOKENS, "pe": (2,)}, ("img", "txt")),
-    "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
-}
-
 #: Every model that sd-scripts trains. Where checkpointing wraps a method from within ``forward``, it is that inner one.
 BLOCKS = (
     # SD1.5 and SD2; its blocks are checkpointed from outside.
@@ -65,9 +60,23 @@ BLOCKS = (
         },
     ),
     Blocks("library.sd3_models", "_forward", {"MMDiTBlock": Inputs({"x": _TOKENS}, ("x", "context"))}),
-    Blocks("library.flux_models", "_forward", _FLUX),
-    # In one piece thanks to the patch chroma_text_lengths.
-    Blocks("library.chroma_models", "_forward", _FLUX),
+    Blocks(
+        "library.flux_models",
+        "_forward",
+        {
+            "DoubleStreamBlock": Inputs({"img": _TOKENS, "pe": (2,)}, ("img", "txt")),
+            "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
+        },
+    ),
+    # In one piece thanks to the patch chroma_text_lengths; its texts are as long as their captions.
+    Blocks(
+        "library.chroma_models",
+        "_forward",
+        {
+            "DoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "pe": (2,)}, ("img", "txt")),
+            "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
+        },
+    ),
     # Texts are as long as their captions, and are refined by the same class.
     Blocks(
         "library.lumina_models",
@@ -78,7 +87,7 @@ BLOCKS = (
         "library.hunyuan_image_modules",
         "_forward",
         {
-            "MMDoubleStreamBlock": Inputs({"img": _TOKENS, "freqs_cis": (0,)}, ("img", "txt")),
+            "MMDoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "freqs_cis": (0,)}, ("img", "txt")),
             "MMSingleStreamBlock": Inputs({"x": _TOKENS, "freqs_cis": (0,)}, ("x",)),
         },
     ),

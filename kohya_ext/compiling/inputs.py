@@ -65,7 +65,8 @@ def with_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) -> 
     }
     if not lacking or not _is_trained(block):
         return {}
-    return {name: value.detach().requires_grad_() for name, value in lacking.items()}
+    # Contiguous, as what blocks hand on: a text cut off from a longer one is not, and strides are guarded on.
+    return {name: value.detach().contiguous().requires_grad_() for name, value in lacking.items()}
 
 
 def _is_trained(block: Any) -> bool:
