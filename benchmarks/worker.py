@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -227,13 +228,18 @@ def _compiled() -> dict[str, int]:
 
 
 def bucket_set(step: Step, aspects: list[float]) -> dict[str, Any]:
-    """Return the buckets that sd-scripts puts pictures of some aspect ratios (width / height) into."""
+    """Return the buckets that sd-scripts puts pictures of some aspect ratios (width / height) into; the run's from now on."""
     arguments, (width, height) = step.training.arguments, size(step.training.choices)
     steps = arguments.bucket_reso_steps or 64
     make = importlib.import_module("library.model_util").make_bucket_resolutions
     buckets = make((width, height), min(arguments.min_bucket_reso, min(width, height) // 2), 2 * max(width, height), steps)
     nearest = [min(buckets, key=lambda one, aspect=aspect: abs(one[0] / one[1] - aspect)) for aspect in aspects]  # type: ignore[misc]
-    return {"buckets": list(dict.fromkeys(map(tuple, nearest)))}
+    chosen = list(dict.fromkeys(map(tuple, nearest)))
+    # In place of a data loader: what patches ask of the data set is which buckets it has.
+    buckets_of_run = SimpleNamespace(resos=chosen, buckets=[["picture"]] * len(chosen))
+    data_set = SimpleNamespace(bucket_manager=buckets_of_run, batch_size=1)
+    step.training.accelerator._dataloaders.append(SimpleNamespace(dataset=data_set))
+    return {"buckets": chosen}
 
 
 def profile_step(step: Step) -> dict[str, Any]:

@@ -69,6 +69,14 @@ def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
     return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
+def data_sets(accelerator: Any) -> list[Any]:
+    """Return sd-scripts' data sets of the training, each with its buckets; none before the script has prepared its loader."""
+    loader = next(iter(accelerator._dataloaders), None)
+    group = getattr(loader, "dataset", None)
+    found = getattr(group, "datasets", [group])
+    return [found_one for found_one in found if getattr(found_one, "bucket_manager", None) is not None]
+
+
 def current_batch() -> dict[str, Any]:
     """Return the micro-batch that the training loop holds, found in its frame; empty when there is none."""
     frame = sys._getframe()

@@ -12,11 +12,13 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
-from kohya_ext.loop import on_start
+from kohya_ext.loop import data_sets, on_start
 from kohya_ext.patching import Patch, Target
 from kohya_ext.sdscripts import KNOWN_LAYOUTS, Layout
 from kohya_ext.settings import Settings
@@ -28,32 +30,79 @@ class Blocks:
 
     module: str
     method: str
-    classes: tuple[str, ...]
+    classes: Mapping[str, Inputs]
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
 
+
+#: Of a transformer block and a convolution of a U-Net.
+_TOKENS, _IMAGE = (1,), (2, 3)
 
 #: Every model that sd-scripts trains. Where checkpointing wraps a method from within ``forward``, it is that inner one.
 BLOCKS = (
     # SD1.5 and SD2; its blocks are checkpointed from outside.
-    Blocks("library.original_unet", "forward", ("BasicTransformerBlock", "ResnetBlock2D")),
+    Blocks(
+        "library.original_unet",
+        "forward",
+        {
+            "BasicTransformerBlock": Inputs({"hidden_states": _TOKENS}, ("hidden_states",)),
+            "ResnetBlock2D": Inputs({"input_tensor": _IMAGE}),
+        },
+    ),
     # Also SDXL's ControlNet and LLLite, which are built on them.
     Blocks(
-        "library.sdxl_original_unet", "forward_body", ("BasicTransformerBlock", "ResnetBlock2D", "Downsample2D", "Upsample2D")
+        "library.sdxl_original_unet",
+        "forward_body",
+        {
+            "BasicTransformerBlock": Inputs({"hidden_states": _TOKENS}, ("hidden_states",)),
+            "ResnetBlock2D": Inputs({"x": _IMAGE}),
+            "Downsample2D": Inputs({"hidden_states": _IMAGE}),
+            "Upsample2D": Inputs({"hidden_states": _IMAGE}),
+        },
     ),
-    Blocks("library.sd3_models", "_forward", ("MMDiTBlock",)),
-    Blocks("library.flux_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
-    # In one piece thanks to the patch chroma_text_lengths.
-    Blocks("library.chroma_models", "_forward", ("DoubleStreamBlock", "SingleStreamBlock")),
-    Blocks("library.lumina_models", "_forward", ("JointTransformerBlock",)),
-    Blocks("library.hunyuan_image_modules", "_forward", ("MMDoubleStreamBlock", "MMSingleStreamBlock")),
-    Blocks("library.anima_models", "_forward", ("Block",)),
+    Blocks("library.sd3_models", "_forward", {"MMDiTBlock": Inputs({"x": _TOKENS}, ("x", "context"))}),
+    Blocks(
+        "library.flux_models",
+        "_forward",
+        {
+            "DoubleStreamBlock": Inputs({"img": _TOKENS, "pe": (2,)}, ("img", "txt")),
+            "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
+        },
+    ),
+    # In one piece thanks to the patch chroma_text_lengths; its texts are as long as their captions.
+    Blocks(
+        "library.chroma_models",
+        "_forward",
+        {
+            "DoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "pe": (2,)}, ("img", "txt")),
+            "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
+        },
+    ),
+    # Texts are as long as their captions, and are refined by the same class.
+    Blocks(
+        "library.lumina_models",
+        "_forward",
+        {"JointTransformerBlock": Inputs({"x": _TOKENS, "x_mask": _TOKENS, "pe": _TOKENS}, ("x",))},
+    ),
+    Blocks(
+        "library.hunyuan_image_modules",
+        "_forward",
+        {
+            "MMDoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "freqs_cis": (0,)}, ("img", "txt")),
+            "MMSingleStreamBlock": Inputs({"x": _TOKENS, "freqs_cis": (0,)}, ("x",)),
+        },
+    ),
+    Blocks(
+        "library.anima_models",
+        "_forward",
+        {"Block": Inputs({"x_B_T_H_W_D": _IMAGE, "rope_emb_L_1_1_D": (0,)}, ("x_B_T_H_W_D",))},
+    ),
     # The text encoders of SD, SDXL, SD3 and FLUX, when they are trained. T5 is left out: its layers build their position
     # bias in the first one, and training it is rare.
-    Blocks("transformers.models.clip.modeling_clip", "forward", ("CLIPEncoderLayer",)),
+    Blocks("transformers.models.clip.modeling_clip", "forward", {"CLIPEncoderLayer": Inputs(activations=("hidden_states",))}),
     # The demo's U-Net where there is no sd-scripts: of the model's own list of repeated blocks (``_repeated_blocks``, before
     # diffusers 0.34 ``_no_split_modules``) those that hold no other of it.
-    Blocks("diffusers.models.attention", "forward", ("BasicTransformerBlock",), frozenset({"unknown"})),
-    Blocks("diffusers.models.resnet", "forward", ("ResnetBlock2D",), frozenset({"unknown"})),
+    Blocks("diffusers.models.attention", "forward", {"BasicTransformerBlock": Inputs()}, frozenset({"unknown"})),
+    Blocks("diffusers.models.resnet", "forward", {"ResnetBlock2D": Inputs()}, frozenset({"unknown"})),
 )
 
 
@@ -75,8 +124,9 @@ def _compiled(blocks: Blocks, name: str) -> Callable[[Any, Settings], Any]:
     def replace(original: Any, settings: Settings) -> Any:
         from kohya_ext.compiling.blocks import compile_method
 
-        position = f"{blocks.classes.index(name) + 1} of {len(blocks.classes)}"
-        return compile_method(original, f"{blocks.module}:{name}.{blocks.method}", position, settings)
+        position = f"{list(blocks.classes).index(name) + 1} of {len(blocks.classes)}"
+        label = f"{blocks.module}:{name}.{blocks.method}"
+        return compile_method(original, label, position, settings, blocks.classes[name])
 
     return replace
 
@@ -95,6 +145,7 @@ def _unless_a_method(original: Any) -> str | None:
 def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
+    RUN.data_sets = partial(data_sets, accelerator)
     reason = reason_to_stand_aside(args)
     if reason is not None:
         RUN.stand_aside(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from kohya_ext.compiling.configuration import keep_compiled_code, prepare_torch
 from kohya_ext.compiling.fallback import Kind, falling_back
+from kohya_ext.compiling.inputs import Inputs, arguments_of, has_several_sizes, mark_sizes, with_gradients
 from kohya_ext.compiling.support import find_obstacle
 from kohya_ext.console import note, warn
 from kohya_ext.settings import Settings
@@ -30,7 +32,11 @@ class Run:
     """Why nothing is compiled in this run, when something else of the run does it."""
     waiting: bool = False
     """Whether the blocks still run eager because something of the run measures them first."""
+    data_sets: Callable[[], Sequence[Any]] = tuple
+    """sd-scripts' data sets of the run, once it has made them."""
     prepared: bool = False
+    several_sizes: bool = False
+    """Whether the data sets have pictures of several sizes, by the time of the first compilation."""
     _breaks_before: int = 0
 
     def prepare(self, settings: Settings, device: str) -> None:
@@ -39,6 +45,7 @@ class Run:
             self.prepared = True
             keep_compiled_code(device)
             prepare_torch(settings.compile_cache_size_limit)
+            self.several_sizes = has_several_sizes(self.data_sets())
             self._breaks_before = _graph_breaks()
             atexit.register(self.summarize)
 
@@ -93,6 +100,9 @@ class Block:
     """``1 of 4``: among the classes of its model."""
     settings: Settings
     original: Callable[..., Any]
+    inputs: Inputs = field(default_factory=Inputs)
+    parameters: tuple[str, ...] = ()
+    """Of the method, in order, without ``self``."""
     compiled: Callable[..., Any] | None = None
     calls: int = 0
     """Calls that went to compiled code, recomputes included."""
@@ -190,7 +200,9 @@ class Block:
                 self.seconds += time.perf_counter() - start
 
 
-def compile_method(original: Callable[..., Any], label: str, position: str, settings: Settings) -> Callable[..., Any]:
+def compile_method(
+    original: Callable[..., Any], label: str, position: str, settings: Settings, inputs: Inputs | None = None
+) -> Callable[..., Any]:
     """Return a method that compiles ``original`` when it is first called to train, for all instances of its class.
 
     The original runs, as it is, without gradients (sampling, validation: other shapes, few calls) and where something
@@ -198,7 +210,8 @@ def compile_method(original: Callable[..., Any], label: str, position: str, sett
     """
     import torch
 
-    block = RUN.blocks[label] = Block(label, position, settings, original)
+    parameters = tuple(name for name in inspect.signature(original).parameters if name != "self")
+    block = RUN.blocks[label] = Block(label, position, settings, original, inputs or Inputs(), parameters)
 
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,6 +253,7 @@ def _call(block: Block, instance: Any, args: Sequence[Any], kwargs: dict[str, An
 
     assert block.compiled is not None
     block.calls += 1
+    args, kwargs = _made_alike(block, instance, args, kwargs)
     with block.timed():
         try:
             return block.compiled(instance, *args, **kwargs)
@@ -249,6 +263,22 @@ def _call(block: Block, instance: Any, args: Sequence[Any], kwargs: dict[str, An
     # Where an earlier call did compile, its recompute must meet the same code: only a class that never did is let go.
     block.eager = block.graphs == 0
     return block.original(instance, *args, **kwargs)
+
+
+def _made_alike(
+    block: Block, instance: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return a call's arguments as the compiled code is to see them: one graph where there need not be two."""
+    names = block.parameters
+    arguments = arguments_of(names, args, kwargs)
+    replaced = with_gradients(block.inputs, instance, arguments)
+    if replaced:
+        args = [replaced.get(name, value) for name, value in zip(names, args, strict=False)]
+        kwargs = {name: replaced.get(name, value) for name, value in kwargs.items()}
+        arguments |= replaced
+    if RUN.several_sizes and block.settings.compile_dynamic == "auto":
+        mark_sizes(block.inputs, arguments)
+    return args, kwargs
 
 
 def _graph_breaks() -> int:

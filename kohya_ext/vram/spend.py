@@ -20,7 +20,7 @@ import torch
 
 from kohya_ext.checkpointing import covered_blocks, inner_name
 from kohya_ext.console import note, warn
-from kohya_ext.loop import current_batch
+from kohya_ext.loop import current_batch, data_sets
 from kohya_ext.vram.card import said
 from kohya_ext.vram.gauge import Gauge
 from kohya_ext.vram.oom import is_out_of_memory
@@ -252,7 +252,7 @@ def pixels_of(batch: dict[str, Any], accelerator: Any) -> int:
         values = batch.get(name)
         if isinstance(values, torch.Tensor) and values.dim() >= 4:
             height, width = values.shape[-2:]
-            sizes = {size for dataset in _datasets(accelerator) for size in dataset.bucket_manager.resos}
+            sizes = {size for dataset in data_sets(accelerator) for size in dataset.bucket_manager.resos}
             factor = next((factor for factor in factors if (width * factor, height * factor) in sizes), 0)
             return int(values.shape[0] * width * height * factor**2)
     return 0
@@ -262,14 +262,7 @@ def largest_batch(accelerator: Any) -> int:
     """Return the pixels of the largest batch that the data set has; 0 where that cannot be told."""
     sizes = [
         width * height * min(int(dataset.batch_size), len(bucket))
-        for dataset in _datasets(accelerator)
+        for dataset in data_sets(accelerator)
         for (width, height), bucket in zip(dataset.bucket_manager.resos, dataset.bucket_manager.buckets, strict=True)
     ]
     return max(sizes, default=0)
-
-
-def _datasets(accelerator: Any) -> list[Any]:
-    loader = next(iter(accelerator._dataloaders), None)
-    group = getattr(loader, "dataset", None)
-    found = getattr(group, "datasets", [group])
-    return [dataset for dataset in found if getattr(dataset, "bucket_manager", None) is not None]

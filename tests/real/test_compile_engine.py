@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.compiling import blocks, budget, configuration, support
+from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.tracing import GAPS, close_gaps
 from kohya_ext.settings import Settings
 
@@ -69,9 +71,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[blocks.Run]
     torch._dynamo.reset()
 
 
-def compiled(kind: type[torch.nn.Module], settings: Settings) -> blocks.Block:
+def compiled(kind: type[torch.nn.Module], settings: Settings, inputs: Inputs | None = None) -> blocks.Block:
     label = f"here:{kind.__name__}._forward"
-    kind._forward = blocks.compile_method(kind._forward, label, "1 of 1", settings)  # type: ignore[attr-defined]
+    kind._forward = blocks.compile_method(kind._forward, label, "1 of 1", settings, inputs)  # type: ignore[attr-defined]
     return blocks.RUN.blocks[label]
 
 
@@ -104,6 +106,75 @@ def test_blocks_share_their_graphs_and_later_sizes_add_none(run: blocks.Run) -> 
     assert block.calls == 5 * 6 * 2, "the forward and the recompute of each block"
     assert run.breaks == 0
     assert "_orig_mod" not in "".join(model.state_dict())
+
+
+def pictures_of(*sizes: tuple[int, int]) -> SimpleNamespace:
+    """A data set of sd-scripts, as far as it is asked for its buckets; the last one is empty."""
+    return SimpleNamespace(bucket_manager=SimpleNamespace(resos=[*sizes, (9, 9)], buckets=[["one"]] * len(sizes) + [[]]))
+
+
+@pytest.mark.parametrize(("sizes", "graphs"), [([(64, 64)], 2), ([(64, 64), (64, 96)], 1)])
+def test_sizes_that_are_known_beforehand_take_one_graph(run: blocks.Run, sizes: list[tuple[int, int]], graphs: int) -> None:
+    torch.manual_seed(0)
+    kind = block_class()
+    model = torch.nn.Sequential(*(kind() for _ in range(3)))
+    expected = gradients(model, 4, 6, 9)
+    run.data_sets = lambda: [pictures_of(*sizes)]
+    block = compiled(kind, AOT, Inputs({"x": (1,)}))
+    torch.testing.assert_close(gradients(model, 4, 6, 9), expected)
+    assert block.graphs == graphs, "dynamo's own way is a second one when it meets a second size"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_first_block_is_compiled_as_the_others(run: blocks.Run, alike: bool) -> None:
+    """What enters it requires no gradient. It is given one, that goes nowhere; the weights' are the same."""
+    torch.manual_seed(0)
+    kind = block_class()
+    model = torch.nn.Sequential(*(kind() for _ in range(3)))
+    x = torch.randn(8, 1, 4).transpose(0, 2)  # cut off from something: no block's output is laid out so
+
+    def step() -> list[torch.Tensor]:
+        model(x).pow(2).sum().backward()
+        return [parameter.grad.clone() for block in model for lora in block.loras for parameter in lora.parameters()]
+
+    expected = step()
+    for block in model:
+        for lora in block.loras:
+            lora.zero_grad()
+    block = compiled(kind, AOT, Inputs(activations=("x",) if alike else ()))
+    torch.testing.assert_close(step(), expected)
+    assert block.graphs == (1 if alike else 2)
+    assert x.grad is None
+    assert not x.requires_grad
+
+
+def test_blocks_that_nobody_trains_have_no_backward(run: blocks.Run) -> None:
+    torch.manual_seed(0)
+    kind = block_class()
+    frozen, trained = kind(), kind()
+    for module in (frozen, *frozen.loras):
+        module.requires_grad_(False)
+    block = compiled(kind, AOT, Inputs(activations=("x",)))
+    between = frozen(torch.randn(1, 4, 8))
+    trained(between).sum().backward()
+    assert not between.requires_grad
+    assert block.graphs == 2
+    assert all(weight.grad is not None for lora in trained.loras for weight in lora.parameters())
+
+
+def test_no_garbage_is_collected_while_a_graph_is_compiled(run: blocks.Run) -> None:
+    import gc
+
+    enabled = []
+
+    def backend(graph_module: Any, inputs: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return graph_module.forward
+
+    run.prepare(AOT, "cpu")
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(1))
+    assert enabled == [False]
+    assert gc.isenabled()
 
 
 def test_nothing_is_compiled_without_gradients(run: blocks.Run) -> None:
