@@ -27,9 +27,6 @@ MARGIN = 0.05
 #: What the blocks are filled up to, of the cap: the allocator wastes a little between tensors of other sizes.
 FILLED = 0.97
 
-#: Families of which only whole stages can be checkpointed.
-_IN_STAGES = ("sd15",)
-
 _spender: Any = None
 
 
@@ -90,8 +87,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
     running = session.current()
     script = running.script.name if running is not None and running.script is not None else ""
-    family = FAMILIES.get(script, "").rpartition("-")[0]
-    if not family or family in _IN_STAGES:
+    if script not in FAMILIES:
         return "this script's model has no blocks that are checkpointed one by one"
     for name in ("checkpoint_share", "activation_memory_budget"):
         if getattr(settings, name) is not None:

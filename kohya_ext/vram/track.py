@@ -180,6 +180,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
                     self._see(storage)
         return result
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, as FakeTensorMode does: what is compiled stays so inside, and shows the operators that its backend leaves."""
+        return True
+
     def _see(self, storage: Any) -> None:
         known = self._known.get(id(storage))
         if known is not None and known() is storage:
