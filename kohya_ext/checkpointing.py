@@ -8,7 +8,7 @@ from typing import Any
 from kohya_ext.patching import Target, takes
 from kohya_ext.settings import Settings
 
-#: Module and class of the models whose blocks have a ``gradient_checkpointing`` each; SD1.5's has a stage of layers for a block.
+#: Module and class of the models whose blocks have a ``gradient_checkpointing`` each; in SD1.5 a block is a stage of layers.
 MODELS = (
     ("library.original_unet", "UNet2DConditionModel"),
     ("library.sdxl_original_unet", "SdxlUNet2DConditionModel"),

