@@ -44,7 +44,7 @@ def _step(family: str, variants: str, *more: str, suite: str = "step") -> tuple[
 
 #: In the order of what a reader wants to know. Every one fits into ten minutes on a card of 80 GB or more.
 GPU = (
-    Job("sdxl-lora-step", _step("sdxl-lora", "upstream,patched,compiled,upstream-free,compiled-free")),
+    Job("sdxl-lora-step", _step("sdxl-lora", "upstream,patched,fused,compiled,upstream-free,compiled-free")),
     Job("sdxl-lora-budget", _step("sdxl-lora", "upstream,budget-0.75,budget-0.5,budget-0.25,budget-0", suite="budget")),
     Job("sdxl-lora-shares", _step("sdxl-lora", "upstream,share-0.5,compiled-share-0.75,compiled-share-0.5", suite="budget")),
     Job("sdxl-lora-b4", _step("sdxl-lora", "upstream,compiled,budget-0.5", "--train_batch_size", "4")),
@@ -57,7 +57,7 @@ GPU = (
     Job("sdxl-lora-tiers", ("tiers", "--family", "sdxl-lora")),
     Job("sdxl-finetune-tiers", ("tiers", "--family", "sdxl-finetune")),
     CALIBRATION,
-    Job("flux-lora-step", _step("flux-lora", "upstream,compiled,budget-0.5")),
+    Job("flux-lora-step", _step("flux-lora", "upstream,fused,compiled,budget-0.5")),
     Job("sdxl-lora-compile", ("compile", "--family", "sdxl-lora")),
     Job("sdxl-lora-overhead", ("overhead", "--family", "sdxl-lora")),
     Job("sdxl-lora-peers", _step("sdxl-lora", "upstream,compiled,upstream-compile,upstream-diffusers")),

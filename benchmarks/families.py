@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,14 @@ class Family:
     full: tuple[str, ...] = ("--resolution", "1024,1024", "--mixed_precision", "bf16")
     reduced: tuple[str, ...] = ("--resolution", "256,256", "--mixed_precision", "no")
     """bf16 on a CPU is emulated on most: reduced runs are fp32."""
+    shape: Mapping[str, int] = field(default_factory=dict)
+    """Of the reduced model in the model step, where a tiny one would measure little but Python: see ``worker.ready``."""
 
 
 _CACHED = ("--sdpa", "--cache_latents", "--cache_text_encoder_outputs")
 _LORA = ("--network_train_unet_only", "--network_dim", "16", "--network_alpha", "16", "--learning_rate", "1e-4")
 _ADAMW = ("--optimizer_type", "AdamW")
+_UNET = {"width": 96}
 _FLOW = ("--model_prediction_type", "raw", "--timestep_sampling", "sigmoid")
 
 
@@ -30,13 +33,16 @@ def _lora(module: str, *more: str) -> tuple[str, ...]:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "sdxl-lora": Family("sdxl_train_network.py", "sdxl", _lora("networks.lora", "--no_half_vae")),
+    "sdxl-lora": Family(
+        "sdxl_train_network.py", "sdxl", _lora("networks.lora", "--no_half_vae"), shape=_UNET
+    ),
     "sdxl-finetune": Family(
         "sdxl_train.py",
         "sdxl",
         (*_CACHED, "--no_half_vae", "--learning_rate", "1e-5", "--max_grad_norm", "0", "--optimizer_type", "Adafactor",
          "--optimizer_args", "scale_parameter=False", "relative_step=False", "warmup_init=False"),
         full=("--resolution", "1024,1024", "--mixed_precision", "bf16", "--full_bf16"),
+        shape=_UNET,
     ),
     "lumina-lora": Family("lumina_train_network.py", "lumina", _lora("networks.lora_lumina", *_FLOW)),
     "flux-lora": Family("flux_train_network.py", "flux", _lora("networks.lora_flux", *_FLOW, "--guidance_scale", "1")),
@@ -46,6 +52,7 @@ FAMILIES: Mapping[str, Family] = {
         # This script caches no text encoder outputs.
         tuple(word for word in _lora("networks.lora") if word != "--cache_text_encoder_outputs"),
         full=("--resolution", "512,512", "--mixed_precision", "bf16"),
+        shape=_UNET,
     ),
 }  # fmt: skip
 
@@ -102,6 +109,11 @@ def _vram(size: int) -> dict[str, Recipe]:
 RECIPES: Mapping[str, Recipe] = {
     "upstream": Recipe("upstream, checkpointing", _CHECKPOINTING, patched=False),
     "patched": Recipe("patched, eager, checkpointing", _CHECKPOINTING),
+    "fused": Recipe(
+        "patched, eager, fused operations, checkpointing",
+        (*_CHECKPOINTING, "--fused_operations"),
+        patches=("fused_operations",),
+    ),
     "compiled": Recipe("selective compile, checkpointing", (*_CHECKPOINTING, *_COMPILED), patches=_SELECTIVE),
     "traced": Recipe(
         "selective compile's guards alone (backend eager), checkpointing",
@@ -129,7 +141,7 @@ RECIPES: Mapping[str, Recipe] = {
     **{name: recipe for size in (8, 12, 16, 24) for name, recipe in _vram(size).items()},
 }
 
-STEP = ("upstream", "patched", "compiled", "budget-0.5", "upstream-free", "compiled-free")
+STEP = ("upstream", "patched", "fused", "compiled", "budget-0.5", "upstream-free", "compiled-free")
 BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if "-0" in name))
 COMPILE = ("upstream-compile", "compiled", "patched", "upstream-diffusers")
 

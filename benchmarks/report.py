@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cards
+from benchmarks import cards, goals
 from benchmarks.results import FOLDER, Comparison, Result, Variant, kept, read
 from kohya_ext.console import error, note
 from kohya_ext.vram.card import GB
@@ -46,12 +47,15 @@ def _document(results: Sequence[tuple[Path, Result]], folder: Path) -> Iterator[
     yield "\n## What fits which card\n"
     yield "The shipped presets by the estimates that come with the package (`python -m kohya_ext presets list`).\n"
     yield f"![What fits which card]({cards.PICTURE})"
+    yield "\n## What is to be reached\n"
+    yield from goals.table()
     for file, result in results:
         yield f"\n## {file.stem}\n"
         yield from _about(result)
         for index, comparison in enumerate(result.comparisons):
             yield f"\n### {comparison.title}\n"
             yield from table(comparison, result)
+            yield from at_equal_cost(comparison)
             yield from compiling_table(comparison)
             yield from operators_table(comparison)
             picture = folder / f"{file.stem}-{index}.png"
@@ -77,17 +81,21 @@ def _about(result: Result) -> Iterator[str]:
         yield "**Incomplete:** the time was up before all rounds were done, or a part failed."
 
 
+#: Peaks, and how a table calls them.
+MEMORY = {"allocated": "allocated GB", "reserved": "reserved GB", "host_resident": "process GB"}
+
+
 def table(comparison: Comparison, result: Result) -> Iterator[str]:
     """Yield a comparison as a Markdown table."""
     rate = result.machine.get("matmul", {}).get("flops_per_second")
-    cuda = any("allocated" in variant.memory for variant in comparison.variants)
-    host = not cuda and any("host_resident" in variant.memory for variant in comparison.variants)
+    said = {name for variant in comparison.variants for name in variant.memory}
+    memory = [name for name in MEMORY if name in said and (name != "host_resident" or "allocated" not in said)]
     batch = comparison.configuration.get("batch")
     stepping = comparison.unit == "seconds a step" and batch is not None
     titles = ["variant", comparison.unit, "ratio"]
     titles += ["pictures a second"] if stepping else []
-    titles += ["allocated GB", "reserved GB"] if cuda else ["process GB"] if host else []
-    rated = bool(comparison.flops and rate and cuda)
+    titles += [MEMORY[name] for name in memory]
+    rated = bool(comparison.flops and rate and "reserved" in said)
     titles += ["share of the device's own bf16 matmul rate, recomputing not counted"] if rated else []
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
@@ -99,8 +107,7 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
             continue
         cells = [variant.meaning, _seconds(row), _ratio(row)]
         cells += [f"{batch / row['median']:.2f}"] if stepping else []
-        names = ("allocated", "reserved") if cuda else ("host_resident",) if host else ()
-        cells += [f"{variant.memory[name] / GB:.2f}" if name in variant.memory else "" for name in names]
+        cells += [f"{variant.memory[name] / GB:#.3g}" if name in variant.memory else "" for name in memory]
         if rated and comparison.flops:
             cells.append(f"{comparison.flops / row['median'] / rate:.1%}")
         yield f"| {' | '.join(cells)} |"
@@ -127,6 +134,31 @@ def _warm_up(comparison: Comparison) -> Iterator[str]:
         yield f"\nFirst step, in none of the figures above; it compiles what no earlier variant has: {', '.join(said)}."
 
 
+def at_equal_cost(comparison: Comparison) -> Iterator[str]:
+    """Yield the fastest variant that needs no more memory than the first, and the smallest that is not slower."""
+    memory, points = _points(comparison)
+    first = comparison.variants[0].name
+    if memory is None or first not in points or not comparison.is_against_first:
+        return
+    size, time = points[first]
+    fast = min((name for name in points if points[name][0] <= size), key=lambda name: points[name][1])
+    small = min((name for name in points if points[name][1] <= time), key=lambda name: points[name][0])
+    yield (
+        f"\nWith no more memory than `{first}` the fastest is `{fast}`, {time / points[fast][1]:.2f}x; "
+        f"in no more time the smallest is `{small}`, {points[small][0] / size:.2f} of the memory ({memory})."
+    )
+
+
+def _points(comparison: Comparison) -> tuple[str | None, dict[str, tuple[float, float]]]:
+    """Return which peak all measured variants have, if one, and of each variant the peak in GB and the median."""
+    measured = [variant for variant in comparison.variants if variant.rounds]
+    memory = next((name for name in ("reserved", "allocated") if all(name in variant.memory for variant in measured)), None)
+    if memory is None:
+        return None, {}
+    summary = comparison.summary()
+    return memory, {variant.name: (variant.memory[memory] / GB, summary[variant.name]["median"]) for variant in measured}
+
+
 def compiling_table(comparison: Comparison) -> Iterator[str]:
     """Yield what each bucket cost, for the suite that walks through them."""
     walked = [variant for variant in comparison.variants if variant.facts.get("visits")]
@@ -141,20 +173,33 @@ def compiling_table(comparison: Comparison) -> Iterator[str]:
             yield f"| {width}x{height} | {visit['first_seconds']:.3g} s | {visit['then_seconds']:.3g} s | {new} |"
 
 
-#: Operators that are named; the others move little.
+#: Operators that are named; the others take little.
 OPERATORS = 12
 
 
 def operators_table(comparison: Comparison) -> Iterator[str]:
-    """Yield which operators move the most bytes, for the suite that counts them."""
-    counted = [variant for variant in comparison.variants if variant.facts.get("operators")]
-    if not counted:
+    """Yield which operators move the most bytes, for the suite that counts them, or take the most time of a profiled step."""
+    counted = {variant.name: variant.facts["operators"] for variant in comparison.variants if variant.facts.get("operators")}
+    yield from _by_operator("GB and kernels of the operator", counted, "moved_bytes", "kernels", GB)
+    profiled = {
+        variant.name: variant.facts["profile"]["operators"]
+        for variant in comparison.variants
+        if "operators" in variant.facts.get("profile", {})
+    }
+    yield from _by_operator("milliseconds and calls in one profiled step", profiled, "seconds", "calls", 1e-3)
+
+
+def _by_operator(title: str, found: Mapping[str, Any], quantity: str, number: str, one: float) -> Iterator[str]:
+    if not found:
         return
-    yield f"\n| GB and kernels of the operator | {' | '.join(variant.name for variant in counted)} |"
-    yield f"|---|{'---|' * len(counted)}"
-    for name in list(counted[0].facts["operators"])[:OPERATORS]:
-        found = [variant.facts["operators"].get(name, {"moved_bytes": 0, "kernels": 0}) for variant in counted]
-        yield f"| `{name}` | {' | '.join('{:.1f}, {}'.format(one['moved_bytes'] / GB, one['kernels']) for one in found)} |"
+    yield f"\n| {title} | {' | '.join(found)} |"
+    yield f"|---|{'---|' * len(found)}"
+    totals = Counter({name: row[quantity] for operators in found.values() for name, row in operators.items()})
+    first = next(iter(found.values()))
+    names = [*first, *(name for name, _ in totals.most_common() if name not in first)]
+    for name in names[:OPERATORS]:
+        rows = [operators.get(name) for operators in found.values()]
+        yield f"| `{name}` | {' | '.join('' if row is None else f'{row[quantity] / one:.1f}, {row[number]}' for row in rows)} |"
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
@@ -170,10 +215,10 @@ def draw(comparison: Comparison, file: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    on_a_card = [variant for variant in measured if "reserved" in variant.memory]
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(measured) + 2 if len(on_a_card) < 2 else 5), layout="constrained")
-    if len(on_a_card) >= 2:
-        _trade_off(axes, comparison, on_a_card)
+    memory, points = _points(comparison)
+    figure, axes = pyplot.subplots(figsize=(8, 5 if memory else 0.5 * len(measured) + 2), layout="constrained")
+    if memory is not None:
+        _trade_off(axes, comparison, points, memory)
     else:
         _bars(axes, comparison, measured)
     axes.set_title(comparison.title)
@@ -183,19 +228,26 @@ def draw(comparison: Comparison, file: Path) -> bool:
     return True
 
 
-def _trade_off(axes: Any, comparison: Comparison, variants: Sequence[Variant]) -> None:
-    summary = comparison.summary()
-    for variant in variants:
-        x, y = variant.memory["reserved"] / GB, summary[variant.name]["median"]
-        axes.plot([x], [y], "o", color="black" if variant is comparison.variants[0] else "tab:blue")
-        axes.annotate(variant.name, (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
+def _trade_off(axes: Any, comparison: Comparison, points: Mapping[str, tuple[float, float]], memory: str) -> None:
+    """Lower is faster, further left is smaller; the line joins what nothing else beats in both (the Pareto front)."""
+    best = [point for point in points.values() if not any(_beats(other, point) for other in points.values())]
+    axes.plot(*zip(*sorted(best), strict=True), color="tab:green", alpha=0.4, linewidth=4, zorder=0)
+    for name, point in points.items():
+        axes.plot(*point, "o", color="black" if name == comparison.variants[0].name else "tab:blue")
+        axes.annotate(name, point, textcoords="offset points", xytext=(5, 5), fontsize=8)
+    widest = 1.25 * max(x for x, _ in points.values())
     for card in (8, 12, 16, 24, 32, 48):
-        axes.axvline(card * 2**30 / GB, color="tab:red", alpha=0.3, linewidth=1)
-        axes.annotate(f"{card} GB card", (card * 2**30 / GB, 0), fontsize=7, color="tab:red", ha="right", va="bottom")
-    axes.set_xlabel("reserved on the GPU, GB (1e9 bytes)")
+        if (x := card * 2**30 / GB) < widest:
+            axes.axvline(x, color="tab:red", alpha=0.3, linewidth=1)
+            axes.annotate(f"{card} GB card", (x, 0), fontsize=7, color="tab:red", ha="right", va="bottom")
+    axes.set_xlabel(f"{memory} at most, GB (1e9 bytes)")
     axes.set_ylabel(comparison.unit)
     axes.set_ylim(bottom=0)
-    axes.set_xlim(0, 1.15 * max(variant.memory["reserved"] / GB for variant in variants))
+    axes.set_xlim(0, widest)
+
+
+def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
 def _bars(axes: Any, comparison: Comparison, variants: Sequence[Variant]) -> None:

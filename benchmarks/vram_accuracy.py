@@ -1,6 +1,6 @@
 """How near the estimator is to what a step really allocates: the same step on real tensors, seen by torch's own profiler.
 
-    python benchmarks/vram_accuracy.py --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
+    python -m benchmarks.vram_accuracy --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
 
 A reduced SDXL on the CPU, for LoRA and full fine-tuning, with and without checkpointing. The estimate is made from fake
 tensors as always; the measured figure is the sum of the allocations and frees that the CPU allocator reports to
@@ -19,7 +19,6 @@ import logging
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 
 
 _CHECKPOINTING, _COMPILE = ["--gradient_checkpointing"], ["--selective_torch_compile"]
-PLAIN: dict[str, list[str]] = {"": [], ", checkpointing": _CHECKPOINTING}
+PLAIN: dict[str, list[str]] = {"": [], ", checkpointing": _CHECKPOINTING, ", fused operations": ["--fused_operations"]}
 COMPILED: dict[str, list[str]] = {
     ", compiled": _COMPILE,
     ", compiled, budget 0.5": [*_COMPILE, "--activation_memory_budget", "0.5"],
@@ -88,6 +87,7 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
     """
     import torch
 
+    from benchmarks.profiling import peak_of
     from kohya_ext.vram.autocast import cuda_rules
     from kohya_ext.vram.events import Kind, peak
     from kohya_ext.vram.step import lay_out, prepare, take
@@ -102,10 +102,7 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
             take(training, unused)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             take(training, unused)
-        alive = most = 0
-        for size in _allocations(profile):
-            alive += size
-            most = max(most, alive)
+        most = peak_of(profile)
         if choices.selective_torch_compile:
             return most, None
         tracker = Tracker()
@@ -117,13 +114,6 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
             start = len(tracker.events)
             take(training, tracker)
     return most, peak(tracker.events[start:], tracker.kinds).bytes
-
-
-def _allocations(profile: Any) -> Iterator[int]:
-    """Yield bytes allocated (positive) and freed (negative) on the CPU, in their order."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        yield event.nbytes()
 
 
 def main() -> int:
@@ -153,7 +143,7 @@ def main() -> int:
     more = (" --compiled" if given.compiled else "") + (f" --only '{given.only}'" if given.only else "")
     report = {
         "what": f"reduced SDXL, {given.width} channels, {given.size}x{given.size} pixels, on the CPU; bytes and percent",
-        "command": f"python benchmarks/vram_accuracy.py --width {given.width} --size {given.size}{more}",
+        "command": f"python -m benchmarks.vram_accuracy --width {given.width} --size {given.size}{more}",
         "sd_scripts": checkout.version,
         "torch": store.version("torch"),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",

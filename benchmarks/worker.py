@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.counting import count
 from benchmarks.peers import PEERS
+from benchmarks.profiling import profile
 from kohya_ext.arguments import read_arguments
 from kohya_ext.patching import Patcher, registry
 from kohya_ext.sdscripts import Checkout, describe
@@ -235,6 +236,16 @@ def bucket_set(step: Step, aspects: list[float]) -> dict[str, Any]:
     return {"buckets": list(dict.fromkeys(map(tuple, nearest)))}
 
 
+def profile_step(step: Step) -> dict[str, Any]:
+    """Return what one step spends its time on."""
+    training = step.training
+    modules = [module for module, _ in training.resident]
+    state = (value for values in training.optimizer.state.values() for value in values.values())
+    alive = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    alive += [value for value in (*state, *step.batch.values()) if isinstance(value, torch.Tensor)]
+    return profile(step.take, alive, step.device.type == "cuda")
+
+
 def describe_facts(step: Step) -> dict[str, Any]:
     """What the patches say of themselves."""
     if step.patcher is None:
@@ -332,7 +343,12 @@ def main() -> None:
 
     if not answer(start_up):
         return
-    commands: dict[str, Callable[..., dict[str, Any]]] = {"steps": take_steps, "facts": describe_facts, "buckets": bucket_set}
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "steps": take_steps,
+        "facts": describe_facts,
+        "buckets": bucket_set,
+        "profile": profile_step,
+    }
     for line in sys.stdin:
         command = json.loads(line)
         name = command.pop("do")

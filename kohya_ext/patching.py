@@ -82,6 +82,8 @@ class Patch:
     """Raises UserError for settings that cannot work together."""
     facts: Callable[[], Mapping[str, object]] | None = None
     """What it found out while the run went on, as plain JSON data; asked for the report of a run in which it is active."""
+    outermost: bool = False
+    """Applied after the others: what it replaces, and falls back to, may be theirs."""
 
 
 @dataclass
@@ -123,7 +125,7 @@ class Patcher:
         """
         disabled = self._disabled()
         self._armed = True
-        for patch in self.patches.values():
+        for patch in sorted(self.patches.values(), key=lambda patch: patch.outermost):
             for target in patch.targets:
                 key = (patch.name, target.label)
                 if key in self._applied:

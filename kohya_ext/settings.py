@@ -228,6 +228,15 @@ class Settings:
         activates=True,
         patch="activation_memory_budget",
     )
+    fused_operations: bool = _option(
+        False,
+        "do in few passes over memory what eager blocks do in many: LoRA's sums, RMSNorm, rotary embedding, layer norm; "
+        "results differ in the last digits",
+        boolean,
+        environment="KOHYA_EXT_FUSED_OPERATIONS",
+        activates=True,
+        patch="fused_operations",
+    )
     preflight: bool = _option(
         True,
         "before a model is loaded, check pictures, captions, model files, output folder, and arguments that cannot go together",

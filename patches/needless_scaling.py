@@ -17,18 +17,9 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
+from kohya_ext.lora_modules import NETWORKS, asked_for
 from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.sdscripts import KNOWN_LAYOUTS, Layout
 from kohya_ext.settings import Settings
-
-#: Whose module multiplies so, and where it has one of its own.
-MODULES: Mapping[str, frozenset[Layout]] = {
-    "networks.lora": KNOWN_LAYOUTS,
-    "networks.lora_fa": KNOWN_LAYOUTS,
-    "networks.lora_flux": KNOWN_LAYOUTS,
-    "networks.lora_lumina": KNOWN_LAYOUTS,
-    "networks.lora_anima": frozenset({"v0.11"}),
-}
 
 #: Far inside the exponents of bf16 and fp32.
 _POWERS_OF_TWO = frozenset(2.0**exponent for exponent in range(-16, 17))
@@ -45,10 +36,8 @@ def _facts() -> Mapping[str, object]:
 def _scaled_where_it_is_narrow(original: Any, settings: Settings) -> Any:
     import torch
 
-    # What upstream's own forward asks its module: not all networks have all of it, and a module is slow to say that it has not.
-    asks = original.__code__.co_names
-    more_than_a_product = tuple(name for name in ("rank_dropout", "module_dropout", "ggpo_sigma") if name in asks)
-    can_be_split = "split_dims" in asks
+    more_than_a_product = asked_for(original, "rank_dropout", "module_dropout", "ggpo_sigma")
+    can_be_split = asked_for(original, "split_dims")
 
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
@@ -82,7 +71,7 @@ PATCH = Patch(
     summary="a LoRA's change is not multiplied by 1, and by a power of two where it is as narrow as the rank",
     targets=tuple(
         Target(module, "LoRAModule.forward", _scaled_where_it_is_narrow, takes("self", "x", exactly=True), layouts)
-        for module, layouts in MODULES.items()
+        for module, layouts in NETWORKS.items()
     ),
     exactness="exact",
     held_to="the weights that are trained with it off, bit for bit",

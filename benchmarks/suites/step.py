@@ -51,6 +51,7 @@ def compare(plan: Plan, result: Result, default: tuple[str, ...], title: str) ->
         for variant, one in running:
             if variant.status == "measured":
                 _guarded(variant, _facts, one)
+                _profile(variant, one)
     comparison.flops = _flops(plan)
     plan.save()
     return comparison.is_whole(plan.rounds)
@@ -79,7 +80,8 @@ def _start(plan: Plan, chosen: list[tuple[Recipe, Variant]], stack: ExitStack) -
     started = []
     for recipe, variant in chosen:
         if variant.status == "measured":
-            one = stack.enter_context(worker(plan.bench, variant.name, spec(plan, recipe)))
+            shape = plan.family.shape if plan.bench.reduced else {}
+            one = stack.enter_context(worker(plan.bench, variant.name, {**spec(plan, recipe), **shape}))
             started.append((variant, one))
             if plan.bench.device == "cpu":
                 _guarded(variant, _prepare, one)
@@ -103,6 +105,17 @@ def _prepare(variant: Variant, one: Worker) -> None:
 
 def _facts(variant: Variant, one: Worker) -> None:
     variant.facts.update(one.ask({"do": "facts"}))
+
+
+def _profile(variant: Variant, one: Worker) -> None:
+    try:
+        summary = one.ask({"do": "profile"})
+    except WorkerError as error:  # what was measured stays measured
+        variant.facts["profile"] = {"failed": str(error)}
+        return
+    if "allocated" in summary:
+        variant.memory["allocated"] = summary.pop("allocated")
+    variant.facts["profile"] = summary
 
 
 def _warm_up(variant: Variant, one: Worker) -> None:

@@ -14,11 +14,12 @@ from benchmarks.processes import WorkerError, ask_once
 from benchmarks.results import Comparison, Result, Variant
 from benchmarks.suites.step import configuration
 
-#: Name -> what it is, and the patches it is without.
-LADDER: dict[str, tuple[str, tuple[str, ...]]] = {
-    "upstream": ("upstream, checkpointing", ("*",)),
-    "gradients": ("patched without needless_scaling", ("needless_scaling",)),
-    "patched": ("patched, eager, checkpointing", ()),
+#: Name -> what it is, the recipe whose arguments it has, and the patches it is without.
+LADDER: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "upstream": ("upstream, checkpointing", "patched", ("*",)),
+    "gradients": ("patched without needless_scaling", "patched", ("needless_scaling",)),
+    "patched": (RECIPES["patched"].meaning, "patched", ()),
+    "fused": (RECIPES["fused"].meaning, "fused", ()),
 }
 
 #: What is counted -> a sample's unit, and how many of what is counted are one of it.
@@ -32,18 +33,21 @@ QUANTITIES = {
 def measure(plan: Plan, result: Result) -> None:
     """Count each variant once."""
     plan, result.reduced = replace(plan, bench=replace(plan.bench, reduced=False)), False
-    told = {"work": "count", "script": plan.family.script, "arguments": plan.arguments(RECIPES["patched"])}
+    told = {"work": "count", "script": plan.family.script}
     counted: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
-    for name, (_, without) in LADDER.items():
+    for name, (_, recipe, without) in LADDER.items():
         try:
-            counted[name] = ask_once(plan.bench, name, {**told, "without": without})
+            counted[name] = ask_once(
+                plan.bench, name, {**told, "arguments": plan.arguments(RECIPES[recipe]), "without": without}
+            )
         except WorkerError as error:
             failed[name] = str(error)
     for quantity, (unit, one) in QUANTITIES.items():
         variants = []
-        for name, (meaning, without) in LADDER.items():
-            variant = Variant(name, meaning, ["--disable_patch", ",".join(without)] if without else [])
+        for name, (meaning, recipe, without) in LADDER.items():
+            more = ["--fused_operations"] if recipe == "fused" else []
+            variant = Variant(name, meaning, ["--disable_patch", ",".join(without)] if without else more)
             if name in failed:
                 variant.status, variant.reason = "failed", failed[name]
             else:

@@ -38,7 +38,7 @@ _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
 SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
 
 #: The extension's own options among them.
-OWN = ("checkpoint_share", "selective_torch_compile", "activation_memory_budget", "ema", "ema_device")
+OWN = ("checkpoint_share", "selective_torch_compile", "activation_memory_budget", "fused_operations", "ema", "ema_device")
 
 Value = TypeVar("Value")
 
@@ -134,6 +134,7 @@ class Choices:
     """This and what follows is the extension's own, from its settings, which know where it was said."""
     selective_torch_compile: bool = False
     activation_memory_budget: float | None = None
+    fused_operations: bool = False
     """Of compiled blocks; None is all of their activations."""
     ema: bool = False
     """Once normalized, whether an average lies on the card."""

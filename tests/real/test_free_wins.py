@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches import needless_scaling, snr_lookup  # noqa: E402
 
+from kohya_ext.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching import Patcher  # noqa: E402
 from kohya_ext.settings import Settings  # noqa: E402
 
@@ -118,14 +119,12 @@ LEFT = {8: (0, 0), 2: (0, 1), 3: (1, 1)}
 SPLIT = ("networks.lora_flux", "networks.lora_lumina")
 
 
-@pytest.mark.parametrize(
-    ("name", "split"), [*((name, False) for name in needless_scaling.MODULES), *((name, True) for name in SPLIT)]
-)
+@pytest.mark.parametrize(("name", "split"), [*((name, False) for name in NETWORKS), *((name, True) for name in SPLIT)])
 def test_a_lora_is_the_same_bits_with_fewer_passes(checkout, from_checkout, name, split):
     kind = from_checkout(name).LoRAModule
     # Where a network has no class of its own, it takes one that is patched.
-    assert (kind.__module__ == name) == (checkout.layout in needless_scaling.MODULES[name])
-    assert kind.__module__ in needless_scaling.MODULES
+    assert (kind.__module__ == name) == (checkout.layout in NETWORKS[name])
+    assert kind.__module__ in NETWORKS
     forwards = (kind.forward, needless_scaling._scaled_where_it_is_narrow(kind.forward, Settings()))
     for dtype, alpha in itertools.product((torch.float32, torch.bfloat16, torch.float16), LEFT):
         results, counts = [], []

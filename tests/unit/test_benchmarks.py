@@ -2,11 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import agenda, cards, families, report, run
+from benchmarks import agenda, cards, families, goals, report, run
 from benchmarks.plan import Plan
 from benchmarks.processes import Bench
 from benchmarks.ratios import quartiles, ratio
@@ -178,3 +179,44 @@ def test_every_tier_has_its_place_in_the_picture_of_cards(tmp_path):
     assert all(cards._words(tier, 0.5).endswith(" GB, 50%") for tier in known)
     cards.draw(tmp_path / "cards.png")
     assert (tmp_path / "cards.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_goal_says_by_how_much_it_is_missed_and_on_what_condition(tmp_path):
+    goal = goals.Goal("twice as fast", 2.0, "step", ("compiled", "greedy"), no_more_memory=True)
+    assert goals._reached(goal, tmp_path) == "not measured: no GPU yet"
+    result = _result()
+    upstream, ours, absent = result.comparisons[0].variants
+    greedy = Variant("greedy", "all memory", rounds=[[0.01, 0.01]] * 2, memory={"reserved": 3})
+    upstream.memory["reserved"], ours.memory["reserved"] = 2, 2
+    result.comparisons[0].variants = [upstream, ours, absent, greedy]
+    result.write(tmp_path / "step.json")
+    assert goals._reached(goal, tmp_path) == "reached: 3.00x, compiled"
+    assert goals._reached(replace(goal, ratio=4.0), tmp_path) == "missed by 25%: 3.00x, compiled"
+    assert goals._reached(replace(goal, variants=("greedy",)), tmp_path).startswith("not reached")
+    assert goals._known(replace(goal, known=("step", "compiled", "of it", 0)), tmp_path) == "[1/3.00](#step) of it"
+
+
+def test_every_goal_is_a_job_of_the_agenda():
+    jobs = {job.name: job.arguments for job in agenda.GPU}
+    for goal in goals.GOALS:
+        variants = [word for word in jobs[goal.job] if "," in word] or [",".join(families.COMPILE)]
+        assert set(goal.variants) & set(variants[0].split(","))
+
+
+def test_the_front_is_what_nothing_beats_in_both():
+    assert report._beats((1.0, 1.0), (1.0, 2.0))
+    assert not report._beats((1.0, 2.0), (2.0, 1.0))
+    assert not report._beats((1.0, 1.0), (1.0, 1.0))
+
+
+def test_what_is_to_be_had_at_equal_memory_and_at_equal_time():
+    comparison = Comparison(
+        "model step", "seconds a step", {},
+        [
+            Variant(name, name, rounds=[[seconds]], memory={"allocated": size})
+            for name, seconds, size in (("upstream", 2.0, 100), ("larger", 0.5, 101), ("better", 1.6, 100), ("slow", 3.0, 10))
+        ],
+    )  # fmt: skip
+    (said,) = report.at_equal_cost(comparison)
+    assert "the fastest is `better`, 1.25x" in said
+    assert "the smallest is `upstream`, 1.00 of the memory (allocated)" in said

@@ -1,0 +1,146 @@
+"""Eager blocks do in few passes over an activation what the models' code does in many.
+
+A card at home waits for its memory at least as long as for its arithmetic, and without a compiler (Windows, no Triton) each
+operator of the models reads all and writes all again. ``python -m benchmarks.run work`` counts what that is. These are
+done as :mod:`kohya_ext.fused` has them: a LoRA's product and sum with the layer it is on, RMSNorm and the rotary embedding of
+FLUX and Chroma, Lumina's RMSNorm, and the layer norms in front of SDXL's and SD1.5's attention, which autocast raises to 32
+bits so that every layer behind them makes its own copy in 16. Compiled blocks stay as they are: a compiler fuses more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+from kohya_ext.lora_modules import NETWORKS, asked_for
+from kohya_ext.patching import Patch, Target, takes
+from kohya_ext.settings import Settings
+
+_done: Counter[str] = Counter()
+
+
+def _facts() -> Mapping[str, object]:
+    return dict(_done)
+
+
+def _lora(original: Any, settings: Settings) -> Any:
+    import torch
+
+    from kohya_ext.fused import linear_with_lora
+
+    other_than_a_product = asked_for(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
+    can_be_split = asked_for(original, "split_dims")
+    linear = torch.nn.Linear
+
+    @wraps(original)
+    def forward(self: Any, x: Any) -> Any:
+        base, down = self.org_forward, self.lora_down
+        is_fused = (
+            not torch.compiler.is_compiling()
+            and type(base) is MethodType
+            and base.__func__ is linear.forward
+            and type(down) is linear
+            and not (can_be_split and self.split_dims is not None)
+            and not (self.training and any(getattr(self, name) is not None for name in other_than_a_product))
+        )
+        if not is_fused:
+            return original(self, x)
+        weight, down, up = base.__self__.weight, down.weight, self.lora_up.weight
+        if weight.requires_grad or not (torch.is_autocast_enabled(x.device.type) or x.dtype is weight.dtype is down.dtype):
+            return original(self, x)
+        _done["products"] += 1
+        return linear_with_lora(x, weight, base.__self__.bias, down, up, self.multiplier * self.scale)
+
+    return forward
+
+
+def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settings], Any]:
+    def replace(original: Any, settings: Settings) -> Any:
+        import torch
+
+        from kohya_ext.fused import rms_norm
+
+        @wraps(original)
+        def forward(self: Any, x: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(self, x)
+            _done["norms"] += 1
+            return rms_norm(x, getattr(self, weight), eps(self))
+
+        return forward
+
+    return replace
+
+
+def _rotary_embedding(original: Any, settings: Settings) -> Any:
+    import torch
+
+    from kohya_ext.fused import rotate
+
+    @wraps(original)
+    def apply_rope(xq: Any, xk: Any, freqs_cis: Any) -> Any:
+        # Complex numbers are what a compiler and other kinds of devices cannot do.
+        if torch.compiler.is_compiling() or xq.device.type not in ("cuda", "cpu"):
+            return original(xq, xk, freqs_cis)
+        _done["rotations"] += 2
+        rotations = torch.complex(freqs_cis[..., 0, 0], freqs_cis[..., 1, 0])
+        return rotate(xq, rotations), rotate(xk, rotations)
+
+    return apply_rope
+
+
+def _layer_norms(original: Any, settings: Settings) -> Any:
+    import torch
+
+    @wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for child in self.children():
+            if type(child) is torch.nn.LayerNorm:
+                child.forward = partial(_layer_norm, child)
+
+    return initialize
+
+
+def _layer_norm(module: Any, x: Any) -> Any:
+    import torch
+
+    from kohya_ext.fused import layer_norm
+
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(x.device.type) or module.weight.dtype is not x.dtype:
+        return torch.nn.LayerNorm.forward(module, x)
+    _done["norms"] += 1
+    return layer_norm(x, module)
+
+
+PATCH = Patch(
+    name="fused_operations",
+    summary="--fused_operations: LoRA's sums, RMSNorm, rotary embedding and layer norm in few passes, where blocks are eager",
+    targets=(
+        *(
+            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts)
+            for module, layouts in NETWORKS.items()
+        ),
+        Target(
+            "library.flux_models", "RMSNorm.forward", _rms_norm("scale", lambda norm: 1e-6), takes("self", "x", exactly=True)
+        ),
+        Target(
+            "library.lumina_models",
+            "RMSNorm.forward",
+            _rms_norm("weight", lambda norm: norm.eps),
+            takes("self", "x", exactly=True),
+        ),
+        Target("library.flux_models", "apply_rope", _rotary_embedding, takes("xq", "xk", "freqs_cis", exactly=True)),
+        Target("library.sdxl_original_unet", "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim")),
+        Target("library.original_unet", "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim")),
+    ),
+    exactness="close",
+    held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
+    idea="https://github.com/unslothai/unsloth/blob/main/unsloth/kernels/fast_lora.py",
+    wanted=lambda settings: settings.fused_operations,
+    facts=_facts,
+    outermost=True,
+)

@@ -1,0 +1,212 @@
+"""--fused_operations: on upstream's own classes as near to the truth as they, in fewer bytes; real scripts train the same."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.patches import fused_operations, needless_scaling  # noqa: E402
+from torch.utils._pytree import tree_iter  # noqa: E402
+
+from kohya_ext.lora_modules import NETWORKS  # noqa: E402
+from kohya_ext.patching import Patcher  # noqa: E402
+from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.vram import autocast  # noqa: E402
+
+BATCH, TOKENS, HEADS, WIDTH, RANK = 2, 24, 2, 64, 8
+
+
+class _Traffic(torch.utils._python_dispatch.TorchDispatchMode):
+    """Adds up the bytes of what operators read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.name():
+            tensors = [value for value in tree_iter((args, kwargs, result)) if isinstance(value, torch.Tensor)]
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+
+def _activation(*shape):
+    return torch.randn(BATCH, *shape)
+
+
+def _lora(name):
+    def build(modules):
+        layer = torch.nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
+        lora = modules(name).LoRAModule("a", layer, 1.0, RANK, 5)
+        lora.apply_to()
+        for weight in lora.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+        return layer.to, layer.forward, lora, [_activation(TOKENS, WIDTH)]
+
+    return build
+
+
+def _norm(name):
+    def build(modules):
+        norm = modules(name).RMSNorm(WIDTH)
+        for weight in norm.parameters():
+            torch.nn.init.normal_(weight, 1.0, 0.1)
+        return norm.to, norm, norm, [_activation(HEADS, TOKENS, WIDTH)]
+
+    return build
+
+
+def _rotation(modules):
+    flux = modules("library.flux_models")
+    table = flux.rope(torch.arange(TOKENS)[None].float(), WIDTH, 10_000)[:, None]
+    queries, keys = (_activation(TOKENS, HEADS, WIDTH).transpose(1, 2) for _ in range(2))
+    return (lambda dtype: None), lambda q, k: torch.stack(flux.apply_rope(q, k, table)), torch.nn.Module(), [queries, keys]
+
+
+def _block(name):
+    def build(modules):
+        block = modules(name).BasicTransformerBlock(WIDTH, HEADS, WIDTH // HEADS, WIDTH)
+        block.set_use_sdpa(True)
+        return block.to, block, torch.nn.Module(), [_activation(TOKENS, WIDTH), _activation(7, WIDTH)]
+
+    return build
+
+
+CASES = {
+    **{name: _lora(name) for name in NETWORKS},
+    "library.flux_models": _norm("library.flux_models"),
+    "library.lumina_models": _norm("library.lumina_models"),
+    "rotary embedding": _rotation,
+    "library.sdxl_original_unet": _block("library.sdxl_original_unet"),
+    "library.original_unet": _block("library.original_unet"),
+}
+
+
+def _results(build, modules, dtype, compute):
+    """Output and gradients, of weights and activations of ``dtype``, under CUDA's autocast; and the bytes moved."""
+    torch.manual_seed(0)
+    to, function, trained, inputs = build(modules)
+    to(dtype=dtype)
+    inputs = [value.to(dtype).to(compute).requires_grad_() for value in inputs]
+    if compute is torch.float64:
+        to(dtype=compute)
+        trained.to(compute)
+    with (
+        torch.autocast("cpu", dtype, enabled=dtype is compute is not torch.float32),
+        autocast.cuda_rules(),
+        _Traffic() as traffic,
+    ):
+        y = function(*inputs)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=compute).reshape(y.shape)
+        (y * weights).sum().backward()
+    return [y, *(value.grad for value in inputs), *(weight.grad for weight in trained.parameters())], traffic.bytes
+
+
+def _distance(found, truth):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nearer_to_the_truth_in_fewer_bytes(checkout, from_checkout, case):
+    truths, theirs = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        # The truth in float64 of weights and inputs that were rounded to ``dtype``.
+        truths[dtype] = _results(CASES[case], from_checkout, dtype, torch.float64)[0]
+        theirs[dtype] = _results(CASES[case], from_checkout, dtype, dtype)
+    patches = {patch.name: patch for patch in (fused_operations.PATCH, needless_scaling.PATCH)}
+    patcher = Patcher(patches, Settings(fused_operations=True), checkout)
+    fused_operations._done.clear()
+    patcher.arm()
+    try:
+        for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
+            ours, moved = _results(CASES[case], from_checkout, dtype, dtype)
+            upstream, moved_by_upstream = theirs[dtype]
+            assert [value.dtype for value in ours] == [value.dtype for value in upstream]
+            of_ours, of_theirs = _distance(ours, truths[dtype]), _distance(upstream, truths[dtype])
+            print(
+                f"{case} {dtype}: {moved / moved_by_upstream:.2f} of the bytes, {max(of_ours):.1e} against {max(of_theirs):.1e}"
+            )
+            assert max(of_ours) < limit
+            assert max(of_ours) < 1.1 * max(of_theirs) + 1e-7
+            assert moved < moved_by_upstream or ("unet" in case and dtype is torch.float32)
+    finally:
+        patcher.undo()
+    assert fused_operations._done
+
+
+def test_what_is_no_plain_product_is_left_to_upstream(checkout, from_checkout):
+    """Dropout, trained base weights, a layer that is not torch's own."""
+    patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
+    kind = from_checkout("networks.lora").LoRAModule
+    patcher.arm()
+
+    class Other(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    fused_operations._done.clear()
+    try:
+        for layer, more in (
+            (torch.nn.Linear(8, 8).requires_grad_(False), {"dropout": 0.5}),
+            (torch.nn.Linear(8, 8).requires_grad_(False), {"rank_dropout": 0.5}),
+            (torch.nn.Linear(8, 8), {}),
+            (Other(8, 8).requires_grad_(False), {}),
+            (torch.nn.Conv2d(8, 8, 1).requires_grad_(False), {}),
+        ):
+            lora, before = kind("a", layer, **more), layer.forward
+            lora.apply_to()
+            x = torch.randn(2, 8, 1, 1) if isinstance(layer, torch.nn.Conv2d) else torch.randn(2, 8)
+            assert torch.equal(layer(x), before(x)), "its own up weights are zero"
+        assert not fused_operations._done
+    finally:
+        patcher.undo()
+
+
+#: Case -> script, more arguments, what must have been reached.
+RUNS = {
+    "sdxl": ("sdxl_train_network.py", (), {"products"}),
+    "flux": ("flux_train_network.py", ("--network_train_unet_only",), {"products", "norms", "rotations"}),
+    "chroma": ("flux_train_network.py", ("--network_train_unet_only",), {"products", "norms", "rotations"}),
+    "lumina": ("lumina_train_network.py", (), {"products", "norms"}),
+    "sd3": ("sd3_train_network.py", (), {"products"}),
+    "sd15": ("train_network.py", (), {"products"}),
+}
+
+FAMILIES = {"chroma": "chroma"}
+
+
+@pytest.mark.parametrize("case", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "flux")])
+def test_the_real_script_trains_the_same(checkout, train, case):
+    script, more, reached = RUNS[case]
+    runs = [
+        train(checkout, script, *more, *flag, family=FAMILIES.get(case), env={"SPY_LOSSES": "1"})
+        for flag in ((), ("--fused_operations",))
+    ]
+    plain, fused = runs
+    assert "fused_operations" not in plain.report["facts"]
+    assert {name for name, count in fused.report["facts"]["fused_operations"].items() if count >= 8} == reached
+    assert fused.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert fused.tensors.keys() == plain.tensors.keys()
+    assert max((tensor - plain.tensors[name]).abs().max().item() for name, tensor in fused.tensors.items()) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py", "lumina_train_network.py"])
+def test_bf16_is_as_near_to_float32_with_it_as_without(checkout, train, script):
+    bf16 = ("--mixed_precision", "bf16")
+    exact, plain, fused = (
+        train(checkout, script, "--max_train_steps", "20", "--network_train_unet_only", *one, env={"SPY_LOSSES": "1"})
+        for one in ((), bf16, (*bf16, "--fused_operations"))
+    )
+
+    def distance(run):
+        weights = sum((tensor - exact.tensors[name]).double().square().sum() for name, tensor in run.tensors.items()).sqrt()
+        return sum((a - b) ** 2 for a, b in zip(run.losses, exact.losses, strict=True)) ** 0.5, weights.item()
+
+    (plain_losses, plain_weights), (losses, weights) = distance(plain), distance(fused)
+    print(
+        f"\n{script} ({checkout.label}): from float32, losses {plain_losses:.2e} without and {losses:.2e} with it, "
+        f"weights {plain_weights:.2e} and {weights:.2e}"
+    )
+    assert 0 < losses < 1.5 * plain_losses
+    assert 0 < weights < 1.5 * plain_weights
