@@ -73,12 +73,11 @@ def test_the_tree_says_what_is_copied_for_swapped_blocks(checkout):
 
 
 @pytest.mark.parametrize(
-    ("argv", "status"), [(["--resolution", "512,512"], "yours"), (["--resolution", "1024,1024"], "not needed"), ([], "taken")]
+    ("argv", "size", "status"), [(["--resolution", "1024,1024"], 80, "yours"), ([], 80, "not needed"), ([], 8, "taken")]
 )
-def test_a_smaller_resolution_is_given_up_last_and_said(checkout, modelled, argv, status):
-    made = planning.plan(checkout, FULL, argv, {}, 80 * GIB if argv else 8 * GIB, lambda line: None)
-    assert made.tree[-1].rung.name == "resolution"
-    assert made.tree[-1].status == status
+def test_resolution_is_given_up_last_and_said(checkout, modelled, argv, size, status):
+    made = planning.plan(checkout, FULL, argv, {}, size * GIB, lambda line: None)
+    assert (made.tree[-1].rung.name, made.tree[-1].status) == ("resolution", status)
 
 
 def test_chroma_is_planned_with_its_own_tiers(checkout):
