@@ -8,8 +8,9 @@ from typing import Any
 from kohya_ext.patching import Target, takes
 from kohya_ext.settings import Settings
 
-#: Module and class of the models whose blocks have a ``gradient_checkpointing`` each. In SD1.5's only whole stages have one.
+#: Module and class of the models whose blocks have a ``gradient_checkpointing`` each; in SD1.5 a block is a stage of layers.
 MODELS = (
+    ("library.original_unet", "UNet2DConditionModel"),
     ("library.sdxl_original_unet", "SdxlUNet2DConditionModel"),
     ("library.flux_models", "Flux"),
     ("library.chroma_models", "Chroma"),
@@ -20,7 +21,10 @@ MODELS = (
 )
 
 #: What a block's own forward is called below the one that checkpoints it.
-INNER = ("_forward", "forward_body")
+_INNER = ("_forward", "forward_body")
+
+#: Where a stage of SD1.5's U-Net, which checkpoints its layers one by one, has them.
+_LAYERS = ("resnets", "attentions")
 
 
 def on_enable(replace: Callable[[Any, Settings], Any]) -> tuple[Target, ...]:
@@ -34,9 +38,11 @@ def covered_blocks(model: Any) -> list[Any]:
 
 
 def _is_covered(block: Any) -> bool:
-    return getattr(block, "gradient_checkpointing", None) is True and inner_name(block) is not None
+    return getattr(block, "gradient_checkpointing", None) is True and bool(recomputed(block))
 
 
-def inner_name(block: Any) -> str | None:
-    """Return the name of a block's own forward; None when it has none."""
-    return next((name for name in INNER if hasattr(block, name)), None)
+def recomputed(block: Any) -> list[tuple[Any, str]]:
+    """Return what runs again in backward where a block is checkpointed, as modules and names of their methods."""
+    if (inner := next((name for name in _INNER if hasattr(block, name)), None)) is not None:
+        return [(block, inner)]
+    return [(layer, "forward") for layers in _LAYERS for layer in getattr(block, layers, ())]

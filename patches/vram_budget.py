@@ -15,20 +15,11 @@ from kohya_ext import session
 from kohya_ext.checkpointing import on_enable
 from kohya_ext.console import note, stop, warn
 from kohya_ext.loop import around_batch, on_start
-from kohya_ext.overlay import FAMILIES
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
+from kohya_ext.vram.cap import FILLED, for_tensors, reason_not_to_spend
 from kohya_ext.vram.card import AUTO, index_of, said
 from kohya_ext.vram.estimate import CONTEXT_BYTES
-
-#: What ``auto`` leaves free of the card: a desktop's windows that are opened while training.
-MARGIN = 0.05
-
-#: What the blocks are filled up to, of the cap: the allocator wastes a little between tensors of other sizes.
-FILLED = 0.97
-
-#: Families of which only whole stages can be checkpointed.
-_IN_STAGES = ("sd15",)
 
 _spender: Any = None
 
@@ -69,8 +60,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
         return int(budget)
     card = index_of(device)
     free, total = torch.cuda.mem_get_info(card)
-    # What is free is free beside the context that this process has by now; a size counts from nothing.
-    wanted = free - MARGIN * total if budget == AUTO else int(budget) - CONTEXT_BYTES
+    wanted = for_tensors(budget, free, total)
     if wanted <= 0:
         stop(
             f"--vram_budget: {said(free)} of the card's {said(total)} are free, and CUDA's context alone takes about "
@@ -90,15 +80,9 @@ def _cap(budget: int | str, device: Any) -> int | None:
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
     running = session.current()
     script = running.script.name if running is not None and running.script is not None else ""
-    family = FAMILIES.get(script, "").rpartition("-")[0]
-    if not family or family in _IN_STAGES:
-        return "this script's model has no blocks that are checkpointed one by one"
-    for name in ("checkpoint_share", "activation_memory_budget"):
-        if getattr(settings, name) is not None:
-            return f"--{name} says how"
-    for name in ("torch_compile", "compile", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed"):
-        if getattr(args, name, False):
-            return f"with --{name} blocks cannot be freed one by one"
+    reason = reason_not_to_spend(script, args, settings)
+    if reason is not None:
+        return reason
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):
         return "the model is sharded"
     return None

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from rich.table import Table
 
 from kohya_ext import asking
 from kohya_ext.arguments import RunArguments, read_arguments
-from kohya_ext.console import note
+from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.vram import choices as choosing
-from kohya_ext.vram.card import GB, GIB, gigabytes
+from kohya_ext.vram.cap import FILLED, for_tensors, reason_not_to_spend
+from kohya_ext.vram.card import AUTO, GB, GIB, gigabytes, said
 from kohya_ext.vram.choices import FP8, Choices
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate, estimate
 from kohya_ext.vram.fill import smallest_share
@@ -63,20 +64,26 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = read_arguments(script, argv, os.environ)
     card = resolved.settings.vram or _presets_card(resolved)
     fresh = bool(own.get("fresh"))
+    choices = choosing.read(script, resolved, argv)[0]
+    if (problem := choosing.unread_samples(choices)) is not None:
+        warn(problem)
+    budget: Budget | None = None
     if own.get("fill"):
         found, resolved = _fill(checkout, script, argv, card, fresh)
+    elif resolved.settings.vram_budget is not None:
+        found, budget = _with_budget(checkout, script, argv, choices, resolved, card, fresh)
     else:
         found = estimate(checkout, script, resolved, argv, fresh)
     if own.get("json"):
-        print(json.dumps(_as_json(found, card), indent=1))
+        print(json.dumps(_as_json(found, card, budget), indent=1))
     else:
         console = Console()
         console.print(_table(found))
-        for line in _lines(found, card, resolved):
+        for line in [*_lines(found, card, resolved), *([budget.words] if budget is not None else [])]:
             console.print(line, highlight=False, soft_wrap=True)
     if "chart" in own:
         _draw(found, card, own["chart"])
-    return 0 if card is None or found.on_the_card <= card else 1
+    return 0 if (card is None or found.on_the_card <= card) and (budget is None or budget.fits) else 1
 
 
 def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None, fresh: bool) -> tuple[Estimate, RunArguments]:
@@ -86,11 +93,8 @@ def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None
     if not choosing.read(script, read_arguments(script, argv, os.environ), argv)[0].gradient_checkpointing:
         raise UserError("--fill chooses among checkpointed blocks: give --gradient_checkpointing, or a preset that has it")
 
-    def arguments(share: float) -> list[str]:
-        return [*argv, "--checkpoint_share", f"{share:g}"]
-
     def ask(share: float) -> Estimate:
-        given = arguments(share)
+        given = _at_share(argv, share)
         return estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
 
     filled = smallest_share(ask, room(card))
@@ -98,7 +102,58 @@ def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None
         raise UserError(f"it does not fit {gigabytes(card)} GB less 5 percent with every block checkpointed")
     share, found = filled
     note(f"--checkpoint_share {share:g} is the smallest that fits {gigabytes(card)} GB less 5 percent")
-    return found, read_arguments(script, arguments(share), os.environ)
+    return found, read_arguments(script, _at_share(argv, share), os.environ)
+
+
+def _at_share(argv: Sequence[str], share: float) -> list[str]:
+    return [*argv, "--gradient_checkpointing", "--checkpoint_share", f"{share:g}"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What ``--vram_budget`` does in a run."""
+
+    limit: int
+    """Bytes that it leaves for tensors."""
+    fits: bool
+    checkpoint_share: float | None
+    """Of the blocks, once it is spent; None where it spends nothing, or on compiled blocks."""
+    words: str
+
+
+def _with_budget(
+    checkout: Checkout, script: str, argv: Sequence[str], choices: Choices, run: RunArguments, card: int | None, fresh: bool
+) -> tuple[Estimate, Budget]:
+    """Return the estimate of a run once its ``--vram_budget`` is spent, and what was spent."""
+    budget = run.settings.vram_budget
+    assert budget is not None, "asked with one"
+    if budget == AUTO and card is None:
+        raise UserError("--vram_budget auto needs to know the card: give --vram, 16GB for instance, or a tier's preset")
+    limit = round(for_tensors(budget, (card or 0) - CONTEXT_BYTES, card or 0))
+    room = round(FILLED * limit)
+
+    def ask(share: float) -> Estimate:
+        given = _at_share(argv, share)
+        return estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
+
+    share: float | None = None
+    if (reason := reason_not_to_spend(script, choices, run.settings)) is not None:
+        found = estimate(checkout, script, run, argv, fresh)
+        does = f"nothing of it is spent: {reason}"
+    elif choices.selective_torch_compile:
+        found = ask(1.0)
+        left = gigabytes(max(room - found.reserved, 0))
+        does = (
+            f"at first every block is checkpointed, as in these figures; then {left} GB are left for what compiled blocks keep"
+        )
+    else:
+        note("--vram_budget frees blocks from checkpointing: up to 6 estimates, about 20 seconds each where they are not known")
+        share, found = smallest_share(ask, room + CONTEXT_BYTES) or (1.0, ask(1.0))
+        does = f"about {share:.0%} of the blocks stay checkpointed, which the run chooses by what each weighs"
+    fits = found.reserved <= limit
+    needs = "" if fits else f", and the run needs {gigabytes(found.reserved)} GB: it would be out of memory"
+    name = budget if isinstance(budget, str) else said(budget)
+    return found, Budget(limit, fits, share, f"--vram_budget {name} leaves {gigabytes(limit)} GB for tensors{needs}; {does}.")
 
 
 def _presets_card(run: RunArguments) -> int | None:
@@ -107,7 +162,7 @@ def _presets_card(run: RunArguments) -> int | None:
     return round(float(str(said[-1])) * GIB) if said else None
 
 
-def _as_json(found: Estimate, card: int | None) -> dict[str, Any]:
+def _as_json(found: Estimate, card: int | None, budget: Budget | None) -> dict[str, Any]:
     rest = None if card is None else card - found.on_the_card
     return {
         **asdict(found),
@@ -115,6 +170,7 @@ def _as_json(found: Estimate, card: int | None) -> dict[str, Any]:
         "on_the_card": found.on_the_card,
         "card": card,
         "margin": rest,
+        **({"vram_budget": asdict(budget)} if budget is not None else {}),
         "calibrated_on_cuda": False,
     }
 

@@ -73,14 +73,14 @@ def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[
             table.add_row(f"{heading}: {one.name}", size, f"{one.found.flops_a_picture / 1e12:.1f}", one.traded)
     console.print(table)
     tree = Table("", "step", "sets", "what it costs", title="the decision tree, the cheapest step first")
+    tree.columns[2].overflow = "fold"  # a word of a command line is of no use cut short
     for branch in made.tree:
-        costs = branch.rung.costs + ("; the result stays the same, bit for bit" if branch.rung.exact else "")
-        tree.add_row(branch.status, branch.rung.name, " ".join(branch.words), costs)
+        tree.add_row(branch.status, branch.rung.name, " ".join(branch.words), branch.costs)
     console.print(tree)
     for line in (
         f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Speed is told from the operations "
         "for a picture: what copying swapped blocks takes, and larger batches gain, depends on the GPU.",
-        "Beyond the tree: DeepSpeed's ZeRO offload (--deepspeed) is not modelled. Batch and accumulation are one process's.",
+        "Batch and accumulation are one process's.",
         *(["The figures are those without compiling, which needs more; `estimate` has those with it."] if compiled else []),
         "To run it:",
     ):
@@ -107,7 +107,7 @@ def _as_json(made: Plan, words: Sequence[str]) -> dict[str, Any]:
         "others": [row(one) for one in made.others],
         "too_big": [row(one) for one in made.too_big],
         "tree": [
-            {"step": branch.rung.name, "status": branch.status, "sets": list(branch.words), "costs": branch.rung.costs,
+            {"step": branch.rung.name, "status": branch.status, "sets": list(branch.words), "costs": branch.costs,
              "exact": branch.rung.exact}
             for branch in made.tree
         ],

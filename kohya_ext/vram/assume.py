@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from kohya_ext.vram.track import DEVICE
+
 
 @dataclass
 class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
@@ -35,6 +37,8 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer, or run the operator as it is."""
+        if func is DEVICE:
+            return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             return args[0] in self._equal if dtype is torch.bool else 1.0 if dtype.is_floating_point else self.integer

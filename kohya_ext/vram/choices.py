@@ -7,6 +7,7 @@ is modelled.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import re
@@ -69,6 +70,8 @@ class Choices:
     text_encoder_cpu: bool = False
     attn_mode: str | None = None
     vae_chunk_size: int | None = None
+    vae_disable_cache: bool = False
+    qwen_image_vae_2d: bool = False
     sdpa: bool = False
     xformers: bool = False
     mem_eff_attn: bool = False
@@ -284,12 +287,38 @@ def _in_fp8(name: str | None) -> bool:
 
 def _largest_sample(choices: Choices) -> str | None:
     """Return width and height of the largest picture that the run makes of its prompts; None when it makes none."""
-    if choices.sample_prompts is None or re.fullmatch(r"\d+,\d+", choices.sample_prompts):
-        return choices.sample_prompts
-    if not (choices.sample_at_first or choices.sample_every_n_steps or choices.sample_every_n_epochs):
+    if not _samples(choices):
         return None
-    width, height = prompts.largest(choices.sample_prompts, usual=1024 if choices.family == "lumina" else 512)
+    assert choices.sample_prompts is not None, "nothing is sampled without"
+    if re.fullmatch(r"\d+,\d+", choices.sample_prompts):
+        return choices.sample_prompts
+    width = height = _usual_sample(choices)
+    with contextlib.suppress(UserError):  # see unread_samples
+        width, height = prompts.largest(choices.sample_prompts, usual=width)
     return f"{width},{height}"
+
+
+def unread_samples(choices: Choices) -> str | None:
+    """Return in words why a run's sample pictures are taken to be of the usual size; None if they are not."""
+    if not _samples(choices):
+        return None
+    usual = _usual_sample(choices)
+    try:
+        prompts.largest(str(choices.sample_prompts), usual)
+    except UserError as error:
+        return f"{error}; its pictures are taken to be {usual}x{usual}"
+    return None
+
+
+def _samples(choices: Choices) -> bool:
+    if choices.sample_prompts is None:
+        return False
+    normal = re.fullmatch(r"\d+,\d+", choices.sample_prompts) is not None
+    return normal or bool(choices.sample_at_first or choices.sample_every_n_steps or choices.sample_every_n_epochs)
+
+
+def _usual_sample(choices: Choices) -> int:
+    return 1024 if choices.family == "lumina" else 512
 
 
 def _sd3(name: str | None) -> str | None:

@@ -87,6 +87,8 @@ class Rung:
     """The moments at which it makes the peak smaller."""
     changes: Callable[[Attempt], Changes]
     """What it changes in a run; nothing where it does not apply: done already, unknown there, in contradiction to the rest."""
+    named_only: tuple[str, ...] = ()
+    """The words of a command line for what is not climbed but has its place: nobody here knows what it would need."""
 
 
 @dataclass(frozen=True)
@@ -395,6 +397,16 @@ LADDER: tuple[Rung, ...] = (
         resumes=True,
         helps=_RESIDENT,
         changes=_swap,
+    ),
+    Rung(
+        "ZeRO offload",
+        "DeepSpeed moves optimizer state, and with stage 3 weights, to host memory, and divides them among GPUs",
+        "the time of their copying, every step; a matter of several processes, and not estimated",
+        exact=False,
+        resumes=False,
+        helps=_RESIDENT,
+        changes=lambda run: {},
+        named_only=("--deepspeed", "--zero_stage", "2", "--offload_optimizer_device", "cpu"),
     ),
     Rung(
         "text encoders frozen",

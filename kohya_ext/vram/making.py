@@ -192,7 +192,7 @@ def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
 _FOR_CACHING = (
     *("script", "resolution", "train_batch_size", "cache_latents", "cache_text_encoder_outputs", "vae_batch_size"),
     *("lowram", "text_encoder_batch_size", "text_encoder_cpu", "mixed_precision", "no_half_vae", "vae_chunk_size", "v2"),
-    "model_type",
+    *("model_type", "vae_disable_cache", "qwen_image_vae_2d"),
     *("t5xxl", "fp8_vl", "max_token_length", "t5xxl_max_token_length", "gemma2_max_token_length", "qwen3_max_token_length"),
     *("t5_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
 )

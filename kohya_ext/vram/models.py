@@ -256,7 +256,8 @@ def _sd3(choices: Choices) -> Models:
 
 def _anima(choices: Choices) -> Models:
     """Anima, as far as it is served with cached captions: its adapter reads T5's token ids, its text encoder is Qwen3 0.6B."""
-    util, vae = importlib.import_module("library.anima_utils"), importlib.import_module("library.qwen_image_autoencoder_kl")
+    util, flat = importlib.import_module("library.anima_utils"), choices.qwen_image_vae_2d
+    vae = importlib.import_module("library.qwen_image_autoencoder_kl" + ("_2d" if flat else ""))
     transformers = importlib.import_module("transformers")
     transformer = _constructed(
         util.anima_models, "Anima", lambda: util.load_anima_model("cpu", "", "torch", False, "cpu", torch.bfloat16)
@@ -267,7 +268,11 @@ def _anima(choices: Choices) -> Models:
     return Models(
         unet=transformer,
         text_encoders=[encoder],
-        vae=_constructed(vae, "AutoencoderKLQwenImage", lambda: vae.load_vae("")),
+        vae=_constructed(
+            vae,
+            "AutoencoderKLQwenImage" + ("2D" if flat else ""),
+            lambda: vae.load_vae("", spatial_chunk_size=choices.vae_chunk_size, disable_cache=choices.vae_disable_cache),
+        ),
         latents=(16, 8),
         token_ids=lambda batch: [_ids(batch, long), _mask(batch, long), _ids(batch, short), _mask(batch, short)],
         conditions=lambda batch: [

@@ -21,7 +21,7 @@ from kohya_ext.vram.card import gigabytes
 from kohya_ext.vram.choices import Choices
 from kohya_ext.vram.estimate import Estimate, estimate
 from kohya_ext.vram.ladder import LADDER, Attempt, Changes, Rung, Step, after, steps
-from kohya_ext.vram.tiers import PARTLY_CHECKPOINTED, Tier, fits, tiers
+from kohya_ext.vram.tiers import Tier, fits, tiers
 
 #: Estimates that one plan makes at most, about 20 seconds each.
 MOST = 12
@@ -46,10 +46,18 @@ class Branch:
     """One step of the decision tree."""
 
     rung: Rung
-    status: Literal["taken", "in part", "not needed", "yours"]
+    status: Literal["taken", "in part", "not needed", "yours", "not estimated"]
     """``yours``: what the user has said stands in its way."""
     words: tuple[str, ...]
     """What it sets in the answer, or would set."""
+    figures: str = ""
+    """What it costs in the answer, as far as that can be counted."""
+
+    @property
+    def costs(self) -> str:
+        """What it costs, in words."""
+        same = "; the result stays the same, bit for bit" if self.rung.exact else ""
+        return f"{self.rung.costs}{same}{self.figures and f'. Here: {self.figures}'}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,12 @@ def plan(
         )
     if not answered:
         inside.sort(key=lambda one: (one.found.flops_a_picture, one.found.reserved))
-    return Plan(card, inside[0], tuple(inside[1:3]), tuple(outside), tuple(_tree(checkout, script, argv, environ, inside[0])))
+    tree = _tree(checkout, script, argv, environ, inside[0])
+    copied = _copied(inside[0].found, [one.found for one in candidates])
+    return Plan(
+        card, inside[0], tuple(inside[1:3]), tuple(outside),
+        tuple(replace(branch, figures=copied) if "--blocks_to_swap" in branch.words else branch for branch in tree),
+    )  # fmt: skip
 
 
 def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card: int) -> str:
@@ -213,7 +226,7 @@ class _Walk:
         parts: list[float]
         if (most := changes.get("blocks_to_swap")) is not None:
             key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 2, int(str(most)), 2)]
-        elif "gradient_checkpointing" in changes and overlay.FAMILIES[self.script].rpartition("-")[0] in PARTLY_CHECKPOINTED:
+        elif "gradient_checkpointing" in changes:
             key, parts = "checkpoint_share", [part / 8 for part in range(1, 8)]
         else:
             return
@@ -248,18 +261,20 @@ def _tree(
 ) -> Iterator[Branch]:
     """Yield the ladder's rungs that could apply to a run of upstream's defaults, and what became of each in the answer."""
     mine = _without_auto(argv)
-    run = attempt(checkout, script, mine, environ)
+    run = start = _at_full_size(checkout, script, mine, environ)
     chosen = attempt(checkout, script, answer.argv, environ)
     offered: dict[str, dict[str, object]] = {}
     while (step := next(steps(run), None)) is not None:
         run = after(run, step)
         offered[step.rung.name] = {**offered.get(step.rung.name, {}), **step.changes}
     for rung in LADDER:
+        if rung.named_only and start.takes(rung.named_only[0].removeprefix("--")):
+            yield Branch(rung, "not estimated", rung.named_only)
         if (offer := offered.get(rung.name)) is None:
             continue
         left = rung.changes(chosen)
         used = {key: chosen.values[key] for key, value in offer.items() if chosen.values.get(key) == value}
-        some = {key: chosen.values[key] for key in left if _is_part(chosen.values.get(key))}
+        some = {key: chosen.values[key] for key in left if _is_part(start.values.get(key), chosen.values.get(key))}
         if not left and used:
             yield Branch(rung, "taken", _words(used))
         elif used or some:
@@ -270,9 +285,47 @@ def _tree(
             yield Branch(rung, "not needed", _words(left))
 
 
-def _is_part(value: object) -> bool:
-    """Whether a value is a number of blocks, or a share of them."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+def _at_full_size(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Attempt:
+    """Return a run of upstream's defaults with the user's arguments, and the resolution that the family's recipe begins at."""
+    run = attempt(checkout, script, argv, environ)
+    base = overlay.base(choosing.read(script, _read(script, argv, environ, ()), argv)[0].kind)
+    if base is None or "resolution" in run.values:
+        return run
+    recipe = attempt(checkout, script, ["--preset", base.name, *argv], environ)
+    return replace(run, values={**run.values, "resolution": recipe.values.get("resolution")})
+
+
+def _is_part(before: object, now: object) -> bool:
+    """Whether a value is a number of blocks, a share of them, or a size that was another before."""
+    if isinstance(now, str):
+        return before is not None and now != before
+    return isinstance(now, (int, float)) and not isinstance(now, bool) and now > 0
+
+
+#: Bytes a second that PCIe 4.0 x16 moves in one direction.
+_BUS = 25e9
+
+
+def _copied(answer: Estimate, found: Sequence[Estimate]) -> str:
+    """Return in words what block swap copies, from the weights of the same model with all blocks on the card; or nothing.
+
+    A block goes and another takes its place, in forward and again in backward (custom_offloading_utils.py).
+    """
+    precision = ("fp8_base", "fp8_scaled", "full_bf16", "mixed_precision")
+    whole = [
+        one.parts["weights"]
+        for one in found
+        if not one.choices.get("blocks_to_swap")
+        and "weights" in one.parts
+        and all(one.choices.get(name) == answer.choices.get(name) for name in precision)
+    ]
+    if not whole or not answer.choices.get("blocks_to_swap") or "weights" not in answer.parts:
+        return ""
+    size = max(whole) - answer.parts["weights"]
+    return (
+        f"{gigabytes(size)} GB of weights wait in host memory; every batch moves {gigabytes(4 * size)} GB over the bus, "
+        f"{4 * size / _BUS:.1f} s at 25 GB/s less what computing hides"
+    )
 
 
 def _words(changes: Changes) -> tuple[str, ...]:

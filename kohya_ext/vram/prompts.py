@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,27 @@ from typing import Any
 
 import toml
 
+from kohya_ext.errors import UserError
+
 
 def largest(file: str, usual: int) -> tuple[int, int]:
-    """Return width and height in pixels of the largest picture; one that says nothing, or no readable file, has ``usual``."""
-    pictures = [(usual, usual)]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the run will say what is wrong
+    """Return width and height in pixels of the largest picture; one that says nothing has ``usual``.
+
+    Raises UserError for a file that cannot be read.
+    """
+    try:
         pictures = [(int(prompt.get("width", usual)), int(prompt.get("height", usual))) for prompt in _read(file)]
+    except OSError as error:
+        raise UserError(f"--sample_prompts {file}: {error.strerror or error}") from None
+    except KeyError as error:
+        raise UserError(f"--sample_prompts {file}: there is no {error} in it") from None
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:  # not TOML, or with other things in it
+        raise UserError(f"--sample_prompts {file}: {error}") from None
     return max(pictures, key=lambda sides: sides[0] * sides[1], default=(usual, usual))
 
 

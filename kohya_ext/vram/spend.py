@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kohya_ext.checkpointing import covered_blocks, inner_name
+from kohya_ext.checkpointing import covered_blocks, recomputed
 from kohya_ext.console import note, warn
 from kohya_ext.loop import current_batch, data_sets
 from kohya_ext.vram.card import said
@@ -77,23 +77,28 @@ class Spender:
     _measuring: bool = False
     _turns: int = 0
     _largest: int = 0
+    _share: float = 1.0
+    """Of a free block's activations that it keeps: compiled ones may keep less than all."""
+    _final: bool = False
+    """Whether no more is freed: the next step only says whether it was too much."""
 
     def take(self, model: Any) -> None:
         """Take over the blocks of a model whose gradient checkpointing was just turned on."""
         for module in covered_blocks(model):
             block = Block(module)
             self.blocks.append(block)
-            self._weigh(block)
+            for layer, name in recomputed(module):
+                self._weigh(block, layer, name)
             self._guard(block)
 
     # --- weighing ----------------------------------------------------------------------------------------------------
 
-    def _weigh(self, block: Block) -> None:
-        name = inner_name(block.module)
-        assert name is not None, "covered blocks have one"
-        original = getattr(block.module, name)
+    def _weigh(self, block: Block, layer: Any, name: str) -> None:
+        original = getattr(layer, name)
+        kept = flops = 0
 
         def weighed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal kept, flops
             if torch._C._current_graph_task_id() == -1:  # forward, not a recomputation within backward
                 if block.turn < 0:
                     block.turn, self._turns = self._turns, self._turns + 1
@@ -107,16 +112,18 @@ class Spender:
                 traceback.clear_frames(error.__traceback__)
                 raise
             finally:
-                block.kept, block.flops = max(block.kept, scale.alive), max(block.flops, scale.flops)
+                more = max(scale.alive - kept, 0), max(scale.flops - flops, 0)
+                kept, flops = kept + more[0], flops + more[1]
+                block.kept, block.flops = block.kept + more[0], block.flops + more[1]
 
         # On the instance, where it hides the class's own until it is taken away.
-        setattr(block.module, name, weighed)
+        setattr(layer, name, weighed)
 
     def _end_weighing(self) -> None:
         for block in self.blocks:
-            name = inner_name(block.module)
-            if name is not None and name in vars(block.module):
-                delattr(block.module, name)
+            for layer, name in recomputed(block.module):
+                if name in vars(layer):
+                    delattr(layer, name)
         self.blocks.sort(key=lambda block: block.turn)
 
     # --- around the steps --------------------------------------------------------------------------------------------
@@ -156,23 +163,45 @@ class Spender:
             self._settle("the size of the batches is not known, so every block stays checkpointed")
             return
         room = self.limit - self._held - (peak - self._held) * self._largest / self._pixels
-        costs = {
-            block: block.kept * self._largest / self._weighed for block in self.blocks if block.checkpointed and block.kept
-        }
+        if self._final:
+            if room < 0:
+                self._take_back(-room)
+            else:
+                self._settle()
+            return
+        costs = {block: self._cost(block) for block in self.blocks if block.checkpointed and block.kept}
         if self.compile_at is not None and costs and room / sum(costs.values()) >= LEAST_SHARE:
-            self._compile(min(1.0, room / sum(costs.values())))
+            self._share = min(1.0, room / sum(costs.values()))
+            self._compile(self._share)
             for block in self.blocks:
                 block.checkpointed = False
-            self._settle()
+            self._final = True
+            return
+        if room < 0 and any(not block.checkpointed for block in self.blocks):
+            self._take_back(-room)
             return
         freed = 0
-        for block in sorted(costs, key=lambda block: (block.flops / block.kept, block.turn), reverse=True):
+        for block in sorted(costs, key=_work, reverse=True):
             if costs[block] <= room:
                 room -= costs[block]
                 block.checkpointed = False
                 freed += 1
         if not freed or self.compile_at is not None:
-            self._settle("the step needs that much with every block checkpointed" if peak > self.limit else "")
+            self._settle()
+
+    def _cost(self, block: Block) -> float:
+        """Bytes that a block keeps of the largest batch when it is free."""
+        return block.kept * self._share * self._largest / self._weighed
+
+    def _take_back(self, missing: float) -> None:
+        """Checkpoint free blocks again after a step that held so many bytes more than what was measured before it said."""
+        self._final = True
+        for block in sorted((block for block in self.blocks if block.kept and not block.checkpointed), key=_work):
+            if missing > 0:
+                missing -= self._cost(block)
+                block.checkpointed = True
+        if all(block.checkpointed for block in self.blocks):
+            self._settle()
 
     def _compile(self, share: float) -> None:
         if self.compile_at is not None:
@@ -184,6 +213,8 @@ class Spender:
         self._compile(1.0)  # what is checkpointed keeps nothing anyway
         covered = sum(block.checkpointed for block in self.blocks)
         peak = f", peak {said(self.peaks[-1])} of {said(self.limit)}" if self.peaks else ""
+        if not reason and self.peaks and self.peaks[-1] > self.limit and covered == len(self.blocks):
+            reason = "the step needs that much with every block checkpointed"
         why = f" ({reason})" if reason else ""
         note(f"memory budget: {covered} of {len(self.blocks)} blocks are checkpointed{peak}{why}")
 
@@ -226,8 +257,14 @@ class Spender:
             "recomputed_flops": sum(block.flops for block in self.blocks if block.checkpointed),
             "recomputed_flops_at_first": sum(block.flops for block in self.blocks),
             "rerun": self.rerun,
+            "kept_share_of_free_blocks": self._share,
             "settled": self.settled,
         }
+
+
+def _work(block: Block) -> tuple[float, int]:
+    """Work per byte, and among equals the place: what the last blocks keep is gone before the others' recomputation begins."""
+    return block.flops / block.kept, block.turn
 
 
 def _random_state() -> list[torch.Tensor]:

@@ -17,9 +17,6 @@ from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
 #: What is left free of a card, as a share: the estimate's own error, and a desktop's picture on the screen.
 MARGIN = 0.05
 
-#: Families of which ``--checkpoint_share`` can leave blocks out (kohya_ext/checkpointing.py).
-PARTLY_CHECKPOINTED = frozenset({"sdxl", "flux", "sd3", "lumina", "anima", "hunyuan-image"})
-
 #: Fewer blocks checkpointed than this share more are not worth a tier's while: 8 percent of a LoRA's operations.
 PART = 1 / 4
 
@@ -91,7 +88,7 @@ def faster(tier: Tier) -> Choices | None:
     more = choices.train_batch_size < LARGEST_BATCH and choices.trains_network  # a fine-tune's batch is its recipe's
     if choices.gradient_checkpointing and not (more and choices.train_batch_size > 1):
         share = (choices.checkpoint_share or 1.0) - PART
-        if share <= 0 or choices.family not in PARTLY_CHECKPOINTED:
+        if share <= 0:
             return replace(choices, gradient_checkpointing=False, checkpoint_share=None)
         return replace(choices, checkpoint_share=share)
     return replace(choices, train_batch_size=min(2 * choices.train_batch_size, LARGEST_BATCH)) if more else None

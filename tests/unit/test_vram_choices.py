@@ -2,13 +2,14 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kohya_ext.arguments import read_arguments
 from kohya_ext.errors import UserError
-from kohya_ext.vram.choices import FP8, Choices, normalized, read, size
+from kohya_ext.vram.choices import FP8, Choices, normalized, read, size, unread_samples
 
 LORA = "sdxl_train_network.py"
 
@@ -158,6 +159,26 @@ def test_the_largest_picture_that_is_sampled_counts(tmp_path: Path, name: str, t
     asked = ask(*given, "--sample_every_n_epochs", "1")
     assert asked.sample_prompts == size
     assert asked == ask(*given, "--sample_every_n_steps", "9") == normalized(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("none.txt", None, "No such file"),
+        ("p.toml", "width = 640\n", "there is no 'prompt' in it"),
+        ("p.json", '[{"width": "wide"}]', "invalid literal"),
+        ("p.txt", "a cat --w 768\n", None),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_said(tmp_path: Path, name: str, text: str | None, why: str | None) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    given = Choices("sdxl_train.py", sample_prompts=str(file))
+    assert unread_samples(given) is None, "prompts alone are not sampled"
+    said = unread_samples(replace(given, sample_at_first=True))
+    assert said is None if why is None else f"--sample_prompts {file}: {why}" in str(said)
+    assert said is None or said.endswith("its pictures are taken to be 512x512")
 
 
 def test_an_average_counts_where_it_lies_on_the_card() -> None:

@@ -10,11 +10,13 @@ import pytest
 
 from kohya_ext.__main__ import main
 from kohya_ext.arguments import read_arguments
+from kohya_ext.commands import estimate as command
 from kohya_ext.vram import store, tiers
 from kohya_ext.vram.choices import normalized, read
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
 from kohya_ext.vram.fill import smallest_share
 
+LORA = "sdxl_train_network.py"
 SCRIPTS = {"sdxl-lora": "sdxl_train_network.py", "sdxl-finetune": "sdxl_train.py"}
 TIERS = {tier.name: tier for tier in tiers.tiers()}
 
@@ -111,6 +113,55 @@ def test_a_chart_is_a_picture(checkout, tmp_path):
 def test_bad_input_is_one_line_and_exit_code_2(checkout, capsys, argv, named):
     assert main(["estimate", "--sd-scripts", str(checkout), *argv]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.fixture
+def by_share(monkeypatch):
+    """Estimates by a formula: 7 GB with every block checkpointed, 15 with none."""
+
+    def formula(checkout, script, run, argv, fresh):
+        choices = normalized(read(script, run, argv)[0])
+        share = (choices.checkpoint_share or 1.0) if choices.gradient_checkpointing else 0.0
+        size = round(15e9 - 8e9 * share)
+        return Estimate(
+            choices.key(), size, size, size, "forward", {}, {}, 1, 0, {"sd_scripts": "", "torch": "", "kohya_ext": ""}, ""
+        )
+
+    monkeypatch.setattr(command, "estimate", formula)
+
+
+def test_prompts_that_cannot_be_read_are_named(checkout, capsys, tmp_path, by_share):
+    argv = ["--preset", "8gb", "--sample_prompts", str(tmp_path / "none.txt"), "--sample_at_first"]
+    assert main(["estimate", "--sd-scripts", str(checkout), LORA, *argv]) == 0
+    said = capsys.readouterr().err
+    assert "none.txt: No such file or directory; its pictures are taken to be 512x512" in said
+
+
+@pytest.mark.parametrize(
+    ("budget", "more", "fits", "share", "words"),
+    [
+        # 97 percent of 11.4 GB hold a share of 0.49; shares are tried in sixteenths.
+        ("12GB", (), True, 0.5, "12.00 GB leaves 11.40 GB for tensors; about 50% of the blocks stay checkpointed"),
+        ("12GB", ("--no-gradient_checkpointing",), True, 0.5, "about 50% of the blocks stay checkpointed"),
+        ("7GB", (), False, 1.0, "7.00 GB leaves 6.40 GB for tensors, and the run needs 7.00 GB: it would be out of memory"),
+        ("12GB", ("--checkpoint_share", "0.75"), True, None, "nothing of it is spent: --checkpoint_share says how"),
+        ("10GB", ("--selective_torch_compile",), True, None, "then 2.12 GB are left for what compiled blocks keep"),
+        ("auto", ("--vram", "12"), True, 0.5, "auto leaves 11.64 GB for tensors"),
+    ],
+)
+def test_a_budget_is_spent_on_paper_too(checkout, capsys, by_share, budget, more, fits, share, words):
+    given = ["estimate", "--sd-scripts", str(checkout), LORA, "--preset", "8gb", "--vram_budget", budget, "--vram", "80", *more]
+    assert main(given) == int(not fits)
+    assert words in capsys.readouterr().out
+    assert main([*given, "--json"]) == int(not fits)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["vram_budget"]["fits"], said["vram_budget"]["checkpoint_share"]) == (fits, share)
+
+
+def test_a_budget_that_is_the_cards_own_needs_a_card(checkout, capsys):
+    argv = ["estimate", "--sd-scripts", str(checkout), LORA, "--resolution", "512", "--vram_budget", "auto"]
+    assert main(argv) == 2
+    assert "--vram_budget auto needs to know the card" in capsys.readouterr().err
 
 
 def test_figures_are_kept_for_exactly_what_determines_them(checkout, tmp_path, monkeypatch):

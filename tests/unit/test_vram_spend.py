@@ -80,9 +80,31 @@ def test_among_equals_the_last_block_comes_first():
 
 def test_waiting_blocks_are_compiled_for_the_share_that_fits():
     shares = []
-    one = spender(1000, Reading((200, 250)), (100, 10), (200, 10), compile_at=shares.append)
+    one = spender(1000, Reading((200, 250), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
+    step(one)
+    assert (shares, covered(one), one.settled) == ([0.5], [False, False], False)
     step(one)
     assert (shares, covered(one), one.settled) == ([0.5], [False, False], True)
+
+
+def test_what_compiled_blocks_hold_beyond_the_limit_is_taken_back():
+    shares = []
+    one = spender(1000, Reading((200, 250), (200, 450), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
+    step(one)
+    step(one)  # 200 over, for the largest batch: the cheaper one to compute again frees 4 * 200 * a half of them
+    assert (covered(one), one.settled) == ([False, True], False)
+    step(one)
+    assert (shares, covered(one), one.settled) == ([0.5], [False, True], True)
+
+
+def test_a_step_that_holds_more_than_the_one_that_was_measured_takes_blocks_back_for_good():
+    one = spender(1000, Reading((200, 250), (300, 480), (200, 250)), (50, 10), (50, 40), (50, 30), (100, 70))
+    step(one)
+    assert covered(one) == [True, False, True, False]
+    step(one)  # 20 over: of the two, that with less work per byte
+    assert covered(one) == [True, False, True, True]
+    step(one)
+    assert (covered(one), one.settled) == ([True, False, True, True], True)
 
 
 def test_waiting_blocks_are_compiled_whatever_happens(capsys):
