@@ -25,8 +25,8 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 
 _aten = torch.ops.aten
 
-#: Two of three calls that reach a mode above fake tensors are autograd and autocast asking where a tensor is. The answer is on it:
-#: the modes below would say the same, in a third of an estimate's time.
+#: Two of three calls that reach a mode above fake tensors are autograd and autocast asking where a tensor is. The answer is on
+#: it: the modes below would say the same, in a third of an estimate's time.
 DEVICE = torch.ops.prim.device.default
 
 
