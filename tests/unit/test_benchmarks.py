@@ -176,7 +176,7 @@ def test_every_tier_has_its_place_in_the_picture_of_cards(tmp_path):
     pytest.importorskip("matplotlib")
     known = list(tiers.tiers())
     alone = [tier.name for tier in known if cards._speed(tier, known) is None]
-    assert alone == ["anima-lora/6gb", "sdxl-finetune/8gb"], "smaller pictures than all others of their family"
+    assert alone == ["sdxl-finetune/8gb"], "smaller pictures than all others of its family"
     assert all(cards._words(tier, 0.5).endswith(" GB, 50%") for tier in known)
     cards.draw(tmp_path / "cards.png")
     assert (tmp_path / "cards.png").read_bytes().startswith(b"\x89PNG")
