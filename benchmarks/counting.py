@@ -38,7 +38,9 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and count it unless it only looks at its tensors in another way."""
         result = func(*args, **(kwargs or {}))
-        read, written = _storages((args, kwargs)), _storages(result)
+        into = {argument.name for argument in func._schema.arguments if argument.is_out}  # written, not read
+        given = {name: value for name, value in (kwargs or {}).items() if name not in into}
+        read, written = _storages((args, given)), _storages(result)
         name = func._overloadpacket.__name__
         is_work = func._schema.is_mutable or (written.keys() - read.keys() and "empty" not in name)
         if is_work and self.tracker.phase != STEP:

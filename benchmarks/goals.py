@@ -26,10 +26,10 @@ class Goal:
     no_more_memory: bool = False
     """Whether the variant may reserve no more than the baseline."""
     known: tuple[str, str, str, int] | None = None
-    """What can be said without a GPU: the result, its variant, what that is a share of, the comparison's index."""
+    """What can be said without a GPU: the result, its variant, what its ratio means, the comparison's index."""
 
 
-_BYTES = "as few bytes read and written, counted"
+_BYTES = "fewer bytes read and written, counted"
 _CHECKPOINTED = ("compiled", "fused", "patched")
 
 GOALS = (
@@ -48,7 +48,7 @@ GOALS = (
     ),
     Goal(
         "selective compile, cold, full depth", 10.0, "sdxl-lora-compile", ("compiled",),
-        known=("compile-flux-lora-cpu", "compiled", "of the seconds, on a CPU, FLUX with 6 + 12 blocks", 0),
+        known=("compile-flux-lora-cpu", "compiled", "faster on a CPU, FLUX with 6 + 12 blocks", 0),
     ),
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ def _known(goal: Goal, folder: Path) -> str:
     name, variant, meaning, index = goal.known
     comparison = _comparison(folder, name, index)
     ratio = _ratios(comparison).get(variant) if comparison is not None else None
-    return "" if ratio is None else f"[1/{ratio:.2f}](#{name}) {meaning}"
+    return "" if ratio is None else f"[{ratio:.2f}x](#{name}) {meaning}"
 
 
 def _comparison(folder: Path, name: str, index: int) -> Comparison | None:

@@ -1,4 +1,4 @@
-"""What eager mode does in many passes over an activation, in few: LoRA's product and sum, RMSNorm, rotation, layer norm.
+"""What eager mode does in many passes over an activation, in few: LoRA's product and sum, gates, norms, rotations.
 
 The formulas are the models' own, and so are the precisions of what is computed and kept; what differs is how often a
 16-bit intermediate is rounded (less often) and in which order a sum is made. torch only, no sd-scripts.
@@ -136,3 +136,35 @@ def layer_norm(x: Any, module: torch.nn.LayerNorm) -> Any:
     """
     with torch.autocast(x.device.type, enabled=False):
         return torch.nn.functional.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+
+
+class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """``value * gelu(gate)`` of two halves: gelu is not kept but computed again, and both gradients are written in one place.
+
+    Upstream's form keeps gelu's output beside the halves, and makes the gradient of both by a copy of each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, halves: Any) -> Any:
+        ctx.save_for_backward(halves)
+        value, gate = halves.chunk(2, dim=-1)
+        return torch.nn.functional.gelu(gate).mul_(value)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (halves,) = ctx.saved_tensors
+        value, gate = halves.chunk(2, dim=-1)
+        result = torch.empty_like(halves)
+        of_value, of_gate = result.chunk(2, dim=-1)
+        torch.mul(gradient, torch.nn.functional.gelu(gate), out=of_value)
+        torch.ops.aten.gelu_backward.grad_input(gradient * value, gate, grad_input=of_gate)
+        return result
+
+
+def geglu(halves: Any) -> Any:
+    """Return the first half of the last dimension times gelu of the second.
+
+    Shapes: ``halves`` [..., 2 d]; the result is [..., d]. Source: Shazeer, https://arxiv.org/abs/2002.05202.
+    """
+    return _GEGLU.apply(halves)

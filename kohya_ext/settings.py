@@ -230,7 +230,7 @@ class Settings:
     )
     fused_operations: bool = _option(
         False,
-        "do in few passes over memory what eager blocks do in many: LoRA's sums, RMSNorm, rotary embedding, layer norm; "
+        "do in few passes over memory what eager blocks do in many: LoRA's sums, gates, norms, rotary embedding; "
         "results differ in the last digits",
         boolean,
         environment="KOHYA_EXT_FUSED_OPERATIONS",

@@ -3,8 +3,9 @@
 A card at home waits for its memory at least as long as for its arithmetic, and without a compiler (Windows, no Triton) each
 operator of the models reads all and writes all again. ``python -m benchmarks.run work`` counts what that is. These are
 done as :mod:`kohya_ext.fused` has them: a LoRA's product and sum with the layer it is on, RMSNorm and the rotary embedding of
-FLUX and Chroma, Lumina's RMSNorm, and the layer norms in front of SDXL's and SD1.5's attention, which autocast raises to 32
-bits so that every layer behind them makes its own copy in 16. Compiled blocks stay as they are: a compiler fuses more.
+FLUX and Chroma, Lumina's RMSNorm, and of SDXL's and SD1.5's transformer blocks the GEGLU and the layer norms, which autocast
+raises to 32 bits so that every layer behind them makes its own copy in 16. Compiled blocks stay as they are: a compiler fuses
+more.
 """
 
 from __future__ import annotations
@@ -116,9 +117,24 @@ def _layer_norms(original: Any, settings: Settings) -> Any:
     return initialize
 
 
+def _geglu(original: Any, settings: Settings) -> Any:
+    import torch
+
+    from kohya_ext.fused import geglu
+
+    @wraps(original)
+    def forward(self: Any, hidden_states: Any) -> Any:
+        if torch.compiler.is_compiling() or hidden_states.device.type not in ("cuda", "cpu"):
+            return original(self, hidden_states)
+        _done["gates"] += 1
+        return geglu(self.proj(hidden_states))
+
+    return forward
+
+
 PATCH = Patch(
     name="fused_operations",
-    summary="--fused_operations: LoRA's sums, RMSNorm, rotary embedding and layer norm in few passes, where blocks are eager",
+    summary="--fused_operations: LoRA's sums, gates, norms and rotary embedding in few passes, where blocks are eager",
     targets=(
         *(
             Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts)
@@ -134,6 +150,10 @@ PATCH = Patch(
             takes("self", "x", exactly=True),
         ),
         Target("library.flux_models", "apply_rope", _rotary_embedding, takes("xq", "xk", "freqs_cis", exactly=True)),
+        *(
+            Target(module, "GEGLU.forward", _geglu, takes("self", "hidden_states", exactly=True))
+            for module in ("library.sdxl_original_unet", "library.original_unet")
+        ),
         Target("library.sdxl_original_unet", "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim")),
         Target("library.original_unet", "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim")),
     ),

@@ -194,7 +194,7 @@ def test_a_goal_says_by_how_much_it_is_missed_and_on_what_condition(tmp_path):
     assert goals._reached(goal, tmp_path) == "reached: 3.00x, compiled"
     assert goals._reached(replace(goal, ratio=4.0), tmp_path) == "missed by 25%: 3.00x, compiled"
     assert goals._reached(replace(goal, variants=("greedy",)), tmp_path).startswith("not reached")
-    assert goals._known(replace(goal, known=("step", "compiled", "of it", 0)), tmp_path) == "[1/3.00](#step) of it"
+    assert goals._known(replace(goal, known=("step", "compiled", "of it", 0)), tmp_path) == "[3.00x](#step) of it"
 
 
 def test_every_goal_is_a_job_of_the_agenda():
