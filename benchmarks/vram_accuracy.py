@@ -2,10 +2,10 @@
 
     python -m benchmarks.vram_accuracy --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
 
-A reduced SDXL on the CPU, for LoRA and full fine-tuning, with and without checkpointing. The estimate is made from fake
-tensors as always; the measured figure is the sum of the allocations and frees that the CPU allocator reports to
-torch.profiler while the step runs on real ones. What lies there before the step (weights, optimizer state) has known sizes
-and is added to both, so the figure that says most is the one above it.
+A reduced SDXL on the CPU, for LoRA and full fine-tuning, and LoRAs of three other reduced models, with and without
+checkpointing. The estimate is made from fake tensors as always; the measured figure is the sum of the allocations and frees
+that the CPU allocator reports to torch.profiler while the step runs on real ones. What lies there before the step (weights,
+optimizer state) has known sizes and is added to both, so the figure that says most is the one above it.
 
 With ``--compiled`` the blocks of the measured step are compiled by inductor, once without checkpointing, once with, and once
 with half an activation memory budget.
@@ -23,6 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import wrapt
+
 from kohya_ext.arguments import read_arguments
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import Checkout, find_or_fetch
@@ -32,6 +34,12 @@ from kohya_ext.vram.choices import Choices
 
 _COMMON = ["--sdpa", "--cache_latents", "--cache_text_encoder_outputs", "--mixed_precision", "bf16"]
 _LORA = ["--network_module", "networks.lora", "--network_dim", "16", "--network_train_unet_only", "--optimizer_type", "AdamW"]
+
+
+def _lora_of(family: str) -> list[str]:
+    return [f"{word}_{family}" if word == "networks.lora" else word for word in _LORA]
+
+
 _FULL = ["--learning_rate", "1e-5", "--optimizer_type"]
 _GROUPS = ["--fused_optimizer_groups", "4"]
 _ADAFACTOR = ["Adafactor", "--optimizer_args", "relative_step=False"]
@@ -43,6 +51,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "full, bf16 weights, Adafactor": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--full_bf16"]),
     "full, bf16 weights, AdamW in 4 groups": ("sdxl_train.py", [*_COMMON, *_FULL, "AdamW", "--full_bf16", *_GROUPS]),
     "full, fp32 weights, Adafactor fused": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--fused_backward_pass"]),
+    "SD1.5 lora": ("train_network.py", [word for word in (*_COMMON, *_LORA) if word != "--cache_text_encoder_outputs"]),
+    "Lumina lora": ("lumina_train_network.py", [*_COMMON, *_lora_of("lumina"), "--model_prediction_type", "raw"]),
+    "SD3 lora": ("sd3_train_network.py", [*_COMMON, *_lora_of("sd3")]),
 }
 
 
@@ -53,6 +64,18 @@ COMPILED: dict[str, list[str]] = {
     ", compiled, budget 0.5": [*_COMPILE, "--activation_memory_budget", "0.5"],
     ", compiled, checkpointing": [*_COMPILE, *_CHECKPOINTING],
 }
+
+
+def _shrink_sd3(module: Any) -> None:
+    """Give Stable Diffusion 3.5 medium 4 of its 24 layers, and with them a sixth of its width."""
+    real, depth = module.SD3Params, 4
+
+    def parameters(**given: Any) -> Any:
+        return real(**{
+            **given, "depth": depth, "x_block_self_attn_layers": [0, 1], "context_embedder_out_features": 64 * depth,
+        })  # fmt: skip
+
+    module.SD3Params = parameters
 
 
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
@@ -131,6 +154,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     shrink.UNET_WIDTH = given.width
     shrink.install()
+    wrapt.register_post_import_hook(_shrink_sd3, "library.sd3_models")
     checkout = find_or_fetch(given.sd_scripts)
     cases = {}
     for name, (script, arguments) in CASES.items():
@@ -142,7 +166,7 @@ def main() -> int:
                 print(f"{name}{suffix}: {cases[f'{name}{suffix}']}", file=sys.stderr, flush=True)
     more = (" --compiled" if given.compiled else "") + (f" --only '{given.only}'" if given.only else "")
     report = {
-        "what": f"reduced SDXL, {given.width} channels, {given.size}x{given.size} pixels, on the CPU; bytes and percent",
+        "what": f"reduced models, U-Nets of {given.width} channels, {given.size}x{given.size} pixels, CPU; bytes and percent",
         "command": f"python -m benchmarks.vram_accuracy --width {given.width} --size {given.size}{more}",
         "sd_scripts": checkout.version,
         "torch": store.version("torch"),

@@ -126,11 +126,15 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
 def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dict[str, Log]:
     """Return the logs of what is done once, before the first step: caching latents and text encoder outputs."""
     logs = {}
+    loaded: list[tuple[Any, Kind]]
     with faking() as assumptions:
         models = build(choices.family, choices)
         assumptions.integer = models.caption_tokens
         dtype, vae_dtype = _dtypes(choices)
         accelerator = _accelerator(choices)
+        if choices.lowram:  # everything is loaded onto the card
+            for module in (models.unet, *models.text_encoders):
+                cast(module, dtype)
         if choices.cache_latents:
             if trainer.cast_vae(arguments):
                 cast(models.vae, vae_dtype)
@@ -141,10 +145,8 @@ def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dic
                 images = _images(choices, batch).to(next(models.vae.parameters()).dtype)
                 return trainer.encode_images_to_latents(arguments, models.vae, images)
 
-            loaded: list[tuple[Any, Kind]] = [(models.vae, Kind.VAE)]
+            loaded = [(models.vae, Kind.VAE)]
             if choices.lowram:
-                for module in (models.unet, *models.text_encoders):
-                    cast(module, dtype)
                 loaded += [(models.unet, Kind.WEIGHT), *((encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders)]
             logs["caching latents"] = _log_once(loaded, encode_images)
         if choices.cache_text_encoder_outputs and not choices.text_encoder_cpu:
@@ -159,13 +161,11 @@ def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dic
                 with accelerator.autocast():
                     return strategy.encode_tokens(models.tokenizers, models.text_encoders, ids)
 
-            logs["caching text encoder outputs"] = _log_once(
-                [
-                    *((encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders),
-                    *([(models.unet, Kind.WEIGHT), (models.vae, Kind.VAE)] if choices.lowram else []),
-                ],
-                encode_captions,
-            )
+            loaded = [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders]
+            if choices.lowram:
+                # Upstream moves the VAE away as soon as its work is done.
+                loaded += [(models.unet, Kind.WEIGHT), *([] if choices.cache_latents else [(models.vae, Kind.VAE)])]
+            logs["caching text encoder outputs"] = _log_once(loaded, encode_captions)
     return logs
 
 
