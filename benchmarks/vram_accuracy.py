@@ -2,7 +2,7 @@
 
     python -m benchmarks.vram_accuracy --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
 
-A reduced SDXL on the CPU, for LoRA and full fine-tuning, and LoRAs of three other reduced models, with and without
+A reduced SDXL on the CPU, for LoRA and full fine-tuning, and LoRAs of a reduced SD1.5 and Lumina 2, with and without
 checkpointing. The estimate is made from fake tensors as always; the measured figure is the sum of the allocations and frees
 that the CPU allocator reports to torch.profiler while the step runs on real ones. What lies there before the step (weights,
 optimizer state) has known sizes and is added to both, so the figure that says most is the one above it.
@@ -22,8 +22,6 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import wrapt
 
 from kohya_ext.arguments import read_arguments
 from kohya_ext.probing import importable
@@ -53,7 +51,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "full, fp32 weights, Adafactor fused": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--fused_backward_pass"]),
     "SD1.5 lora": ("train_network.py", [word for word in (*_COMMON, *_LORA) if word != "--cache_text_encoder_outputs"]),
     "Lumina lora": ("lumina_train_network.py", [*_COMMON, *_lora_of("lumina"), "--model_prediction_type", "raw"]),
-    "SD3 lora": ("sd3_train_network.py", [*_COMMON, *_lora_of("sd3")]),
 }
 
 
@@ -64,18 +61,6 @@ COMPILED: dict[str, list[str]] = {
     ", compiled, budget 0.5": [*_COMPILE, "--activation_memory_budget", "0.5"],
     ", compiled, checkpointing": [*_COMPILE, *_CHECKPOINTING],
 }
-
-
-def _shrink_sd3(module: Any) -> None:
-    """Give Stable Diffusion 3.5 medium 4 of its 24 layers, and with them a sixth of its width."""
-    real, depth = module.SD3Params, 4
-
-    def parameters(**given: Any) -> Any:
-        return real(**{
-            **given, "depth": depth, "x_block_self_attn_layers": [0, 1], "context_embedder_out_features": 64 * depth,
-        })  # fmt: skip
-
-    module.SD3Params = parameters
 
 
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
@@ -154,7 +139,6 @@ def main() -> int:
     warnings.simplefilter("ignore")
     shrink.UNET_WIDTH = given.width
     shrink.install()
-    wrapt.register_post_import_hook(_shrink_sd3, "library.sd3_models")
     checkout = find_or_fetch(given.sd_scripts)
     cases = {}
     for name, (script, arguments) in CASES.items():

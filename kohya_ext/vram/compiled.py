@@ -165,7 +165,10 @@ def _written(nodes: Sequence[Any]) -> set[Any]:
 
 
 def _kept_for_convolutions(nodes: Sequence[Any]) -> set[Any]:
-    """The inputs that are kept for backward and lead to a convolution: inductor keeps a copy, with channels last."""
+    """The inputs that are kept for backward and lead to a convolution: inductor keeps a copy, with channels last.
+
+    Of an SDXL LoRA's 6.44 GB at 1024x1024 they are 0.62, which whoever asks the partitioner alone does not see.
+    """
     leading: set[Any] = set()
     for node in reversed(nodes):
         if node.target is torch.ops.aten.convolution.default or leading.intersection(node.users):

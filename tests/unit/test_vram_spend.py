@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kohya_ext.checkpointing import covered_blocks  # noqa: E402
 from kohya_ext.vram.gauge import HostGauge  # noqa: E402
 from kohya_ext.vram.spend import Block, Spender, largest_batch, pixels_of  # noqa: E402
 from kohya_ext.vram.track import Allocations  # noqa: E402
@@ -140,3 +141,32 @@ def test_without_a_card_every_tensor_counts():
     assert before >= 8_000_000
     torch.zeros(500_000) + 1
     assert gauge.end() - before == 4_000_000
+
+
+class Stage(torch.nn.Module):
+    """As SD1.5's U-Net has them: one switch, and each layer in a checkpoint of its own."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)]
+        self.resnets, self.attentions = (torch.nn.ModuleList([layer]) for layer in layers)
+        self.gradient_checkpointing = True
+
+    def forward(self, x):
+        for layer in (*self.resnets, *self.attentions):
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.gradient_checkpointing else layer(x)
+        return x
+
+
+def test_a_stage_weighs_what_all_of_its_layers_do():
+    model = torch.nn.Sequential(Stage(), Stage())
+    one = Spender(1000, Reading())
+    one.take(model)
+    model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert [block.module for block in one.blocks] == list(model)
+    assert [block.turn for block in one.blocks] == [0, 1]
+    assert [(block.kept, block.flops) for block in one.blocks] == [(2 * 4 * 4 * 8, 2 * 2 * 4 * 8 * 8)] * 2
+    one._end_weighing()
+    assert not any("forward" in vars(layer) for stage in model for layer in (*stage.resnets, *stage.attentions))
+    model[0].gradient_checkpointing = False
+    assert covered_blocks(model) == [model[1]]
