@@ -3,6 +3,7 @@
 - `support`: whether torch.compile can work on this machine at all;
 - `tracing`: what an older dynamo has to be taught before blocks are traced in one piece;
 - `configuration`: torch's own settings, put where every thread sees them;
+- `inputs`: arguments made alike, so that one graph does for what would take several;
 - `fallback`: a backend that goes back to eager when a graph cannot be compiled;
 - `blocks`: a compiled method, what is counted about it and what is said.
 
