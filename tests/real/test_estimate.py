@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext import overlay
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.tiny.environment import python_path
+from kohya_ext.vram import store, tiers
 from kohya_ext.vram.choices import OWN, Choices
 from kohya_ext.vram.ladder import Attempt, Step, after, steps
 from kohya_ext.vram.making import TRAINERS
@@ -84,6 +86,31 @@ def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout)
 UPSTREAMS_WORK = ("--disable-patch", "needless_gradients,needless_scaling")
 WHOLE = ("--checkpoint_share", "1", *UPSTREAMS_WORK)
 EIGHT_BITS = ("--no-fused_backward_pass", "--optimizer_type", "AdamW8bit", "--optimizer_args", "weight_decay=0.01")
+
+
+TIERS = {tier.name: tier for tier in tiers.tiers()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sd15-lora/6gb",
+        *(
+            pytest.param(next(name for name in TIERS if name.startswith(f"{family}/")), marks=pytest.mark.slow)
+            for family in sorted({tier.family for tier in TIERS.values()} - {"sd15-lora"})
+        ),
+    ],
+)
+def test_the_table_says_what_an_estimate_says_today(checkout: Checkout, name: str) -> None:
+    """Or python benchmarks/vram_table.py: a patch that is on by default has changed what a step needs."""
+    script = overlay.scripts(name.partition("/")[0])[0]
+    asked = ("--fresh", "--json", script, "--preset", name)
+    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), *asked)
+    found = TIERS[name].found
+    assert found is not None
+    # Another torch than the table's saves a little more or less.
+    off = 0 if store.version("torch") == found.made_with["torch"] else 0.01
+    assert json.loads(done.stdout)["reserved"] == pytest.approx(found.reserved, rel=off), done.stderr[-2000:]
 
 
 @pytest.mark.slow
