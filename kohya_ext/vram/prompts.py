@@ -24,12 +24,7 @@ def largest(file: str, usual: int) -> tuple[int, int]:
         raise UserError(f"--sample_prompts {file}: {error.strerror or error}") from None
     except KeyError as error:
         raise UserError(f"--sample_prompts {file}: there is no {error} in it") from None
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-    ) as error:  # not TOML, or with other things in it
+    except (ValueError, TypeError, AttributeError, IndexError) as error:  # not TOML, or with other things in it
         raise UserError(f"--sample_prompts {file}: {error}") from None
     return max(pictures, key=lambda sides: sides[0] * sides[1], default=(usual, usual))
 
