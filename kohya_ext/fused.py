@@ -68,7 +68,7 @@ class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is not f
         power = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
         inverse = power.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return torch.mul(x * inverse, weight, out=torch.empty_like(x))
+        return torch.mul(x * inverse, weight.float(), out=torch.empty_like(x))  # a base in fp8 has its weights in it too
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed

@@ -126,6 +126,13 @@ class Run:
         assert self.code == 0, self.output[-4000:]
         return load_file(self.file)
 
+    def distance_from(self, exact: "Run") -> tuple[float, float]:
+        """How far losses and trained weights are from another run's, as Euclidean norms; needs ``SPY_LOSSES``."""
+        losses = sum((a - b) ** 2 for a, b in zip(self.losses, exact.losses, strict=True)) ** 0.5
+        ours: Mapping[str, Any] = self.tensors
+        weights = sum((tensor - exact.tensors[name]).double().square().sum() for name, tensor in ours.items()) ** 0.5
+        return losses, float(weights)
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:

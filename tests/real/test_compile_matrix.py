@@ -208,12 +208,7 @@ def test_bf16_is_as_near_to_float32_compiled_as_eager(checkout, train, script):
         for one in ((), bf16, (*bf16, "--selective_torch_compile"))
     )
 
-    def distance(run):
-        losses = sum((a - b) ** 2 for a, b in zip(run.losses, exact.losses, strict=True)) ** 0.5
-        weights = sum((tensor - exact.tensors[name]).double().square().sum() for name, tensor in run.tensors.items()).sqrt()
-        return losses, weights.item()
-
-    (eager_losses, eager_weights), (losses, weights) = distance(eager), distance(compiled)
+    (eager_losses, eager_weights), (losses, weights) = eager.distance_from(exact), compiled.distance_from(exact)
     print(
         f"\n{script} ({checkout.label}): from float32, losses {eager_losses:.2e} eager and {losses:.2e} compiled, "
         f"weights {eager_weights:.2e} and {weights:.2e}"

@@ -145,6 +145,24 @@ def test_nearer_to_the_truth_in_fewer_bytes(checkout, from_checkout, case):
     assert fused_operations._done
 
 
+@pytest.mark.parametrize("name", ["library.flux_models", "library.lumina_models"])
+def test_a_base_in_fp8_is_normalized_as_upstream_does(checkout, from_checkout, name):
+    norm = from_checkout(name).RMSNorm(WIDTH).to(torch.float8_e4m3fn).requires_grad_(False)
+    patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
+    x = _activation(TOKENS, WIDTH).bfloat16().requires_grad_()
+    results = []
+    for arm in (False, True):
+        if arm:
+            patcher.arm()
+        y = norm(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad))
+        x.grad = None
+    patcher.undo()
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_what_is_no_plain_product_is_left_to_upstream(checkout, from_checkout):
     """Dropout, trained base weights, a layer that is not torch's own."""
     patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
@@ -210,11 +228,7 @@ def test_bf16_is_as_near_to_float32_with_it_as_without(checkout, train, script):
         for one in ((), bf16, (*bf16, "--fused_operations"))
     )
 
-    def distance(run):
-        weights = sum((tensor - exact.tensors[name]).double().square().sum() for name, tensor in run.tensors.items()).sqrt()
-        return sum((a - b) ** 2 for a, b in zip(run.losses, exact.losses, strict=True)) ** 0.5, weights.item()
-
-    (plain_losses, plain_weights), (losses, weights) = distance(plain), distance(fused)
+    (plain_losses, plain_weights), (losses, weights) = plain.distance_from(exact), fused.distance_from(exact)
     print(
         f"\n{script} ({checkout.label}): from float32, losses {plain_losses:.2e} without and {losses:.2e} with it, "
         f"weights {plain_weights:.2e} and {weights:.2e}"
