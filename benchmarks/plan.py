@@ -27,6 +27,8 @@ class Plan:
     """Samples a round."""
     deadline: float
     """No round is begun after it; a time of ``time.monotonic``."""
+    patience: float = 600.0
+    """Seconds that a bucket may take before its compiler is given up: a bound is an answer too."""
     save: Callable[[], None] = field(default=lambda: None)
 
     @property

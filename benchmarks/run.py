@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=_count, metavar="N", help="how often every variant has its turn")
     parser.add_argument("--steps", type=_count, metavar="N", help="samples a round")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no round after this time")
+    parser.add_argument(
+        "--patience", type=float, default=600.0, metavar="SECONDS", help="compile: give up a bucket that takes longer"
+    )
     parser.add_argument("--full-size", action="store_true", help="real sizes on a CPU too")
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout (found as kohya_ext finds it)")
     parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="for models and logs; kept, and used again")
@@ -106,6 +109,7 @@ def _measure(given: argparse.Namespace) -> int:
             rounds=given.rounds or rounds,
             steps=given.steps or steps,
             deadline=start + 60 * given.minutes,
+            patience=given.patience,
             save=lambda: result.write(output),
         )
         measure: Callable[[Plan, Result], None] = getattr(importlib.import_module(f"benchmarks.suites.{module}"), function)

@@ -14,9 +14,6 @@ from benchmarks.suites.step import configuration, spec
 #: Width / height of the pictures people have: square, 4:3, 3:2, 16:9 and these upright.
 ASPECTS = (1.0, 4 / 3, 3 / 4, 3 / 2, 2 / 3, 16 / 9, 9 / 16)
 
-#: Seconds that a bucket may take before its compiler is given up: a bound is an answer too.
-PATIENCE = 600.0
-
 #: Reduced models keep their depth, which the compile of a whole model pays for: all of SDXL's blocks, of FLUX's so many.
 DEPTHS = {"every_block": True, "flux_blocks": (6, 12)}
 
@@ -43,7 +40,7 @@ def measure(plan: Plan, result: Result) -> None:
                 try:
                     told = {**spec(plan, recipe), **(DEPTHS if plan.bench.reduced else {})}
                     with worker(plan.bench, variant.name, told, TORCHINDUCTOR_CACHE_DIR=str(kept)) as one:
-                        _walk(one, variant)
+                        _walk(one, variant, plan.patience)
                 except WorkerError as error:
                     variant.status, variant.reason = "failed", _where(variant, error)
                     if comparison is cold:
@@ -62,7 +59,7 @@ def _where(variant: Variant, error: WorkerError) -> str:
     return f"{error}, in bucket {len(done) + 1}" if variant.warm_up else str(error)
 
 
-def _walk(one: Worker, variant: Variant) -> None:
+def _walk(one: Worker, variant: Variant, patience: float) -> None:
     """Visit each bucket: twice for the time that compiling adds, and the first again at the end."""
     variant.warm_up = one.ask()
     buckets = one.ask({"do": "buckets", "aspects": ASPECTS})["buckets"]
@@ -70,7 +67,7 @@ def _walk(one: Worker, variant: Variant) -> None:
     variant.facts = {"visits": visits}
     before = {"graphs": 0, "breaks": 0}
     for bucket in [*buckets, buckets[0]]:
-        answer = one.ask({"do": "steps", "count": 3, "size": bucket}, PATIENCE)
+        answer = one.ask({"do": "steps", "count": 3, "size": bucket}, patience)
         first, *rest = answer["seconds"]
         new = {name: count - before[name] for name, count in answer["compiled"].items()}
         before = answer["compiled"]
