@@ -48,15 +48,14 @@ BLOCKS = (
             "ResnetBlock2D": Inputs({"input_tensor": _IMAGE}),
         },
     ),
-    # Also SDXL's ControlNet and LLLite, which are built on them.
+    # Also SDXL's ControlNet and LLLite, which are built on them. Downsample2D and Upsample2D stay eager: single convolutions,
+    # four graphs for a few thousandths of a step's bytes (the cast around an upsampling).
     Blocks(
         "library.sdxl_original_unet",
         "forward_body",
         {
             "BasicTransformerBlock": Inputs({"hidden_states": _TOKENS}, ("hidden_states",)),
             "ResnetBlock2D": Inputs({"x": _IMAGE}),
-            "Downsample2D": Inputs({"hidden_states": _IMAGE}),
-            "Upsample2D": Inputs({"hidden_states": _IMAGE}),
         },
     ),
     Blocks("library.sd3_models", "_forward", {"MMDiTBlock": Inputs({"x": _TOKENS}, ("x", "context"))}),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext import cache
-from kohya_ext.compiling.tracing import close_gaps
+from kohya_ext.compiling.tracing import close_gaps, take_einops_whole
 from kohya_ext.session import current
 
 #: SDXL's ResnetBlock2D alone has 16 variants by its channels; torch's 8 would leave the rest eager without a word. With a
@@ -61,7 +61,9 @@ def prepare_torch(recompile_limit: int | None) -> None:
     import torch._inductor.config as inductor
 
     _collect_no_garbage_while_compiling()
+    _time_no_guards()
     close_gaps()
+    take_einops_whole()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
     # torch 2.7 renamed it and kept the old name as an alias.
     set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)
@@ -89,6 +91,17 @@ def _collect_no_garbage_while_compiling() -> None:
         return
     callback_handler.register_start_callback(lambda *about: gc.disable())
     callback_handler.register_end_callback(lambda *about: gc.enable())
+
+
+def _time_no_guards() -> None:
+    """Spare the emptying of the processor's caches by which dynamo times each graph's guards once, for its statistics.
+
+    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/_dynamo/guards.py (``profile_guard_manager``, ``guard_latency_us``)
+    """
+    import torch._dynamo.guards as guards
+
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *about: 0.0
 
 
 def keep_compiled_code(device: str) -> Path:

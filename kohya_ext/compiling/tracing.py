@@ -1,7 +1,10 @@
-"""What blocks do in every call and an older dynamo cannot trace in one piece, each made traceable where a probe fails."""
+"""What blocks do in every call: what an older dynamo cannot trace in one piece, made traceable where a probe fails; what need
+not be traced at all.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +41,20 @@ def close_gaps() -> None:
             reopen = gap.close()
             if gap.is_open():
                 reopen()
+
+
+def take_einops_whole() -> None:
+    """Put ``einops.rearrange`` into graphs as one call, as torch itself does for einops before 0.8.2.
+
+    From there on dynamo follows how einops reads its patterns, character by character: four of seven instructions that are
+    traced of SDXL's blocks, in every start. A graph with that call is kept by torch's caches, unlike one with einops' others.
+    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/_functorch/_aot_autograd/autograd_cache.py
+    """
+    import torch._dynamo
+
+    einops = sys.modules.get("einops")
+    if einops is not None:
+        torch._dynamo.allow_in_graph(einops.rearrange)
 
 
 # --- a method of another module, kept as an attribute: open up to torch 2.6 ------------------------------------------

@@ -23,7 +23,6 @@ EPOCH = 8
 TOLERANCE = 1e-5
 
 UNET = {"BasicTransformerBlock", "ResnetBlock2D"}
-SDXL = UNET | {"Downsample2D", "Upsample2D"}
 CLIP = {"CLIPEncoderLayer"}
 FLUX = {"DoubleStreamBlock", "SingleStreamBlock"}
 DIT_ONLY = ("--network_train_unet_only",)
@@ -58,20 +57,20 @@ def row(name, script, classes, *more, family=None, settled=EPOCH):
 
 
 ROWS = (
-    row("sdxl", "sdxl_train_network", SDXL | CLIP),
-    row("sdxl-locon", "sdxl_train_network", SDXL, *network("networks.lora", "conv_dim=4"), *DIT_ONLY),
-    row("sdxl-dropout", "sdxl_train_network", SDXL, *network("networks.lora", "rank_dropout=0.3"), "--network_dropout", "0.2",
+    row("sdxl", "sdxl_train_network", UNET | CLIP),
+    row("sdxl-locon", "sdxl_train_network", UNET, *network("networks.lora", "conv_dim=4"), *DIT_ONLY),
+    row("sdxl-dropout", "sdxl_train_network", UNET, *network("networks.lora", "rank_dropout=0.3"), "--network_dropout", "0.2",
         *DIT_ONLY),
-    row("sdxl-loha", "sdxl_train_network", SDXL, *network("networks.loha"), *DIT_ONLY),
-    row("sdxl-lokr", "sdxl_train_network", SDXL, *network("networks.lokr"), *DIT_ONLY),
-    row("sdxl-lora-fa", "sdxl_train_network", SDXL, *network("networks.lora_fa"), *DIT_ONLY),
-    row("sdxl-oft", "sdxl_train_network", SDXL, *network("networks.oft"), *DIT_ONLY),
-    row("sdxl-lycoris-locon", "sdxl_train_network", SDXL | CLIP, *lycoris("locon", "conv_dim=4")),
-    row("sdxl-lycoris-lokr", "sdxl_train_network", SDXL, *lycoris("lokr"), *DIT_ONLY),
-    row("sdxl-finetune", "sdxl_train", SDXL | CLIP),
-    row("sdxl-controlnet", "sdxl_train_control_net", SDXL, *PLAIN_DESCENT),
-    row("sdxl-lllite", "sdxl_train_control_net_lllite", SDXL, *PLAIN_DESCENT),
-    row("sdxl-inversion", "sdxl_train_textual_inversion", SDXL | CLIP),
+    row("sdxl-loha", "sdxl_train_network", UNET, *network("networks.loha"), *DIT_ONLY),
+    row("sdxl-lokr", "sdxl_train_network", UNET, *network("networks.lokr"), *DIT_ONLY),
+    row("sdxl-lora-fa", "sdxl_train_network", UNET, *network("networks.lora_fa"), *DIT_ONLY),
+    row("sdxl-oft", "sdxl_train_network", UNET, *network("networks.oft"), *DIT_ONLY),
+    row("sdxl-lycoris-locon", "sdxl_train_network", UNET | CLIP, *lycoris("locon", "conv_dim=4")),
+    row("sdxl-lycoris-lokr", "sdxl_train_network", UNET, *lycoris("lokr"), *DIT_ONLY),
+    row("sdxl-finetune", "sdxl_train", UNET | CLIP),
+    row("sdxl-controlnet", "sdxl_train_control_net", UNET, *PLAIN_DESCENT),
+    row("sdxl-lllite", "sdxl_train_control_net_lllite", UNET, *PLAIN_DESCENT),
+    row("sdxl-inversion", "sdxl_train_textual_inversion", UNET | CLIP),
     row("sd15", "train_network", UNET | CLIP),
     row("sd15-dreambooth", "train_db", UNET | CLIP, *PLAIN_DESCENT),
     row("sd15-finetune", "fine_tune", UNET | CLIP, *PLAIN_DESCENT),
