@@ -29,6 +29,8 @@ class Plan:
     """No round is begun after it; a time of ``time.monotonic``."""
     patience: float = 600.0
     """Seconds that a bucket may take before its compiler is given up: a bound is an answer too."""
+    full_depth: bool = False
+    """Whether reduced models have every block of the real ones where only `compile` can afford it."""
     save: Callable[[], None] = field(default=lambda: None)
 
     @property

@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--patience", type=float, default=600.0, metavar="SECONDS", help="compile: give up a bucket that takes longer"
     )
+    parser.add_argument("--full-depth", action="store_true", help="compile on a CPU: all 19 + 38 of FLUX's blocks, not 6 + 12")
     parser.add_argument("--full-size", action="store_true", help="real sizes on a CPU too")
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout (found as kohya_ext finds it)")
     parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="for models and logs; kept, and used again")
@@ -110,6 +111,7 @@ def _measure(given: argparse.Namespace) -> int:
             steps=given.steps or steps,
             deadline=start + 60 * given.minutes,
             patience=given.patience,
+            full_depth=given.full_depth,
             save=lambda: result.write(output),
         )
         measure: Callable[[Plan, Result], None] = getattr(importlib.import_module(f"benchmarks.suites.{module}"), function)

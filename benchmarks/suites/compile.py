@@ -14,8 +14,8 @@ from benchmarks.suites.step import configuration, spec
 #: Width / height of the pictures people have: square, 4:3, 3:2, 16:9 and these upright.
 ASPECTS = (1.0, 4 / 3, 3 / 4, 3 / 2, 2 / 3, 16 / 9, 9 / 16)
 
-#: Reduced models keep their depth, which the compile of a whole model pays for: all of SDXL's blocks, of FLUX's so many.
-DEPTHS = {"every_block": True, "flux_blocks": (6, 12)}
+#: Of FLUX's blocks, double and single.
+FEW, ALL = (6, 12), (19, 38)
 
 
 def measure(plan: Plan, result: Result) -> None:
@@ -38,7 +38,7 @@ def measure(plan: Plan, result: Result) -> None:
                 if variant.status != "measured":
                     continue
                 try:
-                    told = {**spec(plan, recipe), **(DEPTHS if plan.bench.reduced else {})}
+                    told = {**spec(plan, recipe), **_depth(plan)}
                     with worker(plan.bench, variant.name, told, TORCHINDUCTOR_CACHE_DIR=str(kept)) as one:
                         _walk(one, variant, plan.patience)
                 except WorkerError as error:
@@ -51,7 +51,12 @@ def measure(plan: Plan, result: Result) -> None:
 
 
 def _configuration(plan: Plan) -> dict[str, Any]:
-    return {**configuration(plan), **(DEPTHS if plan.bench.reduced else {})}
+    return {**configuration(plan), **_depth(plan)}
+
+
+def _depth(plan: Plan) -> dict[str, Any]:
+    """Reduced models keep their depth, which the compile of a whole model pays for: all of SDXL's blocks, many of FLUX's."""
+    return {"every_block": True, "flux_blocks": ALL if plan.full_depth else FEW} if plan.bench.reduced else {}
 
 
 def _where(variant: Variant, error: WorkerError) -> str:
