@@ -94,9 +94,9 @@ def _collect_no_garbage_while_compiling() -> None:
 
 
 def _time_no_guards() -> None:
-    """Spare the emptying of the processor's caches by which dynamo times each graph's guards once, for its statistics.
+    """Spare the emptying of the processor's caches with which newer versions time every graph's guards, for their statistics.
 
-    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/_dynamo/guards.py (``profile_guard_manager``, ``guard_latency_us``)
+    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/guards.py (``guard_latency_us``)
     """
     import torch._dynamo.guards as guards
 

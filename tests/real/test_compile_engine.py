@@ -177,6 +177,36 @@ def test_no_garbage_is_collected_while_a_graph_is_compiled(run: blocks.Run) -> N
     assert gc.isenabled()
 
 
+def test_guards_are_not_timed(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.guards as guards
+
+    timed: list[Any] = []
+    monkeypatch.setattr(guards, "profile_guard_manager", lambda *about: timed.append(about) or 0.0)
+    run.prepare(AOT, "cpu")
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+    assert timed == []
+
+
+def test_einops_is_one_call_of_a_graph_and_its_sizes_stay_dynamic(run: blocks.Run) -> None:
+    from einops import rearrange
+
+    graphs: list[Any] = []
+
+    def backend(graph_module: Any, inputs: Any) -> Any:
+        graphs.append([node.target for node in graph_module.graph.nodes if node.op == "call_function"])
+        return graph_module.forward
+
+    def split_heads(x: torch.Tensor) -> torch.Tensor:
+        return rearrange(x, "b n (h d) -> b h n d", h=2)
+
+    run.prepare(AOT, "cpu")
+    function = torch.compile(split_heads, backend=backend, fullgraph=True)
+    for length in (4, 6, 8):
+        x = torch.arange(8.0 * length).reshape(1, length, 8)
+        assert torch.equal(function(x), split_heads(x))
+    assert graphs == [[rearrange]] * 2
+
+
 def test_nothing_is_compiled_without_gradients(run: blocks.Run) -> None:
     _, model, block = pair(AOT)
     with torch.no_grad():
