@@ -101,7 +101,9 @@ class _Average:
         own = {name: weight.data for name, weight in self.weights.items()}
         try:
             for name, weight in self.weights.items():
-                weight.data = self.values[name].to(weight.dtype)
+                average = self.values[name]
+                # Converted averages are copies, for which a card that trains may have no room left.
+                weight.data = average if average.dtype == weight.dtype else average.to("cpu", weight.dtype)
             yield
         finally:
             for name, weight in self.weights.items():
