@@ -2,6 +2,7 @@
 
 - `support`: whether torch.compile can work on this machine at all;
 - `tracing`: what an older dynamo has to be taught before blocks are traced in one piece;
+- `lowering`: what an older inductor stumbles over;
 - `configuration`: torch's own settings, put where every thread sees them;
 - `inputs`: arguments made alike, so that one graph does for what would take several;
 - `fallback`: a backend that goes back to eager when a graph cannot be compiled;

@@ -19,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.compiling import blocks, budget, configuration, support
+from kohya_ext.compiling.fallback import falling_back
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.tracing import GAPS, close_gaps
 from kohya_ext.settings import Settings
@@ -205,6 +206,16 @@ def test_einops_is_one_call_of_a_graph_and_its_sizes_stay_dynamic(run: blocks.Ru
         x = torch.arange(8.0 * length).reshape(1, length, 8)
         assert torch.equal(function(x), split_heads(x))
     assert graphs == [[rearrange]] * 2
+
+
+def test_a_product_in_bf16_times_a_number_is_compiled(run: blocks.Run) -> None:
+    """Multiplied by its ``alpha / rank``, as a LoRA's is; torch 2.6 takes the number for scales of int8 weights."""
+    falling_back("inductor", None, SimpleNamespace())
+    from torch._inductor.fx_passes import quantization
+
+    number = {"x": SimpleNamespace(meta={"val": torch.empty(0)}), "scales": 0.5}
+    match = SimpleNamespace(kwargs={**number, "weight": number["x"]})
+    assert quantization._is_valid_woq_optimization_pattern()(match) is False
 
 
 def test_nothing_is_compiled_without_gradients(run: blocks.Run) -> None:
