@@ -12,8 +12,8 @@ _PARTS = ("x", "weight", "scales")
 def survive_scaled_products() -> None:
     """Let inductor meet a 16-bit product that is multiplied by a number, as LoRA's is by ``alpha / rank``.
 
-    In older versions, torch 2.6 among them, a pattern for int8 weights takes every such factor for a tensor of scales, and raises: on every
-    device, for the whole graph. To be done before the first graph is compiled, when the patterns are registered.
+    In older versions, torch 2.6 among them, a pattern for int8 weights takes every such factor for a tensor of scales, and
+    raises: on every device, for the whole graph. To be done before the first graph is compiled, when patterns are registered.
     https://github.com/huggingface/peft/issues/2901
     """
     try:
