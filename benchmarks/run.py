@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.run",
         usage="python -m benchmarks.run SUITE [options] [-- further arguments of the script, for every variant]",
         description=__doc__,
+        allow_abbrev=False,  # results tell the command without the places of files, which are known by their options' names
     )
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="what to run on (the GPU, if there is one)")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext import cache
-from kohya_ext.compiling.tracing import close_gaps, take_einops_whole
+from kohya_ext.compiling.tracing import close_gaps, take_einops_whole, take_group_norm_whole
 from kohya_ext.session import current
 
 #: SDXL's ResnetBlock2D alone has 16 variants by its channels; torch's 8 would leave the rest eager without a word. With a
@@ -64,6 +64,7 @@ def prepare_torch(recompile_limit: int | None) -> None:
     _time_no_guards()
     close_gaps()
     take_einops_whole()
+    take_group_norm_whole()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
     # torch 2.7 renamed it and kept the old name as an alias.
     set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)

@@ -57,6 +57,27 @@ def take_einops_whole() -> None:
         torch._dynamo.allow_in_graph(einops.rearrange)
 
 
+def take_group_norm_whole() -> None:
+    """Say what a group norm of dynamic sizes gives, which torch finds out by going through all that a group norm consists of.
+
+    A ninth of what is done to trace SDXL's blocks. Only while dynamo traces: what is compiled is divided into parts as before.
+    https://github.com/pytorch/pytorch/blob/main/torch/_refs/__init__.py (``native_group_norm``)
+    """
+    import torch
+    from torch._prims_common import suggest_memory_format
+    from torch._subclasses import fake_impls
+
+    if not hasattr(fake_impls, "register_fast_op_impl"):
+        return
+
+    def fake(mode: Any, x: Any, weight: Any, bias: Any, batch: Any, channels: Any, pixels: Any, groups: Any, eps: Any) -> Any:
+        with mode:
+            mean, rstd = (x.new_empty((batch, groups)) for _ in range(2))
+            return torch.empty_like(x, memory_format=suggest_memory_format(x)), mean, rstd
+
+    fake_impls.register_fast_op_impl(torch.ops.aten.native_group_norm.default)(fake)
+
+
 # --- a method of another module, kept as an attribute: open up to torch 2.6 ------------------------------------------
 #
 # LoRA keeps the original method of a layer (``self.org_forward = layer.forward``). Dynamo forgets, in such a method, where

@@ -208,6 +208,40 @@ def test_einops_is_one_call_of_a_graph_and_its_sizes_stay_dynamic(run: blocks.Ru
     assert graphs == [[rearrange]] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", [True, False], ids=("affine", "plain"))
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_group_norm_of_dynamic_sizes_is_what_torch_finds_it_to_be(
+    run: blocks.Run, dtype: torch.dtype, affine: bool, memory_format: torch.memory_format
+) -> None:
+    from torch._subclasses import fake_impls
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    x = torch.randn(2, 8, 6, 10, dtype=dtype).to(memory_format=memory_format)
+    weights = [torch.ones(8, dtype=dtype), torch.zeros(8, dtype=dtype)] if affine else [None, None]
+    operation = torch.ops.aten.native_group_norm.default
+
+    def of_dynamic_sizes() -> list[Any]:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        fake = mode.from_tensor(x)
+        assert fake._has_symbolic_sizes_strides
+        given = [weight if weight is None else mode.from_tensor(weight, static_shapes=True) for weight in weights]
+        with mode:
+            outputs = operation(fake, *given, 2, 8, fake.shape[2] * fake.shape[3], 4, 1e-5)
+        return [(list(map(int, out.shape)), list(map(int, out.stride())), out.dtype, out.device) for out in outputs]
+
+    def of_real_ones() -> list[Any]:
+        outputs = operation(x, *weights, 2, 8, 60, 4, 1e-5)
+        return [(list(out.shape), list(out.stride()), out.dtype, out.device) for out in outputs]
+
+    fake_impls.FAST_OP_IMPLEMENTATIONS.pop(operation, None)
+    gone_through = of_dynamic_sizes()
+    run.prepare(AOT, "cpu")
+    assert operation in fake_impls.FAST_OP_IMPLEMENTATIONS
+    assert of_dynamic_sizes() == gone_through == of_real_ones()
+
+
 def test_a_product_in_bf16_times_a_number_is_compiled(run: blocks.Run) -> None:
     """Multiplied by its ``alpha / rank``, as a LoRA's is; torch 2.6 takes the number for scales of int8 weights."""
     falling_back("inductor", None, SimpleNamespace())
