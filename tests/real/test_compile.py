@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from packaging.version import Version
 
 from kohya_ext.tiny import environment
 from tests.real.conftest import REPORT
@@ -97,12 +98,13 @@ BREAKAGES = {
 def test_what_breaks_costs_nothing_but_speed(checkout, train, upstream, broken):
     """The backend that raises does so at the second graph, in the middle of the first step: one is compiled and used.
 
-    Up to torch 2.6 that one rounds differently in the last digit.
+    On torch 2.6 that one rounds differently in the last digit; later ones are held to every bit.
     """
     said, more = BREAKAGES[broken]
     spied = {"BREAK": broken, "SPY_LOSSES": "1"}
     run = train(checkout, LUMINA, *ON, *more, env=spied, bare=broken == "torch")  # whose age is read when it is imported
-    assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 1e-7 if broken == "backend" else 0)
+    rounding = 1e-7 if broken == "backend" and Version(torch.__version__) < Version("2.7") else 0
+    assert_close(run.tensors, upstream(checkout, LUMINA).tensors, rounding)
     assert run.output.count(said) == 1
     if broken == "backend":
         assert run.graphs[0] == run.graphs[-1], "given up in the first step"
