@@ -164,7 +164,7 @@ def compiling_table(comparison: Comparison) -> Iterator[str]:
     walked = [variant for variant in comparison.variants if variant.facts.get("visits")]
     for variant in walked:
         counts = {name: sum(visit["new"][name] for visit in variant.facts["visits"]) for name in ("graphs", "breaks")}
-        processor = sum(visit.get("processor_seconds", 0.0) for visit in variant.facts["visits"])
+        processor = sum(visit["processor_seconds"] for visit in variant.facts["visits"])
         python = f"; {processor:.3g} s of processor time without the compilers that it starts" if counts["graphs"] else ""
         yield f"\n{variant.meaning}: {counts['graphs']} graphs, {counts['breaks']} graph breaks{python}\n"
         yield "| bucket | first step | then | new graphs |"

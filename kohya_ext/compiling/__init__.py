@@ -1,7 +1,7 @@
 """Compiling the repeated blocks of a model: the engine behind ``--selective_torch_compile``.
 
 - `support`: whether torch.compile can work on this machine at all;
-- `tracing`: what an older dynamo has to be taught before blocks are traced in one piece;
+- `tracing`: what an older dynamo has to be taught before blocks are traced in one piece, and what none need go through;
 - `lowering`: what an older inductor stumbles over;
 - `configuration`: torch's own settings, put where every thread sees them;
 - `inputs`: arguments made alike, so that one graph does for what would take several;

@@ -19,7 +19,7 @@ from kohya_ext.compiling.support import find_obstacle
 from kohya_ext.console import note, warn
 from kohya_ext.settings import Settings
 
-#: Between two progress lines of one class, seconds: SDXL compiles a score of graphs in its first step.
+#: Between two progress lines of one class, seconds: SDXL compiles more than a dozen graphs in its first step.
 QUIET_SECONDS = 10.0
 
 

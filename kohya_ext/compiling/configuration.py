@@ -13,7 +13,7 @@ from kohya_ext import cache
 from kohya_ext.compiling.tracing import close_gaps, take_einops_whole, take_group_norm_whole
 from kohya_ext.session import current
 
-#: SDXL's ResnetBlock2D alone has 16 variants by its channels; torch's 8 would leave the rest eager without a word. With a
+#: SDXL's ResnetBlock2D alone has 12 variants by its channels; torch's 8 would leave the rest eager without a word. With a
 #: memory budget of 0 a reduced SDXL then kept 1.6 times what checkpointing keeps; with all of them compiled, less than it.
 DEFAULT_RECOMPILE_LIMIT = 64
 

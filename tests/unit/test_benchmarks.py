@@ -85,6 +85,33 @@ def test_the_table_tells_ratio_pictures_and_reasons():
     assert "compiled 60 s" in lines[-1]
 
 
+def test_what_compiling_took_is_told_with_its_share_of_python():
+    visits = [
+        {
+            "bucket": [64, 32],
+            "first_seconds": 9.0,
+            "then_seconds": 1.0,
+            "processor_seconds": 2.5,
+            "new": {"graphs": 2, "breaks": 0},
+        },
+        {
+            "bucket": [32, 64],
+            "first_seconds": 1.0,
+            "then_seconds": 1.0,
+            "processor_seconds": 0.5,
+            "new": {"graphs": 0, "breaks": 0},
+        },
+    ]
+    compiled, eager = (
+        Variant("compiled", "compiled", facts={"visits": visits}),
+        Variant("patched", "eager", facts={"visits": visits[1:]}),
+    )
+    lines = list(report.compiling_table(Comparison("cold", "seconds of compiling", {}, [compiled, eager])))
+    assert lines[0].strip() == "compiled: 2 graphs, 0 graph breaks; 3 s of processor time without the compilers that it starts"
+    assert "| 64x32 | 9 s | 1 s | 2 |" in lines
+    assert "eager: 0 graphs, 0 graph breaks" in [line.strip() for line in lines]
+
+
 def test_the_command_names_no_place_of_one_machine():
     words = [
         "-m",
