@@ -30,7 +30,19 @@ def silent() -> Iterator[None]:
 def note(message: str) -> None:
     """Say one line, once a run: other ranks and data-loader workers stay silent."""
     if speaks():
-        print(f"kohya_ext: {message}", file=sys.stderr, flush=True)
+        with _progress_bars_out_of_the_way():
+            print(f"kohya_ext: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _progress_bars_out_of_the_way() -> Iterator[None]:
+    """Clear the progress bars that tqdm draws, if it draws any, and draw them again below what is printed."""
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is None:
+        yield
+    else:
+        with tqdm.tqdm.external_write_mode(file=sys.stderr):
+            yield
 
 
 def note_at_once(message: str) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 ROLLING = "rolling"
 """What stands before the step in the name of a state of --checkpoint_every_minutes."""
 
+DEFAULT_NAME = "last"
+"""What upstream calls the final model where no --output_name is given."""
+
 _MODEL = r"\.(safetensors|ckpt|pt|bin)"
 
 
@@ -29,13 +32,22 @@ def final_models(folder: Path, name: str | None) -> Iterator[Path]:
 
 def states(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield the folders of a run's states."""
-    kind = re.compile(rf"{stem(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state")
-    return (path for path in folder.glob("*-state") if kind.fullmatch(path.name) and path.is_dir())
+    return _states(folder, name, "")
+
+
+def kept_states(folder: Path, name: str | None) -> Iterator[Path]:
+    """Yield the folders of an earlier run's states, which were kept aside."""
+    return _states(folder, name, ".previous")
+
+
+def _states(folder: Path, name: str | None, suffix: str) -> Iterator[Path]:
+    kind = re.compile(rf"{stem(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}")
+    return (path for path in folder.glob(f"*-state{suffix}") if kind.fullmatch(path.name) and path.is_dir())
 
 
 def unfinished(folder: Path, name: str | None, suffix: str) -> list[Path]:
     """Return what ends in ``suffix`` behind a name of a model or a state."""
-    kind = rf"{stem(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?){re.escape(suffix)}"
+    kind = rf"{stem(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+-\d+-\d+{re.escape(suffix)}"
     return [path for path in folder.iterdir() if re.fullmatch(kind, path.name)]
 
 

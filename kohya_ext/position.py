@@ -13,25 +13,37 @@ lives in the workers across epochs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import random
 import sys
+import time
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kohya_ext import run_record
 from kohya_ext.console import note, stop, warn
+from kohya_ext.errors import UserError
 from kohya_ext.output_names import states
+from kohya_ext.run_record import RunRecord
 from kohya_ext.safetensors_header import read_header
+from kohya_ext.writing import final_of
 
 FILE = "kohya_ext_position.pt"
 """The file in a state's folder."""
+
+RANDOM_FILE = "kohya_ext_random.pt"
+"""The random state with which the run went on after it had saved a state, in the state's folder."""
+
+_SMALL = 16_000_000
+"""Bytes of a file that is small enough to be read to its end before a run."""
 
 AUTO = "auto"
 """What ``--resume`` says for the newest whole state of this output name."""
@@ -68,6 +80,12 @@ class Position:
     """Whether this pass came to its end."""
     _began: dict[str, Any] = field(default_factory=dict)
     """The random state and the data set's counters when this pass began."""
+    _ranks: list[dict[str, Any]] | None = None
+    """With several processes, the random state of each after this step: see :meth:`gather`."""
+    _held: dict[str, Any] | None = None
+    """The random state for states that an uninterrupted run would not have saved: see :meth:`hold`."""
+    _unsettled: list[Path] = field(default_factory=list)
+    """States that were saved since the loop last took a batch: see :meth:`_settle`."""
     _goal: dict[str, Any] | None = None
     """The position to go on from."""
     _random: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +99,43 @@ class Position:
         """Count a micro-batch, and the optimizer's step when it made one."""
         self.batch += 1
         self.step += bool(accelerator.sync_gradients)
+        if accelerator.num_processes > 1:
+            self._ranks = None
+            if self.state_is_due(accelerator.gradient_state.end_of_dataloader):
+                self.gather()
+
+    def state_is_due(self, epoch_ends: bool = False) -> bool:
+        """Return whether the script itself will save a state after this step, or may do so because the epoch ends."""
+        if not (getattr(self.args, "save_state", False) or getattr(self.args, "save_state_on_train_end", False)):
+            return False
+        every = getattr(self.args, "save_every_n_steps", None)
+        return bool(epoch_ends or (every and self.step % every == 0))
+
+    def gather(self) -> None:
+        """Collect every process's random state; all of them must call it. Only the first process saves states."""
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            self._ranks = gather_object([{"random": random_state(), "began": self._began}])
+
+    def hold(self) -> None:
+        """Save the random state of this moment in every state from now on.
+
+        For states that the uninterrupted run does not save: rich 14.1, which sd-scripts pins, draws a random number for each
+        line that it logs, so saving a state changes how captions are shuffled afterwards.
+        """
+        self._held = random_state()
+
+    @contextlib.contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Save a state within it, and the run goes on as if it had not been saved."""
+        self.hold()
+        before = random.getstate()
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            self._held = None
 
     def place(self) -> Place:
         """Return where the run stands now."""
@@ -99,7 +154,21 @@ class Position:
 
             stands = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
             accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
-            torch.save({**stands, **accumulated, **self._began}, os.path.join(folder, FILE))
+            ranks = self._ranks or [{"random": self._held or random_state(), "began": self._began}]
+            processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
+            torch.save({**stands, **accumulated, **processes}, os.path.join(folder, FILE))
+            if self._held is None and self.accelerator.num_processes == 1:
+                self._unsettled.append(final_of(Path(folder)))
+
+    def _settle(self) -> None:
+        """Keep the random state with which the run goes on in the states that it has just saved."""
+        import torch
+
+        for state in self._unsettled:
+            if state.is_dir():  # it may be gone already: only the newest few are kept
+                with contextlib.suppress(OSError):  # a full disk: the state has the random state of its save
+                    torch.save(random_state(), state / RANDOM_FILE)
+        self._unsettled.clear()
 
     # --- going on ----------------------------------------------------------------------------------------------------
 
@@ -119,20 +188,31 @@ class Position:
                 f"{folder} is at step {goal['step']} and --max_train_steps is {self.args.max_train_steps}: "
                 "there is nothing left to train. Give more steps or leave out --resume"
             )
-        # Smaller batches, more of them accumulated: as many pictures were seen.
+        # Smaller batches, more of them accumulated: as many images were seen.
         accumulated = getattr(self.args, "gradient_accumulation_steps", 1)
-        goal["batch"] = goal["batch"] * accumulated // goal.get("accumulated", accumulated)
+        goal["batch"] = goal["batch"] * accumulated // goal["accumulated"]
+        mine = self._mine(goal, folder)
+        goal.update(mine["began"])
+        settled = Path(folder) / RANDOM_FILE
+        self._random = torch.load(settled, weights_only=True) if settled.is_file() else mine["random"]
         self._goal = goal
         if hasattr(self.args, "initial_step"):
             self.args.initial_step = 0  # LoRA scripts would count on their own, from the state's train_state.json
 
-    def loaded(self) -> None:
-        """Take the random state that ``accelerator.load_state`` has just put in place."""
-        if self._goal is not None:
-            self._random = random_state()
+    def _mine(self, goal: dict[str, Any], folder: str) -> dict[str, Any]:
+        """Return this process's part of a saved position; the first process's where it has none."""
+        ranks: list[dict[str, Any]] = goal["ranks"]
+        index, processes = self.accelerator.process_index, self.accelerator.num_processes
+        if not len(ranks) == goal["processes"] == processes and index == 0:
+            warn(
+                f"{folder} holds the random state of {len(ranks)} of {goal['processes']} processes, and this run has "
+                f"{processes}: the result will differ from the uninterrupted run's"
+            )
+        return ranks[index if index < len(ranks) else 0]
 
     def draw(self, loader: Any, original: Callable[[Any], Iterator[Any]], frame: FrameType | None) -> Iterator[Any]:
         """Yield the batches of one pass over the training data; ``frame`` is the loop that takes them."""
+        self._settle()
         self.epoch += 1
         goal = self._goal
         if goal is not None and (self.epoch < goal["epoch"] or (self.epoch == goal["epoch"] and goal["finished"])):
@@ -143,19 +223,25 @@ class Position:
             if goal is not None:
                 self._arrive(goal, frame)
             self.batch, self.finished = 0, False
-            self._began = {"random": random_state(), "counters": _counters(loader)}
-            yield from original(loader)
+            self._began = {"random": random_state(), **_data_state(loader)}
+            yield from self._settling(original(loader))
         else:
-            self._began = {"random": goal["random"], "counters": goal["counters"]}
-            _set_counters(loader, goal["counters"])
+            self._began = {name: goal[name] for name in ("random", "counters", "seeds", "generator")}
+            _set_data_state(loader, goal)
             set_random_state(goal["random"])
             batches = original(loader)
             for _ in itertools.islice(batches, goal["batch"]):
                 pass
             self.batch, self.finished = goal["batch"], False
             self._arrive(goal, frame)
-            yield from batches
+            yield from self._settling(batches)
         self.finished = True
+
+    def _settling(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            if self._unsettled:  # the loop is done with this step, whatever it saved, sampled and logged
+                self._settle()
 
     def _arrive(self, goal: dict[str, Any], frame: FrameType | None) -> None:
         self._goal = None
@@ -170,7 +256,7 @@ class Position:
         if frame is None or not _set_local(frame, "global_step", self.step):
             stop("this script counts its steps in a way that is not known, so it cannot go on: --disable_patch honest_resume")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
-            bar.update(self.step)
+            _begin_at(bar, self.step)
         set_random_state(self._random)
         note(f"going on after step {self.step}, in epoch {self.epoch + 1} after {self.batch} batches")
 
@@ -182,16 +268,42 @@ class Position:
             self.accelerator.log = lambda *args, **kwargs: None
 
 
-def _counters(loader: Any) -> list[int]:
-    """The data set's own epoch and step, by which it orders and captions: kept in this process without workers."""
-    first = next(iter(getattr(loader.dataset, "datasets", [])), loader.dataset)
-    return [getattr(first, "current_epoch", 0), getattr(first, "current_step", 0)]
+def _begin_at(bar: Any, step: int) -> None:
+    """Have a tqdm bar begin at a step, so that its rate and the time left are those of the steps to come."""
+    bar.initial = bar.n = bar.last_print_n = step
+    bar.start_t = bar.last_print_t = time.time()
+    bar.refresh()
 
 
-def _set_counters(loader: Any, counters: list[int]) -> None:
-    for name, value, now in zip(("set_current_epoch", "set_current_step"), counters, _counters(loader), strict=True):
-        if value != now and hasattr(loader.dataset, name):
+def _data_sets(loader: Any) -> list[Any]:
+    return list(getattr(loader.dataset, "datasets", [loader.dataset]))
+
+
+def _data_state(loader: Any) -> dict[str, Any]:
+    """Return what decides the order of a pass: the data sets' epoch, step and seeds, and the sampler's own generator.
+
+    Epoch and step are kept in this process without data-loader workers; a generator exists with several processes.
+    """
+    sets = _data_sets(loader)
+    generator = getattr(loader, "synchronized_generator", None)
+    return {
+        "counters": [getattr(sets[0], "current_epoch", 0), getattr(sets[0], "current_step", 0)] if sets else [0, 0],
+        "seeds": [getattr(one, "seed", None) for one in sets],
+        "generator": generator.get_state() if generator is not None else None,
+    }
+
+
+def _set_data_state(loader: Any, state: Mapping[str, Any]) -> None:
+    sets, now = _data_sets(loader), _data_state(loader)
+    if len(state["seeds"]) == len(sets):
+        for one, seed in zip(sets, state["seeds"], strict=True):
+            if seed is not None and hasattr(one, "set_seed"):
+                one.set_seed(seed)
+    for name, value, old in zip(("set_current_epoch", "set_current_step"), state["counters"], now["counters"], strict=True):
+        if value != old and hasattr(loader.dataset, name):
             getattr(loader.dataset, name)(value)
+    if state["generator"] is not None and now["generator"] is not None:
+        loader.synchronized_generator.set_state(state["generator"])
 
 
 def _set_local(frame: FrameType, name: str, value: int) -> bool:
@@ -224,7 +336,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put a random state back. The CUDA devices' when there are as many as there were."""
+    """Put a random state back. On other GPUs than it was saved on, the result will differ, which is logged."""
     import numpy
     import torch
 
@@ -234,14 +346,23 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all(state["cuda"])
+    elif state["cuda"] or torch.cuda.is_available():
+        warn(
+            f"the state was saved with {len(state['cuda'])} GPUs and there are {torch.cuda.device_count()}: "
+            "the result will differ from the uninterrupted run's"
+        )
 
 
 # --- finding states --------------------------------------------------------------------------------------------------
 
 
 def newest_state(folder: Path, name: str | None) -> Path | None:
-    """Return the newest whole state of an output name in a folder, by the time it was written; None when there is none."""
-    for state in sorted(states(folder, name), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    """Return the newest whole state of an output name in a folder, of this process's run where that is known, or None."""
+    running = run_record.current()
+    for state in _newest_first(folder, name):
+        record = run_record.read(state)
+        if running is not None and record is not None and record.id != running.id:
+            continue
         problem = state_problem(state)
         if problem is None:
             return state
@@ -249,20 +370,124 @@ def newest_state(folder: Path, name: str | None) -> Path | None:
     return None
 
 
-def state_problem(state: Path) -> str | None:
-    """Return why a state cannot be resumed from, or None when its files are whole."""
-    needed = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
-    if missing := [name for name in needed if not (state / name).is_file()]:
-        return f"it has no {' and no '.join(missing)}"
+def state_to_resume(folder: Path, name: str | None, run: RunRecord, inexact: bool = False) -> Path | None:
+    """Return the state that ``--resume auto`` means: the newest whole one that ``run`` continues; None when there is none.
+
+    A state without a record, which upstream saved, counts as the run's. Raises UserError when there are states of this run
+    and none can be resumed: starting over in silence would cost what they hold.
+    """
+    broken: list[str] = []
+    for state in _newest_first(folder, name):
+        record = run_record.read(state)
+        if record is not None and (differences := run.differences(record)):
+            note(
+                f"--resume auto: {state.name} was saved by another run ({', '.join(differences)}); "
+                f"to resume it anyway: --resume {state}"
+            )
+        elif (problem := state_problem(state, inexact)) is not None:
+            broken.append(f"{state.name}: {problem}")
+        else:
+            for line in broken:
+                warn(f"--resume auto: {line}; resuming from an older state")
+            return state
+    if broken:
+        raise UserError(
+            f"--resume auto: no state in {folder} can be resumed ({'; '.join(broken)}). Restore one from a backup, or leave "
+            "out --resume to start from the beginning: the states are then kept aside as NAME.previous"
+        )
+    return None
+
+
+def _newest_first(folder: Path, name: str | None) -> list[Path]:
+    def saved(state: Path) -> float:
+        record = run_record.read(state)
+        return record.saved if record is not None else state.stat().st_mtime
+
+    return sorted(states(folder, name), key=saved, reverse=True)
+
+
+def leftovers(folder: Path, name: str | None, run: RunRecord, resumed: Path | None) -> list[Path]:
+    """Return the states of this output name that are not part of ``run``: an earlier run's, or of steps that it goes back on.
+
+    ``resumed`` is the state that it goes on from. States of unknown origin are leftovers only of a run that starts anew.
+    """
+    there = _newest_first(folder, name)
+    if resumed is None:
+        return there
+    origin = run_record.read(resumed)
+    found = []
+    for state in there:
+        record = run_record.read(state)
+        if origin is None or record is None or state.resolve() == resumed.resolve():
+            continue
+        if record.id != run.id or record.step > origin.step:
+            found.append(state)
+    return found
+
+
+def state_problem(state: Path, inexact: bool = False) -> str | None:
+    """Return why a state cannot be resumed from, or None when its files are whole.
+
+    ``inexact``: a random state that is missing or damaged is no problem.
+    """
+    record = run_record.read(state)
+    if record is not None:
+        sizes = {name: (state / name).stat().st_size for name in record.files if (state / name).is_file()}
+        for name, size in record.files.items():
+            if inexact and name.startswith("random_states_"):
+                continue
+            if name not in sizes:
+                return f"it has no {name}"
+            if sizes[name] != size:
+                return f"{name} has {sizes[name]} of {size} bytes"
+    elif problem := _missing(state, inexact):
+        return problem
     for file in sorted(state.iterdir()):
+        if inexact and file.name.startswith("random_states_"):
+            continue
         if file.suffix == ".safetensors":
             try:
                 read_header(file)
             except ValueError as error:
                 return str(error)
-        elif file.suffix in (".bin", ".pkl", ".pt") and not zipfile.is_zipfile(file):
-            return f"{file.name} is not whole"
+        elif file.suffix in (".bin", ".pkl", ".pt") and not _is_whole_zip(file):
+            return f"{file.name} is damaged"
     return None
+
+
+def _missing(state: Path, inexact: bool) -> str | None:
+    """Return what accelerate writes and a state lacks. DeepSpeed has files of its own for weights and optimizer."""
+    names = [path.name for path in state.iterdir()]
+    needed = ["scheduler.bin", *([] if inexact else ["random_states_0.pkl"])]
+    if not any(path.is_dir() for path in state.iterdir()):
+        needed.append("optimizer.bin")
+    missing = [name for name in needed if name not in names]
+    if not any(name.startswith(("model", "pytorch_model")) for name in names):
+        missing.append("model.safetensors")
+    return f"it has no {' and no '.join(missing)}" if missing else None
+
+
+def _is_whole_zip(file: Path) -> bool:
+    """Return whether a file of torch.save's is whole; the contents of large ones are not read."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return file.stat().st_size > _SMALL or archive.testzip() is None
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
+
+
+def random_state_problem(folder: Path, process: int) -> str | None:
+    """Return why a state's random numbers cannot be restored, or None. accelerate only logs it, and trains on."""
+    if (folder / FILE).is_file():
+        return None  # it has its own
+    from accelerate.utils import load
+
+    file = folder / f"random_states_{process}.pkl"
+    try:
+        missing = {"random_state", "numpy_random_seed", "torch_manual_seed"} - load(str(file)).keys()
+    except Exception as error:  # whatever a damaged pickle raises
+        return f"{file.name} cannot be read ({type(error).__name__}: {error})"
+    return f"{file.name} has no {', '.join(sorted(missing))}" if missing else None
 
 
 _position: Position | None = None

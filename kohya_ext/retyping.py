@@ -1,4 +1,4 @@
-"""The command line of this process, changed: what a person can paste to go on."""
+"""Rewrite this process's command line for "run this next" messages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,58 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kohya_ext.settings import flags, negated_flags
+from kohya_ext.settings import flags, negated_flags, options
+
+#: Characters that cmd takes for its own outside of quotes.
+_CMD_SPECIAL = frozenset("&|<>^()!,;=")
 
 
 def again(changes: Mapping[str, object]) -> str:
-    """Return what started this process, with arguments of its script changed, quoted for the shell."""
+    """Return a command line that starts this process's run again in a fresh shell, with arguments of its script changed.
+
+    It goes through ``python -m kohya_ext`` however this process was started, with the options that came from environment
+    variables as flags: what a shell or the GUI had set is not there the next time. On Windows it is for cmd.
+    """
     words = list(sys.orig_argv)
-    script = Path(sys.argv[0]).name
-    # The launcher's own options stand before the script, and may be given without its suffix.
-    place = next((index for index, word in enumerate(words) if index and Path(word).name in (script, script[:-3])), len(words))
-    return quoted([*words[: place + 1], *rewritten(words[place + 1 :], changes)])
+    script = Path(sys.argv[0])
+    # The launcher's own options stand before the script, and it may be given without its suffix.
+    names = (script.name, script.stem)
+    place = next((index for index, word in enumerate(words) if index and Path(word).name in names), len(words))
+    interpreter, given = words[1:place], words[place + 1 :]
+    through = [] if any(Path(word).stem in ("kohya_ext", "kohya-ext") for word in interpreter) else ["-m", "kohya_ext"]
+    arguments = rewritten([*_from_environment([*interpreter, *given]), *given], changes)
+    command = quoted([sys.executable, *interpreter, *through, os.path.abspath(script), *arguments])
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if os.name == "nt":
+        chosen = "" if gpus is None else f'set "CUDA_VISIBLE_DEVICES={gpus}" && '
+        return f"cd /d {quoted([os.getcwd()])} && {chosen}{command}"
+    chosen = "" if gpus is None else f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
+    return f"cd {shlex.quote(os.getcwd())} && {chosen}{command}"
+
+
+def _from_environment(given: Sequence[str]) -> list[str]:
+    """Return the extension's options that environment variables set and the command line does not, as flags."""
+    spelled = {word.split("=")[0] for word in given}
+    words: list[str] = []
+    for name, option in options("training"):
+        text = os.environ.get(option.environment) if option.environment else None
+        if text is None or spelled.intersection([*flags(name), *negated_flags(name)]):
+            continue
+        if option.is_switch:
+            words += spelt(name, bool(option.parse(text)))
+        elif text:
+            words += spelt(name, text)
+    return words
 
 
 def quoted(words: Sequence[str]) -> str:
-    """Return words as one line for the shell of this system."""
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+    """Return words as one line for the shell of this system: sh, or cmd on Windows."""
+    return " ".join(map(_quoted_for_cmd, words)) if os.name == "nt" else shlex.join(words)
+
+
+def _quoted_for_cmd(word: str) -> str:
+    line = subprocess.list2cmdline([word])
+    return f'"{line}"' if line == word and _CMD_SPECIAL.intersection(word) else line
 
 
 def rewritten(arguments: Sequence[str], changes: Mapping[str, object]) -> list[str]:

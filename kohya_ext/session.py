@@ -15,7 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import __version__, preflight
+from kohya_ext import __version__, output_lock, preflight, run_record
 from kohya_ext.arguments import RunArguments, read_arguments, take_over
 from kohya_ext.console import note, speaks, stop, warn
 from kohya_ext.errors import UserError
@@ -136,8 +136,16 @@ def _plain(value: object) -> object:
 
 def _options_patch(run: RunArguments, script: Path | None) -> Patch:
     def check(args: Namespace) -> None:
-        if script is not None and run.settings.preflight and speaks():
-            preflight.say(preflight.inspect(script, args, run.settings), run.settings.strict)
+        if script is None:
+            return
+        run_record.begin(run_record.describe(script.name, args))
+        if speaks():
+            try:
+                output_lock.claim(args)
+            except UserError as error:
+                stop(str(error))
+            if run.settings.preflight:
+                preflight.say(preflight.inspect(script, args, run.settings), run.settings.strict)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)

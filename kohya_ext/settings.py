@@ -291,6 +291,13 @@ class Settings:
         metavar="N",
         patch="rolling_states",
     )
+    inexact_resume: bool = _option(
+        False,
+        "resume even from a state whose random numbers cannot be restored; the result then differs from the whole run",
+        boolean,
+        environment="KOHYA_EXT_INEXACT_RESUME",
+        patch="honest_resume",
+    )
     nan_patience: int = _option(
         10,
         "end the run, its last finite weights saved, after so many steps in a row whose loss or gradient is not finite",
@@ -421,6 +428,11 @@ def options(scope: Scope | None = None) -> Iterator[tuple[str, Option]]:
         option: Option = row.metadata["option"]
         if scope is None or option.scope == scope:
             yield row.name, option
+
+
+def variables() -> list[str]:
+    """Return the environment variables that the extension reads."""
+    return [MASTER_SWITCH, *(option.environment for _, option in options() if option.environment)]
 
 
 def flags(name: str) -> list[str]:

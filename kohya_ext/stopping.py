@@ -17,10 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kohya_ext import position
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.retyping import again
-from kohya_ext.settings import Settings
-from kohya_ext.writing import PARTIAL
+from kohya_ext.settings import Settings, variables
+from kohya_ext.writing import final_of
 
 #: What the script reads after a step, and what it must say for model and state to be saved there and nothing removed.
 _SAVE_NOW = {
@@ -68,7 +69,9 @@ class Stopper:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not self.stepping:
-            note_at_once(f"{name}: stopped before the first step, so there is nothing to save")
+            note_at_once(f"{name}: stopping before the first step, so there is nothing to save")
+            # Recorded too: upstream's bare ``except:`` around git, say, catches SystemExit and goes on.
+            self.request(name, code)
             raise SystemExit(code)
         if not self.reason:
             again = ". Ctrl-C again stops at once" if number == signal.SIGINT else ""
@@ -77,6 +80,8 @@ class Stopper:
 
     def before_batch(self, accelerator: Any) -> None:
         """Leave when the last step was saved; also the place where the first step begins."""
+        if self.reason and not self.stepping and accelerator.num_processes == 1:
+            raise SystemExit(self.code)
         self.stepping = True
         if self._asked is None:
             return
@@ -92,13 +97,17 @@ class Stopper:
         self._look_around()
         if not self._agreed(accelerator):
             return
+        if (current := position.position()) is not None:
+            current.gather()
+            if not current.state_is_due():
+                current.hold()
         self._asked = {name: getattr(self.args, name) for name in _SAVE_NOW if hasattr(self.args, name)}
         for name in self._asked:
             setattr(self.args, name, _SAVE_NOW[name])
 
     def remember_state(self, models: Any, weights: Any, folder: str) -> None:
         """Note where a state is saved; a hook of ``accelerator.save_state``."""
-        self.states.append(Path(folder.removesuffix(PARTIAL)))
+        self.states.append(final_of(Path(folder)))
 
     def _look_around(self) -> None:
         if self.reason:
@@ -138,9 +147,12 @@ class Stopper:
 
 def continuation(state: Path, processes: int = 1) -> str:
     """Return what to type to go on from a saved state."""
-    if processes > 1:  # what launched the processes is not on this one's command line
-        return f"the same command with --resume {shlex.quote(str(state))}"
-    return again({"resume": str(state)})
+    if processes == 1:
+        return again({"resume": str(state)})
+    # What launched the processes is not on this one's command line.
+    switches = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name in variables()]
+    environment = f", with {' '.join(switches)} in the environment" if switches else ""
+    return f"the same command with --resume {shlex.quote(str(state))}{environment}"
 
 
 _stopper: Stopper | None = None

@@ -1,19 +1,21 @@
 """Files and folders that appear under their name only when they are whole.
 
-They are written beside, as ``NAME.partial``, flushed to the disk and then renamed: a crash, a kill or a full disk leaves
-what bore the name before. The pattern is the one that PostgreSQL, Git and Borg use for what they must not lose; see
-https://lwn.net/Articles/457667/ ("Ensuring data reaches disk").
+They are written under another name in the same folder, one for each writer, flushed to the disk and then renamed: a crash,
+a kill or a full disk leaves the earlier file, and two processes that write the same file do not meet. PostgreSQL, Git and
+Borg do the same; see https://lwn.net/Articles/457667/ ("Ensuring data reaches disk").
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +23,7 @@ from typing import TypeVar
 from kohya_ext.console import note, warn
 
 PARTIAL = ".partial"
-"""What a name ends in while it is being written."""
+"""The suffix of a file or folder that is being written: ``NAME.HOST-PID-NUMBER.partial``."""
 
 _OLD = ".replaced"
 _POLL_SECONDS = 2.0
@@ -67,6 +69,23 @@ _spared: set[Path] = set()
 """What must not be replaced, but kept aside."""
 
 
+_numbers = itertools.count()
+
+_finals: dict[Path, Path] = {}
+"""What is being written -> the name it will have."""
+
+
+def final_of(path: Path) -> Path:
+    """Return the name that a file or folder will have once it is whole; its own name when it is not being written."""
+    return _finals.get(path, path)
+
+
+def _partial(final: Path) -> Path:
+    """Return a name of this writer's own. Longer names than 200 characters are cut, for most systems allow 255 bytes."""
+    host = "".join(filter(str.isalnum, socket.gethostname()))[:16] or "host"
+    return final.with_name(f"{final.name[:200]}.{host}-{os.getpid()}-{next(_numbers)}{PARTIAL}")
+
+
 def spare(path: Path) -> None:
     """Have what is at ``path`` kept as :func:`previous` when something else is given its name."""
     _spared.add(path)
@@ -75,6 +94,18 @@ def spare(path: Path) -> None:
 def previous(path: Path) -> Path:
     """``cat.safetensors`` -> ``cat.previous.safetensors``; a folder ``cat`` -> ``cat.previous``."""
     return path.with_name(f"{path.name}.previous" if path.is_dir() else f"{path.stem}.previous{path.suffix}")
+
+
+def set_aside(folders: Sequence[Path], older: Sequence[Path]) -> None:
+    """Rename folders to :func:`previous`, so that one earlier run's are kept; ``older`` ones go when there are newer ones."""
+    if not folders:
+        return
+    for folder in older:
+        remove_whole(folder)
+    for folder in folders:
+        folder.rename(previous(folder))
+    names = ", ".join(sorted(folder.name for folder in folders))
+    note(f"states of an earlier run are kept as NAME.previous: {names}")
 
 
 def write_whole(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: WhenFull | None = None) -> R:
@@ -117,19 +148,22 @@ def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], 
 
 
 def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]) -> R:
-    partial = final.with_name(final.name + PARTIAL)
-    _remove(partial)
+    partial = _partial(final)
+    _finals[partial] = final
     try:
         with impatient():
             result = write(partial)
         _flush(partial)
+        _set_usual_mode(partial, final)
         _give_name(partial, final)
     except BaseException as error:
         written = _bytes_in(partial)
-        _remove(partial)
+        remove(partial)
         if isinstance(error, Exception) and (problem := _as_disk_full(error, final, size, written)) is not None:
             raise problem from error
         raise
+    finally:
+        del _finals[partial]
     return result
 
 
@@ -178,21 +212,38 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _set_usual_mode(partial: Path, final: Path) -> None:
+    """Give a file the mode that ``open()`` gives: that of the file it replaces, or what the umask leaves.
+
+    safetensors 0.8 writes through a temporary file that only its owner may read.
+    """
+    if os.name != "posix" or not partial.is_file():
+        return
+    if final.is_file() and final not in _spared:
+        mode = final.stat().st_mode & 0o777
+    else:
+        mask = os.umask(0o077)
+        os.umask(mask)
+        mode = 0o666 & ~mask
+    with contextlib.suppress(OSError):  # a file system without modes
+        partial.chmod(mode)
+
+
 def _give_name(partial: Path, final: Path) -> None:
     if final in _spared:
         _spared.remove(final)
         if final.exists():
             kept = previous(final)
-            _remove(kept)
+            remove(kept)
             final.rename(kept)
             note(f"{final.name}, which was there before this run, is kept as {kept.name}")
     if partial.is_dir() and final.is_dir():
         # A folder cannot replace one that is not empty: the old one steps aside first.
         old = final.with_name(final.name + _OLD)
-        _remove(old)
+        remove(old)
         final.rename(old)
         partial.rename(final)
-        _remove(old)
+        remove(old)
     else:
         partial.replace(final)
     _flush_folder(final.parent)
@@ -201,16 +252,17 @@ def _give_name(partial: Path, final: Path) -> None:
 def remove_whole(folder: Path) -> None:
     """Remove a folder so that a crash leaves all of it or nothing under its name."""
     doomed = folder.with_name(folder.name + _OLD)
-    _remove(doomed)
+    remove(doomed)
     folder.rename(doomed)
-    _remove(doomed)
+    remove(doomed)
 
 
 def _bytes_in(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; nothing happens where there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -16,11 +16,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.loop import around_batch, on_start
-from kohya_ext.output_names import final_models, models
+from kohya_ext import run_record
+from kohya_ext.loop import around_batch, on_start, trained_weights
+from kohya_ext.output_names import final_models, kept_states, models
 from kohya_ext.patching import Patch, Target, takes
+from kohya_ext.position import leftovers, position
 from kohya_ext.settings import Settings
-from kohya_ext.writing import WhenFull, spare, write_whole
+from kohya_ext.writing import WhenFull, set_aside, spare, write_whole
 
 _args: Namespace | None = None
 
@@ -37,8 +39,12 @@ def _before(accelerator: Any) -> None:
         return
     folder, name = Path(_args.output_dir), getattr(_args, "output_name", None)
     # The files of each epoch and step are those of the run that is gone on with.
-    for model in final_models(folder, name) if getattr(_args, "resume", None) else models(folder, name):
+    resumed = getattr(_args, "resume", None)
+    for model in final_models(folder, name) if resumed else models(folder, name):
         spare(model)
+    run = run_record.current()
+    if run is not None and accelerator.is_main_process:
+        set_aside(leftovers(folder, name, run, Path(resumed) if resumed else None), list(kept_states(folder, name)))
     _args = None
 
 
@@ -116,15 +122,23 @@ def _save_state(original: Any, settings: Settings) -> Any:
         if output_dir is None or self.num_processes > 1:
             # Several processes write into one folder, and not all of them may: its files are whole each for itself.
             return original(self, output_dir, *args, **kwargs)
-        write_whole(
-            Path(output_dir),
-            lambda beside: original(self, str(beside), *args, **kwargs),
-            lambda: 0,
-            _when_full(settings),
-        )
+
+        def write(beside: Path) -> None:
+            original(self, str(beside), *args, **kwargs)
+            if (run := run_record.current()) is not None:
+                current = position()
+                run_record.write(beside, run, current.step if current is not None else 0)
+
+        write_whole(Path(output_dir), write, lambda: _state_bytes(self), _when_full(settings))
         return output_dir
 
     return save_state
+
+
+def _state_bytes(accelerator: Any) -> int:
+    """Return the bytes of a state's largest parts: the trained weights, and what the optimizer keeps of each."""
+    optimizers = accelerator._optimizers
+    return tensor_bytes([list(trained_weights(optimizers)), [optimizer.state_dict()["state"] for optimizer in optimizers]])
 
 
 def _save_diffusers(original: Any, settings: Settings) -> Any:

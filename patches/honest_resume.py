@@ -6,17 +6,16 @@ and make the wrong number of steps unless ``--skip_until_initial_step`` is given
 
 from __future__ import annotations
 
-import random
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import position
-from kohya_ext.console import note
+from kohya_ext import position, run_record
+from kohya_ext.console import note, stop
+from kohya_ext.errors import UserError
 from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
@@ -24,10 +23,22 @@ from kohya_ext.settings import Settings
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     position.start(args, accelerator)
+    run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     if getattr(args, "resume", None) == position.AUTO:
-        state = position.newest_state(Path(args.output_dir), args.output_name)
+        try:
+            state = position.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
+        except UserError as error:
+            stop(str(error))
         args.resume = str(state) if state is not None else None
-        note(f"resuming from {state}" if state is not None else f"no state in {args.output_dir} yet: starting anew")
+        if state is None:
+            note(f"--resume auto: no state of this run in {args.output_dir}; starting from the beginning")
+    earlier = run_record.read(Path(args.resume)) if getattr(args, "resume", None) else None
+    if earlier is not None:
+        run = run.continues(earlier)
+        note(f"resuming from {args.resume}, step {earlier.step} of the run started {earlier.started}")
+    elif getattr(args, "resume", None):
+        note(f"resuming from {args.resume}")
+    run_record.begin(run)
 
 
 def _count(accelerator: Any) -> None:
@@ -53,10 +64,15 @@ def _load_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         _give_own_storage(self)
-        result = original(self, *args, **kwargs)
-        if (current := position.position()) is not None:
-            current.loaded()
-        return result
+        folder = args[0] if args else kwargs.get("input_dir")
+        if folder is not None and not settings.inexact_resume:
+            problem = position.random_state_problem(Path(folder), self.process_index)
+            if problem is not None:
+                stop(
+                    f"cannot resume exactly from {folder}: {problem}. Resume from another state, or add --inexact_resume to "
+                    "go on with other random numbers"
+                )
+        return original(self, *args, **kwargs)
 
     return load_state
 
@@ -68,24 +84,6 @@ def _save_state(original: Any, settings: Settings) -> Any:
         return original(self, *args, **kwargs)
 
     return save_state
-
-
-def _emit(original: Any, settings: Settings) -> Any:
-    """For the log of sd-scripts: rich 14.1, which it pins, draws from Python's random numbers for the link in each line.
-
-    So every file that is saved, and said, would shuffle the captions after it in another way: upstream's own runs do, with it.
-    """
-
-    @wraps(original)
-    def emit(self: Any, record: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            original(self, record)
-            return
-        before = random.getstate()
-        original(self, record)
-        random.setstate(before)
-
-    return emit
 
 
 def _give_own_storage(accelerator: Any) -> None:
@@ -109,7 +107,6 @@ PATCH = Patch(
         *on_start(_start),
         around_batch(after=_count),
         Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True)),
-        Target("rich.logging", "RichHandler.emit", _emit, takes("self", "record", exactly=True)),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state),
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state),
     ),

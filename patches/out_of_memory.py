@@ -93,6 +93,7 @@ class _Watch:
             return state
         try:
             current.return_to(self.place)
+            current.hold()
             with impatient():
                 self.accelerator.save_state(str(state))
         except (Exception, SystemExit) as problem:  # a full disk, weights that are not finite: the advice is worth more

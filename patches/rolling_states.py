@@ -6,13 +6,14 @@ state is written beside and renamed, and an old one goes only when the new one i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import position
+from kohya_ext import position, run_record
 from kohya_ext.console import note, warn
 from kohya_ext.loop import around_batch, on_start
 from kohya_ext.output_names import ROLLING, states
@@ -29,7 +30,9 @@ class _Rolling:
     """Seconds."""
     keep: int
     step: int = 0
-    """Steps of this process, for the name where nobody keeps the position."""
+    """Steps of this process, for the name where honest_resume is off and nothing counts those before a resume."""
+    saved: list[Path] | None = None
+    """This run's timed states, the oldest first: those of the processes that it continues, too."""
     last: float = field(default_factory=time.monotonic)
 
     def after_batch(self, accelerator: Any) -> None:
@@ -39,6 +42,8 @@ class _Rolling:
         if not self._is_due(accelerator):
             return
         accelerator.wait_for_everyone()
+        if (current := position.position()) is not None:
+            current.gather()
         sharded = str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP")
         if accelerator.is_main_process or sharded:
             self._save(accelerator)
@@ -57,17 +62,31 @@ class _Rolling:
         current = position.position()
         step = current.step if current is not None else self.step
         state = self.folder / f"{self.name}-{ROLLING}{step:08d}-state"
+        if self.saved is None:
+            self.saved = self._inherited()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            with impatient():  # training is worth more than this state
+            # Training is worth more than this state: a full disk is not waited for.
+            with impatient(), current.unnoticed() if current is not None else contextlib.nullcontext():
                 accelerator.save_state(str(state))
         except DiskFullError as error:
             warn(f"{error}; training goes on without this state")
             return
-        mine = sorted(path for path in states(self.folder, self.name) if f"-{ROLLING}" in path.name)
-        for old in mine[: -self.keep]:
-            remove_whole(old)
+        self.saved = [*(path for path in self.saved if path != state), state]
+        while len(self.saved) > self.keep:
+            old = self.saved.pop(0)
+            if old.is_dir():
+                remove_whole(old)
         note(f"state of step {step} saved: {state}")
+
+    def _inherited(self) -> list[Path]:
+        """Return the timed states of the run that this process continues, the oldest first. Another run's are not touched."""
+        run = run_record.current()
+        rolling = [path for path in states(self.folder, self.name) if f"-{ROLLING}" in path.name]
+        records = [
+            (record.saved, path) for path in rolling if (record := run_record.read(path)) and run and record.id == run.id
+        ]
+        return [path for _, path in sorted(records)]
 
 
 _rolling: _Rolling | None = None

@@ -38,7 +38,7 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
         return found
     checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
         "arguments": choices.look,
-        "model files": models.look,
+        "model files": partial(models.look, settings=settings),
         "training set": data.look,
         "output folder": partial(output.look, settings=settings),
     }

@@ -6,10 +6,13 @@ from argparse import Namespace
 from collections.abc import Collection
 from pathlib import Path
 
-from kohya_ext import position
+from kohya_ext import position, run_record
+from kohya_ext.console import silent
+from kohya_ext.errors import UserError
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.preflight import Findings
 from kohya_ext.safetensors_header import Header, read_header
+from kohya_ext.settings import Settings
 
 #: Arguments that name files to load, beside the model itself.
 _OTHERS = (
@@ -43,7 +46,7 @@ _SCRIPTS = {
 }
 
 
-def look(script: Path, args: Namespace, found: Findings) -> None:
+def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> None:
     """Check the model, the other files to load, and the state to resume from."""
     name = getattr(args, "pretrained_model_name_or_path", None)
     if not name:
@@ -55,7 +58,7 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(one, str) and one:
                 _header(one, f"--{option}", found)
-    _look_at_state(args, found)
+    _look_at_state(script, args, settings, found)
 
 
 def _header(name: str, option: str, found: Findings) -> Header | None:
@@ -108,11 +111,43 @@ def _look_at_family(script: Path, args: Namespace, file: Path, header: Header, f
     found.errors.append(f"{file.name} is of the family {its}, and {script.name} wants {wanted}{hint}")
 
 
-def _look_at_state(args: Namespace, found: Findings) -> None:
-    state = getattr(args, "resume", None)
-    if not state or state == position.AUTO or getattr(args, "resume_from_huggingface", False):
+def _look_at_state(script: Path, args: Namespace, settings: Settings, found: Findings) -> None:
+    name = getattr(args, "resume", None)
+    if not name or getattr(args, "resume_from_huggingface", False):
         return
-    if not Path(state).is_dir():
+    state: Path | None = Path(name)
+    if name == position.AUTO:
+        run = run_record.current() or run_record.describe(script.name, args)
+        try:
+            with silent():  # the run itself logs which state it takes
+                state = position.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
+        except UserError as error:
+            found.errors.append(str(error))
+            return
+        if state is None:
+            return
+    assert state is not None
+    if not state.is_dir():
         found.errors.append(f"--resume {state} does not exist")
-    elif (problem := position.state_problem(Path(state))) is not None:
-        found.errors.append(f"--resume {state} cannot be gone on from: {problem}")
+    elif (problem := position.state_problem(state, settings.inexact_resume)) is not None:
+        found.errors.append(f"--resume {state} is damaged: {problem}. Resume from another state (--resume auto finds one)")
+    else:
+        record = run_record.read(state)
+        if record is not None and record.script != script.name:
+            found.errors.append(f"--resume {state} was saved by {record.script}, not {script.name}")
+        elif (rank := _other_rank(state, args)) is not None:
+            found.errors.append(
+                f"--resume {state} has rank {rank} and --network_dim is {args.network_dim or 4}: they must agree"
+            )
+
+
+def _other_rank(state: Path, args: Namespace) -> int | None:
+    """Return the rank of the LoRA in a state when it is not the one asked for; None where it is, or where it cannot be told."""
+    file = state / "model.safetensors"
+    if not (getattr(args, "network_module", None) or "").startswith("networks.lora") or not file.is_file():
+        return None
+    ranks = [shape[0] for name, shape in read_header(file).shapes.items() if "lora_down" in name and len(shape) in (2, 4)]
+    # Single layers may have ranks of their own (block_dims, conv_dim): most have the one that was asked for.
+    usual = max(set(ranks), key=ranks.count, default=None)
+    plain = not any("dim" in pair for pair in getattr(args, "network_args", None) or [])
+    return usual if plain and usual is not None and usual != (args.network_dim or 4) else None

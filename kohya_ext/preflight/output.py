@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
 
-from kohya_ext.output_names import final_models, unfinished
+from kohya_ext import output_lock
+from kohya_ext.output_names import final_models
 from kohya_ext.preflight import Findings, sizes
 from kohya_ext.preflight.sizes import Size
 from kohya_ext.settings import Settings
-from kohya_ext.writing import PARTIAL, previous
+from kohya_ext.writing import previous
 
 
 def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> None:
-    """Check the output folder; remove what a killed run left half-written under this output name."""
+    """Check the output folder. Changes nothing but this: it makes the folder."""
     if not getattr(args, "output_dir", None):
         found.errors.append("no --output_dir: the trained model would have nowhere to go")
         return
@@ -29,7 +29,8 @@ def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> 
     except OSError as error:
         found.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
         return
-    _remove_partial(folder, name, found)
+    if (owner := output_lock.other_run(args)) is not None:
+        found.errors.append(output_lock.in_use(args, owner))
     _look_for_older(folder, name, found, settings)
     size = sizes.look(script, args)
     if size is not None:
@@ -88,10 +89,3 @@ def _look_for_older(folder: Path, name: str | None, found: Findings, settings: S
         kept = previous(older)
         again = f", in the place of the {kept.name} that is there" if kept.exists() else ""
         found.warnings.append(f"{older} of {when} is there: when the new one is saved, it becomes {kept.name}{again}")
-
-
-def _remove_partial(folder: Path, name: str | None, found: Findings) -> None:
-    for path in unfinished(folder, name, PARTIAL):
-        size = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else os.unlink(path)
-        found.notes.append(f"removed {path.name}, {size / 1e9:.2f} GB, which a killed run had left half-written")

@@ -2,12 +2,13 @@
 
 import json
 import struct
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from kohya_ext import preflight
+from kohya_ext import preflight, run_record
 from kohya_ext.preflight import choices, data, models, output
 from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import Settings
@@ -17,7 +18,7 @@ image = pytest.importorskip("PIL.Image")
 
 def found(look, script="sdxl_train_network.py", settings=None, **args):
     findings = preflight.Findings()
-    more = {"settings": settings or Settings()} if look is output.look else {}
+    more = {"settings": settings or Settings()} if look in (output.look, models.look) else {}
     look(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
 
@@ -152,15 +153,54 @@ def test_a_dataset_config_is_followed(tmp_path):
 # --- output and choices ----------------------------------------------------------------------------------------------
 
 
-def test_an_earlier_output_is_named_and_what_a_killed_run_left_goes(tmp_path):
-    for name in ("cat.safetensors", "cat-step00000010.safetensors.partial", "catch.safetensors.partial"):
+def test_an_earlier_output_is_named_and_nothing_is_removed(tmp_path):
+    names = ["cat-step00000010.safetensors.host-7-0.partial", "cat.safetensors"]
+    for name in names:
         (tmp_path / name).touch()
-    (tmp_path / "cat-rolling00000010-state.partial").mkdir()
     args = {"output_dir": str(tmp_path), "output_name": "cat", "pretrained_model_name_or_path": ""}
     findings = found(output.look, **args)
     (warning,) = findings.warnings
     assert warning.endswith("it becomes cat.previous.safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat.safetensors", "catch.safetensors.partial"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def write_lora_state(folder, rank):
+    rows = {"lora_unet_x.lora_down.weight": [rank, 8], "lora_unet_x.lora_up.weight": [8, rank]}
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in rows.items()})
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
+        with zipfile.ZipFile(folder / name, "w") as archive:
+            archive.writestr("data", bytes(100))
+    return folder
+
+
+def test_a_state_of_another_rank_is_found_before_the_model_is_loaded(tmp_path):
+    state = write_lora_state(tmp_path / "cat-state", rank=8)
+    args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "resume": str(state)}
+    assert not found(models.look, **args, network_dim=8).errors
+    (error,) = found(models.look, **args, network_dim=16).errors
+    assert "has rank 8 and --network_dim is 16" in error
+    assert not found(models.look, **args, network_dim=16, network_args=["conv_dim=8"]).errors
+
+
+def test_a_state_of_another_script_is_an_error(tmp_path):
+    state = write_lora_state(tmp_path / "cat-state", rank=8)
+    run_record.write(state, run_record.describe("sdxl_train.py", Namespace()), step=3)
+    (error,) = found(models.look, pretrained_model_name_or_path="a/b", resume=str(state)).errors
+    assert "was saved by sdxl_train.py, not sdxl_train_network.py" in error
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
+def test_a_state_that_lacks_a_file_is_not_resumed(tmp_path, name):
+    state = write_lora_state(tmp_path / "cat-state", rank=8)
+    args = {"pretrained_model_name_or_path": "a/b", "output_dir": str(tmp_path), "output_name": "cat"}
+    for resume in (str(state), "auto"):
+        assert not found(models.look, **args, resume=resume).errors
+    (state / name).unlink()
+    for resume in (str(state), "auto"):
+        (error,) = found(models.look, **args, resume=resume).errors
+        assert name in error
 
 
 def test_an_output_folder_that_cannot_be_made_is_said(tmp_path):

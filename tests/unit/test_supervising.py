@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from kohya_ext import supervising
+from kohya_ext import retyping, supervising
 from kohya_ext.launching import pass_signals_on
 from kohya_ext.retyping import again
 from kohya_ext.settings import Settings
@@ -72,13 +73,49 @@ def test_a_signal_is_passed_on_and_waited_for():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_to_type_keeps_the_launchers_words_and_changes_the_scripts(monkeypatch):
-    started = ["python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents"]
-    monkeypatch.setattr(sys, "orig_argv", started)
-    monkeypatch.setattr(sys, "argv", ["/there/sdxl_train.py", *started[6:]])
-    line = again({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
-    if os.name == "posix":
+@pytest.fixture
+def typed(monkeypatch, tmp_path):
+    """Let this process have been started by these words, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/env/bin/python")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def let(*words, script="/there/sdxl_train.py"):
+        monkeypatch.setattr(sys, "orig_argv", list(words))
+        place = next(index for index, word in enumerate(words) if "sdxl_train" in word)
+        monkeypatch.setattr(sys, "argv", [script, *words[place + 1 :]])
+
+    return let
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell as POSIX has it")
+class TestWhatToTypeNext:
+    def test_it_keeps_the_launchers_words_and_changes_the_scripts(self, typed, tmp_path):
+        typed("python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents")
+        line = again({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
         assert line == (
-            "python -m kohya_ext --sd-scripts 'a b' sdxl_train --seed 1 "
+            f"cd {tmp_path} && /env/bin/python -m kohya_ext --sd-scripts 'a b' /there/sdxl_train.py --seed 1 "
             "--resume auto --no-cache_latents --optimizer_args 'a=(1, 2)' b=3"
         )
+
+    def test_what_the_environment_had_set_becomes_flags(self, typed, tmp_path, monkeypatch):
+        environ = {"KOHYA_EXT": "1", "KOHYA_EXT_PRESET": "12gb,speed", "KOHYA_EXT_EMA": "1", "KOHYA_EXT_PREFLIGHT": "0"}
+        for name, value in {**environ, "KOHYA_EXT_NAN_PATIENCE": "3", "CUDA_VISIBLE_DEVICES": "1"}.items():
+            monkeypatch.setenv(name, value)
+        typed("/env/bin/python", "-u", "sdxl_train.py", "--nan-patience=5", "--seed", "1")
+        assert again({"resume": "out/cat-state"}) == (
+            f"cd {tmp_path} && CUDA_VISIBLE_DEVICES=1 /env/bin/python -u -m kohya_ext /there/sdxl_train.py --preset 12gb,speed "
+            "--no-preflight --ema --nan-patience=5 --seed 1 --resume out/cat-state"
+        )
+
+    def test_the_installed_command_is_a_launcher_too(self, typed, tmp_path):
+        typed("/env/bin/python", "/env/bin/kohya-ext", "sdxl_train.py", "--seed", "1")
+        assert again({}) == f"cd {tmp_path} && /env/bin/python /env/bin/kohya-ext /there/sdxl_train.py --seed 1"
+
+
+def test_on_windows_it_is_a_line_for_cmd(typed, monkeypatch):
+    monkeypatch.setattr(retyping, "os", SimpleNamespace(name="nt", environ={}, getcwd=lambda: "C:\\my kohya", path=os.path))
+    typed("python", "sdxl_train.py", "--output_name", "cats&dogs", "--train_data_dir", "D:\\two words")
+    line = again({})
+    assert line.startswith('cd /d "C:\\my kohya" && /env/bin/python -m kohya_ext ')
+    assert line.endswith('--output_name "cats&dogs" --train_data_dir "D:\\two words"')

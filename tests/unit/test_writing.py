@@ -1,6 +1,7 @@
 """A name is given only to what is whole; a full disk loses nothing."""
 
 import errno
+import os
 import shutil
 
 import pytest
@@ -136,3 +137,40 @@ def test_a_file_in_a_folder_waits_for_nothing_and_the_folder_counts_it(tmp_path)
         write_whole(tmp_path / "a-state", write, lambda: 0, WhenFull(wait_seconds=600))
     assert caught.value.path.name == "a-state"
     assert caught.value.needed == 1500
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes as POSIX has them")
+def test_a_file_has_the_mode_that_open_gives(tmp_path):
+    def private(path):  # as safetensors 0.8 writes
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+
+    (tmp_path / "opened").touch()
+    usual = (tmp_path / "opened").stat().st_mode
+    final = tmp_path / "model.safetensors"
+    write_whole(final, private, lambda: 0)
+    assert final.stat().st_mode == usual
+    final.chmod(0o640)
+    write_whole(final, private, lambda: 0)
+    assert final.stat().st_mode & 0o777 == 0o640
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    final = tmp_path / "model.safetensors"
+
+    def slow(path):
+        path.write_text("the first one's")
+        assert writing.final_of(path) == final
+        write_whole(final, lambda other: other.write_text("the second one's"), lambda: 0)
+        assert path.read_text() == "the first one's"
+
+    write_whole(final, slow, lambda: 0)
+    assert final.read_text() == "the first one's"
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_one_earlier_run_is_kept_aside(tmp_path):
+    for night in ("first", "second", "third"):
+        (tmp_path / f"{night}-state").mkdir()
+        writing.set_aside([tmp_path / f"{night}-state"], list(tmp_path.glob("*.previous")))
+        writing.set_aside([], list(tmp_path.glob("*.previous")))
+        assert [path.name for path in tmp_path.iterdir()] == [f"{night}-state.previous"]

@@ -1,0 +1,80 @@
+"""One run for each output name at a time, told apart from runs that have died."""
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+
+from kohya_ext import output_lock
+from kohya_ext.errors import UserError
+
+posix = pytest.mark.skipif(os.name != "posix", reason="a kill that nothing can answer")
+
+
+HOLD = """
+import sys
+from argparse import Namespace
+from kohya_ext import output_lock
+output_lock.claim(Namespace(output_dir=sys.argv[1], output_name=sys.argv[2]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def args(tmp_path):
+    return Namespace(output_dir=str(tmp_path / "out"), output_name="cat")
+
+
+@pytest.fixture
+def other(args):
+    """Another process that holds the lock."""
+    command = [sys.executable, "-c", HOLD, args.output_dir, args.output_name]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.communicate(timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def _release():
+    yield
+    output_lock.release_all()
+
+
+def test_a_second_run_is_refused_and_the_first_one_named(args, other):
+    with pytest.raises(UserError, match=rf"--output_name cat .*process {other.pid} on .*, since 20.*choose another"):
+        output_lock.claim(args)
+    assert output_lock.other_run(args)["pid"] == other.pid
+    output_lock.claim(Namespace(output_dir=args.output_dir, output_name="dog"))
+
+
+def test_a_run_that_ended_leaves_nothing(args, other):
+    other.communicate(timeout=60)
+    assert output_lock.other_run(args) is None
+    assert not list(output_lock.lock_file(args).parent.iterdir())
+
+
+@posix
+def test_a_killed_runs_lock_is_taken_over_and_its_remains_removed(args, other, capsys):
+    folder = output_lock.lock_file(args).parent
+    half = folder / f"cat-step00000010.safetensors.host-{other.pid}-0.partial"
+    half.touch()
+    (folder / f"cat-rolling00000010-state.host-{other.pid}-1.partial").mkdir()
+    (folder / f"catch.safetensors.host-{other.pid}-2.partial").touch()
+    assert output_lock.other_run(args) is not None
+    other.kill()
+    other.wait(60)
+    assert output_lock.other_run(args) is None, "asking takes nothing"
+    assert half.exists()
+    output_lock.claim(args)
+    assert f"removed {half.name}" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == [".cat.lock", f"catch.safetensors.host-{other.pid}-2.partial"]
+
+
+def test_a_run_that_writes_nothing_takes_no_lock(args):
+    assert output_lock.lock_file(Namespace(output_dir=None)) is None
+    output_lock.claim(Namespace(**vars(args), debug_dataset=True))
+    assert not output_lock._held
