@@ -1,0 +1,181 @@
+"""Runs that share a folder, a name or a machine: each resumes its own states, and nothing of another run's is lost."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kohya_ext import position, run_record
+from kohya_ext.tiny import environment
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, TWO, assert_all_whole, posix, read, same, send
+
+torch = pytest.importorskip("torch")
+
+EVERY_STEP = ("--checkpoint_every_minutes", "0")
+
+
+@pytest.mark.parametrize("scripts", SCRIPTS)
+def test_a_rerun_prunes_and_resumes_its_own_states_only(checkout, train, scripts, tmp_path):
+    script = scripts[checkout.layout]
+    whole = train(checkout, script, *EVERY_STEP, "--max_train_steps", "6", output=tmp_path)
+    expected = whole.tensors
+    earlier = ["tiny-rolling00000005-state", "tiny-rolling00000006-state"]
+    assert sorted(path.name for path in tmp_path.glob("*-state")) == earlier
+
+    again = train(checkout, script, *EVERY_STEP, "--max_train_steps", "3", output=tmp_path)
+    assert again.code == 0, again.output[-3000:]
+    own = ["tiny-rolling00000002-state", "tiny-rolling00000003-state"]
+    assert sorted(path.name for path in tmp_path.glob("*-state")) == own
+    assert sorted(path.name for path in tmp_path.glob("*-state.previous")) == [f"{name}.previous" for name in earlier]
+    assert "states of an earlier run are kept as NAME.previous" in again.output
+
+    rest = train(checkout, script, *EVERY_STEP, "--max_train_steps", "6", "--resume", "auto", output=tmp_path)
+    assert "tiny-rolling00000003-state, step 3 of the run started" in rest.output
+    assert same(rest.tensors, expected)
+    assert sorted(path.name for path in tmp_path.glob("*-state")) == earlier
+    ids = {run_record.read(tmp_path / name).id for name in earlier}
+    assert len(ids) == 1
+    assert ids.isdisjoint(run_record.read(tmp_path / f"{name}.previous").id for name in earlier)
+
+    # Another run of this name does not continue it.
+    other = train(checkout, script, *EVERY_STEP, "--max_train_steps", "1", "--resume", "auto", "--seed", "7", output=tmp_path)
+    assert other.code == 0, other.output[-3000:]
+    assert "was saved by another run (--seed was" in other.output
+    assert "starting from the beginning" in other.output
+
+
+@posix
+def test_a_second_run_of_a_name_is_refused_and_the_first_is_not_disturbed(checkout, train, upstream, tmp_path):
+    second = []
+
+    def start_another(process):
+        second.append(train(checkout, LORA, output=tmp_path))
+        command = [sys.executable, "-m", "kohya_ext", "check", "--sd-scripts", str(checkout.path), LORA]
+        options = ["--output_dir", str(tmp_path), "--output_name", "tiny"]
+        second.append(subprocess.run([*command, *options], capture_output=True, text=True))
+
+    options = (*EVERY_STEP, "--disable_patch", "nonreentrant_checkpointing")
+    first = train(checkout, LORA, *options, output=tmp_path, at_step=1, act=start_another)
+    assert same(first.tensors, upstream(checkout, LORA).tensors)
+    assert_all_whole(tmp_path)
+    run, check = second
+    assert run.code == check.returncode == 2, run.output[-3000:] + check.stderr
+    for output in (run.output, check.stderr):
+        assert re.search(r"another run is training --output_name tiny in .* \(process \d+ on ", output)
+    assert "loading" not in run.output
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+@posix
+def test_a_stop_that_upstream_swallows_stops_before_the_first_step(checkout, train, tmp_path):
+    git = tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text("#!/bin/sh\nkill -TERM $PPID\nsleep 1\n")
+    git.chmod(0o755)
+    path = f"{git.parent}{os.pathsep}{os.environ['PATH']}"
+    run = train(checkout, LORA, "--max_train_steps", "500", env={"PATH": path})
+    assert run.code == 143, run.output[-3000:]
+    assert "SIGTERM: stopping before the first step" in run.output
+    assert not list(run.folder.glob("*.safetensors"))
+
+
+@posix
+def test_what_is_printed_to_go_on_starts_the_same_run_in_a_fresh_shell(checkout, train, models):
+    options = ("--max_train_steps", "6", "--shuffle_caption")
+    # The preset is seen in the result: without it the learning rate would not rise slowly.
+    environ = {"KOHYA_EXT_PRESET": "quality", "KOHYA_EXT_CHECKPOINT_EVERY_MINUTES": "0"}
+    whole = train(checkout, LORA, *options, start="environment", env=environ)
+    part = train(checkout, LORA, *options, start="environment", env=environ, at_step=3, act=send(signal.SIGTERM))
+    (command,) = re.findall(r"to go on: (.*)", part.output)
+    assert "--preset quality" in command
+    # Beside what every shell has, only what makes the models tiny.
+    fresh = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    fresh |= environment.variables(models("sdxl").tokenizers)
+    done = subprocess.run(["sh", "-c", command], cwd="/", env=fresh, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same(read(part.file), whole.tensors)
+
+
+@pytest.fixture(scope="module")
+def stopped(train):
+    """(checkout) -> a finished run's folder with its rolling states; a copy of it is broken in every way."""
+    runs = {}
+
+    def of(checkout):
+        if checkout.layout not in runs:
+            runs[checkout.layout] = train(checkout, LORA, *EVERY_STEP, "--max_train_steps", "2").folder
+        return runs[checkout.layout]
+
+    return of
+
+
+def without_model(state):
+    (state / "model.safetensors").unlink()
+
+
+def with_truncated_optimizer(state):
+    file = state / "optimizer.bin"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def with_damaged_random_state(state):
+    file = state / "random_states_0.pkl"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 8] = b"damaged!"
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    without_model: "it has no model.safetensors",
+    with_truncated_optimizer: r"optimizer.bin has \d+ of \d+ bytes",
+    with_damaged_random_state: "random_states_0.pkl is damaged",
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("damage", DAMAGE, ids=[damage.__name__ for damage in DAMAGE])
+def test_a_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, train, stopped, damage, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(stopped(checkout), folder)
+    for state in folder.glob("*-state"):
+        damage(state)
+    for preflight in ((), ("--no-preflight",)):
+        run = train(checkout, LORA, "--max_train_steps", "4", "--resume", "auto", *preflight, output=folder)
+        assert run.code == 2, run.output[-3000:]
+        assert re.search(f"no state in .* can be resumed .*{DAMAGE[damage]}", run.output)
+        assert "leave out --resume to start from the beginning" in run.output
+        assert "loading" not in run.output
+
+
+@pytest.mark.newest
+def test_upstreams_state_with_a_damaged_random_state_is_resumed_only_when_asked(checkout, train):
+    options = ("--save_state", "--save_every_n_steps", "2", "--max_train_steps", "4")
+    part = train(checkout, LORA, *options, start="plain")
+    state = part.folder / "tiny-step00000002-state"
+    with_damaged_random_state(state)
+    resume = ("--resume", str(state), "--max_train_steps", "4")
+    for more in ((), ("--no-preflight",)):
+        run = train(checkout, LORA, *resume, *more)
+        assert run.code == 2, run.output[-3000:]
+        assert "random_states_0.pkl" in run.output
+    assert "--inexact_resume" in run.output
+    assert train(checkout, LORA, *resume, "--inexact_resume").code == 0
+
+
+@pytest.mark.slow
+@posix
+def test_two_processes_go_on_bit_for_bit(checkout, train, tmp_path):
+    options = ("--max_train_steps", "8", *EVERY_STEP, "--shuffle_caption")
+    whole = train(checkout, FULL, *options, **TWO)
+    part = train(checkout, FULL, *options, at_step=3, act=send(signal.SIGTERM), output=tmp_path, **TWO)
+    assert part.code == 143, part.output[-3000:]
+    assert "KOHYA_EXT" not in part.output.partition("to go on: ")[2].splitlines()[0]
+    kept = torch.load(position.newest_state(tmp_path, "tiny") / position.FILE, weights_only=True)
+    assert kept["processes"] == len(kept["ranks"]) == 2
+    rest = train(checkout, FULL, *options, "--resume", "auto", output=tmp_path, **TWO)
+    assert "will differ" not in rest.output
+    assert same(rest.tensors, whole.tensors)
