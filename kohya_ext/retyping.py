@@ -25,8 +25,9 @@ def again(changes: Mapping[str, object]) -> str:
     script = Path(sys.argv[0])
     # The launcher's own options stand before the script, and it may be given without its suffix.
     names = (script.name, script.stem)
-    place = next((index for index, word in enumerate(words) if index and Path(word).name in names), len(words))
-    interpreter, given = words[1:place], words[place + 1 :]
+    place = next((index for index, word in enumerate(words) if index and Path(word).name in names), None)
+    # An embedded interpreter has no command line of its own.
+    interpreter, given = ([], sys.argv[1:]) if place is None else (words[1:place], words[place + 1 :])
     through = [] if any(Path(word).stem in ("kohya_ext", "kohya-ext") for word in interpreter) else ["-m", "kohya_ext"]
     arguments = rewritten([*_from_environment([*interpreter, *given]), *given], changes)
     command = quoted([sys.executable, *interpreter, *through, os.path.abspath(script), *arguments])
