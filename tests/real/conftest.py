@@ -106,7 +106,7 @@ class Run:
 
     @property
     def left_by_steps(self) -> list[int]:
-        """The bytes that each batch but the last allocated and that were alive when the next one began; needs ``SPY_MEMORY``."""
+        """The bytes that each batch allocated and that the next one found alive; empty unless ``SPY_MEMORY`` was set."""
         return self._spied.get("left", [])
 
     @property

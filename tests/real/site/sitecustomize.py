@@ -104,7 +104,8 @@ def run_out(module):
 
 def write():
     if calls or steps or losses:
-        weighed = {name: found for name, found in (("steps", steps), ("left", left), ("losses", losses), ("graphs", graphs)) if found}
+        lists = {"steps": steps, "left": left, "losses": losses, "graphs": graphs}
+        weighed = {name: found for name, found in lists.items() if found}
         with open(os.environ["SPY_FILE"], "w") as file:
             json.dump({**calls, **weighed}, file)
 
