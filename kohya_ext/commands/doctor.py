@@ -222,7 +222,7 @@ def _show_patches(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _what_to_do(row: Mapping[str, Any]) -> str:
     if row["surprise"]:
-        return "skipped: that code differs from the tested one and runs unpatched. `python -m kohya_ext setup` fetches a tested one"
+        return "skipped: that code is not the tested one and runs unpatched. `python -m kohya_ext setup` fetches a tested one"
     if row["status"] == "failed":
         return "failed: a bug in kohya_ext; the code there runs unpatched. Report it with this output"
     return "waiting: repair the package named there, or reinstall sd-scripts' requirements"
