@@ -15,25 +15,15 @@ from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any
 
-import wrapt
-
 _PATIENCE = 24 * 3600
 """Seconds that processes which were told to stop may take; whoever cannot wait sends the signal again."""
 
 
-def watch() -> None:
-    """Mend the launcher when it is imported, which only ``accelerate`` itself does."""
-    wrapt.register_post_import_hook(_on_launch, "accelerate.commands.launch")
-    wrapt.register_post_import_hook(_on_agent, "torch.distributed.elastic.agent.server.local_elastic_agent")
-
-
-def _on_launch(module: ModuleType) -> None:
+def mend(module: ModuleType) -> None:
+    """Replace the functions below in a module that was just imported: accelerate's launcher, or torch's elastic agent."""
     for name, mended in (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain)):
         if hasattr(module, name):
             setattr(module, name, mended(getattr(module, name)))
-
-
-def _on_agent(module: ModuleType) -> None:
     agent: Any = getattr(module, "LocalElasticAgent", None)
     if hasattr(agent, "_shutdown"):
         agent._shutdown = _gentle(agent._shutdown)

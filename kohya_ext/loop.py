@@ -7,10 +7,12 @@ Every training script of sd-scripts makes its accelerator with ``prepare_acceler
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 from kohya_ext.patching import Target, takes
@@ -79,10 +81,20 @@ def data_sets(accelerator: Any) -> list[Any]:
 
 def current_batch() -> dict[str, Any]:
     """Return the micro-batch that the training loop holds, found in its frame; empty when there is none."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        batch = frame.f_locals.get("batch")
+        batch = _local(frame, "batch")
         if isinstance(batch, dict):
             return batch
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return {}
+
+
+def _local(frame: FrameType, name: str) -> object:
+    """Return a local variable of a running function; None when it has none of that name."""
+    variables = frame.f_locals
+    found = variables.get(name)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # A copy that the frame keeps (PEP 667), and with it every tensor that the loop's variables hold at this moment.
+        variables.clear()
+    return found

@@ -71,12 +71,21 @@ class Session:
                 patch = self.patcher.patches[option.patch]
                 if not self._is_on(patch):
                     warn(f"--{name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
-        wanted = [patch.name for patch in self.patcher.patches.values() if self._is_on(patch)]
         presets = f"preset {self.run.presets.label}" if self.run.presets.presets else "no preset"
-        why = ""
-        if self.checkout.layout == "unknown" and not self.run.settings.allow_unknown_version:
-            why = " (its layout is not known; KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
-        note(f"{__version__}, {self.checkout.label}, {presets}, patches: {', '.join(wanted) or 'none'}{why}")
+        note(f"{__version__}, {self.checkout.label}, {presets}, {self._patches_in_short()}")
+
+    def _patches_in_short(self) -> str:
+        """Return how many patches are on, and the names of those alone for which an option of this run is the reason."""
+        settings, patches = self.run.settings, self.patcher.patches.values()
+        if self.checkout.layout == "unknown" and not settings.allow_unknown_version:
+            return "no patches: unknown layout of sd-scripts (KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
+        on = [patch for patch in patches if self._is_on(patch)]
+        asked = [patch.name for patch in on if not patch.wanted(Settings())]
+        failed = [outcome.patch for outcome in self.patcher.outcomes.values() if outcome.status == "failed" or outcome.surprise]
+        words = f"{len(on)} patch{'es' * (len(on) != 1)} on"
+        for what, some in (("with", asked), ("off:", settings.disable_patch), ("left out in part:", dict.fromkeys(failed))):
+            words += f", {what} {', '.join(some)}" if some else ""
+        return words
 
     def _why_off(self, patch: Patch) -> str:
         return next(outcome.reason for outcome in self.patcher.outcomes.values() if outcome.patch == patch.name)

@@ -1,8 +1,9 @@
 """A step whose loss or gradient is not finite is skipped and said; many in a row end the run; NaN weights are never saved.
 
 Upstream trains on and saves a file full of NaN with exit code 0. Where there is a gradient scaler (fp16), skipping is its
-job, and only the loss is watched. Where the optimizer steps within the backward pass (fused), a loss that is not finite is
-not propagated. DeepSpeed does its own checks.
+job, and only the loss is watched. Where the optimizer steps within the backward pass (fused), a loss that is not finite goes
+through backward as well, without the optimizer's hooks: the script's local variables hold the graph, so only backward frees
+the activations before the next forward, and only backward brings swapped blocks back. DeepSpeed does its own checks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -46,7 +48,7 @@ class _Guard:
     """The gradients' norm, when the script clips it."""
 
     def sees_loss(self, loss: Any) -> bool:
-        """Take a micro-batch's loss; return whether its backward pass is to be made."""
+        """Take a micro-batch's loss; return whether its gradients may reach the optimizer."""
         self.losses.append(loss.detach().float())
         if self.fused and not bool(loss.detach().isfinite().all().item()):
             self.bad = True
@@ -130,9 +132,33 @@ def _backward(original: Any, settings: Settings) -> Any:
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
         if _guard is None or _guard.sees_loss(loss):
             return original(self, loss, **kwargs)
-        return None
+        with _gradients_dropped(list(trained_weights(self._optimizers))):
+            return original(self, loss, **kwargs)
 
     return backward
+
+
+@contextlib.contextmanager
+def _gradients_dropped(weights: Sequence[Any]) -> Iterator[None]:
+    """Drop each gradient as soon as backward has made it, in place of the hooks in which a fused optimizer steps.
+
+    ``_post_accumulate_grad_hooks`` is the dictionary behind ``Tensor.register_post_accumulate_grad_hook``.
+    """
+
+    def drop(weight: Any) -> None:
+        weight.grad = None
+
+    trained = [weight for weight in weights if weight.requires_grad]
+    before = [weight._post_accumulate_grad_hooks for weight in trained]
+    hooks = {0: drop}
+    for weight in trained:
+        weight._post_accumulate_grad_hooks = hooks
+    try:
+        yield
+    finally:
+        hooks.clear()  # assigning None leaves it attached to the tensor
+        for weight, own in zip(trained, before, strict=True):
+            weight._post_accumulate_grad_hooks = own
 
 
 def _clip(original: Any, settings: Settings) -> Any:

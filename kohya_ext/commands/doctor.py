@@ -1,4 +1,4 @@
-"""What is installed, which sd-scripts and which GPU are found, and what every patch does there. Paste it into a bug report."""
+"""Show what is installed, the sd-scripts and the GPU found, and which patches work there. Paste it into a bug report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,18 +50,21 @@ PACKAGES = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="as JSON, every target of every patch included")
+    parser.add_argument("--verbose", action="store_true", help="show every target of every patch, with reasons")
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to look at, instead of looking for one")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look and say; return the exit code: 1 when a patch failed or does not know its target, or nothing can be trained."""
+    """Print the report; return the exit code: 1 when a patch failed or does not know its target, or nothing can be trained."""
     checkout = find(arguments.sd_scripts)
     found = examine(checkout)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        _show(Console(highlight=False), found)
+        console = Console(highlight=False)
+        _show_facts(console, found)
+        (_show_targets if arguments.verbose else _show_patches)(console, found["patches"])
     return 0 if _is_well(found) else 1
 
 
@@ -170,11 +173,14 @@ def _import(target: Target, outcome: Outcome) -> None:
 
 
 def _is_well(found: Mapping[str, Any]) -> bool:
-    statuses = [(row["status"], row["surprise"]) for row in found["patches"]]
-    return bool(statuses) and all(status in ("applied", "skipped") and not surprise for status, surprise in statuses)
+    return bool(found["patches"]) and not any(map(_is_problem, found["patches"]))
 
 
-def _show(console: Console, found: Mapping[str, Any]) -> None:
+def _is_problem(row: Mapping[str, Any]) -> bool:
+    return row["status"] not in ("applied", "skipped") or row["surprise"]
+
+
+def _show_facts(console: Console, found: Mapping[str, Any]) -> None:
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_row("kohya_ext", f"{found['kohya_ext']}, Python {escape(found['python'])}")
     facts.add_row("system", found["system"])
@@ -187,14 +193,57 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
     facts.add_row("plain starts", armed)
     facts.add_row("sd-scripts", escape(_checkout_words(found["sd_scripts"])))
     console.print(facts)
-    for patch in dict.fromkeys(row["patch"] for row in found["patches"]):
-        rows = [row for row in found["patches"] if row["patch"] == patch]
-        held = "" if patch == OPTIONS else f" ({rows[0]['exactness']}: {rows[0]['held_to']})"
-        console.print(f"\n[bold]{patch}[/]: {escape(rows[0]['summary'] + held)}")
-        for row in rows:
-            colour = {"applied": "green", "skipped": "red" if row["surprise"] else "dim"}.get(row["status"], "red")
+
+
+def _show_patches(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print which patches are on, which are not and why, and every problem with what to do about it."""
+    on: list[str] = []
+    off: dict[str, list[str]] = {}
+    for patch, targets in _by_patch(rows).items():
+        if patch == OPTIONS:
+            continue
+        if any(row["status"] == "applied" for row in targets):
+            on.append(patch)
+        elif not any(map(_is_problem, targets)):
+            off.setdefault(targets[0]["reason"], []).append(patch)
+    short = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    short.add_row(f"{len(on)} patches on", ", ".join(on))
+    for reason, patches in off.items():
+        short.add_row(f"{len(patches)} off", escape(f"{reason}: {', '.join(patches)}"))
+    console.print(short)
+    problems = [row for row in rows if _is_problem(row)]
+    for row in problems:
+        console.print(f"[red]{row['status']}[/] {row['patch']}, {row['target']}: {escape(row['reason'])}", soft_wrap=True)
+    for advice in dict.fromkeys(map(_what_to_do, problems)):
+        console.print(f"  {advice}", soft_wrap=True)
+    if rows:
+        console.print("`python -m kohya_ext doctor --verbose` shows what each patch does and every target.")
+
+
+def _what_to_do(row: Mapping[str, Any]) -> str:
+    if row["surprise"]:
+        return "skipped: that code is not the tested one and runs unpatched. `python -m kohya_ext setup` fetches a tested one"
+    if row["status"] == "failed":
+        return "failed: a bug in kohya_ext; the code there runs unpatched. Report it with this output"
+    return "waiting: repair the package named there, or reinstall sd-scripts' requirements"
+
+
+def _show_targets(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print every patch with its summary, and what became of each of its targets."""
+    for patch, targets in _by_patch(rows).items():
+        held = "" if patch == OPTIONS else f" ({targets[0]['exactness']}: {targets[0]['held_to']})"
+        console.print(f"\n[bold]{patch}[/]: {escape(targets[0]['summary'] + held)}")
+        for row in targets:
+            colour = "red" if _is_problem(row) else "green" if row["status"] == "applied" else "dim"
             reason = f": {row['reason']}" if row["reason"] else ""
             console.print(f"  [{colour}]{row['status']:<8}[/] {row['target']}[{colour}]{escape(reason)}[/]")
+
+
+def _by_patch(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["patch"], []).append(row)
+    return found
 
 
 def _device_words(device: Mapping[str, Any]) -> str:

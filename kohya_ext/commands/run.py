@@ -59,11 +59,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+class _Parser(QuietParser):
+    """The launcher's parser."""
+
+    def format_help(self) -> str:
+        """As argparse's, with the commands listed; their files are read for it, so not at every start of a script."""
+        self.epilog = EPILOG.format(commands="\n".join(f"  {name:10} {commands.summary(name)}" for name in commands.names()))
+        return super().format_help()
+
+
 def _parser() -> QuietParser:
-    parser = QuietParser(
+    parser = _Parser(
         prog="python -m kohya_ext",
         usage=USAGE,
-        epilog=EPILOG.format(commands="\n".join(f"  {name:10} {commands.summary(name)}" for name in commands.names())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -97,12 +97,17 @@ class Run:
     @property
     def checkpoint_calls(self) -> dict[str, int]:
         """How often each kind of checkpointing was reached."""
-        return {kind: count for kind, count in self._spied.items() if kind not in ("steps", "losses", "graphs")}
+        return {kind: count for kind, count in self._spied.items() if kind not in ("steps", "left", "losses", "graphs")}
 
     @property
     def weighed_steps(self) -> list[tuple[int, int]]:
         """(peak bytes of tensors, FLOPs) of each batch; empty unless ``SPY_MEMORY`` was set."""
         return [(peak, flops) for peak, flops in self._spied.get("steps", [])]
+
+    @property
+    def left_by_steps(self) -> list[int]:
+        """The bytes that each batch allocated and that the next one found alive; empty unless ``SPY_MEMORY`` was set."""
+        return self._spied.get("left", [])
 
     @property
     def losses(self) -> list[float]:

@@ -76,6 +76,16 @@ def test_the_script_runs_as_if_started_plainly(tree, tmp_path, script):
     assert call("--sd-scripts", str(tree), script, "--fail", cwd=tmp_path).returncode == 7
 
 
+def test_the_launcher_imports_little_before_the_script(tree):
+    """Nothing that takes long and that the script might do without: each would be paid at every start."""
+    (tree / "sdxl_train.py").write_text("import sys\nprint(*sys.modules)\n'read_config_from_file('\n")
+    done = call("--preset", "16gb", "sdxl_train.py", cwd=tree)
+    assert done.returncode == 0, done.stderr
+    imported = done.stdout.split()
+    assert not {"asyncio", "numpy", "PIL", "psutil", "rich", "torch", "wrapt"} & set(imported)
+    assert [name for name in imported if name.startswith("kohya_ext.commands.")] == ["kohya_ext.commands.run"]
+
+
 def test_options_before_the_script_reach_it_behind(tree):
     done = call("--strict", "--report", "x.json", "sdxl_train.py", "--seed", "1", cwd=tree)
     assert "['--strict', '--report', 'x.json', '--seed', '1']"[1:-1] in done.stdout

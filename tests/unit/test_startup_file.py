@@ -7,14 +7,35 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_sdscripts import make_tree
+
 ROOT = Path(__file__).parent.parent.parent
 LINE = (ROOT / "kohya_ext.pth").read_text()
+ADVICE = "Reinstall kohya_ext, or unset its variables"
+
+#: How a bare interpreter differs from the one that ran the line.
+IMPORTED = """
+import os, sys
+before = set(sys.modules)
+{line}
+print(sorted(set(sys.modules) - before - {{"__future__"}}))
+"""
 
 
-def start(code: str, folder: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """Start Python with the line run twice, as in some virtual environments, and the package importable from ``folder``."""
-    environ = {**os.environ, "PYTHONPATH": str(folder), **env}
-    return subprocess.run([sys.executable, "-c", f"{LINE}\n{LINE}\n{code}"], env=environ, capture_output=True, text=True)
+def start(code: str, *folders: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Start Python with the line run twice, as in some virtual environments, and packages importable from ``folders``."""
+    path = os.pathsep.join(map(str, folders or (ROOT,)))
+    environ = {**os.environ, "PYTHONPATH": path, **env}
+    command = [sys.executable, "-c", f"{LINE}\n{LINE}\n{code}"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True)
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A folder that looks like sd-scripts, whose ``library`` can be imported."""
+    folder = make_tree(tmp_path / "tree")
+    (folder / "library" / "__init__.py").write_text("")
+    return folder
 
 
 def test_it_is_one_line_that_site_executes():
@@ -28,26 +49,50 @@ def test_without_a_switch_nothing_is_imported(env):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
+@pytest.mark.parametrize("env", [{"KOHYA_EXT": "1"}, {"KOHYA_EXT": "0"}, {"KOHYA_EXT_PRESET": "16gb"}])
+def test_a_start_that_never_meets_sd_scripts_imports_nothing_else(env):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-S", "-c", IMPORTED.format(line=LINE)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "['kohya_ext', 'kohya_ext.autoload']\n"
+
+
 @pytest.mark.parametrize("env", [{"KOHYA_EXT": "0"}, {"KOHYA_EXT_DISABLE": "*"}, {"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "0"}])
-def test_a_switch_that_is_off_watches_nothing(env):
-    done = start("import kohya_ext.autoload as a; print(a._watching)", **env)
+def test_a_switch_that_is_off_begins_no_session(tree, env):
+    done = start("import library, sys; print('kohya_ext.session' in sys.modules)", ROOT, tree, **env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
 @pytest.mark.parametrize(
     "env", [{"KOHYA_EXT": "1"}, {"KOHYA_EXT_PRESET": "16gb"}, {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0"}]
 )
-def test_a_switch_arms_without_torch(env):
-    done = start("import kohya_ext.autoload as a, sys; print(a._watching, 'torch' in sys.modules)", **env)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True False\n", "")
+def test_a_switch_begins_the_session_when_library_is_imported(tree, env):
+    code = "import library, kohya_ext.session as s, sys; print(s.current().checkout.path, 'torch' in sys.modules)"
+    done = start(code, ROOT, tree, **env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tree} False\n", "")
+
+
+def test_a_library_that_was_imported_first_is_noticed(tree):
+    code = "import library; from kohya_ext import autoload, session; autoload.watch(); print(session.current().checkout.path)"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tree)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tree}\n", "")
+
+
+def test_asking_where_library_is_imports_nothing_and_loses_nothing(tree):
+    code = (
+        "import importlib, importlib.util, sys; spec = importlib.util.find_spec('library'); print('library' in sys.modules)\n"
+        "import library; library = importlib.reload(library); import kohya_ext.session as s; print(s.current() is not None)"
+    )
+    done = start(code, ROOT, tree, KOHYA_EXT="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\nTrue\n", "")
 
 
 def test_a_library_of_another_program_is_left_alone(tmp_path):
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "__init__.py").write_text("")
-    code = "import library, kohya_ext.session as s; print(s.current())"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "KOHYA_EXT": "1"}
-    done = subprocess.run([sys.executable, "-c", f"{LINE}\n{code}"], env=environ, capture_output=True, text=True)
+    done = start("import library, kohya_ext.session as s; print(s.current())", ROOT, tmp_path, KOHYA_EXT="1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
 
 
@@ -56,18 +101,31 @@ def test_a_broken_installation_never_breaks_a_start(tmp_path):
     (tmp_path / "kohya_ext" / "__init__.py").write_text("raise RuntimeError('spoilt')")
     done = start("print('started')", tmp_path, KOHYA_EXT="1")
     assert (done.returncode, done.stdout) == (0, "started\n")
-    assert done.stderr == "kohya_ext: not active: RuntimeError('spoilt')\n" * 2
+    assert done.stderr == f"kohya_ext: not active: RuntimeError('spoilt'). {ADVICE}\n" * 2
 
 
-def test_a_wrong_variable_is_said_where_sd_scripts_runs_and_nowhere_else(tmp_path):
-    from tests.unit.test_sdscripts import make_tree
+@pytest.mark.parametrize("missing", ["wrapt", "toml", "kohya_ext.patches"])
+def test_a_package_that_is_missing_costs_the_extension_and_not_the_training(tree, missing):
+    code = f"import sys; sys.modules['{missing}'] = None; import library; print('trains')"
+    done = start(code, ROOT, tree, KOHYA_EXT="1")
+    assert (done.returncode, done.stdout) == (0, "trains\n"), done.stderr
+    assert done.stderr.startswith("kohya_ext: not active: ModuleNotFoundError(")
+    assert done.stderr.endswith(f"{ADVICE}\n")
+    assert done.stderr.count("\n") == 1
 
-    tree = make_tree(tmp_path / "tree")
-    (tree / "library" / "__init__.py").write_text("")
+
+def test_a_process_without_standard_error_starts():
+    """As below pythonw.exe on Windows, where a GUI may run."""
+    code = "import sys; sys.stderr = sys.stdout = None\n" + LINE
+    environ = {**os.environ, "PYTHONPATH": "nowhere", "KOHYA_EXT": "1"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_wrong_variable_is_said_where_sd_scripts_runs_and_nowhere_else(tree):
     wrong = {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "1.5"}
     assert start("print('started')", **wrong).stderr == ""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tree)]), **wrong}
-    done = subprocess.run([sys.executable, "-c", f"{LINE}\nimport library"], env=environ, capture_output=True, text=True)
+    done = start("import library", ROOT, tree, **wrong)
     assert done.returncode == 2
     assert "must be a number from 0 to 1, not 1.5" in done.stderr
     assert done.stderr.count("\n") == 1

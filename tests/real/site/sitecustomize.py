@@ -22,6 +22,7 @@ from kohya_ext.tiny import shrink
 shrink.install()
 calls = collections.Counter()
 steps = []
+left = []
 losses = []
 graphs = []
 
@@ -43,8 +44,9 @@ def spy(module):
 
 
 def weigh(module):
-    """Peak bytes and FLOPs of every batch, its optimizer step included."""
+    """Peak bytes and FLOPs of every batch, its optimizer step included, and the bytes it leaves to the next one's beginning."""
     original = module.Accelerator.accumulate
+    scales = []
 
     @contextlib.contextmanager
     def accumulate(self, *models):
@@ -53,6 +55,9 @@ def weigh(module):
 
         gauge, scale = HostGauge(), Allocations()
         gauge.begin()
+        if scales:
+            left.append(scales.pop().alive)
+        scales.append(scale)
         with original(self, *models), scale:
             yield
         steps.append((gauge.end(), scale.flops))
@@ -99,7 +104,8 @@ def run_out(module):
 
 def write():
     if calls or steps or losses:
-        weighed = {name: found for name, found in (("steps", steps), ("losses", losses), ("graphs", graphs)) if found}
+        lists = {"steps": steps, "left": left, "losses": losses, "graphs": graphs}
+        weighed = {name: found for name, found in lists.items() if found}
         with open(os.environ["SPY_FILE"], "w") as file:
             json.dump({**calls, **weighed}, file)
 

@@ -1,0 +1,64 @@
+"""The report is short where everything is well, and names what is not."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kohya_ext.commands import doctor
+from kohya_ext.patching import registry
+
+
+def row(patch, target, status="applied", reason="", surprise=False):
+    about = {"summary": f"what {patch} does", "exactness": "exact", "held_to": "upstream"}
+    return {"patch": patch, "target": target, "status": status, "reason": reason, "surprise": surprise, **about}
+
+
+#: As many patches and targets as there are.
+ALL = [row(name, target.label) for name, patch in registry().items() for target in patch.targets]
+
+
+@pytest.fixture
+def shown():
+    """(show, rows) -> the lines that are printed at 100 columns."""
+
+    def lines(show, rows):
+        console = Console(file=io.StringIO(), width=100, highlight=False)
+        show(console, rows)
+        return console.file.getvalue().splitlines()
+
+    return lines
+
+
+def test_every_patch_is_named_in_few_lines(shown):
+    off = [
+        {**found, "status": "skipped", "reason": "not asked for"} for found in ALL if found["patch"] in ("ema", "spill_watch")
+    ]
+    on = [found for found in ALL if found["patch"] not in ("ema", "spill_watch")]
+    lines = shown(doctor._show_patches, on + off)
+    assert len(lines) < 15
+    said = " ".join(" ".join(lines).split())
+    assert f"{len(registry()) - 2} patches on activation_memory_budget, " in said
+    assert "2 off not asked for: ema, spill_watch" in said
+    assert len(shown(doctor._show_targets, on + off)) > 100
+
+
+def test_a_problem_is_shown_with_what_to_do(shown):
+    rows = [
+        row("one", "library.a:f", "skipped", "its parameters are ['x']", surprise=True),
+        row("two", "library.b:g", "failed", "TypeError: [bold]"),
+        row("three", "library.c:h", "waiting", "library.c cannot be imported: no toml"),
+        row("three", "library.c:i"),
+        row("four", "library.d:j", "skipped", "disabled by the user"),
+    ]
+    said = "\n".join(shown(doctor._show_patches, rows))
+    assert "skipped one, library.a:f: its parameters are ['x']" in said
+    assert "failed two, library.b:g: TypeError: [bold]" in said
+    assert "waiting three, library.c:h: library.c cannot be imported: no toml" in said
+    assert "1 patches on  three" in said
+    assert "1 off         disabled by the user: four" in said
+    assert "python -m kohya_ext setup" in said
+    assert "Report it" in said
+    assert not doctor._is_well({"patches": rows})
+    assert doctor._is_well({"patches": ALL})
+    assert not doctor._is_well({"patches": []})
