@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kohya_ext import supervising
+from kohya_ext import launching, supervising
 from kohya_ext.launching import pass_signals_on
 from kohya_ext.retyping import again
 from kohya_ext.settings import Settings
@@ -82,3 +82,22 @@ def test_what_to_type_keeps_the_launchers_words_and_changes_the_scripts(monkeypa
             "python -m kohya_ext --sd-scripts 'a b' sdxl_train --seed 1 "
             "--resume auto --no-cache_latents --optimizer_args 'a=(1, 2)' b=3"
         )
+
+
+class Process:
+    """Notes what is done to it."""
+
+    def __init__(self):
+        self.terminated = 0
+
+    def terminate(self):
+        self.terminated += 1
+
+
+@pytest.mark.parametrize(("has_sigterm", "times"), [(True, 1), (False, 0)])
+def test_ctrl_c_kills_no_process_where_terminating_is_killing(monkeypatch, has_sigterm, times):
+    monkeypatch.setattr(launching, "_HAS_SIGTERM", has_sigterm)
+    process = Process()
+    with pass_signals_on(process):
+        signal.raise_signal(signal.SIGINT)
+    assert process.terminated == times
