@@ -81,7 +81,7 @@ def _on_library(module: ModuleType) -> None:
             from kohya_ext.session import begin
 
             begin(checkout)
-    except Exception as error:  # a broken installation costs the extension, not the training
+    except Exception as error:
         _give_up(error)
 
 
@@ -102,4 +102,8 @@ def _is_switched_on() -> bool:
 
 
 def _give_up(error: Exception) -> None:
+    """In a plain start a broken installation costs the extension and not the training; the launcher was asked for it."""
+    if _launched:
+        print(f"kohya_ext: error: cannot start: {error!r}. Reinstall kohya_ext", file=sys.stderr)
+        raise SystemExit(2)
     print(f"kohya_ext: not active: {error!r}. Reinstall kohya_ext, or unset its variables", file=sys.stderr)

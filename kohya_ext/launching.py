@@ -7,6 +7,7 @@ and kills what has not ended after 30 seconds, less than a large model takes to 
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any
+
+_HAS_SIGTERM = os.name == "posix"
 
 _PATIENCE = 24 * 3600
 """Seconds that processes which were told to stop may take; whoever cannot wait sends the signal again."""
@@ -85,7 +88,7 @@ def pass_signals_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """While a process is waited for: end it with SIGTERM when this one is sent it or Ctrl-C, and go on waiting."""
 
     def send(number: int, frame: FrameType | None) -> None:
-        process.terminate()  # a terminal's Ctrl-C has reached it already; a second one would kill it
+        _ask_to_stop(process)
 
     before = {number: signal.signal(number, send) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -96,8 +99,16 @@ def pass_signals_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Send SIGTERM to the training process. A terminal's Ctrl-C has reached it already; a second one would kill it."""
     import psutil  # accelerate needs it
 
     for child in psutil.Process().children():
-        child.terminate()
+        _ask_to_stop(child)
+
+
+def _ask_to_stop(process: Any) -> None:
+    """Send SIGTERM, at which the training process saves. A terminal's Ctrl-C has reached it already; a second one would kill.
+
+    Windows has no such signal: ``terminate`` kills there, and Ctrl-C reaches every process of the console.
+    """
+    if _HAS_SIGTERM:
+        process.terminate()

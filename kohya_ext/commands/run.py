@@ -15,6 +15,7 @@ from kohya_ext import __version__, commands, sdscripts, supervising
 from kohya_ext.arguments import QuietParser, read_arguments
 from kohya_ext.autoload import watch
 from kohya_ext.errors import UserError
+from kohya_ext.launching import pass_signals_on
 from kohya_ext.sdscripts import Checkout, find_or_fetch, is_training_script
 from kohya_ext.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
 
@@ -129,4 +130,6 @@ def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: 
     environ = {MASTER_SWITCH: "1", **os.environ, sdscripts.VARIABLE: str(checkout.path)}
     if os.name == "posix":
         os.execve(sys.executable, command, environ)  # the same process: signals and the exit code need no passing on
-    return subprocess.run(command, env=environ).returncode
+    process = subprocess.Popen(command, env=environ)
+    with pass_signals_on(process):
+        return process.wait()

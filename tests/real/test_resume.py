@@ -175,7 +175,6 @@ def test_two_processes_go_on_bit_for_bit(checkout, train, tmp_path):
     whole = train(checkout, FULL, *options, **TWO)
     part = train(checkout, FULL, *options, at_step=3, act=send(signal.SIGTERM), output=tmp_path, **TWO)
     assert part.code == 143, part.output[-3000:]
-    assert "KOHYA_EXT" not in part.output.partition("to go on: ")[2].splitlines()[0]
     kept = torch.load(position.newest_state(tmp_path, "tiny") / position.FILE, weights_only=True)
     assert kept["processes"] == len(kept["ranks"]) == 2
     rest = train(checkout, FULL, *options, "--resume", "auto", output=tmp_path, **TWO)

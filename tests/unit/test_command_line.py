@@ -86,6 +86,22 @@ def test_the_launcher_imports_little_before_the_script(tree):
     assert [name for name in imported if name.startswith("kohya_ext.commands.")] == ["kohya_ext.commands.run"]
 
 
+@pytest.mark.parametrize("missing", ["toml", "wrapt"])
+def test_half_an_installation_is_one_line(tree, missing):
+    """Before the script, or when it imports sd-scripts."""
+    (tree / "library" / "__init__.py").touch()
+    (tree / "sdxl_train.py").write_text("import library; print('trains'); 'read_config_from_file('")
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from kohya_ext.__main__ import main; sys.exit(main(['sdxl_train.py']))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd=tree)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("kohya_ext: error: ")
+    assert "einstall kohya_ext" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_options_before_the_script_reach_it_behind(tree):
     done = call("--strict", "--report", "x.json", "sdxl_train.py", "--seed", "1", cwd=tree)
     assert "['--strict', '--report', 'x.json', '--seed', '1']"[1:-1] in done.stdout

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kohya_ext import retyping, supervising
+from kohya_ext import launching, retyping, supervising
 from kohya_ext.launching import pass_signals_on
 from kohya_ext.retyping import again
 from kohya_ext.settings import Settings
@@ -119,3 +119,22 @@ def test_on_windows_it_is_a_line_for_cmd(typed, monkeypatch):
     line = again({})
     assert line.startswith('cd /d "C:\\my kohya" && /env/bin/python -m kohya_ext ')
     assert line.endswith('--output_name "cats&dogs" --train_data_dir "D:\\two words"')
+
+
+class Process:
+    """Notes what is done to it."""
+
+    def __init__(self):
+        self.terminated = 0
+
+    def terminate(self):
+        self.terminated += 1
+
+
+@pytest.mark.parametrize(("has_sigterm", "times"), [(True, 1), (False, 0)])
+def test_ctrl_c_kills_no_process_where_terminating_is_killing(monkeypatch, has_sigterm, times):
+    monkeypatch.setattr(launching, "_HAS_SIGTERM", has_sigterm)
+    process = Process()
+    with pass_signals_on(process):
+        signal.raise_signal(signal.SIGINT)
+    assert process.terminated == times
