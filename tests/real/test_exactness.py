@@ -5,9 +5,11 @@ keeps from being drawn, shows in every weight after it. CI runs this with sd-scr
 which they name, draws one for each line that is logged.
 """
 
+import re
+
 import pytest
 
-from tests.real.conftest import Run
+from tests.real.conftest import ROOT, Run
 
 torch = pytest.importorskip("torch")
 
@@ -70,3 +72,18 @@ def test_every_file_is_upstreams_bit_for_bit(checkout, train, case):
 def test_with_gradient_checkpointing_sums_are_made_in_another_order(checkout, train, case):
     found = distances(train, checkout, case)
     assert max(found.values()) <= ANOTHER_ORDER, found
+
+
+def pins(text: str) -> dict[str, str]:
+    """The versions that a requirements file pins; OpenCV's builds with and without a window system count as one."""
+    return {
+        name.lower().replace("opencv-python-headless", "opencv-python"): version
+        for name, version in re.findall(r"^([\w-]+)(?:\[\w+\])?==([\w.]+)", text, re.MULTILINE)
+    }
+
+
+def test_the_pins_in_ci_are_upstreams(checkout):
+    ours = pins((ROOT / "tests" / "upstream-pins.txt").read_text(encoding="utf-8"))
+    theirs = pins((checkout.path / "requirements.txt").read_text(encoding="utf-8"))
+    differ = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}
+    assert differ == ({"pytorch-optimizer"} if checkout.layout == "v0.10" else set())
