@@ -29,7 +29,10 @@ _LAYERS = ("resnets", "attentions")
 
 def on_enable(replace: Callable[[Any, Settings], Any]) -> tuple[Target, ...]:
     """Targets by which a patch replaces ``enable_gradient_checkpointing`` of every such model."""
-    return tuple(Target(module, f"{model}.enable_gradient_checkpointing", replace, takes("self")) for module, model in MODELS)
+    return tuple(
+        Target(module, f"{model}.enable_gradient_checkpointing", replace, takes("self"), body="runs")
+        for module, model in MODELS
+    )
 
 
 def covered_blocks(model: Any) -> list[Any]:

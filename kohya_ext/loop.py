@@ -36,8 +36,10 @@ def on_start(react: Callable[[Namespace, Any, Settings], None]) -> tuple[Target,
 
     whole, split = "library.train_util", "library.accelerator_setup"
     return (
-        Target(split, "prepare_accelerator", replace, takes("args", exactly=True), frozenset({"v0.11"})),
-        Target(whole, "prepare_accelerator", replace, takes("args", exactly=True), frozenset({"v0.10", "unknown"})),
+        Target(split, "prepare_accelerator", replace, takes("args", exactly=True), frozenset({"v0.11"}), body="runs"),
+        Target(
+            whole, "prepare_accelerator", replace, takes("args", exactly=True), frozenset({"v0.10", "unknown"}), body="runs"
+        ),
     )
 
 
@@ -63,7 +65,7 @@ def around_batch(before: Callable[[Any], None] = _nothing, after: Callable[[Any]
 
         return accumulate
 
-    return Target("accelerate.accelerator", "Accelerator.accumulate", replace, takes("self"))
+    return Target("accelerate.accelerator", "Accelerator.accumulate", replace, takes("self"), body="runs")
 
 
 def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:

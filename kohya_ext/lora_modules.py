@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from kohya_ext.bodies import Known, known
 from kohya_ext.sdscripts import KNOWN_LAYOUTS, Layout
 
 #: The networks with a ``LoRAModule`` whose forward is a product, and the layouts that have it as their own.
@@ -16,6 +17,28 @@ NETWORKS: Mapping[str, frozenset[Layout]] = {
     "networks.lora_lumina": KNOWN_LAYOUTS,
     "networks.lora_anima": frozenset({"v0.11"}),
 }
+
+_FORWARD = (
+    "1e5172992aab",  # lora, lora_fa
+    "8f2718eb8715",  # lora_lumina: with split_dims
+    "2b146c75c4ac",  # lora_flux of v0.10.1: and with GGPO
+    "94c4903a7393",  # lora_flux of v0.11.1: another rank dropout
+    "0aebb6beec41",  # lora_anima
+)
+
+_INIT = (
+    "759d2cd53b69",  # lora
+    "2776e79db881",  # lora_fa
+    "70e69f4d229b",  # lora_flux
+    "5791da8097c8",  # lora_lumina
+    "274c382b4c57",  # lora_anima
+)
+
+#: ``LoRAModule.forward`` as upstream has it, for a replacement that calls the module's layers.
+FORWARD: Known = known(*_FORWARD)
+
+#: The same, for a replacement that uses the layers' weights in their place: they have no bias.
+FORWARD_OF_WEIGHTS: Known = known(*_FORWARD, helpers={"LoRAModule.__init__": _INIT})
 
 
 def asked_for(forward: Any, *names: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import wrapt
 
+from kohya_ext.bodies import Body, remember
 from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.sdscripts import KNOWN_LAYOUTS, Checkout, Layout
@@ -37,6 +38,8 @@ class Target:
     """Its name in the module, dotted for a method: ``PreTrainedModel.gradient_checkpointing_enable``."""
     replace: Callable[[Any, Settings], Any]
     """(original, the run's settings) -> replacement. Runs once, when the module is imported."""
+    body: Body = field(kw_only=True)
+    """``"runs"`` when the replacement runs the original, whatever its code is; else the code that it was written for."""
     expect: Callable[[Any], str | None] = lambda original: None
     """original -> why it is not what the patch knows, or None when it is. A surprise is skipped, never guessed at."""
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
@@ -191,9 +194,12 @@ class Patcher:
             owner, name = _owner(module, target.attribute)
             original = getattr(owner, name, _ABSENT)
             surprise = "it is not there" if original is _ABSENT else target.expect(original)
+            if surprise is None and target.body != "runs":
+                surprise = target.body.surprise(module, target.attribute)
             if surprise is None:
                 own = vars(owner).get(name, _ABSENT)
                 setattr(owner, name, target.replace(original, self.settings))
+                remember(getattr(owner, name), original)
                 self._applied[key] = _Applied(owner, name, own)
                 outcome.status = "applied"
         except Exception as error:  # a patch that fails must not take the training down with it

@@ -169,8 +169,8 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
         name=OPTIONS,
         summary="the extension's options and presets on the script's command line and in its config file",
         targets=(
-            Target(split, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.11"})),
-            Target(whole, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.10", "unknown"})),
+            Target(split, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.11"}), body="runs"),
+            Target(whole, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.10", "unknown"}), body="runs"),
         ),
         exactness="exact",
         held_to="the script without the extension, when none of its options is given",

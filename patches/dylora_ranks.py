@@ -39,8 +39,8 @@ PATCH = Patch(
     name="dylora_ranks",
     summary="gradient checkpointing recomputes DyLoRA with the ranks that were drawn, and loses no gradients",
     targets=(
-        Target("networks.dylora", "DyLoRAModule.forward", _drawn_once, takes("self", "x", exactly=True)),
-        Target("lycoris.modules.dylora", "DyLoraModule.forward", _drawn_once, takes("self", "x"), optional=True),
+        Target("networks.dylora", "DyLoRAModule.forward", _drawn_once, takes("self", "x", exactly=True), body="runs"),
+        Target("lycoris.modules.dylora", "DyLoraModule.forward", _drawn_once, takes("self", "x"), optional=True, body="runs"),
     ),
     exactness="exact",
     held_to="training without gradient checkpointing, bit for bit",

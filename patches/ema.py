@@ -208,8 +208,14 @@ PATCH = Patch(
     targets=(
         *on_start(_start),
         around_batch(_before, _after),
-        *(Target("library.checkpoint_io", name, _save_model, _expect_savers, frozenset({"v0.11"})) for name in _MAKERS),
-        *(Target("library.train_util", name, _save_model, _expect_savers, frozenset({"v0.10", "unknown"})) for name in _MAKERS),
+        *(
+            Target("library.checkpoint_io", name, _save_model, _expect_savers, frozenset({"v0.11"}), body="runs")
+            for name in _MAKERS
+        ),
+        *(
+            Target("library.train_util", name, _save_model, _expect_savers, frozenset({"v0.10", "unknown"}), body="runs")
+            for name in _MAKERS
+        ),
     ),
     exactness="exact",
     held_to="the model saved without it; the average itself to one made of the files of every step, within 1e-6",

@@ -16,7 +16,8 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-from kohya_ext.lora_modules import NETWORKS, asked_for
+from kohya_ext.bodies import known
+from kohya_ext.lora_modules import FORWARD_OF_WEIGHTS, NETWORKS, asked_for
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -137,25 +138,45 @@ PATCH = Patch(
     summary="--fused_operations: LoRA's sums, gates, norms and rotary embedding in few passes, where blocks are eager",
     targets=(
         *(
-            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts)
+            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts, body=FORWARD_OF_WEIGHTS)
             for module, layouts in NETWORKS.items()
         ),
         Target(
-            "library.flux_models", "RMSNorm.forward", _rms_norm("scale", lambda norm: 1e-6), takes("self", "x", exactly=True)
+            "library.flux_models",
+            "RMSNorm.forward",
+            _rms_norm("scale", lambda norm: 1e-6),
+            takes("self", "x", exactly=True),
+            body=known("14e804fe23cc"),
         ),
         Target(
             "library.lumina_models",
             "RMSNorm.forward",
             _rms_norm("weight", lambda norm: norm.eps),
             takes("self", "x", exactly=True),
+            body=known("8a897ede5093"),
         ),
-        Target("library.flux_models", "apply_rope", _rotary_embedding, takes("xq", "xk", "freqs_cis", exactly=True)),
+        Target(
+            "library.flux_models",
+            "apply_rope",
+            _rotary_embedding,
+            takes("xq", "xk", "freqs_cis", exactly=True),
+            # Of the matrices that it multiplies by, the replacement reads one column: they have to be rotations.
+            body=known("ae3c2435cd59", helpers={"rope": ("345f6c71e4c5",), "EmbedND.forward": ("4e9b4e2d5d7d",)}),
+        ),
         *(
-            Target(module, "GEGLU.forward", _geglu, takes("self", "hidden_states", exactly=True))
+            Target(
+                module,
+                "GEGLU.forward",
+                _geglu,
+                takes("self", "hidden_states", exactly=True),
+                body=known("87753a8a2aa0", helpers={"GEGLU.gelu": ("656ea08553a6",)}),
+            )
             for module in ("library.sdxl_original_unet", "library.original_unet")
         ),
-        Target("library.sdxl_original_unet", "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim")),
-        Target("library.original_unet", "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim")),
+        *(
+            Target(module, "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim"), body="runs")
+            for module in ("library.sdxl_original_unet", "library.original_unet")
+        ),
     ),
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",

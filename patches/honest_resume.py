@@ -106,9 +106,9 @@ PATCH = Patch(
     targets=(
         *on_start(_start),
         around_batch(after=_count),
-        Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True)),
-        Target("accelerate.accelerator", "Accelerator.load_state", _load_state),
-        Target("accelerate.accelerator", "Accelerator.save_state", _save_state),
+        Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),
+        Target("accelerate.accelerator", "Accelerator.save_state", _save_state, body="runs"),
     ),
     exactness="exact",
     held_to="the run that was not interrupted: the same final tensors (fp32, one process)",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from kohya_ext.bodies import known
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -41,6 +42,8 @@ PATCH = Patch(
             "AttentionParams.create_attention_params_from_mask",
             _decide_once,
             takes("attn_mode", "split_attn", "img_len", "attention_mask", exactly=True),
+            # The original runs; what is taken out of its result is what attention() would otherwise decide by.
+            body=known("8329e1708abc", helpers={"attention": ("069dc47c78f1",)}),
         ),
     ),
     exactness="exact",

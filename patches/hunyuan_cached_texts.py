@@ -36,6 +36,7 @@ PATCH = Patch(
             "HunyuanImageTextEncoderOutputsCachingStrategy.cache_batch_outputs",
             _with_arrays,
             takes("self", "tokenize_strategy", "models", "text_encoding_strategy", "infos", exactly=True),
+            body="runs",
         ),
     ),
     exactness="exact",

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kohya_ext.bodies import known
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -147,10 +148,24 @@ def _unless_known(original: Any) -> str | None:
     return None
 
 
+#: Every second release of torch changes something here: a message, how inputs are kept, what dynamo is told.
+_BODIES = known(
+    "7a1d76b80427",  # 2.6, 2.7
+    "64dcd818aa55",  # 2.8, 2.9
+    "68d1850b444d",  # 2.10, 2.11
+    "dfd6205b9eb7",  # 2.12, 2.13
+    "d2168ea3fb52",  # 2.14
+    helpers={
+        "_CheckpointFrame": ("1596492033aa", "dc9c1edf4403", "07ff98697405"),
+        "_recomputation_hook": ("d843c10e1c41", "a8228041f1fd", "6662c813f700", "3526423dfbad", "fd390b8f6114"),
+    },
+    releases="torch 2.6 to 2.14",
+)
+
 PATCH = Patch(
     name="lean_checkpointing",
     summary="gradient checkpointing with half of its Python for each saved tensor",
-    targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _lean, _unless_known),),
+    targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _lean, _unless_known, body=_BODIES),),
     exactness="exact",
     held_to="the gradients and the memory of torch's own non-reentrant checkpointing, bit for bit",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/utils/checkpoint.py",

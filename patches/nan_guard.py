@@ -246,17 +246,21 @@ PATCH = Patch(
     targets=(
         *on_start(_start),
         around_batch(after=_after),
-        Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss")),
-        Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters")),
-        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure")),
-        Target("accelerate.accelerator", "Accelerator.save_state", _before_saving),
-        Target("safetensors.torch", "serialize_file", _before_saving),
-        Target("torch", "save", _before_saving),
-        Target("library.safetensors_utils", "mem_eff_save_file", _before_saving),
-        Target("library.logging_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.11"})),
-        Target("library.train_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.10"})),
-        Target("library.dataset", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.11"})),
-        Target("library.train_util", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.10"})),
+        Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters"), body="runs"),
+        Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.save_state", _before_saving, body="runs"),
+        Target("safetensors.torch", "serialize_file", _before_saving, body="runs"),
+        Target("torch", "save", _before_saving, body="runs"),
+        Target("library.safetensors_utils", "mem_eff_save_file", _before_saving, body="runs"),
+        Target("library.logging_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.11"}), body="runs"),
+        Target("library.train_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.10"}), body="runs"),
+        Target(
+            "library.dataset", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.11"}), body="runs"
+        ),
+        Target(
+            "library.train_util", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.10"}), body="runs"
+        ),
     ),
     exactness="exact",
     held_to="the same run without it, while everything is finite",

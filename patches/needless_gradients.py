@@ -128,7 +128,7 @@ PATCH = Patch(
     name="needless_gradients",
     summary="no gradients for latents, text embeddings, guidance and token embeddings that nobody trains",
     targets=(
-        *(Target(module, f"{model}.forward", _cut_off, takes("self", first)) for module, model, first in MODELS),
+        *(Target(module, f"{model}.forward", _cut_off, takes("self", first), body="runs") for module, model, first in MODELS),
         *on_start(_start),
         around_batch(_freeze),
     ),

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from kohya_ext.lora_modules import NETWORKS, asked_for
+from kohya_ext.lora_modules import FORWARD, NETWORKS, asked_for
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -70,7 +70,14 @@ PATCH = Patch(
     name="needless_scaling",
     summary="a LoRA's change is not multiplied by 1, and by a power of two where it is as narrow as the rank",
     targets=tuple(
-        Target(module, "LoRAModule.forward", _scaled_where_it_is_narrow, takes("self", "x", exactly=True), layouts)
+        Target(
+            module,
+            "LoRAModule.forward",
+            _scaled_where_it_is_narrow,
+            takes("self", "x", exactly=True),
+            layouts,
+            body=FORWARD,
+        )
         for module, layouts in NETWORKS.items()
     ),
     exactness="exact",

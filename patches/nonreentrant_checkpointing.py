@@ -48,13 +48,14 @@ PATCH = Patch(
     summary="gradient checkpointing with use_reentrant=False in the SDXL U-Net, ControlNet, LLLite and text encoders",
     targets=(
         # Read at call time by the U-Net's blocks, on which SDXL's ControlNet and LLLite are built.
-        Target("library.sdxl_original_unet", "USE_REENTRANT", lambda original, settings: False, _unless_true),
+        Target("library.sdxl_original_unet", "USE_REENTRANT", lambda original, settings: False, _unless_true, body="runs"),
         # Every text encoder: sd-scripts never says which kind, and transformers 4 then takes the reentrant one.
         Target(
             "transformers.modeling_utils",
             "PreTrainedModel.gradient_checkpointing_enable",
             _non_reentrant_by_default,
             _unless_it_takes_kwargs,
+            body="runs",
         ),
     ),
     exactness="exact",

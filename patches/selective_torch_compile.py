@@ -113,6 +113,7 @@ def _targets() -> tuple[Target, ...]:
             _compiled(blocks, name),
             _unless_a_method,
             blocks.layouts,
+            body="runs",
         )
         for blocks in BLOCKS
         for name in blocks.classes

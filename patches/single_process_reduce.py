@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
+from kohya_ext.bodies import known
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -45,6 +46,11 @@ PATCH = Patch(
             "Accelerator.reduce",
             _at_once,
             takes("self", "tensor", "reduction", "scale", exactly=True),
+            body=known(
+                "0c8ed3a35f73",
+                helpers={"reduce": ("40d5917e1d8c", "03e71c62759e")},  # up to 1.13, and from 1.14 on
+                releases="accelerate 1.6 to 1.15",
+            ),
         ),
     ),
     exactness="exact",

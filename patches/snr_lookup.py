@@ -11,6 +11,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
+from kohya_ext.bodies import known
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
@@ -46,12 +47,13 @@ PATCH = Patch(
     name="snr_lookup",
     summary="loss weights by signal-to-noise ratio no longer wait for the GPU",
     targets=tuple(
-        Target("library.custom_train_functions", name, _gathered(names.index("timesteps")), takes(*names))
-        for name, names in {
-            "apply_snr_weight": ("loss", "timesteps", "noise_scheduler", "gamma"),
-            "get_snr_scale": ("timesteps", "noise_scheduler"),
-            "apply_debiased_estimation": ("loss", "timesteps", "noise_scheduler"),
-        }.items()
+        # The originals run, but timesteps and scheduler answer only the look-up that these bodies do.
+        Target("library.custom_train_functions", name, _gathered(names.index("timesteps")), takes(*names), body=known(body))
+        for name, body, names in (
+            ("apply_snr_weight", "ca4264aabf3d", ("loss", "timesteps", "noise_scheduler", "gamma")),
+            ("get_snr_scale", "d259d6de2b64", ("timesteps", "noise_scheduler")),
+            ("apply_debiased_estimation", "923bd20e461f", ("loss", "timesteps", "noise_scheduler")),
+        )
     ),
     exactness="exact",
     held_to="the same weights, bit for bit",

@@ -177,16 +177,18 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         act: Callable[[int], None] | None = None,
         bare: bool = False,
         family: str | None = None,
+        without: tuple[str, ...] = (),
     ) -> Run:
         """Train, and wait for the end.
 
         ``output``: a folder to write to, instead of a new one. ``act(process id)`` is called once ``at_step`` is reached.
         ``bare``: in a bare interpreter, as a person starts it, not in a fork of one that has imported torch already.
-        ``family``: of the models, where the script trains several.
+        ``family``: of the models, where the script trains several. ``without``: switches that are otherwise given.
         """
         tiny = models(family or arguments.SCRIPTS[script][0])
         output = output or tmp_path_factory.mktemp("run")
-        given = [*arguments.training_arguments(script, tiny, pictures, output), *MORE.get(script, ()), *more]
+        usual = arguments.training_arguments(script, tiny, pictures, output)
+        given = [*(part for part in usual if part not in without), *MORE.get(script, ()), *more]
         environ = {
             **os.environ,
             **environment.variables(tiny.tokenizers),

@@ -43,7 +43,7 @@ def only(patcher: Patcher):
 
 
 def test_a_target_is_replaced_when_it_is_imported(library):
-    patcher = Patcher(make(Target("a_library", "Base.value", double)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     assert only(patcher).status == "waiting"
     assert library().Base().value() == 6
@@ -53,7 +53,7 @@ def test_a_target_is_replaced_when_it_is_imported(library):
 
 def test_at_once_when_it_already_is_and_once_only(library):
     module = library()
-    patcher = Patcher(make(Target("a_library", "Base.value", double)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     patcher.arm()
     assert module.Base().value() == 6
@@ -62,7 +62,7 @@ def test_at_once_when_it_already_is_and_once_only(library):
 def test_undo_puts_the_identical_object_back_and_arm_applies_again(library):
     module = library()
     original = vars(module.Base)["value"]
-    patcher = Patcher(make(Target("a_library", "Base.value", double)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     patcher.undo()
     assert vars(module.Base)["value"] is original
@@ -74,7 +74,7 @@ def test_undo_puts_the_identical_object_back_and_arm_applies_again(library):
 
 def test_undo_leaves_no_trace_of_an_inherited_attribute(library):
     module = library()
-    patcher = Patcher(make(Target("a_library", "Child.value", double)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Child.value", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     assert (module.Child().value(), module.Base().value()) == (6, 3)
     patcher.undo()
@@ -82,7 +82,7 @@ def test_undo_leaves_no_trace_of_an_inherited_attribute(library):
 
 
 def test_undone_before_the_import_nothing_happens(library):
-    patcher = Patcher(make(Target("a_library", "Base.value", double)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     patcher.undo()
     assert library().Base().value() == 3
@@ -93,7 +93,7 @@ def surprised(original):
 
 
 def test_a_surprising_target_is_skipped_with_its_reason(library, capsys):
-    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     assert library().Base().value() == 3
     assert (only(patcher).status, only(patcher).reason, only(patcher).surprise) == ("skipped", "it is not what it was", True)
@@ -101,7 +101,7 @@ def test_a_surprising_target_is_skipped_with_its_reason(library, capsys):
 
 
 def test_and_ends_the_run_when_strict(library, capsys):
-    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised)), Settings(strict=True), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised, body="runs")), Settings(strict=True), CHECKOUT)
     patcher.arm()
     with pytest.raises(SystemExit) as leaving:
         library()
@@ -110,7 +110,7 @@ def test_and_ends_the_run_when_strict(library, capsys):
 
 
 def test_an_attribute_that_is_gone_is_a_surprise(library):
-    patcher = Patcher(make(Target("a_library", "Base.gone", double)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "Base.gone", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     library()
     assert (only(patcher).status, only(patcher).reason) == ("skipped", "it is not there")
@@ -120,7 +120,7 @@ def test_a_failing_patch_costs_one_line(library, capsys):
     def broken(original, settings):
         raise RuntimeError("no good")
 
-    patcher = Patcher(make(Target("a_library", "FLAG", broken)), Settings(), CHECKOUT)
+    patcher = Patcher(make(Target("a_library", "FLAG", broken, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     assert library().FLAG is True
     assert (only(patcher).status, only(patcher).reason) == ("failed", "RuntimeError: no good")
@@ -136,7 +136,7 @@ def test_a_failing_patch_costs_one_line(library, capsys):
     ],
 )
 def test_a_patch_that_is_off_says_why(library, settings, reason):
-    target = Target("a_library", "FLAG", lambda original, settings: False)
+    target = Target("a_library", "FLAG", lambda original, settings: False, body="runs")
     patcher = Patcher(make(target, wanted=lambda settings: bool(settings.disable_patch)), settings, CHECKOUT)
     patcher.arm()
     assert library().FLAG is True
@@ -144,7 +144,7 @@ def test_a_patch_that_is_off_says_why(library, settings, reason):
 
 
 def test_layouts_are_kept_apart_and_an_unknown_one_is_left_alone(library):
-    target = Target("a_library", "FLAG", lambda original, settings: False, layouts=frozenset({"v0.10"}))
+    target = Target("a_library", "FLAG", lambda original, settings: False, layouts=frozenset({"v0.10"}), body="runs")
     patcher = Patcher(make(target), Settings(), CHECKOUT)
     patcher.arm()
     assert only(patcher).reason == "nothing to do there in layout v0.11"

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import os
-import random
 import sys
 import types
 
@@ -110,22 +109,6 @@ def write():
             json.dump({**calls, **weighed}, file)
 
 
-def keep_random_numbers(logging):
-    """rich 14.1, which sd-scripts pins, draws one for each line that is logged: no two of upstream's runs would be equal.
-
-    The extension has a patch of its own against that (honest_resume).
-    """
-    original = logging.RichHandler.emit
-
-    @functools.wraps(original)
-    def emit(self, record):
-        before = random.getstate()
-        original(self, record)
-        random.setstate(before)
-
-    logging.RichHandler.emit = emit
-
-
 def age_torch(version):
     version.__version__ = "2.4.1"
 
@@ -166,8 +149,6 @@ BREAKAGES = {
 if "BREAK" in os.environ:
     name, break_it = BREAKAGES[os.environ["BREAK"]]
     wrapt.register_post_import_hook(break_it, name)
-if "KOHYA_EXT_REPORT" not in os.environ:  # upstream's own
-    wrapt.register_post_import_hook(keep_random_numbers, "rich.logging")
 wrapt.register_post_import_hook(spy, "torch.utils.checkpoint")
 # Which has it by name, and is there already in a forked run.
 wrapt.register_post_import_hook(spy, "transformers.modeling_utils")

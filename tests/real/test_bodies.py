@@ -1,0 +1,106 @@
+"""A patch that replaces the code of a function knows that code; what a user or a fork has edited there is never thrown away."""
+
+import ast
+import dataclasses
+import inspect
+import shutil
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext import sdscripts  # noqa: E402
+from kohya_ext.bodies import fingerprint  # noqa: E402
+from kohya_ext.patching import Patch, Patcher, registry  # noqa: E402
+from kohya_ext.settings import Settings  # noqa: E402
+
+#: Every target that replaces code, and each function that its patch has to know.
+KNOWN = [
+    (patch.name, target, name)
+    for patch in registry().values()
+    for target in patch.targets
+    if target.body != "runs"
+    for name in (target.attribute, *target.body.helpers)
+]
+
+
+def _arm(name, target, checkout):
+    """What became of the target, which is put back."""
+    patch = Patch(name, "", (target,), exactness="exact", held_to="", idea="")
+    patcher = Patcher({name: patch}, Settings(), checkout)
+    patcher.arm()
+    (outcome,) = map(dataclasses.replace, patcher.outcomes.values())
+    patcher.undo()
+    return outcome
+
+
+def _edit(module, original, file):
+    """The function with one more line in it, in a file of its own."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(original)))
+    tree.body[0].body.insert(0, ast.parse("edited = 3").body[0])
+    tree.body[0].decorator_list.clear()
+    file.write_text(ast.unparse(tree))
+    names = dict(vars(module))
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    assert fingerprint(names[original.__name__]) is not None
+    return names[original.__name__]
+
+
+@pytest.mark.parametrize(
+    ("patch", "target", "name"), KNOWN, ids=[f"{patch}-{target.module}-{name}" for patch, target, name in KNOWN]
+)
+def test_each_release_has_the_known_body_and_an_edited_one_is_left_alone(
+    checkout, from_checkout, monkeypatch, tmp_path, patch, target, name
+):
+    """A new release of sd-scripts, torch or accelerate fails here with the fingerprint to add, once the patch fits it."""
+    if checkout.layout not in target.layouts:
+        pytest.skip(f"{checkout.label} does not have it")
+    module = owner = from_checkout(target.module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    function = getattr(owner, last)
+    known = {target.attribute: target.body.fingerprints, **target.body.helpers}[name]
+    assert fingerprint(function) in known, f"{name} of {target.module} is another one in {checkout.label}"
+    assert _arm(patch, target, checkout).status == "applied"
+
+    edited = _edit(module, function.__init__ if isinstance(function, type) else function, tmp_path / "edited.py")
+    if isinstance(function, type):
+        owner, last = function, "__init__"
+    is_static = isinstance(inspect.getattr_static(owner, last), staticmethod)
+    monkeypatch.setattr(owner, last, staticmethod(edited) if is_static else edited)
+    outcome = _arm(patch, target, checkout)
+    assert (outcome.status, outcome.surprise) == ("skipped", True)
+    assert f"{name} in " in outcome.reason
+    assert f" differs from {target.body.releases} (edited" in outcome.reason
+
+
+@pytest.fixture
+def edited(checkout, tmp_path):
+    """A copy of the checkout whose LoRA counts three times as much."""
+    copy = tmp_path / "edited"
+    shutil.copytree(checkout.path, copy, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+    file = copy / "networks" / "lora.py"
+    ours = "return org_forwarded + lx * self.multiplier * scale"
+    text = file.read_text(encoding="utf-8")
+    assert text.count(ours) == 1
+    file.write_text(text.replace(ours, f"{ours} * 3"), encoding="utf-8")
+    return sdscripts.describe(copy, "edited")
+
+
+@pytest.mark.newest
+def test_a_users_edit_trains_as_it_does_without_the_extension(checkout, edited, train):
+    run = ("sdxl_train_network.py", "--network_train_unet_only")
+    theirs, ours = (train(edited, *run, start=start, without=("--gradient_checkpointing",)) for start in ("plain", "launcher"))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    assert [name for name, tensor in theirs.tensors.items() if not torch.equal(ours.tensors[name], tensor)] == []
+    unedited = train(checkout, *run, start="plain", without=("--gradient_checkpointing",))
+    assert any(not torch.equal(unedited.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+    said = (
+        "needless_scaling does not know this networks.lora:LoRAModule.forward: LoRAModule.forward in networks/lora.py differs"
+    )
+    assert f"{said} from sd-scripts v0.10.1 and v0.11.1" in ours.output
+    strict = train(edited, *run, before=("--strict",))
+    assert strict.code == 2
+    assert said in strict.output
