@@ -99,8 +99,9 @@ def test_the_advice_goes_on_from_the_state_or_says_that_it_begins_again(monkeypa
     what, line = oom.advice(Step(by_name["checkpointing"], {"gradient_checkpointing": True}), state)
     assert "every block's forward runs twice" in what
     assert "bit for bit" in what
-    command = "python sdxl_train_network.py --train_batch_size 4"
-    assert line == f"to go on from a-state with it: {command} --gradient_checkpointing --resume a-state"
+    assert line.startswith("to go on from a-state with it: ")
+    assert line.endswith("sdxl_train_network.py --train_batch_size 4 --gradient_checkpointing --resume a-state")
 
     _, line = oom.advice(Step(by_name["8-bit optimizer"], {"optimizer_type": "AdamW8bit"}), state)
-    assert line == f"to begin again with it: {command} --optimizer_type AdamW8bit"
+    assert line.startswith("to begin again with it: ")
+    assert line.endswith("sdxl_train_network.py --train_batch_size 4 --optimizer_type AdamW8bit")
