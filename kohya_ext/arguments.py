@@ -57,11 +57,8 @@ class ConfigFile:
 
     path: Path
     values: Mapping[str, object]
-    """Without the keys that the GUI writes for itself."""
     remarks: tuple[str, ...]
     """Content that upstream would lose without a word: a key set twice, a table in a table."""
-    off_in_gui: frozenset[str] = frozenset()
-    """Options that the form of the GUI shows as off, where the GUI wrote the file."""
 
 
 def read_config_file(name: str) -> ConfigFile:
@@ -77,10 +74,6 @@ def read_config_file(name: str) -> ConfigFile:
             if isinstance(value, dict):
                 remarks.append(f"[{section}.{key}] is a table in a table, which sd-scripts does not read")
             values[key] = value
-    if gui.wrote(values):
-        off = gui.off(values)
-        values = {key: value for key, value in values.items() if key not in gui.UNREAD}
-        return ConfigFile(path, values, tuple(remarks), off)
     return ConfigFile(path, values, tuple(remarks))
 
 
@@ -176,8 +169,8 @@ def _without_contradictions(presets: Overlay, script: str, argv: Sequence[str], 
         with contextlib.suppress(UserError):  # reported where the training set is checked
             its_subsets = list(subsets(read_dataset_config(Path(dataset))))
     filled = {key: value.value for key, value in presets.values.items()}
-    off = config.off_in_gui if config is not None else frozenset[str]()
-    return replace(presets, held_back=yielding.held_back(script, filled, given, its_subsets, off))
+    off_in_gui = gui.off(config.values) if config is not None else frozenset[str]()
+    return replace(presets, held_back=yielding.held_back(script, filled, given, its_subsets, off_in_gui))
 
 
 # --- the script's own parser -----------------------------------------------------------------------------------------
@@ -322,8 +315,14 @@ def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> Pr
 
 def find_problems(parser: argparse.ArgumentParser, config: ConfigFile) -> list[Problem]:
     """Return what is wrong with a config file for this parser."""
-    own = dict(options("training"))  # read, and checked, with the other settings
-    found = [find_problem(parser, key, value) for key, value in config.values.items() if key not in own]
+    checked = dict(config.values)
+    for name, _ in options("training"):
+        checked.pop(name, None)  # read, and checked, with the other settings
+    if gui.wrote(config.values):
+        # The GUI writes some keys for scripts that do not know them; none of its keys is misspelt.
+        known = {action.dest for action in parser._actions}
+        checked = {key: value for key, value in checked.items() if key in known}
+    found = [find_problem(parser, key, value) for key, value in checked.items()]
     return [Problem(remark, certain=False) for remark in config.remarks] + [problem for problem in found if problem is not None]
 
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Keys that each of the four forms writes, whatever is chosen; the second one is not known to sd-scripts.
+#: Keys that each of the four forms writes, whatever is chosen; no script knows ``noise_offset_type``.
 _ALWAYS = ("dynamo_backend", "noise_offset_type", "max_data_loader_n_workers")
-
-#: Keys of the GUI's own that no script reads.
-UNREAD = frozenset({"epoch", "noise_offset_type"})
 
 #: Boxes, and numbers that are off at 0: options that a preset may turn on and that the form of their model shows.
 SHOWN = frozenset(

@@ -64,7 +64,7 @@ def _is_not_bf16(value: object, others: Mapping[str, object]) -> bool:
 
 
 def _trains_t5(value: object, others: Mapping[str, object]) -> bool:
-    return isinstance(value, list) and any(str(item).lower() == "train_t5xxl=true" for item in value)
+    return any(str(item).lower() == "train_t5xxl=true" for item in (value if isinstance(value, list) else [value]))
 
 
 def _has_no_buckets(value: object, others: Mapping[str, object]) -> bool:
@@ -157,7 +157,8 @@ def held_back(
     reasons: dict[str, Reason] = {}
     for rule in RULES:
         for key in [key for key in rule.keys if left.get(key, False) is not False and script.startswith(rule.scripts)]:
-            against = next(filter(None, (rule.applies({**said, **where}, left) for where in subsets or [{}])), None)
+            others = {key: value for key, value in filled.items() if key not in reasons}
+            against = next(filter(None, (rule.applies({**said, **where}, others) for where in subsets or [{}])), None)
             if against is not None:
                 reasons[key] = Reason(against, rule.costs_memory and key in SAVES_MEMORY)
                 del left[key]
