@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.compiling.support import ignored_dynamo_backend
-from kohya_ext.errors import did_you_mean
-from kohya_ext.preflight import Findings, given
-from kohya_ext.preflight.data import dataset_config
+from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.preflight import Findings, given, numbers
+from kohya_ext.user_files import read_dataset_config, subsets
 
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
 _DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
@@ -60,6 +60,7 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
         _read_pairs(getattr(args, option, None), f"--{option}", found)
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
         found.notes.append(ignored)
+    found.errors.extend(numbers.problems(script, args))
     found.errors.extend(_impossible(script, args))
     found.errors.extend(_impossible_in_subsets(script, args))
 
@@ -208,12 +209,13 @@ def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
         yield from _impossible_in_subset(script, args)
         return
     try:
-        subsets = list(dataset_config(Path(args.dataset_config)))
-    except (OSError, ValueError, IndexError):
-        return  # said where the training set is looked at
-    for subset in subsets:
+        document = read_dataset_config(Path(args.dataset_config))
+    except UserError:
+        return  # reported where the training set is checked
+    for subset in subsets(document):
         where = subset.get("image_dir") or subset.get("metadata_file")
-        for problem in _impossible_in_subset(script, Namespace(**{**vars(args), **subset})):
+        found = _impossible_in_subset(script, Namespace(**{**vars(args), **subset}))
+        for problem in (*numbers.problems_in_subset(script, subset), *found):
             yield f"{args.dataset_config}, {where}: {problem}"
 
 

@@ -99,12 +99,12 @@ def test_steps_are_counted(tmp_path):
     findings = found(data.look, train_data_dir=str(tmp_path), **ARGS)
     assert not findings.errors
     assert not findings.warnings
-    assert findings.notes == ["2 pictures, 10 with repeats, about 5 steps an epoch; 20 steps in all, 4 epochs"]
+    assert findings.notes == ["2 images, 10 with repeats, about 5 steps an epoch; 20 steps in all, 4 epochs"]
 
 
 @pytest.mark.parametrize(
     ("folder", "said"),
-    [("missing", "does not exist"), ("no_number", "no subfolder named N_name"), ("inside", "holds the pictures itself")],
+    [("missing", "does not exist"), ("no_number", "no subfolder named N_name"), ("inside", "holds the images itself")],
 )
 def test_a_folder_that_upstream_would_train_nothing_from(tmp_path, folder, said):
     write_pictures(tmp_path / "no_number" / "cat")
@@ -126,13 +126,13 @@ def test_an_empty_picture_and_one_that_is_none_are_found(tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "b.jpg").write_text("hello")
     assert data.picture_problem(tmp_path / "a.png")[0] == "is empty (0 bytes)"
-    assert "not a picture" in data.picture_problem(tmp_path / "b.jpg")[0]
+    assert "not an image" in data.picture_problem(tmp_path / "b.jpg")[0]
 
 
 def test_captions_are_counted_and_the_other_extension_is_offered(tmp_path):
     write_pictures(tmp_path / "1_cat", 3)
     (warning,) = found(data.look, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
-    assert "3 of 3 pictures" in warning
+    assert "3 of 3 images" in warning
     assert "'cat' alone" in warning
     assert "--caption_extension .txt" in warning
 
