@@ -45,6 +45,9 @@ def _nearest_option(parser: argparse.ArgumentParser, message: str) -> str:
     if not message.startswith("unrecognized arguments:"):
         return ""
     unknown = next((word.split("=")[0] for word in message.split() if word.startswith("--")), "")
+    training = (flag for name, _ in options("training") for flag in (*flags(name), *negated_flags(name)))
+    if unknown in training and any(action.dest == "script" for action in parser._actions):
+        return f": write {unknown} after SCRIPT"
     return did_you_mean(unknown, parser._option_string_actions)
 
 

@@ -182,6 +182,8 @@ def _shipped(name: str, script: str) -> Preset:
     mine = ", ".join(its for its_family, its, _ in shipped() if its_family == family) if family else _choices(script)
     if not mine:
         raise UserError(f"no preset {name}: `presets list` shows what there is; or give a TOML file of your own")
+    if _tier(stem) is not None and (there := _tiers(families[0])):
+        raise UserError(f"no preset {name} for {script}: there are {mine}; {min(there)[1].stem} is the smallest tier")
     raise UserError(f"no preset {name} for {script}: there are {mine}.{did_you_mean(stem, mine.split(', '))}")
 
 

@@ -24,9 +24,7 @@ def problems(folder: Path, stems: Collection[str]) -> Iterator[str]:
     """
     broken = sorted(file.name for file in folder.glob("*.npz") if _belongs(file.stem, stems) and not zipfile.is_zipfile(file))
     if broken:
-        yield (
-            f"{folder}: cached files that are empty, truncated or not .npz: {shortened(broken)}. Delete them; they are made again"
-        )
+        yield (f"{folder}: caches that are empty, truncated or not .npz: {shortened(broken)}. Delete them; they are made again")
 
 
 def _belongs(name: str, stems: Collection[str]) -> bool:

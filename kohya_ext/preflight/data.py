@@ -257,8 +257,9 @@ def _look_at_sizes(subset: Subset, sizes: list[tuple[int, int] | None], found: F
     crops = bool(subset.options.get("random_crop"))
     wrong = [(w, h) for w, h in known if w < width or h < height or (not crops and (w > width or h > height))]
     if wrong:
+        one = "x".join(map(str, wrong[0]))
         found.errors.append(
-            f"{len(wrong)} of {len(sizes)} images in {subset.folder} are not {width}x{height} (one is {wrong[0][0]}x{wrong[0][1]}), "
+            f"{len(wrong)} of {len(sizes)} images in {subset.folder} are not {width}x{height} (one is {one}), "
             "and without buckets and cached latents sd-scripts does not scale images: give --enable_bucket or --cache_latents"
         )
 
