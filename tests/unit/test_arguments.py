@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from kohya_ext import arguments
-from kohya_ext.arguments import find_problem, read_arguments, take_over, trace
+from kohya_ext.arguments import find_problem, read_arguments, read_config_file, take_over, trace
 from kohya_ext.errors import UserError
 
 SCRIPT = "sdxl_train.py"
@@ -257,3 +257,30 @@ def test_every_value_is_traced_to_where_it_comes_from(preset, config):
     )
     assert (traced["activation_memory_budget"].value, traced["activation_memory_budget"].origin) == (0.5, "config file")
     assert traced["preset"].origin == "command line"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xef\xbb\xbfseed = 1\n", "save it as UTF-8 without BOM"), (bytes(range(256)), "is not a text file in UTF-8")],
+)
+def test_a_config_file_that_upstream_cannot_read_is_named(tmp_path, content, message):
+    (tmp_path / "mine.toml").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_arguments(SCRIPT, ["--config_file", str(tmp_path / "mine.toml")], {})
+
+
+def test_a_config_file_with_windows_line_ends_is_read(tmp_path):
+    (tmp_path / "mine.toml").write_bytes(b"[a]\r\nseed = 1\r\n")
+    assert read_config_file(str(tmp_path / "mine.toml")).values == {"seed": 1}
+
+
+def test_an_option_of_the_training_belongs_after_the_script():
+    parser = arguments.QuietParser()
+    parser.add_argument("script")
+    with pytest.raises(UserError, match="write --strict after SCRIPT"):
+        parser.parse_args(["--strict", "sdxl_train.py"])
+
+
+def test_the_preset_line_comes_once_when_the_arguments_are_final(monkeypatch, preset, config, capsys):
+    parse(monkeypatch, "--preset", preset, "--config_file", config("train_batch_size = 8\n"), "--no-cache_latents")
+    assert capsys.readouterr().err == f"kohya_ext: preset {preset} set resolution=1024,1024\n"
