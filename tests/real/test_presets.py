@@ -1,6 +1,7 @@
 """Presets and the GUI's files against upstream's own parsers, buckets and runs."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kohya_ext import overlay
-from kohya_ext.tiny import environment
+from kohya_ext.tiny import dataset, environment
 
 pytest.importorskip("torch")
 
@@ -90,6 +91,15 @@ def test_a_start_by_the_gui_changes_nothing_that_is_on(checkout, train, tmp_path
     ]
 
 
+@pytest.mark.newest
+def test_a_preset_gives_way_to_a_text_encoder_that_is_trained_and_captions_that_are_shuffled(checkout, train, tmp_path):
+    (tmp_path / "mine.toml").write_text("text_encoder_lr = [1e-5]\nshuffle_caption = true\n")
+    run = train(checkout, "sdxl_train_network.py", "--preset", "12gb", "--config_file", str(tmp_path / "mine.toml"))
+    assert run.code == 0, run.output[-4000:]
+    assert "left out network_train_unet_only, cache_text_encoder_outputs (text_encoder_lr = [1e-05])" in run.output
+    assert {name.split("_")[1] for name in run.tensors} == {"unet", "te1", "te2"}
+
+
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
 #: SDXL's usual sizes, and how an image of each aspect ratio may lose pixels to steps of 64 at most.
@@ -118,3 +128,19 @@ def test_the_upstream_default_would_lose_them(checkout, from_checkout):
     buckets = from_checkout("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
     buckets.make_buckets()
     assert buckets.select_bucket(832, 1216)[0] == (704, 1024)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.newest
+def test_the_steps_of_an_epoch_with_regularisation_images_are_upstreams(checkout, train, tmp_path):
+    dataset.write(tmp_path, 3, 128)
+    folder = tmp_path / dataset.CLASS
+    folder.rename(tmp_path / "2_cat")
+    more = ("--reg_data_dir", str(tmp_path), "--train_batch_size", "2", "--max_train_epochs", "1")
+    run = train(checkout, "sdxl_train_network.py", *more)
+    assert run.code == 0, run.output[-4000:]
+    (counted,) = re.findall(r"about (\d+) steps an epoch", run.output)
+    (made,) = re.findall(r"total optimization steps / \S+: (\d+)", run.output)
+    assert counted == made
