@@ -33,9 +33,16 @@ def read_dataset_config(file: Path) -> dict[str, Any]:
     if suffix not in (".toml", ".json"):
         raise UserError(f"{label}: sd-scripts reads files that end in .toml or .json")
     document = read_toml(file, label) if suffix == ".toml" else _parsed(file, label, "JSON", json.loads)
-    if not isinstance(document, dict):
-        raise UserError(f"{label} must be a table with datasets in it")
+    tables = isinstance(document, dict) and isinstance(document.get("general", {}), dict)
+    if not tables or not _are_tables(document.get("datasets", [])):
+        raise UserError(f"{label}: datasets must be a list of tables, and general a table: [[datasets]], [general]")
+    if not all(_are_tables(dataset.get("subsets", [])) for dataset in document.get("datasets", [])):
+        raise UserError(f"{label}: the subsets of a dataset must be a list of tables: [[datasets.subsets]]")
     return document
+
+
+def _are_tables(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def subsets(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
