@@ -116,13 +116,13 @@ def _in_subfolders(
     none = True
     for folder in sorted(path for path in parent.iterdir() if path.is_dir()):
         words = folder.name.partition("_")[2]
-        if repeats := _repeats(folder):
+        if repeats := _repeats(folder.name):
             none = False
             yield Subset(folder, repeats, extension, words or None, regularisation=regularisation, **common)
         elif _holds_pictures(folder):
             ignored.append(folder.name)
     if none and _holds_pictures(parent):
-        if _repeats(parent):
+        if _repeats(parent.resolve().name):
             way_out = f"give {option} {parent.resolve().parent}"
         else:
             way_out = f"move them to {parent / ('10_' + parent.name)} (10 repeats), or name the folder in a --dataset_config"
@@ -133,9 +133,9 @@ def _in_subfolders(
         found.warnings.append(f"{option}: {shortened(ignored)}: ignored, for the name does not begin with a number of repeats")
 
 
-def _repeats(folder: Path) -> int:
-    """Return N of a folder named ``N_words``; 0 for one that sd-scripts does not take."""
-    number = folder.resolve().name.partition("_")[0]
+def _repeats(name: str) -> int:
+    """Return N of a folder's name ``N_words``; 0 for one that sd-scripts does not take."""
+    number = name.partition("_")[0]
     return int(number) if number.isdecimal() else 0
 
 
