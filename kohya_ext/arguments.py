@@ -7,27 +7,30 @@ upstream does after that, reading the config file included, stays upstream's own
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-import toml
-
-from kohya_ext import overlay
-from kohya_ext.console import stop, warn
-from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext import gui, overlay, yielding
+from kohya_ext.console import note, stop, warn
+from kohya_ext.errors import UserError, did_you_mean, one_letter_off
 from kohya_ext.overlay import Overlay
+from kohya_ext.retyping import values_of
 from kohya_ext.settings import (
     AUTO,
     Settings,
     add_to,
+    boolean,
     flags,
     from_environment,
     from_table,
     negated_flags,
     options,
 )
+from kohya_ext.user_files import read_dataset_config, read_toml, subsets
 
 
 class QuietParser(argparse.ArgumentParser):
@@ -42,6 +45,9 @@ def _nearest_option(parser: argparse.ArgumentParser, message: str) -> str:
     if not message.startswith("unrecognized arguments:"):
         return ""
     unknown = next((word.split("=")[0] for word in message.split() if word.startswith("--")), "")
+    training = (flag for name, _ in options("training") for flag in (*flags(name), *negated_flags(name)))
+    if unknown in training and any(action.dest == "script" for action in parser._actions):
+        return f": write {unknown} after SCRIPT"
     return did_you_mean(unknown, parser._option_string_actions)
 
 
@@ -55,24 +61,19 @@ class ConfigFile:
     path: Path
     values: Mapping[str, object]
     remarks: tuple[str, ...]
-    """What upstream would lose without a word: a key said twice, a table in a table."""
+    """Content that upstream would lose without a word: a key set twice, a table in a table."""
 
 
 def read_config_file(name: str) -> ConfigFile:
     """Read a config file with upstream's own TOML library. Raises UserError when it is not there or is broken."""
     path = Path(name if name.endswith(".toml") else f"{name}.toml")
-    try:
-        document = toml.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--config_file {path}: {error.strerror or error}") from None
-    except (toml.TomlDecodeError, UnicodeDecodeError, IndexError) as error:
-        raise UserError(f"--config_file {path} is not valid TOML: {error}") from None
+    document = read_toml(path, f"--config_file {path}")
     values: dict[str, object] = {}
     remarks: list[str] = []
     for section, content in document.items():
         for key, value in content.items() if isinstance(content, dict) else [(section, content)]:
             if key in values:
-                remarks.append(f"{key} is said twice; the last one counts: {value!r}")
+                remarks.append(f"duplicate key {key}; using the last value: {value!r}")
             if isinstance(value, dict):
                 remarks.append(f"[{section}.{key}] is a table in a table, which sd-scripts does not read")
             values[key] = value
@@ -123,7 +124,9 @@ def read_arguments(
         "config file": from_table(config.values, str(config.path)) if config else {},
     }
     names = next((layer["preset"] for layer in layers.values() if "preset" in layer), ())
-    presets = _load(names, script, argv, environ, auto, layers) if script is not None else Overlay()
+    presets = Overlay()
+    if script is not None:
+        presets = _without_contradictions(_load(names, script, argv, environ, auto, layers), script, argv, config)
     set_by_preset = {key: value.value for key, value in presets.values.items()}
     layers["preset"] = from_table(set_by_preset, f"preset {presets.label}")
     values: dict[str, Any] = {}
@@ -159,6 +162,20 @@ def _load(
     return replace(presets, label=presets.label + note)
 
 
+def _without_contradictions(presets: Overlay, script: str, argv: Sequence[str], config: ConfigFile | None) -> Overlay:
+    """Hold back the values that contradict the user's own."""
+    if not presets.presets:
+        return presets
+    given = {**(config.values if config is not None else {}), **values_of(argv)}
+    its_subsets: list[dict[str, Any]] = []
+    if isinstance(dataset := given.get("dataset_config"), str) and dataset:
+        with contextlib.suppress(UserError):  # reported where the training set is checked
+            its_subsets = list(subsets(read_dataset_config(Path(dataset))))
+    filled = {key: value.value for key, value in presets.values.items()}
+    off_in_gui = gui.off(config.values) if config is not None else frozenset[str]()
+    return replace(presets, held_back=yielding.held_back(script, filled, given, its_subsets, off_in_gui))
+
+
 # --- the script's own parser -----------------------------------------------------------------------------------------
 
 
@@ -180,6 +197,8 @@ class TrainingParser(argparse.ArgumentParser):
         """
         parsed = super().parse_args(args, namespace)
         if args is None and (namespace is not None or not getattr(parsed, "config_file", None)):
+            if self.run.presets.presets:
+                note(preset_line(self.run, self, sys.argv[1:]))
             self.when_final(parsed)
         return parsed
 
@@ -197,24 +216,29 @@ class TrainingParser(argparse.ArgumentParser):
         stop(message + _nearest_option(self, message))
 
     def _lay_preset_under(self) -> None:
+        presets = self.run.presets
         wrong = [
             f"preset {value.preset}: {problem}"
-            for key, value in self.run.presets.values.items()
+            for key, value in presets.values.items()
             if (problem := find_problem(self, key, value.value)) is not None
         ]
         if wrong:
             stop("\n".join(wrong))
         if self.run.config is not None:
             self._check(self.run.config)
-        self.set_defaults(**{key: value.value for key, value in self.run.presets.values.items()})
+        self.set_defaults(**{key: value.value for key, value in presets.values.items()})
 
     def _check(self, config: ConfigFile) -> None:
-        found = [find_problem(self, key, value) for key, value in config.values.items()]
-        problems = [f"{config.path}: {problem}" for problem in [*config.remarks, *filter(None, found)]]
-        if problems and self.run.settings.strict:
-            stop("\n".join(problems))
+        """Warn about the config file, or stop: at a problem that is certain, under ``--strict`` at any, else at none."""
+        problems = find_problems(self, config)
+        strict = self.run.settings.strict
+        errors = [problem for problem in problems if (problem.certain if strict is None else strict)]
         for problem in problems:
-            warn(problem)
+            if problem not in errors:
+                warn(f"{config.path}: {problem}")
+        if errors:
+            way_out = [] if strict else ["correct the file, or use --no-strict to get warnings instead"]
+            stop("\n".join([*(f"{config.path}: {problem}" for problem in errors), *way_out]))
 
 
 def take_over(
@@ -253,41 +277,91 @@ def complete(parser: argparse.ArgumentParser) -> None:
 # --- checking values against a parser --------------------------------------------------------------------------------
 
 
-def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> str | None:
+@dataclass(frozen=True)
+class Problem:
+    """A key or value in a TOML file that the script would not take as it was meant."""
+
+    message: str
+    """With the right way to write it."""
+    certain: bool
+    """Whether the run would fail, or do the opposite of what is written; also for a key that is one letter off."""
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return self.message
+
+
+#: Values that upstream's parser does not offer, and that mean its default; the GUI writes them.
+_MEANS_DEFAULT: Mapping[str, object] = {"dynamo_backend": "no", "max_token_length": 75}
+
+
+def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> Problem | None:
     """Return what is wrong with ``key = value`` in a TOML file for this parser, and how to write it; None when right."""
     actions = [action for action in parser._actions if action.dest == key]
     if not actions:
-        return f"unknown key {key}.{did_you_mean(key, (action.dest for action in parser._actions))}"
+        known = [action.dest for action in parser._actions]
+        return Problem(f"unknown key {key}.{did_you_mean(key, known)}", any(one_letter_off(key, name) for name in known))
     action = actions[0]
     if action.nargs == 0:
-        return None if isinstance(value, bool) else f"{key} must be true or false, not {value!r}"
+        return _find_switch_problem(key, value)
     if action.nargs in ("*", "+") or isinstance(action.nargs, int) or isinstance(action, argparse._AppendAction):
         if not isinstance(value, list):
-            return f"{key} must be a list: {key} = [{_toml(value)}]"
+            # Text is taken apart into its letters. Upstream takes a single number in some places.
+            return Problem(f"{key} must be a list: {key} = [{_toml(value)}]", isinstance(value, str))
         items: Iterable[object] = value
+    elif key in _MEANS_DEFAULT and value == _MEANS_DEFAULT[key]:
+        return None
     else:
         items = [value]
     return next((problem for item in items if (problem := _find_item_problem(action, key, item)) is not None), None)
 
 
-def _find_item_problem(action: argparse.Action, key: str, item: object) -> str | None:
+def find_problems(parser: argparse.ArgumentParser, config: ConfigFile) -> list[Problem]:
+    """Return what is wrong with a config file for this parser."""
+    checked = dict(config.values)
+    for name, _ in options("training"):
+        checked.pop(name, None)  # read, and checked, with the other settings
+    if gui.wrote(config.values):
+        # The GUI writes some keys for scripts that do not know them; none of its keys is misspelt.
+        known = {action.dest for action in parser._actions}
+        checked = {key: value for key, value in checked.items() if key in known}
+    found = [find_problem(parser, key, value) for key, value in checked.items()]
+    return [Problem(remark, certain=False) for remark in config.remarks] + [problem for problem in found if problem is not None]
+
+
+def _find_switch_problem(key: str, value: object) -> Problem | None:
+    """Any value works that means in Python what it says; ``"false"``, a text that is not empty, turns a switch on."""
+    if value in (True, False, 0, 1):
+        return None
+    try:
+        opposite = boolean(value) is not bool(value)
+    except ValueError:
+        opposite = False
+    return Problem(f"{key} must be true or false without quotes, not {value!r}", opposite)
+
+
+def _find_item_problem(action: argparse.Action, key: str, item: object) -> Problem | None:
     if action.choices is not None and item not in list(action.choices):
         choices = [str(choice) for choice in action.choices if choice is not None]
-        return f"{key} must be one of {', '.join(choices)}, not {item!r}.{did_you_mean(str(item), choices)}"
+        hint = did_you_mean(str(item), choices)
+        return Problem(f"{key} must be one of {', '.join(choices)}, not {item!r}.{hint}", certain=True)
     kind = action.type or str
     if kind is str:
-        return None if isinstance(item, str) else f'{key} must be text: {key} = "{item}"'
-    number = isinstance(item, (int, float)) and not isinstance(item, bool)
+        return None if isinstance(item, str) else Problem(f'{key} must be text: {key} = "{item}"', certain=True)
+    number = isinstance(item, (int, float))
     if kind is int:
-        right = number and isinstance(item, int)
-        return None if right else f"{key} must be a whole number without quotes, not {item!r}"
+        if number and isinstance(item, int) and not isinstance(item, bool):
+            return None
+        # 4.0 and true are 4 and 1 to Python.
+        return Problem(f"{key} must be a whole number without quotes, not {item!r}", not number or item != int(cast(Any, item)))
     if kind is float:
-        return None if number else f"{key} must be a number without quotes, not {item!r}"
+        right = number and not isinstance(item, bool)
+        return None if right else Problem(f"{key} must be a number without quotes, not {item!r}", not number)
     if callable(kind):
         try:
             kind(str(item))
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            return f"{key} cannot be {item!r}: {error}"
+            return Problem(f"{key} cannot be {item!r}: {error}", certain=True)
     return None
 
 
@@ -314,7 +388,7 @@ def trace(parser: argparse.ArgumentParser, run: RunArguments, argv: Sequence[str
     layers = {"command line": said}
     if run.config is not None:
         layers[str(run.config.path)] = dict(run.config.values)
-    layers.update({f"preset {preset.name}": _plain(preset.values) for preset in reversed(run.presets.presets)})
+    layers.update({f"preset {preset.name}": _plain(run.presets.values_of(preset)) for preset in reversed(run.presets.presets)})
     own = dict(options("training"))
     keys = dict.fromkeys(key for layer in reversed(layers.values()) for key in layer)
     for key in [*(key for key in keys if key not in own), *(key for key in run.origins if key in own)]:
@@ -326,6 +400,17 @@ def trace(parser: argparse.ArgumentParser, run: RunArguments, argv: Sequence[str
         preset = run.presets.values.get(key)
         why = preset.why if preset is not None and origin.startswith("preset ") else ""
         yield Traced(key, layers[origin][key], origin + over, why)
+
+
+def preset_line(run: RunArguments, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
+    """Return one line: the values that the presets filled, and those that they left out because of the user's own."""
+    given = {*_said_on_command_line(parser, argv), *(run.config.values if run.config is not None else ())}
+    filled = {
+        key: getattr(run.settings, key) if run.origins.get(key) == "preset" else value.value
+        for key, value in run.presets.values.items()
+        if key not in given and run.origins.get(key, "preset") == "preset"
+    }
+    return yielding.in_words(run.presets.label, filled, run.presets.held_back)
 
 
 def _plain(values: Mapping[str, overlay.Value]) -> dict[str, object]:

@@ -37,7 +37,8 @@ def lock_file(args: Namespace) -> Path | None:
     folder = getattr(args, "output_dir", None)
     if not folder or getattr(args, "debug_dataset", False) or not Path(folder).is_dir():
         return None
-    return Path(folder).resolve() / f".{(getattr(args, 'output_name', None) or DEFAULT_NAME)[:200]}.lock"
+    output = Path(folder).resolve() / (getattr(args, "output_name", None) or DEFAULT_NAME)
+    return output.with_name(f".{output.name[:200]}.lock")
 
 
 def claim(args: Namespace) -> None:

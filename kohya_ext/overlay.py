@@ -14,7 +14,7 @@ import importlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tomlkit
@@ -24,6 +24,8 @@ from tomlkit.exceptions import ParseError
 from tomlkit.items import Item, Table
 
 from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.user_files import read_text
+from kohya_ext.yielding import Reason
 
 #: The table that describes the preset; every other table holds arguments.
 ABOUT = "preset"
@@ -85,11 +87,17 @@ class Overlay:
     presets: tuple[Preset, ...] = ()
     label: str = ""
     """For messages, those that were named: ``sdxl-lora/16gb + sdxl-lora/quality``."""
+    held_back: Mapping[str, Reason] = field(default_factory=dict)
+    """Keys that are left out because they contradict what the user set."""
 
     @property
     def values(self) -> dict[str, Value]:
-        """What they set together."""
-        return {key: value for preset in self.presets for key, value in preset.values.items()}
+        """The values that they set together."""
+        return {key: value for preset in self.presets for key, value in self.values_of(preset).items()}
+
+    def values_of(self, preset: Preset) -> dict[str, Value]:
+        """Return the values of one of them, without those that are held back."""
+        return {key: value for key, value in preset.values.items() if key not in self.held_back}
 
     @property
     def assumed(self) -> dict[str, object]:
@@ -148,7 +156,7 @@ def _bases(preset: Preset) -> list[str]:
 
 def _named(name: str, script: str) -> Preset:
     if name.endswith(".toml") and Path(name).expanduser().is_file():
-        preset = parse(Path(name).expanduser().read_text(encoding="utf-8"), name, None)
+        preset = parse(read_text(Path(name).expanduser(), f"preset {name}"), name, None)
     else:
         preset = _shipped(name, script)
     if preset.family is not None and script not in scripts(preset.family):
@@ -174,6 +182,8 @@ def _shipped(name: str, script: str) -> Preset:
     mine = ", ".join(its for its_family, its, _ in shipped() if its_family == family) if family else _choices(script)
     if not mine:
         raise UserError(f"no preset {name}: `presets list` shows what there is; or give a TOML file of your own")
+    if _tier(stem) is not None and (there := _tiers(families[0])):
+        raise UserError(f"no preset {name} for {script}: there are {mine}; {min(there)[1].stem} is the smallest tier")
     raise UserError(f"no preset {name} for {script}: there are {mine}.{did_you_mean(stem, mine.split(', '))}")
 
 

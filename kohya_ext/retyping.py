@@ -1,4 +1,4 @@
-"""Rewrite this process's command line for "run this next" messages."""
+"""Command lines as words: this process's own with arguments changed, to paste and run next, and their values by key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kohya_ext.settings import flags, negated_flags, options
 
@@ -88,3 +89,29 @@ def spelt(key: str, value: object) -> list[str]:
         return [f"--{key}" if value else f"--no-{key}"]
     values = value if isinstance(value, (list, tuple)) else [value]
     return [f"--{key}", *map(str, values)]
+
+
+def values_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values on a command line by key: numbers as such, several words as a list, a switch as a boolean."""
+    found: dict[str, Any] = {}
+    key = ""
+    for word in argv:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            off = key.startswith("no-")
+            key = key.removeprefix("no-").replace("-", "_")
+            found[key] = _number(value) if equals else not off
+        elif found.get(key) is True:
+            found[key] = _number(word)
+        elif key:
+            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), _number(word)]
+    return found
+
+
+def _number(word: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word

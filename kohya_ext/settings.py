@@ -158,10 +158,10 @@ class Settings:
         environment="KOHYA_EXT_VRAM",
         metavar="SIZE",
     )
-    strict: bool = _option(
-        False,
-        "stop at what is otherwise a warning: an unknown key or a wrong type in the config file, a patch whose target "
-        "looks different from what it knows",
+    strict: bool | None = _option(
+        None,
+        "stop at every warning about the config file, the preflight or a patch; --no-strict: only warn where the config file "
+        "has a value that is certain to fail, or a key that is one letter off",
         boolean,
         environment="KOHYA_EXT_STRICT",
     )

@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
-        raise UserError(f"the demo trains for real and needs {', '.join(absent)}: pip install 'kohya-ext[train]'")
+        packages = " ".join("pillow" if name == "PIL" else name for name in absent)
+        raise UserError(f"the demo trains for real and needs packages that are not installed: pip install {packages}")
     from kohya_ext.tiny import dataset  # only here: it needs what was just looked for
 
     folder = arguments.output.resolve()

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kohya_ext import overlay
-from kohya_ext.arguments import complete, find_problem, read_arguments, trace
-from kohya_ext.console import warn
+from kohya_ext.arguments import complete, find_problem, find_problems, preset_line, read_arguments, trace
+from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.probing import script_parser
 from kohya_ext.sdscripts import find_or_fetch, is_training_script
@@ -125,16 +125,17 @@ def _explain(arguments: argparse.Namespace) -> Table:
     resolved = read_arguments(script.name, argv, os.environ)
     parser = script_parser(checkout, script)
     complete(parser)
-    problems = [
-        problem
+    wrong = [
+        str(problem)
         for key, value in resolved.presets.values.items()
         if (problem := find_problem(parser, key, value.value)) is not None
     ]
-    if problems:
-        raise UserError("\n".join(problems))
-    for key, setting in (resolved.config.values if resolved.config else {}).items():
-        if (problem := find_problem(parser, key, setting)) is not None:
-            warn(problem)
+    if wrong:
+        raise UserError("\n".join(wrong))
+    if resolved.config is not None:
+        for problem in find_problems(parser, resolved.config):
+            warn(f"{resolved.config.path}: {problem}")
+    note(preset_line(resolved, parser, argv))
     table = Table("key", "value", "from", "why", title=f"{script.name}, {checkout.label}, preset {resolved.presets.label}")
     for traced in trace(parser, resolved, argv):
         table.add_row(traced.key, escape(repr(traced.value)), escape(traced.origin), escape(traced.why))

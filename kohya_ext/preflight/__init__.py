@@ -60,7 +60,7 @@ def _note_time(script: Path, args: Namespace, settings: Settings, found: Finding
         found.notes.append(f"about {expected} of training: a step with these settings took {seconds:.3g} s on {day}")
 
 
-def say(found: Findings, strict: bool) -> None:
+def say(found: Findings, strict: bool | None) -> None:
     """Say what was found; leave with exit code 2 when there is an error, or under ``strict`` a warning."""
     for line in found.notes:
         note(line)

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.compiling.support import ignored_dynamo_backend
-from kohya_ext.errors import did_you_mean
-from kohya_ext.preflight import Findings, given
-from kohya_ext.preflight.data import dataset_config
+from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.overlay import FAMILIES
+from kohya_ext.preflight import Findings, given, numbers
+from kohya_ext.user_files import read_dataset_config, subsets
 
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
 _DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
@@ -40,10 +41,24 @@ OPTIMIZERS = {
     **{name: ("schedulefree", name) for name in ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")},
 }
 
+#: Where a package is not named as its module is, on PyPI.
+_PACKAGES = {"lycoris": "lycoris-lora", "prodigyplus": "prodigy-plus-schedule-free"}
+
+#: Optimizers that find the size of their steps, and multiply it with the learning rate.
+_ADAPTIVE = ("prodigy", "dadapt")
+
+#: Optimizers whose steps are about as large as the learning rate.
+_SIGNED = ("adam", "lion")
+
 SCHEDULERS = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "piecewise_constant"),
     *("inverse_sqrt", "cosine_with_min_lr", "warmup_stable_decay"),
 )
+
+_RATES = ("learning_rate", "unet_lr", "text_encoder_lr")
+
+#: Beginnings of the families, or scripts without one, whose attention can be xformers'.
+_WITH_XFORMERS = ("sd15", "sdxl", "train_", "anima-lora", "hunyuan-image-lora")
 
 _NETWORK = "network"
 """What the names of the scripts contain that train a network beside the model."""
@@ -52,6 +67,8 @@ _NETWORK = "network"
 def look(script: Path, args: Namespace, found: Findings) -> None:
     """Check what is imported by name, then every combination."""
     _look_at_optimizer(args, found)
+    _look_at_rates(args, found)
+    _look_at_attention(script, args, found)
     if not _is_schedule_free(args):
         _look_at_scheduler(args, found)
     if _NETWORK in script.name:
@@ -60,6 +77,7 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
         _read_pairs(getattr(args, option, None), f"--{option}", found)
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
         found.notes.append(ignored)
+    found.errors.extend(numbers.problems(script, args))
     found.errors.extend(_impossible(script, args))
     found.errors.extend(_impossible_in_subsets(script, args))
 
@@ -76,18 +94,54 @@ def _look_at_optimizer(args: Namespace, found: Findings) -> None:
         return
     known = {key.lower(): value for key, value in OPTIMIZERS.items()}.get(name.lower())
     if known is not None:
-        package = known[0].partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            found.errors.append(f"--optimizer_type {name} needs the package {package}: pip install {package.replace('_', '-')}")
+        _look_for_package(known[0], f"--optimizer_type {name}", found)
         kind = _attribute(*known) if getattr(args, "optimizer_args", None) else None
     else:
         module, _, attribute = name.rpartition(".")
         kind = _attribute(module or "torch.optim", attribute)
-        if kind is None:
+        if kind is None and _look_for_package(module or "torch", f"--optimizer_type {name}", found):
             hint = did_you_mean(name, OPTIMIZERS)
             found.errors.append(f"--optimizer_type {name}: there is no {attribute} in {module or 'torch.optim'}.{hint}")
     if kind is not None:
         _look_at_parameters(kind, getattr(args, "optimizer_args", None), f"--optimizer_args: {name}", found)
+
+
+def _look_for_package(module: str, wanted_by: str, found: Findings) -> bool:
+    """Return whether the package that a module is in is installed; an error names it where it is not."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is not None:
+        return True
+    found.errors.append(
+        f"{wanted_by} needs the package {package}, which is not installed: "
+        f"pip install {_PACKAGES.get(package, package.replace('_', '-'))}"
+    )
+    return False
+
+
+def _look_at_rates(args: Namespace, found: Findings) -> None:
+    """Warn about a learning rate that belongs to another kind of optimizer."""
+    name = (getattr(args, "optimizer_type", None) or "AdamW").rpartition(".")[2]
+    rates = [rate for key in _RATES if (rate := getattr(args, key, None)) is not None]
+    highest = max((rate for value in rates for rate in (value if isinstance(value, list) else [value])), default=None)
+    if highest is None or highest <= 0:
+        return
+    if name.lower().startswith(_ADAPTIVE) and highest < 0.01:
+        found.warnings.append(
+            f"{name} finds the size of its steps itself and multiplies it with the learning rate, {highest:g}: hardly anything "
+            "would be trained. Give --learning_rate 1"
+        )
+    elif any(kind in name.lower() for kind in _SIGNED) and not name.lower().startswith(_ADAPTIVE) and highest >= 0.05:
+        found.warnings.append(
+            f"a learning rate of {highest:g} moves every weight by about that much in each step of {name}, which destroys a "
+            "model. Give --learning_rate 1e-4 for a LoRA or 1e-5 for a fine-tune"
+        )
+
+
+def _look_at_attention(script: Path, args: Namespace, found: Findings) -> None:
+    # The other scripts take the option and use PyTorch's attention.
+    used = getattr(args, "xformers", False) and FAMILIES.get(script.name, script.name).startswith(_WITH_XFORMERS)
+    if used and importlib.util.find_spec("xformers") is None:
+        found.errors.append("--xformers: the package xformers is not installed. Use --sdpa, PyTorch's own, instead")
 
 
 def _look_at_scheduler(args: Namespace, found: Findings) -> None:
@@ -132,8 +186,11 @@ def _look_at_network(script: Path, args: Namespace, found: Findings) -> None:
         return
     if not _can_be_found(name, script.parent):
         near = [f"networks.{file.stem}" for file in (script.parent / "networks").glob("*.py")]
-        hint = did_you_mean(name, near) or (f": pip install {name.split('.')[0]}" if "." in name else "")
-        found.errors.append(f"--network_module {name} cannot be imported.{hint}")
+        hint = did_you_mean(name, near)
+        if hint or _can_be_found(name.partition(".")[0], script.parent):
+            found.errors.append(f"--network_module {name} cannot be imported.{hint}")
+        else:
+            _look_for_package(name, f"--network_module {name}", found)
     for pair in getattr(args, "network_args", None) or []:
         if "=" not in pair:
             found.errors.append(f"--network_args: {pair!r} must be name=value")
@@ -208,12 +265,13 @@ def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
         yield from _impossible_in_subset(script, args)
         return
     try:
-        subsets = list(dataset_config(Path(args.dataset_config)))
-    except (OSError, ValueError, IndexError):
-        return  # said where the training set is looked at
-    for subset in subsets:
+        document = read_dataset_config(Path(args.dataset_config))
+    except UserError:
+        return  # reported where the training set is checked
+    for subset in subsets(document):
         where = subset.get("image_dir") or subset.get("metadata_file")
-        for problem in _impossible_in_subset(script, Namespace(**{**vars(args), **subset})):
+        found = _impossible_in_subset(script, Namespace(**{**vars(args), **subset}))
+        for problem in (*numbers.problems_in_subset(script, subset), *found):
             yield f"{args.dataset_config}, {where}: {problem}"
 
 

@@ -6,15 +6,16 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import toml
-
-from kohya_ext.preflight import Findings, shortened
+from kohya_ext.errors import UserError
+from kohya_ext.preflight import Findings, buckets, caches, shortened
+from kohya_ext.preflight.buckets import Buckets
+from kohya_ext.user_files import read_dataset_config
 
 #: What sd-scripts takes for pictures; the last two with a plug-in only.
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
@@ -37,6 +38,15 @@ class Subset:
     resolution: tuple[int, int] | None = None
     batch_size: int = 1
     regularisation: bool = False
+    dataset: int = 0
+    """Subsets of one dataset share its buckets."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The script's arguments, with what a dataset config sets for this subset over them."""
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """The sizes its images are trained at; None when the resolution is not known."""
+        return buckets.of(self.options, self.resolution) if self.resolution is not None else None
 
 
 def look(script: Path, args: Namespace, found: Findings) -> None:
@@ -44,19 +54,22 @@ def look(script: Path, args: Namespace, found: Findings) -> None:
     if getattr(args, "dataset_class", None):
         return  # the user's own code
     subsets = list(_subsets(script, args, found))
-    pictures = 0
+    sizes: dict[Path, list[tuple[int, int] | None]] = {}
     for subset in subsets:
         if not subset.folder.is_dir():
             found.errors.append(f"the data set's folder {subset.folder} does not exist")
             continue
         files = sorted(file for file in subset.folder.iterdir() if file.suffix.lower() in PICTURES and file.is_file())
         if not files and not subset.regularisation:
-            found.errors.append(f"there are no pictures in {subset.folder} ({', '.join(PICTURES[:5])})")
-        pictures += len(files)
-        _look_at_pictures(subset, files, found)
+            found.errors.append(f"there are no images in {subset.folder} ({', '.join(PICTURES[:5])})")
+        sizes[subset.folder] = _look_at_pictures(subset, files, found)
+        if "control_net" not in script.name:
+            _look_at_sizes(subset, sizes[subset.folder], found)
         _look_at_captions(subset, files, found)
-    if pictures and not found.errors:
-        _note_steps(subsets, args, found)
+        if caches.are_read(subset.options):
+            found.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
+    if any(sizes.values()) and not found.errors:
+        _note_steps(subsets, sizes, args, found)
 
 
 # --- which folders ---------------------------------------------------------------------------------------------------
@@ -70,8 +83,13 @@ def _subsets(script: Path, args: Namespace, found: Findings) -> Iterator[Subset]
     if not folder:
         found.errors.append("no training data: give --train_data_dir or --dataset_config")
         return
-    common: dict[str, Any] = {"batch_size": getattr(args, "train_batch_size", 1) or 1, "resolution": _resolution(args, found)}
+    common: dict[str, Any] = {
+        "batch_size": getattr(args, "train_batch_size", 1) or 1,
+        "resolution": _resolution(args, found),
+        "options": vars(args),
+    }
     if getattr(args, "in_json", None):
+        common["repeats"] = getattr(args, "dataset_repeats", None) or 1
         yield from _of_metadata(Path(folder), Path(args.in_json), common, found)
         return
     extension = getattr(args, "caption_extention", None) or getattr(args, "caption_extension", None) or ".caption"
@@ -97,21 +115,28 @@ def _in_subfolders(
     ignored = []
     none = True
     for folder in sorted(path for path in parent.iterdir() if path.is_dir()):
-        number, _, words = folder.name.partition("_")
-        if number.isdecimal() and int(number) > 0:
+        words = folder.name.partition("_")[2]
+        if repeats := _repeats(folder.name):
             none = False
-            yield Subset(folder, int(number), extension, words or None, regularisation=regularisation, **common)
+            yield Subset(folder, repeats, extension, words or None, regularisation=regularisation, **common)
         elif _holds_pictures(folder):
             ignored.append(folder.name)
     if none and _holds_pictures(parent):
-        found.errors.append(
-            f"{option} {parent} holds the pictures itself, and sd-scripts wants the folder above: move them to "
-            f"{parent / ('10_' + parent.name)} (10 repeats), or name the folder in a --dataset_config"
-        )
+        if _repeats(parent.resolve().name):
+            way_out = f"give {option} {parent.resolve().parent}"
+        else:
+            way_out = f"move them to {parent / ('10_' + parent.name)} (10 repeats), or name the folder in a --dataset_config"
+        found.errors.append(f"{option} {parent} holds the images itself, and sd-scripts wants the folder above: {way_out}")
     elif none:
         found.errors.append(f"{option} {parent} has no subfolder named N_name (N repeats, such as 10_cat) with pictures")
     elif ignored:
         found.warnings.append(f"{option}: {shortened(ignored)}: ignored, for the name does not begin with a number of repeats")
+
+
+def _repeats(name: str) -> int:
+    """Return N of a folder's name ``N_words``; 0 for one that sd-scripts does not take."""
+    number = name.partition("_")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def _of_metadata(folder: Path, file: Path, common: dict[str, Any], found: Findings) -> Iterator[Subset]:
@@ -126,43 +151,33 @@ def _of_metadata(folder: Path, file: Path, common: dict[str, Any], found: Findin
 
 def _of_dataset_config(file: Path, args: Namespace, found: Findings) -> Iterator[Subset]:
     try:
-        subsets = list(dataset_config(file))
-    except OSError as error:
-        found.errors.append(f"--dataset_config {file}: {error.strerror or error}")
+        document = read_dataset_config(file)
+    except UserError as error:
+        found.errors.append(str(error))
         return
-    except (ValueError, IndexError) as error:
-        found.errors.append(f"--dataset_config {file} cannot be read: {error}")
-        return
-    for subset in subsets:
-        said = {**_defaults(args), **subset}
-        folder = said.get("image_dir")
-        if not folder and not said.get("metadata_file"):
-            found.errors.append(f"--dataset_config {file}: a subset has neither image_dir nor metadata_file")
-        elif folder:
-            yield Subset(
-                Path(folder),
-                int(said.get("num_repeats", 1)),
-                said.get("caption_extension", ".caption"),
-                said.get("class_tokens"),
-                "metadata_file" in said,
-                _pair(said.get("resolution")),
-                int(said.get("batch_size", 1)),
-                bool(said.get("is_reg", False)),
-            )
-    if not subsets:
-        found.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
-
-
-def dataset_config(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield what a dataset config says of each subset: its own options over the data set's over the general ones.
-
-    Raises OSError, and ValueError or IndexError for what is neither TOML nor JSON.
-    """
-    text = file.read_text(encoding="utf-8")
-    config = json.loads(text) if file.suffix.lower() == ".json" else toml.loads(text)
-    for dataset in config.get("datasets", []):
+    none = True
+    for index, dataset in enumerate(document.get("datasets", [])):
         for subset in dataset.get("subsets", []):
-            yield {**config.get("general", {}), **dataset, **subset}
+            none = False
+            given = {**_defaults(args), **document.get("general", {}), **dataset, **subset}
+            folder = given.get("image_dir")
+            if not folder and not given.get("metadata_file"):
+                found.errors.append(f"--dataset_config {file}: a subset has neither image_dir nor metadata_file")
+            elif folder:
+                yield Subset(
+                    Path(folder),
+                    int(given.get("num_repeats", 1)),
+                    given.get("caption_extension", ".caption"),
+                    given.get("class_tokens"),
+                    "metadata_file" in given,
+                    _pair(given.get("resolution")),
+                    int(given.get("batch_size", 1)) or 1,
+                    bool(given.get("is_reg", False)),
+                    index,
+                    {**vars(args), **given},
+                )
+    if none:
+        found.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
 
 
 def _defaults(args: Namespace) -> dict[str, Any]:
@@ -197,7 +212,8 @@ def _holds_pictures(folder: Path) -> bool:
     return any(file.suffix.lower() in PICTURES for file in folder.iterdir())
 
 
-def _look_at_pictures(subset: Subset, files: list[Path], found: Findings) -> None:
+def _look_at_pictures(subset: Subset, files: list[Path], found: Findings) -> list[tuple[int, int] | None]:
+    """Check every image; return their sizes."""
     with ThreadPoolExecutor(8) as pool:
         looked = list(pool.map(picture_problem, files))
     small = 0
@@ -209,11 +225,43 @@ def _look_at_pictures(subset: Subset, files: list[Path], found: Findings) -> Non
     if small:
         wanted = "x".join(map(str, subset.resolution or ()))
         found.warnings.append(
-            f"{small} of {len(files)} pictures in {subset.folder} have less than a quarter of {wanted}'s pixels"
+            f"{small} of {len(files)} images in {subset.folder} have less than a quarter of {wanted}'s pixels"
         )
     twice = [stem for stem, count in Counter(file.stem for file in files).items() if count > 1]
     if twice:
-        found.warnings.append(f"{subset.folder}: pictures that share a name share caption and cache: {shortened(twice)}")
+        found.warnings.append(f"{subset.folder}: images that share a name share caption and cache: {shortened(twice)}")
+    return [size for _, size in looked]
+
+
+def _look_at_sizes(subset: Subset, sizes: list[tuple[int, int] | None], found: Findings) -> None:
+    """Check that the images can be brought to the sizes that are trained at, and that they keep their pixels."""
+    its = subset.buckets
+    if its is None:
+        return
+    if (problem := its.problem()) is not None:
+        if problem not in found.errors:
+            found.errors.append(problem)
+        return
+    known = [size for size in sizes if size is not None]
+    width, height = its.resolution
+    if its.enabled:
+        cut = [size for size in known if its.is_cut(size)]
+        if cut:
+            found.warnings.append(
+                f"{len(cut)} of {len(sizes)} images in {subset.folder} would have less than 85 % of {width}x{height}'s pixels: "
+                f"--max_bucket_reso {its.largest} is too small for their shape. Give --max_bucket_reso {2 * max(width, height)}"
+            )
+        return
+    if any(subset.options.get(name) for name in ("cache_latents", "cache_latents_to_disk", "face_crop_aug_range")):
+        return  # latents are cached at the resolution, the images scaled and cropped
+    crops = bool(subset.options.get("random_crop"))
+    wrong = [(w, h) for w, h in known if w < width or h < height or (not crops and (w > width or h > height))]
+    if wrong:
+        one = "x".join(map(str, wrong[0]))
+        found.errors.append(
+            f"{len(wrong)} of {len(sizes)} images in {subset.folder} are not {width}x{height} (one is {one}), "
+            "and without buckets and cached latents sd-scripts does not scale images: give --enable_bucket or --cache_latents"
+        )
 
 
 def picture_problem(file: Path) -> tuple[str | None, tuple[int, int] | None]:
@@ -233,7 +281,7 @@ def picture_problem(file: Path) -> tuple[str | None, tuple[int, int] | None]:
                 picture.load()
             return None, picture.size
     except UnidentifiedImageError:
-        return "is not a picture that can be read", None
+        return "is not an image that can be read", None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         return f"is broken: {error}", None
     except Image.DecompressionBombError:
@@ -280,28 +328,57 @@ def _look_at_captions(subset: Subset, files: list[Path], found: Findings) -> Non
     others = [ext for ext in (".txt", ".caption") if ext != subset.caption_extension and files[0].with_suffix(ext).exists()]
     hint = f"; there are {others[0]} files: --caption_extension {others[0]}" if others else ""
     message = (
-        f"{len(missing)} of {len(files)} pictures in {subset.folder} have no {subset.caption_extension} caption "
+        f"{len(missing)} of {len(files)} images in {subset.folder} have no {subset.caption_extension} caption "
         f"and are {instead}{hint}"
     )
     (found.warnings if subset.class_tokens else found.errors).append(message)
 
 
-def _note_steps(subsets: list[Subset], args: Namespace, found: Findings) -> None:
-    def size(subset: Subset) -> int:
-        return sum(file.suffix.lower() in PICTURES for file in subset.folder.iterdir())
-
-    trained = sum(size(subset) * subset.repeats for subset in subsets if not subset.regularisation)
-    batches = sum(math.ceil(size(subset) * subset.repeats / subset.batch_size) for subset in subsets)
-    if any(subset.regularisation for subset in subsets):
-        batches *= 2  # as many regularisation pictures are drawn as there are trained ones
+def _note_steps(
+    subsets: list[Subset], sizes: Mapping[Path, list[tuple[int, int] | None]], args: Namespace, found: Findings
+) -> None:
+    images = sum(len(sizes[subset.folder]) for subset in subsets)
+    trained = sum(len(sizes[subset.folder]) * subset.repeats for subset in subsets if not subset.regularisation)
+    batches = 0
+    for dataset in {subset.dataset for subset in subsets}:
+        its = [subset for subset in subsets if subset.dataset == dataset]
+        filled = _fill_buckets(its, sizes)
+        batches += sum(math.ceil(count / its[0].batch_size) for count in filled.values())
     per_epoch = math.ceil(batches / (getattr(args, "gradient_accumulation_steps", 1) or 1))
     epochs = getattr(args, "max_train_epochs", None)
-    steps = epochs * per_epoch if epochs else args.max_train_steps
+    steps = args.max_train_steps if epochs is None else epochs * per_epoch
     if steps < 1:
         found.errors.append(f"nothing to train: {steps} steps. Give --max_train_steps or --max_train_epochs of 1 or more")
     found.steps = steps
-    pictures = sum(size(subset) for subset in subsets)
     found.notes.append(
-        f"{pictures} pictures, {trained} with repeats, about {per_epoch} steps an epoch; {steps} steps in all, "
+        f"{images} images, {trained} with repeats, about {per_epoch} steps an epoch; {steps} steps in all, "
         f"{steps / max(per_epoch, 1):.3g} epochs"
     )
+
+
+def _fill_buckets(subsets: list[Subset], sizes: Mapping[Path, list[tuple[int, int] | None]]) -> Counter[tuple[int, int] | None]:
+    """Return how many images of a dataset an epoch draws from each bucket, repeats counted.
+
+    As many regularisation images are drawn as there are trained ones: at first each as often as it is repeated, then once more
+    in every round.
+    """
+    filled: Counter[tuple[int, int] | None] = Counter()
+    regularisation: list[tuple[tuple[int, int] | None, int]] = []
+    for subset in subsets:
+        its = subset.buckets
+        for size in sizes[subset.folder]:
+            bucket = its.bucket(size) if its is not None and size is not None else None
+            if subset.regularisation:
+                regularisation.append((bucket, subset.repeats))
+            else:
+                filled[bucket] += subset.repeats
+    missing, first = filled.total(), True
+    while missing > 0 and regularisation:
+        for bucket, repeats in regularisation:
+            drawn = repeats if first else 1
+            filled[bucket] += drawn
+            missing -= drawn
+            if missing <= 0:
+                break
+        first = False
+    return filled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -15,6 +16,14 @@ from kohya_ext.preflight.sizes import Size
 from kohya_ext.settings import Settings
 from kohya_ext.writing import previous
 
+#: Bytes in a file's name, on all usual file systems.
+_LONGEST_NAME = 255
+
+#: The longest ending that a run gives to its output name.
+_LONGEST_ENDING = "-step00000000-ema.safetensors.partial"
+
+_NOT_ON_WINDOWS = '<>:"|?*'
+
 
 def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> None:
     """Check the output folder. Changes nothing but this: it makes the folder."""
@@ -22,6 +31,9 @@ def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> 
         found.errors.append("no --output_dir: the trained model would have nowhere to go")
         return
     folder, name = Path(args.output_dir), getattr(args, "output_name", None)
+    if name and (problem := name_problem(folder, name)) is not None:
+        found.errors.append(f"--output_name {_shortened(name)} {problem}")
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -35,6 +47,25 @@ def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> 
     size = sizes.look(script, args)
     if size is not None:
         _look_for_room(args, folder, size, found, settings)
+
+
+def name_problem(folder: Path, name: str) -> str | None:
+    """Return what is wrong with an output name, and what to give instead; None when files can have it."""
+    last = Path(name).name
+    wrong = "".join(letter for letter in _NOT_ON_WINDOWS if letter in last) if os.name == "nt" else ""
+    if wrong:
+        return f"has {wrong} in it, which no file name on Windows can have: give another name"
+    longest = _LONGEST_NAME - len(_LONGEST_ENDING)
+    if len(last.encode()) > longest:
+        return f"is too long for the names of files: give one of {longest} bytes at most"
+    if not last or (last != name and not (folder / name).parent.is_dir()):
+        return "is not a name but a path, and its folder does not exist: give the folder as --output_dir"
+    return None
+
+
+def _shortened(name: str) -> str:
+    """Return a name for a message, its middle left out where it is long."""
+    return name if len(name) <= 60 else f"{name[:40]}...{name[-10:]}"
 
 
 def _look_for_room(args: Namespace, folder: Path, size: Size, found: Findings, settings: Settings) -> None:

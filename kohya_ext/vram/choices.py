@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import toml
-
 from kohya_ext.arguments import QuietParser, RunArguments, find_problem
 from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import negated_flags
+from kohya_ext.user_files import read_dataset_config
 from kohya_ext.vram import prompts
 
 #: What stands for a file of weights in 8 bits once choices are normalized.
@@ -363,12 +362,7 @@ def _batches(choices: Choices) -> Iterator[tuple[int, int, int]]:
         yield _batch(choices, choices.resolution, choices.train_batch_size, choices.enable_bucket)
         return
     file = Path(choices.dataset_config)
-    try:
-        document = toml.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--dataset_config {file}: {error.strerror or error}") from None
-    except (toml.TomlDecodeError, UnicodeDecodeError, IndexError) as error:
-        raise UserError(f"--dataset_config {file} is not valid TOML: {error}") from None
+    document = read_dataset_config(file)
     general = document.get("general", {})
     for dataset in document.get("datasets", []) or [{}]:
         said = {**general, **dataset}

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
-from kohya_ext.arguments import RunArguments, find_problem, take_over
+from kohya_ext.arguments import RunArguments, find_problem, find_problems, take_over
 from kohya_ext.compiling.support import DEFAULT_BACKEND
 from kohya_ext.errors import UserError
 from kohya_ext.patching import Patcher, registry
@@ -167,15 +167,15 @@ def _arguments(checkout: Checkout, script: str, run: RunArguments, argv: Sequenc
     parser = script_names(checkout, checkout.script(script))["setup_parser"]()
     take_over(parser, run)
     own = dict(options())
-    for where, values in (
-        (f"preset {run.presets.label}", {key: value.value for key, value in run.presets.values.items()}),
-        (str(run.config.path if run.config else ""), dict(run.config.values if run.config else {})),
-    ):
-        theirs = {key: value for key, value in values.items() if key not in own}
-        problems = [problem for key, value in theirs.items() if (problem := find_problem(parser, key, value)) is not None]
-        if problems:
-            raise UserError("\n".join(f"{where}: {problem}" for problem in problems))
-        parser.set_defaults(**theirs)
+    preset = {key: value.value for key, value in run.presets.values.items() if key not in own}
+    config = {key: value for key, value in (run.config.values if run.config is not None else {}).items() if key not in own}
+    found = [(f"preset {run.presets.label}", find_problem(parser, key, value)) for key, value in preset.items()]
+    if run.config is not None:
+        found += [(str(run.config.path), problem) for problem in find_problems(parser, run.config) if problem.certain]
+    if wrong := [f"{where}: {problem}" for where, problem in found if problem is not None]:
+        raise UserError("\n".join(wrong))
+    parser.set_defaults(**preset)
+    parser.set_defaults(**config)
     arguments: argparse.Namespace = parser.parse_args(list(argv))
     return arguments
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from kohya_ext import overlay
 from kohya_ext.arguments import RunArguments, read_arguments
 from kohya_ext.errors import UserError
-from kohya_ext.retyping import rewritten
+from kohya_ext.retyping import rewritten, values_of
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.settings import AUTO
 from kohya_ext.vram import choices as choosing
@@ -343,29 +343,3 @@ def attempt(checkout: Checkout, script: str, argv: Sequence[str], environ: Mappi
     places = [checkout.script(script), checkout.path / "train_network.py", *(checkout.path / "library").glob("*.py")]
     text = "".join(place.read_text(encoding="utf-8", errors="replace") for place in places if place.is_file())
     return Attempt(script, {key: value for layer in layers for key, value in layer.items()}, lambda key: f'"--{key}"' in text)
-
-
-def values_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Return what a command line says, by key: numbers as such, several words as a list, a switch as a boolean."""
-    found: dict[str, Any] = {}
-    key = ""
-    for word in argv:
-        if word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            off = key.startswith("no-")
-            key = key.removeprefix("no-").replace("-", "_")
-            found[key] = _number(value) if equals else not off
-        elif found.get(key) is True:
-            found[key] = _number(word)
-        elif key:
-            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), _number(word)]
-    return found
-
-
-def _number(word: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            pass
-    return word

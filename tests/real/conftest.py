@@ -48,7 +48,7 @@ def _generations() -> dict[str, Checkout]:
 
 def _why_not() -> str | None:
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed (pip install 'kohya-ext[train]')"
+        return "torch is not installed"
     return None if _generations() else "no sd-scripts found (python -m kohya_ext setup)"
 
 

@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from kohya_ext import arguments
-from kohya_ext.arguments import find_problem, read_arguments, take_over, trace
+from kohya_ext.arguments import find_problem, read_arguments, read_config_file, take_over, trace
 from kohya_ext.errors import UserError
 
 SCRIPT = "sdxl_train.py"
@@ -122,8 +122,9 @@ PROBLEMS = [
     ("learning_rate", "1e-4", "learning_rate must be a number without quotes, not '1e-4'"),
     ("train_batch_size", 1.5, "train_batch_size must be a whole number without quotes, not 1.5"),
     ("train_batch_size", True, "train_batch_size must be a whole number without quotes, not True"),
+    ("train_batch_size", 4.0, "train_batch_size must be a whole number without quotes, not 4.0"),
     ("resolution", 512, 'resolution must be text: resolution = "512"'),
-    ("cache_latents", "false", "cache_latents must be true or false, not 'false'"),
+    ("cache_latents", "false", "cache_latents must be true or false without quotes, not 'false'"),
     ("network_args", "a=b", 'network_args must be a list: network_args = ["a=b"]'),
     ("network_args", [1], 'network_args must be text: network_args = "1"'),
     ("save_model_as", "zip", "save_model_as must be one of ckpt, safetensors, not 'zip'."),
@@ -134,8 +135,7 @@ PROBLEMS = [
 @pytest.mark.parametrize(("key", "value", "problem"), PROBLEMS, ids=[f"{key}={value}" for key, value, _ in PROBLEMS])
 def test_a_wrong_value_is_named_with_the_right_way_to_write_it(key, value, problem):
     found = find_problem(make_parser(), key, value)
-    assert found is not None
-    assert found.startswith(problem)
+    assert str(found).startswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,7 @@ def test_a_wrong_value_is_named_with_the_right_way_to_write_it(key, value, probl
         ("network_args", ["a=b"]),
         ("save_model_as", "ckpt"),
         ("cache_latents", False),
+        ("cache_latents", 1),
         ("resolution", "512"),
     ],
 )
@@ -156,17 +157,51 @@ def test_a_right_value_is_left_alone(key, value):
 
 
 def test_the_config_file_is_warned_about_and_strictly_refused(monkeypatch, config, capsys):
-    file = config("[one]\nlearnign_rate = 1.0\ntrain_batch_size = 2\n[two]\ntrain_batch_size = 3\n[two.three]\nx = 1\n")
+    file = config("[one]\nlerning_rat = 1.0\ntrain_batch_size = 2\n[two]\ntrain_batch_size = 3\n[two.three]\nx = 1\n")
     assert parse(monkeypatch, "--config_file", file).train_batch_size == 3
     said = capsys.readouterr().err
     assert "warning: " in said
     assert "Did you mean learning_rate?" in said
-    assert "train_batch_size is said twice; the last one counts: 3" in said
+    assert "duplicate key train_batch_size; using the last value: 3" in said
     assert "[two.three] is a table in a table" in said
     with pytest.raises(SystemExit) as leaving:
         parse(monkeypatch, "--config_file", file, "--strict")
     assert leaving.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+CERTAIN = [
+    'save_model_as = "zip"',
+    'cache_latents = "false"',
+    'cache_latents = "off"',
+    'learning_rate = "1e-3"',
+    "train_batch_size = 1.5",
+    "resolution = 512",
+    'network_args = "a=b"',
+    "learnin_rate = 1e-3",
+    "learning_ratee = 1e-3",
+    "learnign_rate = 1e-3",
+    "lesrning_rate = 1e-3",
+]
+
+
+@pytest.mark.parametrize("line", CERTAIN)
+def test_a_line_that_would_fail_or_mean_the_opposite_stops_the_run_unless_not_strict(monkeypatch, config, capsys, line):
+    file = config(f"{line}\n")
+    with pytest.raises(SystemExit) as leaving:
+        parse(monkeypatch, "--config_file", file)
+    assert leaving.value.code == 2
+    assert "kohya_ext: error: " in capsys.readouterr().err
+    parse(monkeypatch, "--config_file", file, "--no-strict")
+    said = capsys.readouterr().err
+    assert "kohya_ext: warning: " in said
+    assert "error" not in said
+
+
+@pytest.mark.parametrize("line", ['cache_latents = "true"', "train_batch_size = 4.0", "train_batch_size = true", "epoch = 3"])
+def test_a_line_that_works_is_only_warned_about(monkeypatch, config, capsys, line):
+    parse(monkeypatch, "--config_file", config(f"{line}\n"))
+    assert "kohya_ext: warning: " in capsys.readouterr().err
 
 
 def test_a_presets_mistake_is_always_an_error(monkeypatch, tmp_path, capsys):
@@ -204,7 +239,7 @@ def test_a_config_file_that_is_to_be_written_need_not_be_there():
 
 def test_another_programs_command_line_is_not_read():
     run = read_arguments(None, ["--strict", "--preset", "nonsense"], {})
-    assert run.settings.strict is False
+    assert run.settings.strict is None
     assert run.settings.preset == ()
 
 
@@ -222,3 +257,30 @@ def test_every_value_is_traced_to_where_it_comes_from(preset, config):
     )
     assert (traced["activation_memory_budget"].value, traced["activation_memory_budget"].origin) == (0.5, "config file")
     assert traced["preset"].origin == "command line"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xef\xbb\xbfseed = 1\n", "save it as UTF-8 without BOM"), (bytes(range(256)), "is not a text file in UTF-8")],
+)
+def test_a_config_file_that_upstream_cannot_read_is_named(tmp_path, content, message):
+    (tmp_path / "mine.toml").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_arguments(SCRIPT, ["--config_file", str(tmp_path / "mine.toml")], {})
+
+
+def test_a_config_file_with_windows_line_ends_is_read(tmp_path):
+    (tmp_path / "mine.toml").write_bytes(b"[a]\r\nseed = 1\r\n")
+    assert read_config_file(str(tmp_path / "mine.toml")).values == {"seed": 1}
+
+
+def test_an_option_of_the_training_belongs_after_the_script():
+    parser = arguments.QuietParser()
+    parser.add_argument("script")
+    with pytest.raises(UserError, match="write --strict after SCRIPT"):
+        parser.parse_args(["--strict", "sdxl_train.py"])
+
+
+def test_the_preset_line_comes_once_when_the_arguments_are_final(monkeypatch, preset, config, capsys):
+    parse(monkeypatch, "--preset", preset, "--config_file", config("train_batch_size = 8\n"), "--no-cache_latents")
+    assert capsys.readouterr().err == f"kohya_ext: preset {preset} set resolution=1024,1024\n"

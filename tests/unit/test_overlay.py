@@ -85,6 +85,7 @@ def test_the_later_of_two_presets_wins(tmp_path):
     ("names", "script", "message"),
     [
         (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py: there are 8gb, 10gb, "),
+        (["4gb"], "sdxl_train.py", r"fused-adamw, speed; 8gb is the smallest tier$"),
         (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py: .*Did you mean 24gb\?"),
         (["base"], "sdxl_train.py", "no preset base"),
         (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),
@@ -109,3 +110,18 @@ def test_a_preset_that_cannot_be_had_is_answered_with_those_that_can(names, scri
 def test_a_broken_preset_is_named(text, message):
     with pytest.raises(UserError, match=message):
         overlay.parse(text, "mine.toml", None)
+
+
+def test_a_preset_file_may_have_a_byte_order_mark_and_windows_line_ends(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b"\xef\xbb\xbfseed = 1 # any\r\n[preset]\r\nextends = ['base']\r\nfamily = 'sdxl-lora'\r\n")
+    loaded = overlay.load([str(file)], "sdxl_train_network.py").values
+    assert loaded["seed"] == overlay.Value(1, "any", str(file))
+    assert loaded["network_dim"].value == 16
+
+
+def test_a_preset_file_that_is_no_text_is_named(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(UserError, match=r"mine\.toml is not a text file in UTF-8"):
+        overlay.load([str(file)], "sdxl_train.py")

@@ -1,5 +1,6 @@
 """What a preflight finds in files and arguments."""
 
+import importlib.util
 import json
 import struct
 import zipfile
@@ -100,12 +101,12 @@ def test_steps_are_counted(tmp_path):
     findings = found(data.look, train_data_dir=str(tmp_path), **ARGS)
     assert not findings.errors
     assert not findings.warnings
-    assert findings.notes == ["2 pictures, 10 with repeats, about 5 steps an epoch; 20 steps in all, 4 epochs"]
+    assert findings.notes == ["2 images, 10 with repeats, about 5 steps an epoch; 20 steps in all, 4 epochs"]
 
 
 @pytest.mark.parametrize(
     ("folder", "said"),
-    [("missing", "does not exist"), ("no_number", "no subfolder named N_name"), ("inside", "holds the pictures itself")],
+    [("missing", "does not exist"), ("no_number", "no subfolder named N_name"), ("inside", "holds the images itself")],
 )
 def test_a_folder_that_upstream_would_train_nothing_from(tmp_path, folder, said):
     write_pictures(tmp_path / "no_number" / "cat")
@@ -127,13 +128,13 @@ def test_an_empty_picture_and_one_that_is_none_are_found(tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "b.jpg").write_text("hello")
     assert data.picture_problem(tmp_path / "a.png")[0] == "is empty (0 bytes)"
-    assert "not a picture" in data.picture_problem(tmp_path / "b.jpg")[0]
+    assert "not an image" in data.picture_problem(tmp_path / "b.jpg")[0]
 
 
 def test_captions_are_counted_and_the_other_extension_is_offered(tmp_path):
     write_pictures(tmp_path / "1_cat", 3)
     (warning,) = found(data.look, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
-    assert "3 of 3 pictures" in warning
+    assert "3 of 3 images" in warning
     assert "'cat' alone" in warning
     assert "--caption_extension .txt" in warning
 
@@ -148,6 +149,110 @@ def test_a_dataset_config_is_followed(tmp_path):
     )
     (error,) = found(data.look, dataset_config=str(config), max_train_steps=3).errors
     assert "dogs does not exist" in error
+
+
+def write_images(folder, *sizes):
+    folder.mkdir(parents=True)
+    for at, size in enumerate(sizes):
+        image.new("RGB", size).save(folder / f"{at}.png")
+        (folder / f"{at}.txt").write_text("a cat")
+    return folder
+
+
+def test_a_folder_that_is_itself_the_subset_is_answered_with_the_one_above(tmp_path):
+    write_pictures(tmp_path / "2_sks")
+    (error,) = found(data.look, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
+    assert error.endswith(f"give --train_data_dir {tmp_path}")
+
+
+def test_as_many_regularisation_images_are_drawn_as_there_are_trained_ones(tmp_path):
+    write_pictures(tmp_path / "train" / "5_cat", 2)
+    write_pictures(tmp_path / "reg" / "1_cat", 3)
+    args = {**ARGS, "train_data_dir": str(tmp_path / "train"), "reg_data_dir": str(tmp_path / "reg")}
+    assert found(data.look, **args).notes == ["5 images, 10 with repeats, about 10 steps an epoch; 20 steps in all, 2 epochs"]
+    # The last draw of the first round may go beyond.
+    write_pictures(tmp_path / "more" / "20_cat", 3)
+    args["reg_data_dir"] = str(tmp_path / "more")
+    assert "about 15 steps an epoch" in found(data.look, **args).notes[0]
+
+
+def test_steps_are_counted_by_bucket(tmp_path):
+    write_images(tmp_path / "1_cat", *[(64, 64)] * 3, *[(64, 128)] * 3)
+    args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "128"}
+    one = {"enable_bucket": False, "cache_latents": True}
+    assert "about 3 steps an epoch" in found(data.look, **args, **one).notes[0]
+    assert "about 4 steps an epoch" in found(data.look, **args, enable_bucket=True, min_bucket_reso=64).notes[0]
+    args["max_train_epochs"] = 2
+    assert found(data.look, **args, enable_bucket=True, min_bucket_reso=64).steps == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "args", "said"),
+    [
+        ([(64, 64), (96, 64)], {}, "1 of 2 images in"),
+        ([(64, 64), (32, 64)], {}, "(one is 32x64)"),
+        ([(64, 64), (32, 64)], {"random_crop": True}, "(one is 32x64)"),
+        ([(96, 64)], {"random_crop": True}, None),
+        ([(96, 64)], {"cache_latents": True}, None),
+        ([(96, 64)], {"enable_bucket": True, "min_bucket_reso": 64}, None),
+        ([(64, 64)], {}, None),
+    ],
+)
+def test_images_that_sd_scripts_would_not_scale_are_found(tmp_path, sizes, args, said):
+    write_images(tmp_path / "1_cat", *sizes)
+    errors = found(data.look, train_data_dir=str(tmp_path), **ARGS, **args).errors
+    assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
+
+
+def test_limits_of_buckets_that_upstream_refuses_are_found(tmp_path):
+    write_images(tmp_path / "1_cat", (64, 64))
+    args = {**ARGS, "train_data_dir": str(tmp_path), "enable_bucket": True}
+    (error,) = found(data.look, **args).errors
+    assert error.endswith("give --min_bucket_reso 64")
+    (error,) = found(data.look, **{**args, "resolution": "1536"}).errors
+    assert error.endswith("give --max_bucket_reso 3072")
+
+
+def test_images_that_lose_pixels_to_the_largest_bucket_are_counted(tmp_path):
+    write_images(tmp_path / "1_cat", (832, 1216), (1024, 1024))
+    args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "1024", "enable_bucket": True}
+    (warning,) = found(data.look, **args).warnings
+    assert "1 of 2 images" in warning
+    assert warning.endswith("Give --max_bucket_reso 2048")
+    assert not found(data.look, **args, max_bucket_reso=2048).warnings
+    assert not found(data.look, **args, bucket_no_upscale=True).warnings
+
+
+def test_broken_caches_are_found_where_they_are_read(tmp_path):
+    folder = write_pictures(tmp_path / "1_cat")
+    numpy = pytest.importorskip("numpy")
+    numpy.savez(folder / "0_0064x0064_sdxl.npz", latents=numpy.zeros(4))
+    whole = (folder / "0_0064x0064_sdxl.npz").read_bytes()
+    args = {**ARGS, "train_data_dir": str(tmp_path)}
+    assert not found(data.look, **args, cache_latents_to_disk=True).errors
+    (folder / "0_te_outputs.npz").touch()
+    (folder / "1.npz").write_bytes(whole[:-30])
+    (folder / "1_0064x0064_sdxl.npz").write_text("garbage")
+    (folder / "another.npz").write_text("not of these images")
+    (error,) = found(data.look, **args, cache_latents_to_disk=True).errors
+    assert "0_te_outputs.npz, 1.npz, 1_0064x0064_sdxl.npz. Delete them" in error
+    assert not found(data.look, **args, cache_latents=True).errors
+
+
+def test_a_dataset_config_in_json_is_read_and_one_that_upstream_cannot_read_is_named(tmp_path):
+    write_pictures(tmp_path / "cats")
+    document = {"general": {"caption_extension": ".txt"}, "datasets": [{"subsets": [{"image_dir": str(tmp_path / "cats")}]}]}
+    config = tmp_path / "data.json"
+    config.write_text(json.dumps(document))
+    args = {**ARGS, "dataset_config": str(config)}
+    assert not found(data.look, **args).errors
+    config.write_text("\ufeff" + json.dumps(document), encoding="utf-8")
+    (error,) = found(data.look, **args).errors
+    assert "save it as UTF-8 without BOM" in error
+    config.write_bytes(b"\xff\xfe\x00")
+    assert found(data.look, **args).errors == [f"--dataset_config {config} is not a text file in UTF-8"]
+    args["dataset_config"] = str(config.rename(tmp_path / "data.yaml"))
+    assert found(data.look, **args).errors[0].endswith("sd-scripts reads files that end in .toml or .json")
 
 
 # --- output and choices ----------------------------------------------------------------------------------------------
@@ -233,6 +338,127 @@ def test_an_output_folder_that_cannot_be_made_is_said(tmp_path):
 )
 def test_what_cannot_work_is_said(script, args, said):
     (error,) = found(choices.look, script, **args).errors
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (
+            {"gradient_accumulation_steps": 0},
+            "--gradient_accumulation_steps 0: sd-scripts divides by it. Give a number 1 or more",
+        ),
+        ({"train_batch_size": 0}, "--train_batch_size 0"),
+        ({"network_dim": -4, "network_module": "lycoris.kohya"}, "--network_dim -4"),
+        ({"network_dim": 0, "network_module": "networks.lora"}, "--network_dim 0"),
+        ({"learning_rate": -1.0}, "--learning_rate -1: optimizers take no negative learning rate. Give a number 0 or more"),
+        ({"text_encoder_lr": [1e-5, -1e-5]}, "--text_encoder_lr -1e-05"),
+        (
+            {"save_every_n_steps": 0},
+            "--save_every_n_steps 0: sd-scripts divides by it. Give a number 1 or more, or leave it out",
+        ),
+        ({"save_every_n_epochs": 0}, "--save_every_n_epochs 0"),
+        ({"save_last_n_epochs": 0}, "--save_last_n_epochs 0: the file that was just saved would be removed"),
+        ({"max_data_loader_n_workers": -1}, "--max_data_loader_n_workers -1"),
+        ({"max_train_epochs": 0}, "--max_train_epochs 0: nothing would be trained"),
+        ({"seed": -1}, "--seed -1: NumPy takes no other seed. Give a number from 0 to 4294967295"),
+        ({"min_snr_gamma": -5.0}, "--min_snr_gamma -5: the loss would be maximized"),
+        ({"max_grad_norm": -1.0}, "--max_grad_norm -1"),
+        ({"network_dropout": 1.5}, "--network_dropout 1.5: it is a probability. Give a number from 0 to 1"),
+        ({"caption_dropout_rate": 10}, "--caption_dropout_rate 10"),
+        ({"lr_warmup_steps": -10, "lr_scheduler": "cosine"}, "--lr_warmup_steps -10"),
+        (
+            {"persistent_data_loader_workers": True, "max_data_loader_n_workers": 0},
+            "needs --max_data_loader_n_workers of 1 or more",
+        ),
+    ],
+)
+def test_a_number_out_of_range_is_answered_with_the_range(args, said):
+    (error,) = found(choices.look, "sdxl_train.py", **args).errors
+    assert error.startswith(said) or said in error
+
+
+def test_clip_skip_counts_for_sd15_alone():
+    assert found(choices.look, "train_db.py", clip_skip=0).errors
+    assert not found(choices.look, "sdxl_train.py", clip_skip=0).errors
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"learning_rate": 0.0, "unet_lr": 1e-4},
+        {"network_dim": 0, "network_module": "networks.lora", "network_args": ["conv_dim=4"]},
+        {"network_dim": 0, "network_module": "lycoris.kohya"},
+        {"network_dim": -1, "dim_from_weights": True},
+        {"network_alpha": 0},
+        {"sample_every_n_steps": 0, "min_snr_gamma": 0, "max_grad_norm": 0, "scale_weight_norms": 0, "save_last_n_steps": 0},
+        {
+            "caption_dropout_rate": 0,
+            "caption_dropout_every_n_epochs": 0,
+            "keep_tokens": 0,
+            "network_dropout": 0,
+            "noise_offset": -1,
+        },
+        {"max_data_loader_n_workers": 0, "persistent_data_loader_workers": False, "lr_warmup_steps": 0, "seed": 0},
+        {"max_data_loader_n_workers": 0, "persistent_data_loader_workers": True, "deepspeed": True},
+    ],
+)
+def test_a_number_that_upstream_takes_in_a_meaningful_way_is_let_through(args):
+    assert not found(choices.look, "sdxl_train.py", **args).errors
+
+
+def test_a_number_out_of_range_in_a_dataset_config_is_named(tmp_path):
+    config = tmp_path / "data.toml"
+    config.write_text('[[datasets]]\nbatch_size = 0\n[[datasets.subsets]]\nimage_dir = "cats"\ncaption_dropout_rate = 2\n')
+    errors = found(choices.look, "sdxl_train.py", dataset_config=str(config)).errors
+    assert [error.partition(": ")[2].partition(":")[0] for error in errors] == ["train_batch_size 0", "caption_dropout_rate 2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"optimizer_type": "Prodigy", "learning_rate": 1e-4}, "Give --learning_rate 1"),
+        ({"optimizer_type": "DAdaptAdam", "unet_lr": 1e-4}, "Give --learning_rate 1"),
+        ({"optimizer_type": "AdamW", "learning_rate": 1.0}, "Give --learning_rate 1e-4"),
+        ({"optimizer_type": "torch.optim.AdamW", "learning_rate": 1.0}, "Give --learning_rate 1e-4"),
+        ({"learning_rate": 1.0}, "Give --learning_rate 1e-4"),
+        ({"optimizer_type": "Prodigy", "learning_rate": 1.0}, None),
+        ({"optimizer_type": "AdamW", "learning_rate": 1e-2}, None),
+        ({"optimizer_type": "SGDNesterov", "learning_rate": 1.0}, None),
+        ({"optimizer_type": "Adafactor", "learning_rate": 1.0}, None),
+    ],
+)
+def test_a_learning_rate_of_another_kind_of_optimizer_is_warned_about(args, said):
+    warnings = found(choices.look, "sdxl_train.py", **args).warnings
+    assert (said is None and not warnings) or (len(warnings) == 1 and said in warnings[0])
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "said"),
+    [
+        ("sdxl_train.py", {"xformers": True}, "Use --sdpa"),
+        ("train_textual_inversion.py", {"xformers": True}, "Use --sdpa"),
+        ("flux_train.py", {"xformers": True}, None),
+        ("sdxl_train_network.py", {"network_module": "lycoris.kohya"}, "pip install lycoris-lora"),
+        ("sdxl_train.py", {"optimizer_type": "no_such_thing.Optimizer"}, "pip install no-such-thing"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_as_it_is_installed(monkeypatch, script, args, said):
+    find = importlib.util.find_spec
+
+    def absent(name, package=None):
+        return None if name.partition(".")[0] in ("xformers", "lycoris", "no_such_thing") else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    errors = found(choices.look, script, **args).errors
+    assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("x" * 300, "too long"), ("ü" * 120, "too long"), ("no/cat", "not a name but a path")]
+)
+def test_an_output_name_that_no_file_can_have_is_said(tmp_path, name, said):
+    (error,) = found(output.look, output_dir=str(tmp_path / "new"), output_name=name).errors
     assert said in error
 
 

@@ -1,0 +1,51 @@
+"""Config files that the kohya_ss GUI wrote.
+
+The GUI writes what its form shows, and leaves out every value that is empty, off or 0. An option of its form that is not in
+such a file is therefore off on the screen, not open. Source: ``config_toml_data`` in kohya_gui/lora_gui.py, dreambooth_gui.py,
+finetune_gui.py and textual_inversion_gui.py of https://github.com/bmaltais/kohya_ss, commit 45088f04.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+#: Keys that each of the four forms writes, whatever is chosen; no script knows ``noise_offset_type``.
+_ALWAYS = ("dynamo_backend", "noise_offset_type", "max_data_loader_n_workers")
+
+#: Boxes, and numbers that are off at 0: options that a preset may turn on and that the form of their model shows.
+SHOWN = frozenset(
+    {
+        *("apply_t5_attn_mask", "blocks_to_swap", "bucket_no_upscale", "cache_latents", "cache_latents_to_disk"),
+        *("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk", "color_aug", "cpu_offload_checkpointing"),
+        *(
+            "debiased_estimation_loss",
+            "enable_bucket",
+            "flip_aug",
+            "fp8_base",
+            "fp8_scaled",
+            "fp8_vl",
+            "full_bf16",
+            "full_fp16",
+        ),
+        *("full_fp16", "fused_backward_pass", "gradient_checkpointing", "lr_warmup_steps", "masked_loss", "mem_eff_attn"),
+        *(
+            "min_snr_gamma",
+            "network_train_text_encoder_only",
+            "network_train_unet_only",
+            "no_half_vae",
+            "persistent_data_loader_workers",
+        ),
+        *("random_crop", "save_state", "save_state_on_train_end", "sdpa", "shuffle_caption", "text_encoder_cpu"),
+        *("train_text_encoder", "weighted_captions", "xformers"),
+    }
+)
+
+
+def off(values: Mapping[str, object]) -> frozenset[str]:
+    """Return the options that the form shows as off, from the values of a config file; none where another hand wrote it."""
+    return SHOWN - values.keys() if wrote(values) else frozenset()
+
+
+def wrote(values: Mapping[str, object]) -> bool:
+    """Return whether the values of a config file are those of one that the GUI wrote."""
+    return all(key in values for key in _ALWAYS)

@@ -1,0 +1,77 @@
+"""Text files that the user wrote for sd-scripts, read as sd-scripts reads them."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import toml
+
+from kohya_ext.errors import UserError
+
+#: What upstream's TOML library raises for text that is not TOML.
+_NOT_TOML = (ValueError, IndexError, KeyError, TypeError, AttributeError)
+
+
+def read_text(file: Path, label: str) -> str:
+    """Return the text of a file without a byte order mark. Raises UserError, which starts with ``label``."""
+    return _decoded(_content(file, label), label)
+
+
+def read_toml(file: Path, label: str) -> dict[str, Any]:
+    """Read TOML with upstream's own library. Raises UserError for what upstream could not read."""
+    document: dict[str, Any] = _parsed(file, label, "TOML", toml.loads)
+    return document
+
+
+def read_dataset_config(file: Path) -> dict[str, Any]:
+    """Read a ``--dataset_config``, TOML or JSON by its suffix. Raises UserError for what upstream could not read."""
+    label, suffix = f"--dataset_config {file}", file.suffix.lower()
+    if suffix not in (".toml", ".json"):
+        raise UserError(f"{label}: sd-scripts reads files that end in .toml or .json")
+    document = read_toml(file, label) if suffix == ".toml" else _parsed(file, label, "JSON", json.loads)
+    tables = isinstance(document, dict) and isinstance(document.get("general", {}), dict)
+    if not tables or not _are_tables(document.get("datasets", [])):
+        raise UserError(f"{label}: datasets must be a list of tables, and general a table: [[datasets]], [general]")
+    if not all(_are_tables(dataset.get("subsets", [])) for dataset in document.get("datasets", [])):
+        raise UserError(f"{label}: the subsets of a dataset must be a list of tables: [[datasets.subsets]]")
+    return document
+
+
+def _are_tables(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def subsets(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the options of each subset of a dataset config: its own over its dataset's over the general ones."""
+    for dataset in document.get("datasets", []):
+        for subset in dataset.get("subsets", []):
+            yield {**document.get("general", {}), **dataset, **subset}
+
+
+def _content(file: Path, label: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{label}: {error.strerror or error}") from None
+
+
+def _decoded(content: bytes, label: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{label} is not a text file in UTF-8") from None
+
+
+def _parsed(file: Path, label: str, kind: str, parse: Callable[[str], Any]) -> Any:
+    content = _content(file, label)
+    if content.startswith(codecs.BOM_UTF8):
+        # Upstream takes the mark for a part of the first key, or fails on it.
+        raise UserError(f"{label} begins with a byte order mark, which sd-scripts cannot read: save it as UTF-8 without BOM")
+    try:
+        return parse(_decoded(content, label))
+    except _NOT_TOML as error:
+        raise UserError(f"{label} is not valid {kind}: {error}") from None

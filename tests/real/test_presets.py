@@ -1,0 +1,146 @@
+"""Presets and the GUI's files against upstream's own parsers, buckets and runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kohya_ext import overlay
+from kohya_ext.tiny import dataset, environment
+
+pytest.importorskip("torch")
+
+GUI = Path(__file__).parent.parent / "data" / "gui"
+
+#: Which script the GUI starts with a file.
+GUI_SCRIPTS = {
+    "lora-sd15": "train_network.py",
+    "lora-sdxl": "sdxl_train_network.py",
+    "lora-sdxl-boxes": "sdxl_train_network.py",
+    "lora-sdxl-unet": "sdxl_train_network.py",
+    "lora-flux": "flux_train_network.py",
+    "lora-chroma": "flux_train_network.py",
+    "lora-sd3": "sd3_train_network.py",
+    "lora-hunyuan-image": "hunyuan_image_train_network.py",
+    "lora-anima": "anima_train_network.py",
+    "lora-lumina": "lumina_train_network.py",
+    "dreambooth-sd15": "train_db.py",
+    "dreambooth-sdxl": "sdxl_train.py",
+    "dreambooth-flux": "flux_train.py",
+    "dreambooth-sd3": "sd3_train.py",
+    "finetune-sd15": "fine_tune.py",
+    "finetune-sdxl": "sdxl_train.py",
+    "finetune-flux": "flux_train.py",
+    "finetune-anima": "anima_train.py",
+    "finetune-lumina": "lumina_train.py",
+    "textual-inversion-sd15": "train_textual_inversion.py",
+    "textual-inversion-sdxl": "sdxl_train_textual_inversion.py",
+    "lllite-anima": "anima_train_control_net_lllite.py",
+}
+
+CHECK_FILES = """
+import sys
+from pathlib import Path
+from kohya_ext.arguments import complete, find_problems, read_config_file
+from kohya_ext.probing import script_parser
+from kohya_ext.sdscripts import describe
+
+checkout = describe(Path(sys.argv[1]), "named")
+parsers = {}
+for file, script in zip(sys.argv[2::2], sys.argv[3::2]):
+    if script not in parsers:
+        parsers[script] = script_parser(checkout, checkout.script(script))
+        complete(parsers[script])
+    for problem in find_problems(parsers[script], read_config_file(file)):
+        print(f"PROBLEM {file} with {script}: {problem}")
+    print("CHECKED")
+"""
+
+
+def test_every_file_of_the_gui_is_tested():
+    assert {file.stem for file in GUI.glob("*.toml")} == GUI_SCRIPTS.keys()
+
+
+def test_no_file_of_the_gui_gives_a_warning(checkout):
+    scripts = {name: script for name, script in GUI_SCRIPTS.items() if (checkout.path / script).is_file()}
+    named = [word for name, script in scripts.items() for word in (str(GUI / f"{name}.toml"), script)]
+    environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", CHECK_FILES, str(checkout.path), *named]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "PROBLEM" not in done.stdout, done.stdout
+    assert done.stdout.count("CHECKED") == len(scripts) >= len(GUI_SCRIPTS) - 1
+
+
+@pytest.mark.newest
+def test_a_start_by_the_gui_changes_nothing_that_is_on(checkout, train, tmp_path):
+    """The GUI starts the script with its file alone; here the tiny model's arguments come on top."""
+    config = tmp_path / "config_lora-20260101-120000.toml"
+    config.write_text((GUI / "lora-sdxl-unet.toml").read_text())
+    paths = ("--config_file", str(config), "--sample_prompts", "", "--save_precision", "float", "--network_train_unet_only")
+    env = {"KOHYA_EXT_PRESET": "12gb"}
+    run = train(checkout, "sdxl_train_network.py", *paths, start="environment", env=env)
+    assert run.code == 0, run.output[-4000:]
+    said = [line for line in run.output.splitlines() if line.startswith("kohya_ext: ")]
+    assert not [line for line in said if "must be" in line or "unknown key" in line]
+    assert [line for line in said if "preset sdxl-lora/12gb set" in line] == [
+        "kohya_ext: preset sdxl-lora/12gb set checkpoint_share=0.375"
+    ]
+
+
+@pytest.mark.newest
+def test_a_preset_gives_way_to_a_text_encoder_that_is_trained_and_captions_that_are_shuffled(checkout, train, tmp_path):
+    (tmp_path / "mine.toml").write_text("text_encoder_lr = [1e-5]\nshuffle_caption = true\n")
+    run = train(checkout, "sdxl_train_network.py", "--preset", "12gb", "--config_file", str(tmp_path / "mine.toml"))
+    assert run.code == 0, run.output[-4000:]
+    assert "left out network_train_unet_only, cache_text_encoder_outputs (text_encoder_lr = [1e-05])" in run.output
+    assert {name.split("_")[1] for name in run.tensors} == {"unet", "te1", "te2"}
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+#: SDXL's usual sizes, and how an image of each aspect ratio may lose pixels to steps of 64 at most.
+SIZES = ((1024, 1024), (896, 1152), (832, 1216), (768, 1344), (640, 1536), (512, 2048))
+
+
+def test_a_preset_keeps_the_pixels_of_an_image_that_is_not_square(checkout, from_checkout):
+    manager = from_checkout("library.train_util").BucketManager
+    bases = [base for family in {*overlay.FAMILIES.values(), *overlay.SIBLINGS} if (base := overlay.base(family)) is not None]
+    assert len(bases) == 10
+    for values in ({key: value.value for key, value in base.values.items()} for base in bases):
+        own = int(values["resolution"].split(",")[0])
+        for resolution in (512, 768, own):
+            buckets = manager(False, (resolution, resolution), 256, values["max_bucket_reso"], 64)
+            buckets.make_buckets()
+            for width, height in (size for size in SIZES if min(size) * resolution // 1024 >= 256):
+                for size in ((width, height), (height, width)):
+                    (bucket_width, bucket_height), _, _ = buckets.select_bucket(*(side * 3 for side in size))
+                    assert bucket_width * bucket_height > 0.9 * resolution**2
+            if resolution == 1024:
+                assert all(buckets.select_bucket(*size)[0] == size for size in SIZES)
+
+
+def test_the_upstream_default_would_lose_them(checkout, from_checkout):
+    """The test above can fail."""
+    buckets = from_checkout("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
+    buckets.make_buckets()
+    assert buckets.select_bucket(832, 1216)[0] == (704, 1024)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.newest
+def test_the_steps_of_an_epoch_with_regularisation_images_are_upstreams(checkout, train, tmp_path):
+    dataset.write(tmp_path, 3, 128)
+    folder = tmp_path / dataset.CLASS
+    folder.rename(tmp_path / "2_cat")
+    more = ("--reg_data_dir", str(tmp_path), "--train_batch_size", "2", "--max_train_epochs", "1")
+    run = train(checkout, "sdxl_train_network.py", *more)
+    assert run.code == 0, run.output[-4000:]
+    (counted,) = re.findall(r"about (\d+) steps an epoch", run.output)
+    (made,) = re.findall(r"total optimization steps / \S+: (\d+)", run.output)
+    assert counted == made
