@@ -20,7 +20,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram.cap import FILLED, for_tensors, reason_not_to_spend
-from kohya_ext.vram.card import AUTO, GB, GIB, gigabytes, said
+from kohya_ext.vram.card import AUTO, GB, GIB, gigabytes, label, said
 from kohya_ext.vram.choices import FP8, Choices
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate, estimate
 from kohya_ext.vram.fill import smallest_share
@@ -40,8 +40,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help="the card: 16GB is 16e9 bytes, 16GiB 17.18e9, and a plain 16 a card sold as 16 GB, which has 16 GiB; "
-        "a tier's preset brings its own",
+        help="the GPU, by the size it is sold as: 16, 16gb and \"16 GB\" are the same; 15.5GiB and a number of bytes are exact; "
+        "default: the GPU that the preset is for",
     )
     parser.add_argument(
         "--fresh", action="store_true", default=argparse.SUPPRESS, help="measure again, whatever is known (about 20 seconds)"
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None, fresh: bool) -> tuple[Estimate, RunArguments]:
     """Return the estimate and the arguments of the smallest share of checkpointed blocks that fits; say which it is."""
     if card is None:
-        raise UserError("--fill needs to know the card: give --vram, 16GB for instance, or a tier's preset")
+        raise UserError("--fill needs the GPU's size: give --vram 16, or a preset for a size")
     if not choosing.read(script, read_arguments(script, argv, os.environ), argv)[0].gradient_checkpointing:
         raise UserError("--fill chooses among checkpointed blocks: give --gradient_checkpointing, or a preset that has it")
 
@@ -99,9 +99,9 @@ def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None
 
     filled = smallest_share(ask, room(card))
     if filled is None:
-        raise UserError(f"it does not fit {gigabytes(card)} GB less 5 percent with every block checkpointed")
+        raise UserError(f"it does not fit a {label(card)} less 5 percent, even with every block checkpointed")
     share, found = filled
-    note(f"--checkpoint_share {share:g} is the smallest that fits {gigabytes(card)} GB less 5 percent")
+    note(f"--checkpoint_share {share:g} is the smallest that fits a {label(card)} less 5 percent")
     return found, read_arguments(script, _at_share(argv, share), os.environ)
 
 
@@ -128,7 +128,7 @@ def _with_budget(
     budget = run.settings.vram_budget
     assert budget is not None, "asked with one"
     if budget == AUTO and card is None:
-        raise UserError("--vram_budget auto needs to know the card: give --vram, 16GB for instance, or a tier's preset")
+        raise UserError("--vram_budget auto needs the GPU's size: give --vram 16, or a preset for a size")
     limit = round(for_tensors(budget, (card or 0) - CONTEXT_BYTES, card or 0))
     room = round(FILLED * limit)
 
@@ -207,7 +207,7 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
     if card is not None:
         rest = card - found.on_the_card
         fits = "leaves" if rest >= 0 else "is short of"
-        lines.append(f"A card of {gigabytes(card)} GB ({card / GIB:.1f} GiB) {fits} {gigabytes(abs(rest))} GB.")
+        lines.append(f"A {label(card)} {fits} {gigabytes(abs(rest))} GB.")
         if rest < 0 <= rest + found.reserved - found.least:
             lines.append(
                 f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "

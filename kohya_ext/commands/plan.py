@@ -18,7 +18,7 @@ from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.retyping import quoted
 from kohya_ext.vram import card as cards
-from kohya_ext.vram.card import GIB, gigabytes
+from kohya_ext.vram.card import gigabytes
 from kohya_ext.vram.plan import Candidate, Plan, plan
 from kohya_ext.vram.tiers import room
 
@@ -34,7 +34,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help="the card, instead of the one found: 16GB is 16e9 bytes, 16GiB 17.18e9, and a plain 16 a card sold as 16 GB",
+        help="the GPU, instead of the one in this machine, by the size it is sold as: 16, 16gb and \"16 GB\" are the same; "
+        "15.5GiB and a number of bytes are exact",
     )
 
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = settings.vram
     name, card = ("", size) if size else cards.find() or ("", 0)
     if not card:
-        raise UserError("no NVIDIA card found: say which it is for, --vram 16GB")
+        raise UserError("no NVIDIA GPU found: give the size of the one to plan for, --vram 16")
     made = plan(checkout, script, argv, environ, card, note)
     words = ["python", "-m", "kohya_ext", script, *made.answer.argv]
     if own.get("json"):
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[str], compiled: bool) -> None:
-    card = f"{gigabytes(made.card)} GB ({made.card / GIB:.1f} GiB{', ' + name if name else ''})"
+    card = f"a {cards.label(made.card)}{name and f', {name}'}"
     table = Table("", "on the card", "TFLOP a picture", "what it gives up", title=f"{script} on {card}")
     for heading, candidates in (
         ("answer", [made.answer]),

@@ -17,7 +17,7 @@ from kohya_ext.sdscripts import Checkout
 from kohya_ext.settings import AUTO
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram import store
-from kohya_ext.vram.card import gigabytes
+from kohya_ext.vram.card import gigabytes, label
 from kohya_ext.vram.choices import Choices
 from kohya_ext.vram.estimate import Estimate, estimate
 from kohya_ext.vram.ladder import LADDER, Attempt, Changes, Rung, Step, after, steps
@@ -92,7 +92,7 @@ def plan(
         raise UserError(f"none of {MOST} estimates fits yet: type it again to go on from there, they are kept")
     if not inside:
         raise UserError(
-            f"nothing fits {gigabytes(card)} GB less 5 percent: the smallest, {outside[0].name}, needs "
+            f"nothing fits a {label(card)} less 5 percent: the smallest, {outside[0].name}, needs "
             f"{gigabytes(outside[0].found.on_the_card)} GB"
         )
     if not answered:
@@ -119,7 +119,7 @@ def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card
         if row is None and tier.card <= card and not smaller:
             smaller = tier.name
     if not smaller:
-        raise UserError(f"--preset auto: no tier of {script} fits {gigabytes(card)} GB: `plan {script}` says what does")
+        raise UserError(f"--preset auto: no preset of {script} fits a {label(card)}: run `python -m kohya_ext plan {script}`")
     return smaller
 
 

@@ -84,7 +84,7 @@ def test_explain_traces_a_whole_command_line(checkout, tmp_path):
         for line in done.stdout.splitlines()
         if len(cells := line.split("│")) > 4
     }
-    assert "preset sdxl-finetune/16gb (auto: --vram, 17.18 GB)" in done.stdout
+    assert "preset sdxl-finetune/16gb (auto: --vram, 16 GB GPU (17.18e9 bytes))" in done.stdout
     assert rows["learning_rate"][2:4] == ["3e-05", "mine.toml, over preset sdxl-finetune/base's 1e-05"]
     assert rows["full_bf16"][2:4] == ["False", "command line, over preset sdxl-finetune/16gb's True"]
     assert rows["cache_latents"][3] == "preset sdxl-finetune/base"
