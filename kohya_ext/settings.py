@@ -153,7 +153,7 @@ class Settings:
     vram: int | None = _option(
         None,
         "the GPU that --preset auto is for, instead of the one in this machine, by the size it is sold as: 12, 12gb and "
-        "\"12 GB\" are the same; 11.5GiB and a number of bytes are exact",
+        '"12 GB" are the same; 11.5GiB and a number of bytes are exact',
         read_card,
         environment="KOHYA_EXT_VRAM",
         metavar="SIZE",
@@ -351,9 +351,9 @@ class Settings:
     )
     vram_budget: int | str | None = _option(
         None,
-        "cap the process at this many bytes, unlike --vram, which names a GPU (14GB is 14e9 bytes, 13GiB is 13 * 2**30; a 16 GB "
-        "GPU has 17.2e9; auto takes what is free less 5 percent), "
-        "checkpoint every block, then free as many from it as the measured peak leaves room for",
+        "cap the process at this many bytes, unlike --vram, which names a GPU (14GB is 14e9 bytes, 13GiB is 13 * 2**30; a "
+        "16 GB GPU has 17.2e9; auto takes what is free less 5 percent), checkpoint every block, "
+        "then free as many from it as the measured peak leaves room for",
         read_budget,
         environment="KOHYA_EXT_VRAM_BUDGET",
         metavar="SIZE|auto",

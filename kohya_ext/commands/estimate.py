@@ -40,8 +40,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help="the GPU, by the size it is sold as: 16, 16gb and \"16 GB\" are the same; 15.5GiB and a number of bytes are exact; "
-        "default: the GPU that the preset is for",
+        help='the GPU, by the size it is sold as: 16, 16gb and "16 GB" are the same; 15.5GiB and a number of bytes are '
+        "exact; default: the GPU that the preset is for",
     )
     parser.add_argument(
         "--fresh", action="store_true", default=argparse.SUPPRESS, help="measure again, whatever is known (about 20 seconds)"
@@ -99,9 +99,9 @@ def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None
 
     filled = smallest_share(ask, room(card))
     if filled is None:
-        raise UserError(f"it does not fit a {label(card)} less 5 percent, even with every block checkpointed")
+        raise UserError(f"it does not fit the {label(card)} less 5 percent, even with every block checkpointed")
     share, found = filled
-    note(f"--checkpoint_share {share:g} is the smallest that fits a {label(card)} less 5 percent")
+    note(f"--checkpoint_share {share:g} is the smallest that fits the {label(card)} less 5 percent")
     return found, read_arguments(script, _at_share(argv, share), os.environ)
 
 
@@ -207,7 +207,7 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
     if card is not None:
         rest = card - found.on_the_card
         fits = "leaves" if rest >= 0 else "is short of"
-        lines.append(f"A {label(card)} {fits} {gigabytes(abs(rest))} GB.")
+        lines.append(f"The {label(card)} {fits} {gigabytes(abs(rest))} GB.")
         if rest < 0 <= rest + found.reserved - found.least:
             lines.append(
                 f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "

@@ -34,7 +34,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help="the GPU, instead of the one in this machine, by the size it is sold as: 16, 16gb and \"16 GB\" are the same; "
+        help='the GPU, instead of the one in this machine, by the size it is sold as: 16, 16gb and "16 GB" are the same; '
         "15.5GiB and a number of bytes are exact",
     )
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[str], compiled: bool) -> None:
-    card = f"a {cards.label(made.card)}{name and f', {name}'}"
+    card = f"the {cards.label(made.card)}{name and f', {name}'}"
     table = Table("", "on the card", "TFLOP a picture", "what it gives up", title=f"{script} on {card}")
     for heading, candidates in (
         ("answer", [made.answer]),
@@ -69,8 +69,7 @@ def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[
         ("too big", made.too_big[:2]),
     ):
         for one in candidates:
-            free = " (tight)" if one.tight else ""
-            size = f"{gigabytes(one.found.on_the_card)} GB{free}"
+            size = f"{gigabytes(one.found.on_the_card)} GB"
             table.add_row(f"{heading}: {one.name}", size, f"{one.found.flops_a_picture / 1e12:.1f}", one.traded)
     console.print(table)
     tree = Table("", "step", "sets", "what it costs", title="the decision tree, the cheapest step first")
@@ -98,7 +97,6 @@ def _as_json(made: Plan, words: Sequence[str]) -> dict[str, Any]:
             "reserved": one.found.reserved,
             "flops_a_picture": one.found.flops_a_picture,
             "traded": one.traded,
-            "tight": one.tight,
         }
 
     return {

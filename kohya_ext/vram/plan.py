@@ -37,8 +37,6 @@ class Candidate:
     """The script's arguments with it."""
     found: Estimate
     traded: str = ""
-    tight: bool = False
-    """Whether it fits only because the allocator gives back what it does not use."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +82,15 @@ def plan(
     """
     known = _known_tiers(checkout, script, argv, environ)
     walk = _Walk(checkout, script, list(argv), environ, card, announce)
-    answered = any(fits(one.found, card, one.tight) for one in known)
+    answered = any(fits(one.found, card) for one in known)
     candidates = known if answered else [*walk.candidates(), *known]
-    inside = [one for one in candidates if fits(one.found, card, one.tight)]
+    inside = [one for one in candidates if fits(one.found, card)]
     outside = sorted((one for one in candidates if one not in inside), key=lambda one: one.found.reserved)
     if not inside and walk.stopped:
         raise UserError(f"none of {MOST} estimates fits yet: type it again to go on from there, they are kept")
     if not inside:
         raise UserError(
-            f"nothing fits a {label(card)} less 5 percent: the smallest, {outside[0].name}, needs "
+            f"nothing fits the {label(card)} less 5 percent: the smallest, {outside[0].name}, needs "
             f"{gigabytes(outside[0].found.on_the_card)} GB"
         )
     if not answered:
@@ -114,12 +112,12 @@ def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card
     smaller = ""
     for tier, run in _tiers_with(script, argv, environ):
         row = store.shipped(choosing.normalized(choosing.read(script, run, argv)[0]))
-        if row is not None and fits(Estimate(**row), card, bool(tier.about.get("tight"))):
+        if row is not None and fits(Estimate(**row), card):
             return tier.name
         if row is None and tier.card <= card and not smaller:
             smaller = tier.name
     if not smaller:
-        raise UserError(f"--preset auto: no preset of {script} fits a {label(card)}: run `python -m kohya_ext plan {script}`")
+        raise UserError(f"--preset auto: no preset of {script} fits the {label(card)}: run `python -m kohya_ext plan {script}`")
     return smaller
 
 
@@ -153,9 +151,8 @@ def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: 
 
 def _candidate(tier: Tier, row: Mapping[str, Any], script: str, argv: Sequence[str]) -> Candidate:
     name = tier.name.rpartition("/")[2] if overlay.FAMILIES.get(script) == tier.family else tier.name
-    tight = bool(tier.about.get("tight"))
     words = ("--preset", name, *_without_auto(argv))
-    return Candidate(f"preset {tier.name}", words, Estimate(**row), str(tier.about["traded"]), tight)
+    return Candidate(f"preset {tier.name}", words, Estimate(**row), str(tier.about["traded"]))
 
 
 def _without_auto(argv: Sequence[str]) -> list[str]:

@@ -91,7 +91,7 @@ def test_it_says_in_words_what_it_is_worth_and_exits_1_when_it_does_not_fit(chec
     assert main([*arguments, "--vram", "16 GB"]) == 1
     said = capsys.readouterr().out
     assert "not calibrated on CUDA" in said
-    assert "A 16 GB GPU (17.18e9 bytes) is short of" in said
+    assert "The 16 GB GPU (17.18e9 bytes) is short of" in said
 
 
 def test_a_chart_is_a_picture(checkout, tmp_path):
