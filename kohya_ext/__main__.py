@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -10,25 +11,45 @@ from kohya_ext import commands
 from kohya_ext.arguments import QuietParser
 from kohya_ext.console import error
 from kohya_ext.errors import UserError
+from kohya_ext.settings import add_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command or a script; return the exit code. A script's SystemExit and exceptions pass through untouched."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in commands.names():
-            command = importlib.import_module(f"kohya_ext.commands.{arguments[0]}")
-            parser = QuietParser(prog=f"python -m kohya_ext {arguments[0]}", description=command.__doc__)
-            command.configure(parser)
-            code: int = command.run(parser.parse_args(arguments[1:]))
-            return code
-        from kohya_ext.commands import run
-
-        return run.main(arguments)
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except UserError as problem:
         for line in str(problem).splitlines():
             error(line)
         return UserError.exit_code
+
+
+def _dispatch(words: list[str]) -> int:
+    first, others = _first_word(words)
+    if first == "help":  # `help`, `help estimate`, `help sdxl_train.py`
+        return _dispatch([*others[:1], "--help"])
+    if first in (None, commands.SCRIPT_RUNNER) or first not in commands.names():
+        from kohya_ext.commands import run
+
+        return run.main(others if first == commands.SCRIPT_RUNNER else words)
+    command = importlib.import_module(f"kohya_ext.commands.{first}")
+    parser = QuietParser(prog=f"python -m kohya_ext {first}", description=command.__doc__)
+    command.configure(parser)
+    code: int = command.run(parser.parse_args(others, argparse.Namespace(words=others)))
+    return code
+
+
+def _first_word(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the first word that is neither an option nor an option's value, and all other words; None when there is none."""
+    parser = QuietParser(add_help=False, allow_abbrev=False)
+    add_to(parser)
+    parser.add_argument("word")
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    try:
+        found, _ = parser.parse_known_args(words)
+    except UserError:  # no word, or a wrong value, which the script runner's own parser reports
+        return None, words
+    return found.word, [*words[: len(words) - len(found.rest) - 1], *found.rest]
 
 
 if __name__ == "__main__":

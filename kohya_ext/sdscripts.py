@@ -69,15 +69,40 @@ class Checkout:
         found = [file for folder in folders for file in sorted((self.path / folder).glob("*.py"))]
         return [file.relative_to(self.path).as_posix() for file in found if "__main__" in _text(file)]
 
-    def script(self, name: str) -> Path:
-        """Return the path of a script given as the user typed it. Raises UserError when there is none.
+    def has(self, name: str) -> bool:
+        """Return whether the checkout has a script of this name; ``.py`` may be left out."""
+        return any((self.path / word).is_file() for word in (name, f"{name}.py"))
 
-        A path that exists is taken as it is; otherwise the name is looked up in the checkout, ``.py`` may be left out.
+    def script(self, name: str) -> Path:
+        """Return the path of a script given as the user typed it; ``.py`` may be left out.
+
+        A file of no checkout is taken as it is. Raises UserError when there is no such script, and for a file of another
+        checkout: its modules would be imported from there, and the patches chosen for this one.
         """
+        elsewhere = None
         for candidate in (Path(name).expanduser(), self.path / name, self.path / f"{name}.py"):
-            if candidate.is_file():
-                return candidate.resolve()
+            if not candidate.is_file():
+                continue
+            file = candidate.resolve()
+            if file.suffix != ".py":
+                raise UserError(f"{name} is not a Python script")
+            if (owner := _owner(file)) is None or owner.path == self.path:
+                return file
+            elsewhere = owner
+        if elsewhere is not None:
+            raise UserError(
+                f"{name} belongs to {elsewhere.path} ({elsewhere.label}), but {self.found} names {self.path} ({self.label}): "
+                "use one checkout for both"
+            )
+        if Path(name).expanduser().is_dir():
+            raise UserError(f"{name} is a folder, not a script: give the name of one, for example sdxl_train_network.py")
         raise UserError(f"no script {name} in {self.path} ({self.label}).{did_you_mean(_with_suffix(name), self.scripts())}")
+
+
+def _owner(script: Path) -> Checkout | None:
+    """Return the checkout that a script is in, at its top or one folder below; None for a file of no checkout."""
+    found = (describe(folder, "the script's own folder") for folder in list(script.parents)[:2])
+    return next(filter(None, found), None)
 
 
 def is_training_script(script: Path) -> bool:

@@ -22,6 +22,7 @@ from rich.table import Table
 from kohya_ext import sdscripts
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
+from kohya_ext.settings import flags
 
 SCRIPT = "sdxl_train_network.py"
 PICTURES = 12
@@ -35,7 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("kohya_ext_demo"), help="folder for everything it makes")
     parser.add_argument("--steps", type=int, default=60, help="training steps")
     parser.add_argument("--preset", default="8gb", help="the preset it trains with; the tiny sizes overrule its resolution")
-    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to use, instead of looking for one")
+    parser.add_argument(
+        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the checkout to use, instead of looking for one"
+    )
     parser.add_argument("--embedded", action="store_true", help="train without sd-scripts, as when none can be had")
 
 

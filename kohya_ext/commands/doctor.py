@@ -26,7 +26,7 @@ from kohya_ext.patching import Outcome, Target
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.session import OPTIONS, begin
-from kohya_ext.settings import MASTER_SWITCH, options, switched_on
+from kohya_ext.settings import MASTER_SWITCH, flags, options, switched_on
 
 #: What sd-scripts and the patches depend on, by the name pip knows it by.
 PACKAGES = (
@@ -51,7 +51,9 @@ PACKAGES = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to look at, instead of looking for one")
+    parser.add_argument(
+        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the checkout to look at, instead of looking for one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
