@@ -110,12 +110,15 @@ def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card
     Raises UserError when there is none.
     """
     smaller = ""
+    tier = None
     for tier, run in _tiers_with(script, argv, environ):
         row = store.shipped(choosing.normalized(choosing.read(script, run, argv)[0]))
         if row is not None and fits(Estimate(**row), card):
             return tier.name
         if row is None and tier.card <= card and not smaller:
             smaller = tier.name
+    if tier is None:
+        raise UserError(f"--preset auto: {script} has no presets for sizes of GPUs: run `python -m kohya_ext plan {script}`")
     if not smaller:
         raise UserError(f"--preset auto: no preset of {script} fits the {label(card)}: run `python -m kohya_ext plan {script}`")
     return smaller

@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from kohya_ext import overlay, sdscripts
+from kohya_ext.__main__ import main
 from kohya_ext.tiny import environment
 
 torch = pytest.importorskip("torch")
@@ -112,6 +115,17 @@ def test_doctor_shows_every_patch_applied(checkout):
     assert statuses["nonreentrant_checkpointing", "library.sdxl_original_unet:USE_REENTRANT"] == ("applied", "")
     assert sum(status == "applied" for status, _ in statuses.values()) >= 3
     assert all(status == "applied" or reason for status, reason in statuses.values())
+
+
+def test_a_training_script_that_cannot_be_estimated_is_refused_in_one_line(checkout, capsys):
+    training = [script for script in checkout.scripts() if sdscripts.is_training_script(checkout.path / script)]
+    others = [script for script in training if script not in overlay.FAMILIES]
+    assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"
+    for command, script in [*(("estimate", script) for script in others), ("plan", others[0]), ("budget", others[0])]:
+        assert main([command, "--sd-scripts", str(checkout.path), script, "--resolution", "512", "--vram", "24"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"kohya_ext: error: the memory of {Path(script).name} cannot be estimated. Scripts that can: ")
+        assert said.count("\n") == 1
 
 
 UPSTREAMS_TESTS = """

@@ -171,6 +171,18 @@ def test_auto_takes_the_tier_that_fits_with_everything_else_that_is_said():
         auto(2)
 
 
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("anima_train.py", "anima_train.py has no presets for sizes of GPUs"),
+        ("train_controlnet.py", "the memory of train_controlnet.py cannot be estimated"),
+    ],
+)
+def test_auto_says_that_a_script_has_no_presets(script, message):
+    with pytest.raises(UserError, match=message):
+        read_arguments(script, ["--preset", "auto", "--vram", "24"], {})
+
+
 def test_auto_is_a_preset_like_any_other_and_says_what_it_chose(tmp_path):
     run = read_arguments(LORA, ["--preset", "auto", "--preset", "quality", "--vram", "12"], {})
     assert run.presets.label == "sdxl-lora/12gb + sdxl-lora/quality (auto: --vram, 12 GB GPU (12.88e9 bytes))"
