@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import asking
+from kohya_ext import asking, drawing
 from kohya_ext.arguments import RunArguments, read_arguments
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do it; return the exit code: 1 when more is reserved than the card has, so that scripts can ask."""
     asked = asking.read(arguments, "nothing to estimate", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
+    figure = drawing.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
         argv += ["--vram", own["vram"]]
     resolved = read_arguments(script, argv, os.environ)
@@ -81,8 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_table(found))
         for line in [*_lines(found, card, resolved), *([budget.words] if budget is not None else [])]:
             console.print(line, highlight=False, soft_wrap=True)
-    if "chart" in own:
-        _draw(found, card, own["chart"])
+    if figure is not None:
+        _draw(figure, found, card)
+        drawing.save(figure, own["chart"])
     return 0 if (card is None or found.on_the_card <= card) and (budget is None or budget.fits) else 1
 
 
@@ -253,12 +255,7 @@ def _asked(found: Estimate) -> str:
     return f"{str(found.choices['resolution']).replace(',', 'x')} pixels, batch {batch}{covered}"
 
 
-def _draw(found: Estimate, card: int | None, file: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--chart needs matplotlib: `pip install matplotlib`") from None
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
+def _draw(figure: Any, found: Estimate, card: int | None) -> None:
     axes = figure.add_subplot()
     left = 0.0
     for name, size in _rows(found):
@@ -268,7 +265,3 @@ def _draw(found: Estimate, card: int | None, file: Path) -> None:
         axes.axvline(card / GB, color="black", linestyle="--", label=f"card {gigabytes(card)}")
     axes.set(yticks=[], xlabel="GB (1e9 bytes), not calibrated on CUDA", title=f"{found.choices['script']}, {_asked(found)}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--chart {file}: {error}") from None

@@ -148,6 +148,17 @@ def test_upstreams_own_tests_pass_with_the_extension_on(checkout):
     assert " passed" in done.stdout
 
 
+@pytest.fixture
+def without_matplotlib(tmp_path):
+    """A PYTHONPATH on which matplotlib cannot be imported."""
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent" / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
+    return os.pathsep.join([str(tmp_path / "absent"), environment.python_path()])
+
+
+NO_CHART = "none: drawing needs matplotlib (No module named matplotlib)"
+
+
 @pytest.mark.newest
 def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
     done = call("-m", "kohya_ext", "demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path)
@@ -159,7 +170,18 @@ def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
     assert (tmp_path / "demo.safetensors").is_file()
 
 
-def test_the_demo_goes_on_without_sd_scripts(tmp_path):
+@pytest.mark.slow
+@pytest.mark.newest
+def test_the_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotlib):
+    words = ["demo", "--steps", "3", "--output", tmp_path, "--sd-scripts", checkout.path]
+    done = call("-m", "kohya_ext", *words, PYTHONPATH=without_matplotlib)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
+    assert NO_CHART in done.stdout
+    assert (tmp_path / "demo.safetensors").is_file()
+
+
+def test_the_demo_goes_on_without_sd_scripts_and_matplotlib(tmp_path, without_matplotlib):
     no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
     done = call(
         "-m",
@@ -170,10 +192,13 @@ def test_the_demo_goes_on_without_sd_scripts(tmp_path):
         "--output",
         tmp_path / "demo",
         cwd=tmp_path,
+        PYTHONPATH=without_matplotlib,
         **{k: str(v) for k, v in no_network.items()},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "no sd-scripts found and none could be fetched" in " ".join(done.stdout.split())
     assert "the embedded loop, no sd-scripts" in done.stdout
     assert "nonreentrant_checkpointing" in done.stdout
+    assert NO_CHART in done.stdout
+    assert not (tmp_path / "demo" / "loss.png").exists()
     assert (tmp_path / "demo" / "demo.safetensors").is_file()

@@ -51,6 +51,8 @@ WRONG = [
     (["--sd_scripts", "nowhere", "presets", "show", "sdxl-lora/16gb", "--explain"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or the full name"),
     (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
+    (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),
+    (["demo", "--output", "README.md/demo"], "README.md/demo cannot be made: Not a directory; name another folder"),
     (["library"], "library is a folder, not a script"),
     (["README.md"], "README.md is not a Python script"),
 ]

@@ -99,6 +99,17 @@ def test_a_chart_is_a_picture(checkout, tmp_path):
     file = tmp_path / "c.png"
     assert main(["estimate", "sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout), "--chart", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+    assert file.stat().st_size > 5_000
+
+
+def test_a_chart_without_matplotlib_is_refused_before_the_estimate_is_made(checkout, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = ["sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout)]
+    assert main(["estimate", *arguments, "--chart", str(tmp_path / "c.png")]) == 2
+    assert main(["budget", *arguments, "--plot", str(tmp_path / "c.png")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("drawing needs matplotlib") == 2
 
 
 @pytest.mark.parametrize(
