@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from kohya_ext import cache
+from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError, did_you_mean
 
 UPSTREAM = "https://github.com/kohya-ss/sd-scripts.git"
@@ -188,8 +189,6 @@ def find_or_fetch(named: Path | None = None, script: str | None = None) -> Check
     if (checkout := find(named, script)) is not None:
         return checkout
     tried = "; ".join(dict.fromkeys(f"{how} ({folder})" for how, folder in candidates(script=script)))
-    from kohya_ext.console import note
-
     note(f"no sd-scripts found; fetching v{PINNED_VERSION} from {UPSTREAM} once, into {cache_folder()}")
     try:
         return fetch(UPSTREAM, PINNED_REF)
@@ -297,7 +296,8 @@ def fetch_report(repo: str, ref: str) -> Fetched:
     shutil.rmtree(beside, ignore_errors=True)
     try:
         try:
-            commit = _obtain(repo, ref, beside)
+            with progress(f"fetching {ref} of {repo}"):
+                commit = _obtain(repo, ref, beside)
             missing = _check_out(beside, commit)
         except GitError as error:
             raise UserError(f"could not fetch {ref} of {repo}: {error}") from None

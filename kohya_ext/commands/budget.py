@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kohya_ext import asking, drawing
 from kohya_ext.arguments import read_arguments
+from kohya_ext.console import progress
 from kohya_ext.vram.card import GB, gigabytes
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code."""
+    """Run the command; return its exit code."""
     asked = asking.read(arguments, "it has no blocks to compile", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
     figure = drawing.figure(7, 4.5) if "plot" in own else None
     resolved = read_arguments(script, argv, os.environ)
-    from kohya_ext.vram.making import make_budgets
+    with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
+        from kohya_ext.vram.making import make_budgets
 
-    graphs = make_budgets(checkout, script, resolved, argv)
+        graphs = make_budgets(checkout, script, resolved, argv)
     if own.get("json"):
         print(json.dumps(_as_json(graphs), indent=1))
     else:

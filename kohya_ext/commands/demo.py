@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from kohya_ext import drawing, sdscripts
+from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.settings import count, flags
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     dataset.write(folder / "pictures", PICTURES, PIXELS)
     files = _Files(folder)
     files.forget()
-    command, environ = _embedded(arguments, files) if checkout is None else _real(console, arguments, files, checkout)
+    command, environ = _embedded(arguments, files) if checkout is None else _real(arguments, files, checkout)
     code = _train(console, command, environ, files, arguments.steps)
     if code:
         console.print(f"[red]training failed with exit code {code}[/]; the end of {escape(str(files.log))}:")
@@ -117,13 +118,11 @@ def _checkout(console: Console, named: Path | None) -> Checkout | None:
         return None
 
 
-def _real(
-    console: Console, arguments: argparse.Namespace, files: _Files, checkout: Checkout
-) -> tuple[list[str], dict[str, str]]:
-    from kohya_ext.tiny import arguments as tiny
-    from kohya_ext.tiny import checkpoints, environment
+def _real(arguments: argparse.Namespace, files: _Files, checkout: Checkout) -> tuple[list[str], dict[str, str]]:
+    with progress("making a tiny SDXL checkpoint and tokenizers"):
+        from kohya_ext.tiny import arguments as tiny
+        from kohya_ext.tiny import checkpoints, environment
 
-    with console.status("making a tiny SDXL checkpoint and tokenizers"):
         models = checkpoints.write("sdxl", checkout.path, files.folder / "models")
     command = [sys.executable, "-m", "kohya_ext", "--sd-scripts", str(checkout.path), SCRIPT]
     command += ["--preset", arguments.preset, "--report", str(files.report)]
@@ -152,6 +151,8 @@ def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], 
 def _train(console: Console, command: Sequence[str], environ: dict[str, str], files: _Files, steps: int) -> int:
     """Run the training, its output in the log, its steps as a bar; return its exit code."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if not console.is_terminal:  # where no bar is drawn
+        note(f"training {steps} steps; the output is in {files.log}")
     with Progress(*columns, console=console) as progress, files.log.open("w", encoding="utf-8") as log:
         task = progress.add_task("loading sd-scripts", total=steps)
         process = subprocess.Popen(

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
+from kohya_ext.console import progress
 from kohya_ext.patching import Outcome, Target
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
@@ -59,7 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Look and say; return the exit code: 1 when a patch failed or does not know its target, or nothing can be trained."""
     checkout = find(arguments.sd_scripts)
-    found = examine(checkout)
+    with progress("importing torch and sd-scripts, and trying every patch"):
+        found = examine(checkout)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

@@ -149,7 +149,7 @@ def _with_budget(
             f"at first every block is checkpointed, as in these figures; then {left} GB are left for what compiled blocks keep"
         )
     else:
-        note("--vram_budget frees blocks from checkpointing: up to 6 estimates, about 20 seconds each where they are not known")
+        note("--vram_budget frees blocks from checkpointing: up to 6 estimates, of which each new one takes about 20 seconds")
         share, found = smallest_share(ask, room + CONTEXT_BYTES) or (1.0, ask(1.0))
         does = f"about {share:.0%} of the blocks stay checkpointed, which the run chooses by what each weighs"
     fits = found.reserved <= limit

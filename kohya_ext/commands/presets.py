@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kohya_ext import overlay
 from kohya_ext.arguments import complete, find_problem, read_arguments, trace
-from kohya_ext.console import warn
+from kohya_ext.console import progress, warn
 from kohya_ext.errors import UserError
 from kohya_ext.probing import script_parser
 from kohya_ext.sdscripts import find_or_fetch, is_training_script
@@ -150,7 +150,8 @@ def _explain(arguments: argparse.Namespace, name: str) -> Table:
         raise UserError(f"{script.name} is not a training script: presets have no meaning for it")
     argv = [*(part for name in arguments.names for part in ("--preset", name)), *arguments.arguments]
     resolved = read_arguments(script.name, argv, os.environ)
-    parser = script_parser(checkout, script)
+    with progress(f"importing {script.name} for its arguments"):
+        parser = script_parser(checkout, script)
     complete(parser)
     problems = [
         problem

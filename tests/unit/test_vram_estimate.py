@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext import console
 from kohya_ext.__main__ import main
 from kohya_ext.arguments import read_arguments
 from kohya_ext.commands import estimate as command
-from kohya_ext.vram import store, tiers
+from kohya_ext.vram import making, store, tiers
 from kohya_ext.vram.choices import normalized, read
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
 from kohya_ext.vram.fill import smallest_share
+from tests.unit.test_console import Listener
 
 LORA = "sdxl_train_network.py"
 SCRIPTS = {"sdxl-lora": "sdxl_train_network.py", "sdxl-finetune": "sdxl_train.py"}
@@ -124,6 +126,23 @@ def test_a_chart_without_matplotlib_is_refused_before_the_estimate_is_made(check
 def test_bad_input_is_one_line_and_exit_code_2(checkout, capsys, argv, named):
     assert main(["estimate", "--sd-scripts", str(checkout), *argv]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_an_estimate_that_must_be_made_is_announced_beside_the_json(checkout, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "stderr", heard := Listener())
+    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    row = store.shipped(TIERS["sdxl-lora/8gb"].choices)
+
+    def make(*asked):
+        assert heard.written.wait(10), "nothing was reported"
+        return Estimate(**row)
+
+    monkeypatch.setattr(making, "make", make)
+    words = ["estimate", "--sd-scripts", str(checkout), LORA, "--preset", "8gb", "--network_dim", "77", "--json"]
+    assert main(words) == 0
+    assert heard.getvalue() == f"kohya_ext: estimating the memory of {LORA} (usually 10 to 60 s) ...\n"
+    assert json.loads(capsys.readouterr().out)["reserved"] == row["reserved"]
 
 
 @pytest.fixture
