@@ -40,7 +40,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code."""
+    """Run the command; return its exit code."""
     asked = asking.read(arguments, "nothing to plan", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
     given = ["--vram", own["vram"]] if "vram" in own else []
@@ -78,8 +78,8 @@ def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[
         tree.add_row(branch.status, branch.rung.name, " ".join(branch.words), branch.costs)
     console.print(tree)
     for line in (
-        f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Speed is told from the operations "
-        "for a picture: what copying swapped blocks takes, and larger batches gain, depends on the GPU.",
+        f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Fewer swapped blocks rank first, "
+        "then fewer operations per image. The time that copying blocks takes and larger batches save depends on the GPU.",
         "Batch and accumulation are one process's.",
         *(["The figures are those without compiling, which needs more; `estimate` has those with it."] if compiled else []),
         "To run it:",

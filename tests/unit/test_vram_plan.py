@@ -98,7 +98,8 @@ def modelled(monkeypatch, tmp_path):
         rank = (choices.network_dim or 0) * 20_000_000
         width, height = choosing.size(choices)
         image = width * height * (1_000_000_000 + round(8_000_000_000 * (1 - share))) // 1024**2
-        size = 5_000_000_000 + rank + choices.train_batch_size * image
+        swapped = (choices.blocks_to_swap or 0) * 200_000_000
+        size = 5_000_000_000 + rank + choices.train_batch_size * image - swapped
         pictures = choices.train_batch_size * choices.gradient_accumulation_steps
         work = round(15e12 * (1 + share / 2)) * pictures
         found = Estimate(choices.key(), size, size, size, "forward", {}, {}, work, 0, {}, checkout.layout)
@@ -116,16 +117,48 @@ def walk(checkout, argv, card_size, said=None):
 def test_what_is_not_known_is_walked_for_down_the_tree_and_back_up(checkout, modelled):
     said: list[str] = []
     made = walk(checkout, ["--network_dim", "77"], 12 * GIB, said)
-    assert len(said) == 1
     assert f"up to {planning.MOST} estimates" in said[0]
-    assert len(modelled) <= planning.MOST
+    assert [line.partition(":")[0] for line in said[1:]] == [f"estimate {n} of at most 12" for n in range(1, len(said))]
+    assert len(said) - 1 == len(modelled) <= planning.MOST
     assert made.answer.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; with 0.375 a gigabyte more than there is room for
     assert made.answer.found.on_the_card <= tiers.room(12 * GIB)
     assert all(one.found.flops_a_picture >= made.answer.found.flops_a_picture for one in made.others)
     assert all("--network_dim" in one.argv and "77" in one.argv for one in [made.answer, *made.others, *made.too_big])
     modelled.clear()
-    assert walk(checkout, ["--network_dim", "77"], 12 * GIB).answer == made.answer
-    assert said == said[:1]
+    again: list[str] = []
+    assert walk(checkout, ["--network_dim", "77"], 12 * GIB, again).answer == made.answer
+    assert again == []
+
+
+def test_the_fewest_swapped_blocks_that_fit_are_the_answer_and_every_row_says_what_it_gives_up(checkout, modelled):
+    made = planning.plan(checkout, FLUX, ["--network_dim", "77"], {}, 6 * GIB, lambda line: None)
+    # 5 + 1.54 + 1 GB, less 0.2 for each block, into 6.12 - 0.6: 11 blocks. Two thirds of the blocks would fit as well.
+    assert planning.values_of(made.answer.argv)["blocks_to_swap"] == 11
+    rows = [made.answer, *made.others, *made.too_big]
+    swapped = [one.found.choices.get("blocks_to_swap", 0) for one in [made.answer, *made.others]]
+    assert swapped == sorted(swapped)
+    assert len({one.name for one in rows}) == len(rows)
+    assert made.answer.name == "--blocks_to_swap 11"
+    assert "captions are fixed once cached" in made.answer.traded
+    assert made.answer.traded.endswith("; the time of their copying, every step, and as much host memory")
+    assert all(one.traded for one in rows)
+
+
+def test_with_as_many_operations_the_one_that_uses_more_memory_is_faster():
+    def one(reserved, work, swap=None):
+        choices = {"script": FLUX, **({"blocks_to_swap": swap} if swap else {})}
+        found = Estimate(choices, reserved, reserved, reserved, "forward", {}, {}, work, 0, {}, "v0.11")
+        return planning.Candidate("", (), found)
+
+    ranked = [one(6, 15), one(9, 16), one(5, 16), one(8, 16, 20), one(6, 16, 34)]
+    assert sorted(ranked[::-1], key=planning._slowness) == ranked
+
+
+def test_a_gpu_that_is_too_small_for_everything_takes_one_estimate(checkout, modelled):
+    with pytest.raises(UserError, match=r"nothing fits the 2 GB GPU"):
+        walk(checkout, ["--network_dim", "77"], 2 * GIB)
+    assert len(modelled) == 1
+    assert "--resolution" in modelled[0]
 
 
 def test_the_effective_batch_is_kept_and_what_the_user_fixed_is_left_alone(checkout, modelled):
