@@ -19,6 +19,8 @@ def figure(width: float, height: float) -> Any:
 
 def save(drawn: Any, file: Path) -> None:
     """Write a figure in the format that the file's suffix names. Raises UserError when that fails."""
+    if file.is_dir():
+        raise UserError(f"{file} cannot be written: it is a folder")
     try:
         drawn.savefig(file, dpi=150)
     except (OSError, ValueError) as error:

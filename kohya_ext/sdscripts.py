@@ -349,7 +349,7 @@ def fetch_report(repo: str, ref: str) -> Fetched:
 
 def _no_source(repo: str) -> str | None:
     """Return why a local path cannot be cloned; None when git may try."""
-    if "://" in repo or re.match(r"[\w.-]+@[\w.-]+:", repo):
+    if "://" in repo or re.match(r"([\w.-]+@)?[\w.-]{2,}:", repo):  # a URL or host:path; one letter would be a Windows drive
         return None
     folder = Path(repo).expanduser()
     if not folder.exists():

@@ -56,7 +56,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code: 1 when more is reserved than the card has, so that scripts can ask."""
+    """Run the command; return its exit code: 1 when the run does not fit the GPU, so that shell scripts can ask."""
     asked = asking.read(arguments, "nothing to estimate", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
     figure = drawing.figure(9, 2.6) if "chart" in own else None
@@ -204,7 +204,7 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
     made = found.made_with
     lines = [
         f"The peak is in: {found.moment}. Tensors at each moment (GB): {moments}.",
-        f"{found.flops / 1e12:.2f} TFLOP a step, {found.trained / 1e6:.1f} million numbers trained, for {_asked(found)}.",
+        f"{found.flops / 1e12:.2f} TFLOP a step, {found.trained / 1e6:.1f}M trainable parameters, for {_asked(found)}.",
     ]
     if card is not None:
         rest = card - found.on_the_card

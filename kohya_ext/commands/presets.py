@@ -76,17 +76,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _script(names: Sequence[str]) -> str:
-    """Return the first script of the first preset that is named in full. Raises UserError when none is."""
+    """Return the first script of the first preset whose family is known. Raises UserError when none is."""
     for name in names:
-        if Path(name).suffix == ".toml":
-            continue
-        family = name.lower().rpartition("/")[0]
-        if family not in ("", overlay.ANY) and (theirs := overlay.scripts(family)):
-            return theirs[0]
+        family = _family(name)
+        if family not in (None, "", overlay.ANY):
+            return next(iter(overlay.scripts(str(family)) or overlay.FAMILIES))  # loading it names what is wrong, if anything
     raise UserError(
         f"{names[0]} means another preset for each script: give --script sdxl_train_network.py, for example, or the full name "
         "that `presets list` shows, sdxl-lora/16gb"
     )
+
+
+def _family(name: str) -> str | None:
+    file = Path(name).expanduser()
+    if file.suffix == ".toml" and file.is_file():
+        return overlay.parse(file.read_text(encoding="utf-8"), name, None).family
+    return name.lower().rpartition("/")[0]
 
 
 def _list(console: Console) -> None:

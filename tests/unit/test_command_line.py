@@ -49,6 +49,8 @@ WRONG = [
     (["estimte", "sdxl_train.py"], "no command or script estimte. Did you mean estimate?"),
     (["--sd-scripts", "nowhere", "estimate", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["--sd_scripts", "nowhere", "presets", "show", "sdxl-lora/16gb", "--explain"], "--sd-scripts: no sd-scripts in nowhere"),
+    (["presets", "show", "nonsense/16gb"], "no preset nonsense/16gb"),
+    (["presets", "show", "nowhere/mine.toml"], "no preset file nowhere/mine.toml"),
     (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or the full name"),
     (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
     (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),
@@ -124,7 +126,11 @@ def test_run_may_be_said_before_a_script(tree, tmp_path):
         assert (done.returncode, done.stdout) == (0, plain.stdout)
 
 
-def test_a_preset_named_in_full_needs_no_script():
+def test_a_preset_that_names_its_family_needs_no_script(tmp_path):
+    (tmp_path / "mine.toml").write_text('learning_rate = 1e-5\n[preset]\nfamily = "flux-lora"\nextends = ["12gb"]\n')
+    own = call("presets", "show", "mine.toml", cwd=tmp_path)
+    assert own.returncode == 0, own.stderr
+    assert "blocks_to_swap" in own.stdout
     done = call("presets", "show", "flux-lora/12gb", "quality")
     assert done.returncode == 0, done.stderr
     assert "flux-lora/12gb + any/quality" in done.stdout
