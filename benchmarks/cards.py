@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from kohya_ext.vram import tiers
@@ -30,9 +29,10 @@ def draw(file: Path) -> None:
             if not fitting:
                 continue
             tier = max(fitting, key=lambda one: one.card)
-            share = _speed(tier, known)
+            share = tiers.speed(tier, known)
+            assert share is not None, "only tiers with figures are drawn"
             own = tier.card == size * GIB
-            colour = "whitesmoke" if share is None else colours(0.1 + 0.5 * max(share - 0.65, 0) / 0.35)
+            colour = colours(0.1 + 0.5 * max(share - 0.65, 0) / 0.35)
             axes.add_patch(pyplot.Rectangle((column, row), 0.96, 0.92, color=colour, alpha=1.0 if own else 0.35, linewidth=0))
             axes.text(column + 0.48, row + 0.46, _words(tier, share) if own else f"as {tier.card // GIB}", fontsize=8,
                       ha="center", va="center", color="black" if own else "dimgray")  # fmt: skip
@@ -54,13 +54,7 @@ def draw(file: Path) -> None:
     pyplot.close(figure)
 
 
-def _speed(tier: Tier, known: Sequence[Tier]) -> float | None:
-    """Its speed beside its family's fastest at that resolution; None where it is the only one."""
-    others = [one for one in known if (one.family, one.choices.resolution) == (tier.family, tier.choices.resolution)]
-    return tiers.speed(tier, others) if len(others) > 1 else None
-
-
-def _words(tier: Tier, share: float | None) -> str:
+def _words(tier: Tier, share: float) -> str:
     assert tier.found is not None
     choices = tier.choices
     side = str(choices.resolution).partition(",")[0]
@@ -73,5 +67,5 @@ def _words(tier: Tier, share: float | None) -> str:
     else:
         part = f" of {choices.checkpoint_share:.0%}" if choices.checkpoint_share not in (None, 1.0) else ""
         said.append(f"{base}checkpointing{part}")
-    said.append(f"{gigabytes(tier.found.on_the_card)} GB" + ("" if share is None else f", {share:.0%}"))
+    said.append(f"{gigabytes(tier.found.on_the_card)} GB, {share:.0%}")
     return "\n".join(said)

@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command or a script; return the exit code. A script's SystemExit and exceptions pass through untouched."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        from kohya_ext import commands
-        from kohya_ext.arguments import QuietParser
         from kohya_ext.console import error
         from kohya_ext.errors import UserError
 
-        named = arguments[0] if arguments and arguments[0] in commands.names() else None
-        command = importlib.import_module(f"kohya_ext.commands.{named or 'run'}")
+        chosen = _choose(list(sys.argv[1:] if argv is None else argv))
     except ImportError as problem:
         print(f"kohya_ext: error: {problem}. Install what is missing, or reinstall kohya_ext", file=sys.stderr)
         return 2
     try:
-        if named is None:
-            code: int = command.main(arguments)
-            return code
-        parser = QuietParser(prog=f"python -m kohya_ext {named}", description=command.__doc__)
-        command.configure(parser)
-        return int(command.run(parser.parse_args(arguments[1:])))
+        return chosen()
     except UserError as wrong:
         for line in str(wrong).splitlines():
             error(line)
         return UserError.exit_code
+
+
+def _choose(words: list[str]) -> Callable[[], int]:
+    """Return the call of the command that the words name, its module imported; without a command they start a script."""
+    from kohya_ext import commands
+
+    first, others = _first_word(words)
+    if first == "help":  # `help`, `help estimate`, `help sdxl_train.py`
+        return _choose([*others[:1], "--help"])
+    if first in (None, commands.SCRIPT_RUNNER) or first not in commands.names():
+        run = importlib.import_module("kohya_ext.commands.run")
+        return lambda: int(run.main(others if first == commands.SCRIPT_RUNNER else words))
+    command = importlib.import_module(f"kohya_ext.commands.{first}")
+
+    def call() -> int:
+        from kohya_ext.arguments import QuietParser
+
+        parser = QuietParser(prog=f"python -m kohya_ext {first}", description=command.__doc__)
+        command.configure(parser)
+        return int(command.run(parser.parse_args(others, argparse.Namespace(words=others))))
+
+    return call
+
+
+def _first_word(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the first word that is neither an option nor an option's value, and all other words; None when there is none."""
+    from kohya_ext.arguments import QuietParser
+    from kohya_ext.errors import UserError
+    from kohya_ext.settings import add_to
+
+    parser = QuietParser(add_help=False, allow_abbrev=False)
+    add_to(parser)
+    parser.add_argument("word")
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    try:
+        found, _ = parser.parse_known_args(words)
+    except UserError:  # no word, or a wrong value, which the script runner's own parser reports
+        return None, words
+    return found.word, [*words[: len(words) - len(found.rest) - 1], *found.rest]
 
 
 if __name__ == "__main__":

@@ -155,9 +155,9 @@ def _load(
         said = next((layer["vram"] for layer in layers.values() if "vram" in layer), None)
         found = ("--vram", said) if said is not None else card.find()
         if found is None:
-            raise UserError("--preset auto: no NVIDIA card found: say which it is, --vram 16GB, or name a tier, --preset 16gb")
+            raise UserError("--preset auto: no NVIDIA GPU found: give its size, --vram 16, or name a preset, --preset 16gb")
         auto = (plan.automatic(script, argv, environ, found[1]),)
-        note = f" (auto: {found[0]}, {card.gigabytes(found[1])} GB)"
+        note = f" (auto: {found[0]}, {card.label(found[1])})"
     presets = overlay.load([part for name in names for part in (auto if name == AUTO else (name,))], script)
     return replace(presets, label=presets.label + note)
 

@@ -6,12 +6,17 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 from kohya_ext.errors import UserError
 
 _STANDARD_ERROR = 2
+
+#: Seconds that work may take before :func:`progress` reports it.
+_PATIENCE = 1.0
 
 _silent = False
 
@@ -72,3 +77,35 @@ def stop(message: str) -> NoReturn:
 def speaks() -> bool:
     """Return whether this process is the one of its run that talks: rank 0, and no worker of it."""
     return not _silent and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Report on standard error that ``what`` is being done, if the block takes longer than a second.
+
+    A terminal shows one line with the seconds so far, which disappears at the end; a file or a pipe gets a single line.
+    """
+    done = threading.Event()
+    reporter = threading.Thread(target=_report, args=(what, done), daemon=True)
+    if speaks():
+        reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if reporter.ident is not None:
+            reporter.join()
+
+
+def _report(what: str, done: threading.Event) -> None:
+    start = time.monotonic()
+    if done.wait(_PATIENCE):
+        return
+    if not sys.stderr.isatty():
+        note(f"{what} ...")
+        return
+    erase = "\r\x1b[K"
+    while not done.is_set():
+        print(f"{erase}kohya_ext: {what}: {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+        done.wait(1.0)
+    print(erase, end="", file=sys.stderr, flush=True)

@@ -170,9 +170,11 @@ def _named(name: str, script: str) -> Preset:
 
 def _shipped(name: str, script: str) -> Preset:
     family, _, stem = name.lower().rpartition("/")
+    size = _tier(stem)
+    stem = stem if size is None else f"{size}gb"
     families = [family] if family else [FAMILIES.get(script, ""), ANY]
     file = next((file for its in families if (family or stem != BASE) and (file := file_of(its, stem)) is not None), None)
-    if file is None and (size := _tier(stem)) is not None:
+    if file is None and size is not None:
         smaller = [(its, file) for its, file in _tiers(families[0]) if its < size]
         file = max(smaller)[1] if smaller else None
     if file is not None:
@@ -208,7 +210,7 @@ def _tiers(family: str) -> list[tuple[int, Path]]:
 
 
 def _tier(name: str) -> int | None:
-    match = re.fullmatch(r"(\d+)gb", name)
+    match = re.fullmatch(r"(\d+)\s*(?:g|gb)?", name)  # as --vram reads the size of a GPU
     return int(match.group(1)) if match else None
 
 

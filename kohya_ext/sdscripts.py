@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from kohya_ext import cache
+from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError, did_you_mean
 
 UPSTREAM = "https://github.com/kohya-ss/sd-scripts.git"
@@ -69,15 +70,40 @@ class Checkout:
         found = [file for folder in folders for file in sorted((self.path / folder).glob("*.py"))]
         return [file.relative_to(self.path).as_posix() for file in found if "__main__" in _text(file)]
 
-    def script(self, name: str) -> Path:
-        """Return the path of a script given as the user typed it. Raises UserError when there is none.
+    def has(self, name: str) -> bool:
+        """Return whether the checkout has a script of this name; ``.py`` may be left out."""
+        return any((self.path / word).is_file() for word in (name, f"{name}.py"))
 
-        A path that exists is taken as it is; otherwise the name is looked up in the checkout, ``.py`` may be left out.
+    def script(self, name: str) -> Path:
+        """Return the path of a script given as the user typed it; ``.py`` may be left out.
+
+        A file of no checkout is taken as it is. Raises UserError when there is no such script, and for a file of another
+        checkout: its modules would be imported from there, and the patches chosen for this one.
         """
+        elsewhere = None
         for candidate in (Path(name).expanduser(), self.path / name, self.path / f"{name}.py"):
-            if candidate.is_file():
-                return candidate.resolve()
+            if not candidate.is_file():
+                continue
+            file = candidate.resolve()
+            if file.suffix != ".py":
+                raise UserError(f"{name} is not a Python script")
+            if (owner := _owner(file)) is None or owner.path == self.path:
+                return file
+            elsewhere = owner
+        if elsewhere is not None:
+            raise UserError(
+                f"{name} belongs to {elsewhere.path} ({elsewhere.label}), but {self.found} names {self.path} ({self.label}): "
+                "use one checkout for both"
+            )
+        if Path(name).expanduser().is_dir():
+            raise UserError(f"{name} is a folder, not a script: give the name of one, for example sdxl_train_network.py")
         raise UserError(f"no script {name} in {self.path} ({self.label}).{did_you_mean(_with_suffix(name), self.scripts())}")
+
+
+def _owner(script: Path) -> Checkout | None:
+    """Return the checkout that a script is in, at its top or one folder below; None for a file of no checkout."""
+    found = (describe(folder, "the script's own folder") for folder in list(script.parents)[:2])
+    return next(filter(None, found), None)
 
 
 def is_training_script(script: Path) -> bool:
@@ -134,7 +160,7 @@ def candidates(named: Path | None = None, script: str | None = None) -> Iterator
     yield "the working directory", Path.cwd()
     yield "./sd-scripts, where the kohya_ss GUI keeps it", Path.cwd() / "sd-scripts"
     for entry in Registry.read().entries:
-        yield "the user cache" if entry.cloned else "registered with `setup --repo`", Path(entry.path)
+        yield _how(entry), Path(entry.path)
 
 
 def _chosen(named: Path | None) -> tuple[str, Path] | None:
@@ -163,8 +189,6 @@ def find_or_fetch(named: Path | None = None, script: str | None = None) -> Check
     if (checkout := find(named, script)) is not None:
         return checkout
     tried = "; ".join(dict.fromkeys(f"{how} ({folder})" for how, folder in candidates(script=script)))
-    from kohya_ext.console import note
-
     note(f"no sd-scripts found; fetching v{PINNED_VERSION} from {UPSTREAM} once, into {cache_folder()}")
     try:
         return fetch(UPSTREAM, PINNED_REF)
@@ -194,7 +218,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Registry:
-    """What ``setup`` knows, the newest first: that one is used when nothing else is found."""
+    """The checkouts that ``setup`` made or registered. The first is the default: it is used when nothing else is found."""
 
     entries: tuple[Entry, ...]
 
@@ -213,9 +237,14 @@ class Registry:
             return cls(())
         return cls(tuple(entry for entry in entries if Path(entry.path).is_dir()))
 
-    def with_first(self, entry: Entry) -> Registry:
-        """Return one that has ``entry`` first."""
-        return Registry((entry, *(other for other in self.entries if other.path != entry.path)))
+    def with_entry(self, entry: Entry) -> Registry:
+        """Return one that has ``entry`` too. It becomes the default only when there is no other."""
+        known = any(other.path == entry.path for other in self.entries)
+        return self if known else Registry((*self.entries, entry))
+
+    def with_default(self, path: Path) -> Registry:
+        """Return one with the entry of a folder first."""
+        return Registry(tuple(sorted(self.entries, key=lambda entry: entry.path != str(path))))
 
     def write(self) -> None:
         """Write it whole: a second process reads the old or the new one, never a part."""
@@ -226,16 +255,40 @@ class Registry:
 
 
 def known() -> list[Checkout]:
-    """Every checkout in the user cache or registered there, the newest first."""
-    described = (describe(Path(entry.path), "the user cache") for entry in Registry.read().entries)
+    """Every checkout in the user cache or registered there, the default first."""
+    described = (describe(Path(entry.path), _how(entry)) for entry in Registry.read().entries)
     return [checkout for checkout in described if checkout is not None]
+
+
+def _how(entry: Entry) -> str:
+    return "the user cache" if entry.cloned else "registered with `setup --repo`"
+
+
+def make_default(which: str) -> Checkout:
+    """Make one of the known checkouts the default: by version (v0.11.1), commit, or folder, which may be a new one.
+
+    Raises UserError when there is none such, or several.
+    """
+    if (folder := describe(Path(which).expanduser(), "")) is not None:
+        found = [register(folder.path)]
+    else:
+        version = which.removeprefix("v")
+        found = [one for one in known() if one.version == version or (len(which) >= 4 and (one.commit or "").startswith(which))]
+    if len(found) != 1:
+        there = ", ".join(f"v{one.version} ({(one.commit or '?')[:8]}) in {one.path}" for one in found or known())
+        wrong = "means several checkouts" if found else "is not there"
+        raise UserError(
+            f"--default {which} {wrong}: {there or 'no checkout'}. Name one by its commit or folder, or fetch it: --ref"
+        )
+    Registry.read().with_default(found[0].path).write()
+    return found[0]
 
 
 # --- fetching --------------------------------------------------------------------------------------------------------
 
 
 class GitError(Exception):
-    """git is missing or said no; the message is its last line."""
+    """git is missing or failed; the message is its first error."""
 
 
 @dataclass(frozen=True)
@@ -248,11 +301,11 @@ class Fetched:
 
 
 def register(folder: Path) -> Checkout:
-    """Make a folder that already is a checkout the one to use. Raises UserError when it holds no sd-scripts."""
+    """Add a folder that already is a checkout to the known ones. Raises UserError when it holds no sd-scripts."""
     checkout = describe(folder, "registered with `setup --repo`")
     if checkout is None:
         raise UserError(f"no sd-scripts in {folder} (no library/train_util.py and train_network.py there)")
-    Registry.read().with_first(Entry(str(checkout.path), cloned=False)).write()
+    Registry.read().with_entry(Entry(str(checkout.path), cloned=False)).write()
     return checkout
 
 
@@ -267,15 +320,19 @@ def fetch_report(repo: str, ref: str) -> Fetched:
     A folder that already holds the commit is verified and used again. Raises UserError when git is missing, the source
     cannot be reached, it has no such ref, or what came is no sd-scripts.
     """
+    name = next((tag for tag, commit in KNOWN_REFS.items() if commit == ref), ref)
+    if (problem := _no_source(repo)) is not None:
+        raise UserError(f"could not fetch {name} of {repo}: {problem}")
     cache_folder().mkdir(parents=True, exist_ok=True)
     beside = cache_folder() / f".fetching-{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     try:
         try:
-            commit = _obtain(repo, ref, beside)
+            with progress(f"fetching {name} of {repo}"):
+                commit = _obtain(repo, ref, beside)
             missing = _check_out(beside, commit)
         except GitError as error:
-            raise UserError(f"could not fetch {ref} of {repo}: {error}") from None
+            raise UserError(f"could not fetch {name} of {repo}: {error}") from None
         fetched = describe(beside, "the user cache")
         if fetched is None:
             raise UserError(f"{ref} of {repo} is no sd-scripts (no library/train_util.py and train_network.py)")
@@ -284,10 +341,22 @@ def fetch_report(repo: str, ref: str) -> Fetched:
         beside.replace(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    Registry.read().with_first(Entry(str(final.resolve()), cloned=True)).write()
+    Registry.read().with_entry(Entry(str(final.resolve()), cloned=True)).write()
     checkout = describe(final, "the user cache")
     assert checkout is not None, "it was described a moment ago"
     return Fetched(checkout, missing)
+
+
+def _no_source(repo: str) -> str | None:
+    """Return why a local path cannot be cloned; None when git may try."""
+    if "://" in repo or re.match(r"([\w.-]+@)?[\w.-]{2,}:", repo):  # a URL or host:path; one letter would be a Windows drive
+        return None
+    folder = Path(repo).expanduser()
+    if not folder.exists():
+        return "there is no such folder"
+    if folder.is_dir() and not (folder / ".git").exists() and not (folder / "HEAD").is_file():
+        return "it is neither a git repository nor a folder with sd-scripts (library/train_util.py and train_network.py)"
+    return None
 
 
 def _obtain(repo: str, ref: str, folder: Path) -> str:
@@ -344,5 +413,7 @@ def _git(*arguments: str, folder: Path | None = None, stdin: str | None = None) 
         raise GitError("git is not installed") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise GitError(lines[-1] if lines else f"git {arguments[0]} failed ({done.returncode})")
+        # git explains itself behind its first error; what comes last may be advice cut into lines.
+        first = next((line for line in lines if line.startswith(("fatal: ", "error: "))), lines[-1] if lines else "")
+        raise GitError(first.partition(": ")[2] or first or f"git {arguments[0]} failed ({done.returncode})")
     return done.stdout.strip()

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from kohya_ext import sdscripts
 from kohya_ext.errors import UserError
-from kohya_ext.vram.card import read_budget, read_size
+from kohya_ext.vram.card import read_budget, read_card
 
 #: Switches everything: ``1`` arms the extension in a plain start of a script, ``0`` keeps it out of every start.
 MASTER_SWITCH = "KOHYA_EXT"
@@ -152,9 +152,9 @@ class Settings:
     )
     vram: int | None = _option(
         None,
-        "the card that --preset auto is for, instead of the one found: 16GB is 16e9 bytes, 16GiB 17.18e9, a plain 16 a card "
-        "sold as 16 GB, which has 16 GiB",
-        read_size,
+        "the GPU that --preset auto is for, instead of the one in this machine, by the size it is sold as: 12, 12gb and "
+        '"12 GB" are the same; 11.5GiB and a number of bytes are exact',
+        read_card,
         environment="KOHYA_EXT_VRAM",
         metavar="SIZE",
     )
@@ -358,8 +358,9 @@ class Settings:
     )
     vram_budget: int | str | None = _option(
         None,
-        "cap the process at this much of the card (14GB is 14e9 bytes, 13GiB 13 * 2**30, auto is what is free less 5 percent), "
-        "checkpoint every block, then free as many from it as the measured peak leaves room for",
+        "cap the process at this many bytes, unlike --vram, which names a GPU (14GB is 14e9 bytes, 13GiB is 13 * 2**30; a "
+        "16 GB GPU has 17.2e9; auto takes what is free less 5 percent), checkpoint every block, "
+        "then free as many from it as the measured peak leaves room for",
         read_budget,
         environment="KOHYA_EXT_VRAM_BUDGET",
         metavar="SIZE|auto",

@@ -1,6 +1,7 @@
 """The commands of ``python -m kohya_ext``, one module each: a docstring, ``configure(parser)`` and ``run(args) -> exit code``.
 
-A new module here is a new command. Any first word that is no command is a script, which :mod:`kohya_ext.commands.run` runs.
+A new module here is a new command. The first word of a command line is a command, or else a script, which
+:mod:`kohya_ext.commands.run` runs; that one takes its words unparsed (``main(words)``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import ast
 import pkgutil
 from pathlib import Path
 
-_SCRIPT_RUNNER = "run"
+#: Runs a script; may be left out.
+SCRIPT_RUNNER = "run"
 
 
 def names() -> list[str]:
     """Return the commands' names, sorted."""
-    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name != _SCRIPT_RUNNER)
+    return sorted(info.name for info in pkgutil.iter_modules(__path__))
 
 
 def summary(name: str) -> str:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import asking
+from kohya_ext import asking, drawing
 from kohya_ext.arguments import read_arguments
-from kohya_ext.errors import UserError
+from kohya_ext.console import progress
 from kohya_ext.vram.card import GB, gigabytes
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code."""
+    """Run the command; return its exit code."""
     asked = asking.read(arguments, "it has no blocks to compile", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
-    if "plot" in own:
-        _figure()
+    figure = drawing.figure(7, 4.5) if "plot" in own else None
     resolved = read_arguments(script, argv, os.environ)
-    from kohya_ext.vram.making import make_budgets
+    with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
+        from kohya_ext.vram.making import make_budgets
 
-    graphs = make_budgets(checkout, script, resolved, argv)
+        graphs = make_budgets(checkout, script, resolved, argv)
     if own.get("json"):
         print(json.dumps(_as_json(graphs), indent=1))
     else:
@@ -56,8 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_table(graphs))
         for line in _LINES:
             console.print(line, highlight=False, soft_wrap=True)
-    if "plot" in own:
-        _draw(script, graphs, own["plot"])
+    if figure is not None:
+        _draw(figure, script, graphs)
+        drawing.save(figure, own["plot"])
     return 0
 
 
@@ -122,16 +123,8 @@ def _table(graphs: Sequence[Graph]) -> Table:
     return table
 
 
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--plot needs matplotlib: `pip install matplotlib`") from None
-    return Figure(figsize=(7, 4.5), layout="constrained")
-
-
-def _draw(script: str, graphs: Sequence[Graph], file: Path) -> None:
-    figure, totals = _figure(), _totals(graphs)
+def _draw(figure: Any, script: str, graphs: Sequence[Graph]) -> None:
+    totals = _totals(graphs)
     axes = figure.add_subplot()
     eager = totals["eager"].flops
     places = {name: (cost.kept / GB, cost.flops / eager) for name, cost in totals.items()}
@@ -147,7 +140,3 @@ def _draw(script: str, graphs: Sequence[Graph], file: Path) -> None:
         title=f"{script}: activation memory budget",
     )
     axes.legend()
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--plot {file}: {error}") from None

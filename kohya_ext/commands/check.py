@@ -12,7 +12,7 @@ from typing import Any
 
 from kohya_ext import asking, preflight
 from kohya_ext.arguments import read_arguments, take_over
-from kohya_ext.console import note
+from kohya_ext.console import note, progress
 from kohya_ext.probing import importable, script_parser
 
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = read_arguments(script.name, asked.argv, os.environ)
     final: list[argparse.Namespace] = []
     sys.argv = [str(script), *asked.argv]
-    with importable(checkout):
+    with progress(f"importing {script.name} and checking its arguments"), importable(checkout):
         parser = script_parser(checkout, script)
         take_over(parser, resolved, final.append)
         # The script's own reading of the config file, on top of which the command line is read once more.

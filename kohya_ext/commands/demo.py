@@ -19,28 +19,39 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kohya_ext import sdscripts
+from kohya_ext import drawing, sdscripts
+from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
+from kohya_ext.settings import count, flags
 
 SCRIPT = "sdxl_train_network.py"
 PICTURES = 12
 PIXELS = 128
 OUTPUT_NAME = "demo"
-NEEDED = ("PIL", "torch", "torchvision", "accelerate", "diffusers", "transformers", "tensorboard", "matplotlib")
+NEEDED = ("PIL", "torch", "torchvision", "accelerate", "diffusers", "transformers", "tensorboard")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--output", type=Path, default=Path("kohya_ext_demo"), help="folder for everything it makes")
-    parser.add_argument("--steps", type=int, default=60, help="training steps")
+    parser.add_argument("--steps", type=_steps, default=60, help="training steps")
     parser.add_argument("--preset", default="8gb", help="the preset it trains with; the tiny sizes overrule its resolution")
-    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to use, instead of looking for one")
+    parser.add_argument(
+        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the checkout to use, instead of looking for one"
+    )
     parser.add_argument("--embedded", action="store_true", help="train without sd-scripts, as when none can be had")
 
 
+def _steps(text: str) -> int:
+    try:
+        return count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code."""
+    """Run the demo; return its exit code, or the training's."""
     console = Console()
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
@@ -49,12 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     from kohya_ext.tiny import dataset  # only here: it needs what was just looked for
 
     folder = arguments.output.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder} cannot be made: {error.strerror}; name another folder") from None
     checkout = None if arguments.embedded else _checkout(console, arguments.sd_scripts)
     dataset.write(folder / "pictures", PICTURES, PIXELS)
     files = _Files(folder)
     files.forget()
-    command, environ = _embedded(arguments, files) if checkout is None else _real(console, arguments, files, checkout)
+    command, environ = _embedded(arguments, files) if checkout is None else _real(arguments, files, checkout)
     code = _train(console, command, environ, files, arguments.steps)
     if code:
         console.print(f"[red]training failed with exit code {code}[/]; the end of {escape(str(files.log))}:")
@@ -105,13 +119,11 @@ def _checkout(console: Console, named: Path | None) -> Checkout | None:
         return None
 
 
-def _real(
-    console: Console, arguments: argparse.Namespace, files: _Files, checkout: Checkout
-) -> tuple[list[str], dict[str, str]]:
-    from kohya_ext.tiny import arguments as tiny
-    from kohya_ext.tiny import checkpoints, environment
+def _real(arguments: argparse.Namespace, files: _Files, checkout: Checkout) -> tuple[list[str], dict[str, str]]:
+    with progress("making a tiny SDXL checkpoint and tokenizers"):
+        from kohya_ext.tiny import arguments as tiny
+        from kohya_ext.tiny import checkpoints, environment
 
-    with console.status("making a tiny SDXL checkpoint and tokenizers"):
         models = checkpoints.write("sdxl", checkout.path, files.folder / "models")
     command = [sys.executable, "-m", "kohya_ext", "--sd-scripts", str(checkout.path), SCRIPT]
     command += ["--preset", arguments.preset, "--report", str(files.report)]
@@ -140,6 +152,8 @@ def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], 
 def _train(console: Console, command: Sequence[str], environ: dict[str, str], files: _Files, steps: int) -> int:
     """Run the training, its output in the log, its steps as a bar; return its exit code."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if not console.is_terminal:  # where no bar is drawn
+        note(f"training {steps} steps; the output is in {files.log}")
     with Progress(*columns, console=console) as progress, files.log.open("w", encoding="utf-8") as log:
         task = progress.add_task("loading sd-scripts", total=steps)
         process = subprocess.Popen(
@@ -163,7 +177,6 @@ def _train(console: Console, command: Sequence[str], environ: dict[str, str], fi
 def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
     report = json.loads(files.report.read_text(encoding="utf-8"))
     losses, seconds = _losses(files.events)
-    _plot(losses, files.plot)
     table = Table(show_header=False, title="what happened")
     table.add_row("trained by", f"{report['script']} of {checkout.label}" if checkout else "the embedded loop, no sd-scripts")
     table.add_row("preset", ", ".join(report["presets"]))
@@ -175,7 +188,11 @@ def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
         f"{_mean(losses[: len(losses) // 4]):.3f} in the first quarter, {_mean(losses[-len(losses) // 4 :]):.3f} in the last",
     )
     table.add_row("LoRA file", f"{files.lora} ({files.lora.stat().st_size / 1e6:.2f} MB)")
-    table.add_row("picture of the loss", str(files.plot))
+    try:
+        _plot(losses, files.plot)
+        table.add_row("chart of the loss", str(files.plot))
+    except UserError as error:
+        table.add_row("chart of the loss", escape(f"none: {error}"))
     console.print(table)
 
 
@@ -210,19 +227,13 @@ def _losses(folder: Path) -> tuple[list[float], float]:
 
 
 def _plot(losses: Sequence[float], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     window = max(1, len(losses) // 8)
     smooth = [_mean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    figure = drawing.figure(7, 4)
+    axes = figure.add_subplot()
     axes.plot(range(1, len(losses) + 1), losses, color="#b8c4d6", linewidth=1, label="each step")
     axes.plot(range(1, len(losses) + 1), smooth, color="#1f4e8c", linewidth=2, label=f"mean of {window}")
     axes.set(xlabel="step", ylabel="loss", title="kohya_ext demo: a tiny LoRA")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(file)
-    pyplot.close(figure)
+    drawing.save(figure, file)

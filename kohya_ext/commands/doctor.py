@@ -22,11 +22,12 @@ from rich.table import Table
 
 from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
+from kohya_ext.console import progress
 from kohya_ext.patching import Outcome, Target
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.session import OPTIONS, begin
-from kohya_ext.settings import MASTER_SWITCH, options, switched_on
+from kohya_ext.settings import MASTER_SWITCH, flags, options, switched_on
 
 #: What sd-scripts and the patches depend on, by the name pip knows it by.
 PACKAGES = (
@@ -52,13 +53,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="as JSON, every target of every patch included")
     parser.add_argument("--verbose", action="store_true", help="show every target of every patch, with reasons")
-    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to look at, instead of looking for one")
+    parser.add_argument(
+        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the checkout to look at, instead of looking for one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; return the exit code: 1 when a patch failed or does not know its target, or nothing can be trained."""
     checkout = find(arguments.sd_scripts)
-    found = examine(checkout)
+    with progress("importing torch and sd-scripts, and trying every patch"):
+        found = examine(checkout)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

@@ -13,14 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import asking
+from kohya_ext import asking, drawing
 from kohya_ext.arguments import RunArguments, read_arguments
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram.cap import FILLED, for_tensors, reason_not_to_spend
-from kohya_ext.vram.card import AUTO, GB, GIB, gigabytes, said
+from kohya_ext.vram.card import AUTO, GB, GIB, gigabytes, label, said
 from kohya_ext.vram.choices import FP8, Choices
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate, estimate
 from kohya_ext.vram.fill import smallest_share
@@ -40,8 +40,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help="the card: 16GB is 16e9 bytes, 16GiB 17.18e9, and a plain 16 a card sold as 16 GB, which has 16 GiB; "
-        "a tier's preset brings its own",
+        help='the GPU, by the size it is sold as: 16, 16gb and "16 GB" are the same; 15.5GiB and a number of bytes are '
+        "exact; default: the GPU that the preset is for",
     )
     parser.add_argument(
         "--fresh", action="store_true", default=argparse.SUPPRESS, help="measure again, whatever is known (about 20 seconds)"
@@ -56,9 +56,10 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code: 1 when more is reserved than the card has, so that scripts can ask."""
+    """Run the command; return its exit code: 1 when the run does not fit the GPU, so that shell scripts can ask."""
     asked = asking.read(arguments, "nothing to estimate", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
+    figure = drawing.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
         argv += ["--vram", own["vram"]]
     resolved = read_arguments(script, argv, os.environ)
@@ -81,15 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_table(found))
         for line in [*_lines(found, card, resolved), *([budget.words] if budget is not None else [])]:
             console.print(line, highlight=False, soft_wrap=True)
-    if "chart" in own:
-        _draw(found, card, own["chart"])
+    if figure is not None:
+        _draw(figure, found, card)
+        drawing.save(figure, own["chart"])
     return 0 if (card is None or found.on_the_card <= card) and (budget is None or budget.fits) else 1
 
 
 def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None, fresh: bool) -> tuple[Estimate, RunArguments]:
     """Return the estimate and the arguments of the smallest share of checkpointed blocks that fits; say which it is."""
     if card is None:
-        raise UserError("--fill needs to know the card: give --vram, 16GB for instance, or a tier's preset")
+        raise UserError("--fill needs the GPU's size: give --vram 16, or a preset for a size")
     if not choosing.read(script, read_arguments(script, argv, os.environ), argv)[0].gradient_checkpointing:
         raise UserError("--fill chooses among checkpointed blocks: give --gradient_checkpointing, or a preset that has it")
 
@@ -99,9 +101,9 @@ def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None
 
     filled = smallest_share(ask, room(card))
     if filled is None:
-        raise UserError(f"it does not fit {gigabytes(card)} GB less 5 percent with every block checkpointed")
+        raise UserError(f"it does not fit the {label(card)} less 5 percent, even with every block checkpointed")
     share, found = filled
-    note(f"--checkpoint_share {share:g} is the smallest that fits {gigabytes(card)} GB less 5 percent")
+    note(f"--checkpoint_share {share:g} is the smallest that fits the {label(card)} less 5 percent")
     return found, read_arguments(script, _at_share(argv, share), os.environ)
 
 
@@ -128,7 +130,7 @@ def _with_budget(
     budget = run.settings.vram_budget
     assert budget is not None, "asked with one"
     if budget == AUTO and card is None:
-        raise UserError("--vram_budget auto needs to know the card: give --vram, 16GB for instance, or a tier's preset")
+        raise UserError("--vram_budget auto needs the GPU's size: give --vram 16, or a preset for a size")
     limit = round(for_tensors(budget, (card or 0) - CONTEXT_BYTES, card or 0))
     room = round(FILLED * limit)
 
@@ -147,7 +149,7 @@ def _with_budget(
             f"at first every block is checkpointed, as in these figures; then {left} GB are left for what compiled blocks keep"
         )
     else:
-        note("--vram_budget frees blocks from checkpointing: up to 6 estimates, about 20 seconds each where they are not known")
+        note("--vram_budget frees blocks from checkpointing: up to 6 estimates, of which each new one takes about 20 seconds")
         share, found = smallest_share(ask, room + CONTEXT_BYTES) or (1.0, ask(1.0))
         does = f"about {share:.0%} of the blocks stay checkpointed, which the run chooses by what each weighs"
     fits = found.reserved <= limit
@@ -202,12 +204,12 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
     made = found.made_with
     lines = [
         f"The peak is in: {found.moment}. Tensors at each moment (GB): {moments}.",
-        f"{found.flops / 1e12:.2f} TFLOP a step, {found.trained / 1e6:.1f} million numbers trained, for {_asked(found)}.",
+        f"{found.flops / 1e12:.2f} TFLOP a step, {found.trained / 1e6:.1f}M trainable parameters, for {_asked(found)}.",
     ]
     if card is not None:
         rest = card - found.on_the_card
         fits = "leaves" if rest >= 0 else "is short of"
-        lines.append(f"A card of {gigabytes(card)} GB ({card / GIB:.1f} GiB) {fits} {gigabytes(abs(rest))} GB.")
+        lines.append(f"The {label(card)} {fits} {gigabytes(abs(rest))} GB.")
         if rest < 0 <= rest + found.reserved - found.least:
             lines.append(
                 f"It can still run there, more slowly: under Linux the allocator gives back what it does not use, down to "
@@ -253,12 +255,7 @@ def _asked(found: Estimate) -> str:
     return f"{str(found.choices['resolution']).replace(',', 'x')} pixels, batch {batch}{covered}"
 
 
-def _draw(found: Estimate, card: int | None, file: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--chart needs matplotlib: `pip install matplotlib`") from None
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
+def _draw(figure: Any, found: Estimate, card: int | None) -> None:
     axes = figure.add_subplot()
     left = 0.0
     for name, size in _rows(found):
@@ -268,7 +265,3 @@ def _draw(found: Estimate, card: int | None, file: Path) -> None:
         axes.axvline(card / GB, color="black", linestyle="--", label=f"card {gigabytes(card)}")
     axes.set(yticks=[], xlabel="GB (1e9 bytes), not calibrated on CUDA", title=f"{found.choices['script']}, {_asked(found)}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--chart {file}: {error}") from None

@@ -18,7 +18,7 @@ from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.retyping import quoted
 from kohya_ext.vram import card as cards
-from kohya_ext.vram.card import GIB, gigabytes
+from kohya_ext.vram.card import gigabytes
 from kohya_ext.vram.plan import Candidate, Plan, plan
 from kohya_ext.vram.tiers import room
 
@@ -34,12 +34,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help="the card, instead of the one found: 16GB is 16e9 bytes, 16GiB 17.18e9, and a plain 16 a card sold as 16 GB",
+        help='the GPU, instead of the one in this machine, by the size it is sold as: 16, 16gb and "16 GB" are the same; '
+        "15.5GiB and a number of bytes are exact",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code."""
+    """Run the command; return its exit code."""
     asked = asking.read(arguments, "nothing to plan", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
     given = ["--vram", own["vram"]] if "vram" in own else []
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = settings.vram
     name, card = ("", size) if size else cards.find() or ("", 0)
     if not card:
-        raise UserError("no NVIDIA card found: say which it is for, --vram 16GB")
+        raise UserError("no NVIDIA GPU found: give the size of the one to plan for, --vram 16")
     made = plan(checkout, script, argv, environ, card, note)
     words = ["python", "-m", "kohya_ext", script, *made.answer.argv]
     if own.get("json"):
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[str], compiled: bool) -> None:
-    card = f"{gigabytes(made.card)} GB ({made.card / GIB:.1f} GiB{', ' + name if name else ''})"
+    card = f"the {cards.label(made.card)}{name and f', {name}'}"
     table = Table("", "on the card", "TFLOP a picture", "what it gives up", title=f"{script} on {card}")
     for heading, candidates in (
         ("answer", [made.answer]),
@@ -68,8 +69,7 @@ def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[
         ("too big", made.too_big[:2]),
     ):
         for one in candidates:
-            free = " (tight)" if one.tight else ""
-            size = f"{gigabytes(one.found.on_the_card)} GB{free}"
+            size = f"{gigabytes(one.found.on_the_card)} GB"
             table.add_row(f"{heading}: {one.name}", size, f"{one.found.flops_a_picture / 1e12:.1f}", one.traded)
     console.print(table)
     tree = Table("", "step", "sets", "what it costs", title="the decision tree, the cheapest step first")
@@ -78,8 +78,8 @@ def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[
         tree.add_row(branch.status, branch.rung.name, " ".join(branch.words), branch.costs)
     console.print(tree)
     for line in (
-        f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Speed is told from the operations "
-        "for a picture: what copying swapped blocks takes, and larger batches gain, depends on the GPU.",
+        f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Fewer swapped blocks rank first, "
+        "then fewer operations per image. The time that copying blocks takes and larger batches save depends on the GPU.",
         "Batch and accumulation are one process's.",
         *(["The figures are those without compiling, which needs more; `estimate` has those with it."] if compiled else []),
         "To run it:",
@@ -97,7 +97,6 @@ def _as_json(made: Plan, words: Sequence[str]) -> dict[str, Any]:
             "reserved": one.found.reserved,
             "flops_a_picture": one.found.flops_a_picture,
             "traded": one.traded,
-            "tight": one.tight,
         }
 
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,31 +13,34 @@ from rich.table import Table
 
 from kohya_ext import overlay
 from kohya_ext.arguments import complete, find_problem, find_problems, preset_line, read_arguments, trace
-from kohya_ext.console import note, warn
+from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
 from kohya_ext.probing import script_parser
 from kohya_ext.sdscripts import find_or_fetch, is_training_script
+from kohya_ext.settings import flags
 from kohya_ext.vram import tiers
 from kohya_ext.vram.card import gigabytes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    _add_checkout(parser)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list | show | path")
     actions.add_parser("list", help="every preset, its scripts and what it needs")
     where = actions.add_parser("path", help="where a preset's file lies, to read or to copy")
     where.add_argument("name", help="family/name, as `presets list` shows it")
     show = actions.add_parser("show", help="every key of a preset, its value and why it is there")
     show.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
-    show.add_argument("--script", required=True, help="the script it is for: sdxl_train.py, sdxl_train_network.py, ...")
+    show.add_argument(
+        "--script",
+        help="the script it is for; default, where a preset is named in full (sdxl-lora/16gb): the first of its family",
+    )
     show.add_argument(
         "--explain",
         action="store_true",
         help="check it against the script's own parser and say where each value of a whole command line comes from",
     )
-    show.add_argument(
-        "--sd-scripts", type=Path, metavar="FOLDER", help="the checkout to check against, instead of looking for one"
-    )
+    _add_checkout(show)
     show.add_argument(
         "--with",
         dest="arguments",
@@ -48,18 +51,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_checkout(parser: argparse.ArgumentParser) -> None:
+    """Add ``--sd-scripts``, which may be given before the action and after it."""
+    parser.add_argument(
+        *flags("sd_scripts"),
+        type=Path,
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,
+        help="the checkout to check against, instead of looking for one",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code."""
+    """Run the command; return its exit code."""
     console = Console()
     if arguments.action == "list":
         _list(console)
     elif arguments.action == "path":
         print(_path(arguments.name))
-    elif arguments.explain:
-        console.print(_explain(arguments))
     else:
-        console.print(_show(arguments))
+        script = arguments.script or _script(arguments.names)
+        console.print(_explain(arguments, script) if arguments.explain else _show(arguments, script))
     return 0
+
+
+def _script(names: Sequence[str]) -> str:
+    """Return the first script of the first preset whose family is known. Raises UserError when none is."""
+    for name in names:
+        family = _family(name)
+        if family not in (None, "", overlay.ANY):
+            return next(iter(overlay.scripts(str(family)) or overlay.FAMILIES))  # loading it names what is wrong, if anything
+    raise UserError(
+        f"{names[0]} means another preset for each script: give --script sdxl_train_network.py, for example, or the full name "
+        "that `presets list` shows, sdxl-lora/16gb"
+    )
+
+
+def _family(name: str) -> str | None:
+    file = Path(name).expanduser()
+    if file.suffix == ".toml" and file.is_file():
+        return overlay.parse(file.read_text(encoding="utf-8"), name, None).family
+    return name.lower().rpartition("/")[0]
 
 
 def _list(console: Console) -> None:
@@ -107,23 +139,24 @@ def _path(wanted: str) -> str:
     return str(file)
 
 
-def _show(arguments: argparse.Namespace) -> Table:
+def _show(arguments: argparse.Namespace, script: str) -> Table:
     argv = [part for name in arguments.names for part in ("--preset", name)]
-    presets = read_arguments(arguments.script, argv, os.environ).presets
+    presets = read_arguments(script, argv, os.environ).presets
     table = Table("key", "value", "preset", "why", title=escape(presets.label))
     for key, value in presets.values.items():
         table.add_row(key, escape(repr(value.value)), value.preset, escape(value.why))
     return table
 
 
-def _explain(arguments: argparse.Namespace) -> Table:
-    checkout = find_or_fetch(arguments.sd_scripts, arguments.script)
-    script = checkout.script(arguments.script)
+def _explain(arguments: argparse.Namespace, name: str) -> Table:
+    checkout = find_or_fetch(vars(arguments).get("sd_scripts"), name)
+    script = checkout.script(name)
     if not is_training_script(script):
         raise UserError(f"{script.name} is not a training script: presets have no meaning for it")
     argv = [*(part for name in arguments.names for part in ("--preset", name)), *arguments.arguments]
     resolved = read_arguments(script.name, argv, os.environ)
-    parser = script_parser(checkout, script)
+    with progress(f"importing {script.name} for its arguments"):
+        parser = script_parser(checkout, script)
     complete(parser)
     wrong = [
         str(problem)

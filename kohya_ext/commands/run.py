@@ -14,18 +14,19 @@ from pathlib import Path
 from kohya_ext import __version__, commands, sdscripts, supervising
 from kohya_ext.arguments import QuietParser, read_arguments
 from kohya_ext.autoload import watch
-from kohya_ext.errors import UserError
+from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.launching import pass_signals_on
-from kohya_ext.sdscripts import Checkout, find_or_fetch, is_training_script
+from kohya_ext.sdscripts import Checkout, find, find_or_fetch, is_training_script
 from kohya_ext.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
 
 USAGE = """python -m kohya_ext [options] SCRIPT [script arguments]
-       python -m kohya_ext COMMAND [--help]"""
+       python -m kohya_ext COMMAND [--help]
+       python -m kohya_ext help COMMAND"""
 
 EPILOG = """commands:
 {commands}
 
-The options may also stand behind SCRIPT. `python -m kohya_ext SCRIPT --help` shows the script's own with them."""
+The options may be given before SCRIPT or after it. `python -m kohya_ext SCRIPT --help` also shows the script's own."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings(**{name: chosen[name] for name, _ in options("launcher") if name in chosen})
     switched_off = not checked(MASTER_SWITCH, boolean, os.environ.get(MASTER_SWITCH, "1"), f"the variable {MASTER_SWITCH}")
 
-    checkout = find_or_fetch({**vars(given), **launch}.get("sd_scripts"), given.script)
-    script = checkout.script(given.script)
+    checkout, script = _find_script({**vars(given), **launch}.get("sd_scripts"), given.script)
     own = _launcher_options(before)[1]
     if not is_training_script(script) and own:
         raise UserError(f"{own[0]} has no meaning for {script.name}, which is not a training script: leave it out")
@@ -79,8 +79,20 @@ def _parser() -> QuietParser:
     parser.add_argument("--version", action="version", version=f"kohya_ext {__version__}")
     add_to(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a script of sd-scripts: sdxl_train.py, networks/merge_lora.py, ...")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments"
+    ).required = False
     return parser
+
+
+def _find_script(named: Path | None, word: str) -> tuple[Checkout, Path]:
+    """Return the checkout and the script; raise UserError for a misspelled command, before anything is fetched."""
+    checkout = find(named, word)
+    command = "" if Path(word).suffix or Path(word).exists() else did_you_mean(word, commands.names())
+    if command and (checkout is None or not checkout.has(word)):
+        raise UserError(f"no command or script {word}.{command}")
+    checkout = checkout or find_or_fetch(named, word)
+    return checkout, checkout.script(word)
 
 
 def _launcher_options(arguments: Sequence[str]) -> tuple[Mapping[str, object], list[str]]:

@@ -1,4 +1,4 @@
-"""Fetch sd-scripts into the user cache, beside others that are there, or register a copy you have."""
+"""Fetch sd-scripts into the user cache, next to others that are there, or register a copy you have, and choose the default."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kohya_ext import sdscripts
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts import Checkout
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,15 +26,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ref",
         help=f"tag, branch or commit; default: the pinned v{sdscripts.PINNED_VERSION}, or {', '.join(sdscripts.KNOWN_REFS)}",
     )
-    parser.add_argument("--list", action="store_true", help="show what is there; the first one is used")
+    parser.add_argument(
+        "--default",
+        nargs="?",
+        const=True,
+        metavar="WHICH",
+        help="with --repo or --ref: make that checkout the default; alone: make one that is there the default, by its version "
+        "(v0.11.1), commit or folder",
+    )
+    parser.add_argument("--list", action="store_true", help="show what is there, which one is used in this folder, and why")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; return the exit code."""
+    """Run the command; return its exit code."""
     console = Console(soft_wrap=True)
     if arguments.list:
         console.print(_table())
         return 0
+    if isinstance(arguments.default, str):
+        if arguments.repo or arguments.ref:
+            raise UserError("--default takes no value next to --repo or --ref: it makes their checkout the default")
+        checkout = sdscripts.make_default(arguments.default)
+    else:
+        checkout = _add(console, arguments)
+        if arguments.default:
+            sdscripts.make_default(str(checkout.path))
+    for line in _use(checkout):
+        console.print(escape(line))
+    return 0
+
+
+def _add(console: Console, arguments: argparse.Namespace) -> Checkout:
+    """Fetch or register a checkout, and print what it is."""
     folder = Path(arguments.repo).expanduser() if arguments.repo else None
     missing: tuple[str, ...] = ()
     if folder is not None and arguments.ref is None and sdscripts.describe(folder, "") is not None:
@@ -45,14 +70,50 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"{done}: {escape(checkout.label)}, layout {checkout.layout}, commit {checkout.commit or 'unknown'}")
     console.print(f"in {escape(str(checkout.path))}")
     if missing:
-        console.print(f"left out, for the source does not hold them: {escape(', '.join(missing))}")
+        console.print(f"left out, because the source does not hold them: {escape(', '.join(missing))}")
     if checkout.layout == "unknown":
         console.print("its layout is not known: patches are skipped there")
-    return 0
+    return checkout
+
+
+def _use(checkout: Checkout) -> list[str]:
+    """Return which checkout is the default, how to change it, and which one is used in this folder if it is another."""
+    default = sdscripts.known()[0]
+    if default.path == checkout.path:
+        lines = [f"{checkout.label} in {checkout.path} is the default"]
+    else:
+        change = f"python -m kohya_ext setup --default {checkout.path}"
+        lines = [f"the default is still {default.label} in {default.path}; to change it: {change}"]
+    used, problem = _used()
+    if problem:
+        lines.append(f"but nothing can be used here: {problem}")
+    elif used is not None and used.path != default.path:
+        lines.append(f"but here {used.label} in {used.path} is used, because of {used.found}")
+    return lines
+
+
+def _used() -> tuple[Checkout | None, str]:
+    """Return the checkout that a run in this folder would use, or what is wrong with the user's own choice."""
+    try:
+        return sdscripts.find(), ""
+    except UserError as error:
+        return None, str(error)
 
 
 def _table() -> Table:
-    table = Table("version", "layout", "commit", "folder", title="sd-scripts checkouts, the first one is used")
-    for checkout in sdscripts.known():
-        table.add_row(checkout.version or "?", checkout.layout, (checkout.commit or "?")[:8], str(checkout.path))
+    known = sdscripts.known()
+    used, problem = _used()
+    table = Table("used here", "version", "layout", "commit", "folder", title="sd-scripts checkouts", caption_justify="left")
+    table.columns[-1].overflow = "fold"
+    elsewhere = [used] if used is not None and used.path not in [one.path for one in known] else []
+    for checkout in [*elsewhere, *known]:
+        why = "the default" if known and checkout.path == known[0].path else ""
+        if used is not None and checkout.path == used.path:
+            why = f"yes: {why if why and used.found == checkout.found else used.found}"
+        commit = (checkout.commit or "?")[:8]
+        table.add_row(why, checkout.version or "?", checkout.layout, commit, escape(str(checkout.path)))
+    if problem:
+        table.caption = escape(problem)
+    elif used is None:
+        table.caption = "none yet: run `python -m kohya_ext setup`"
     return table

@@ -1,4 +1,4 @@
-"""Sizes of memory as people say them, and cards as they are sold."""
+"""Sizes of memory on the command line: GPUs by the size they are sold as, budgets in bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ GB, GIB = 10**9, 2**30
 #: What ``--vram_budget`` says for the card's free memory less a margin.
 AUTO = "auto"
 
+#: No GPU is sold with more GB. A larger number without a unit counts bytes, if it is at least :data:`LEAST_BYTES`.
+MOST_SOLD, LEAST_BYTES = 1024, 2**28
+
 _UNITS = {"mb": 10**6, "mib": 2**20, "gb": GB, "gib": GIB}
 
 
 def read_budget(value: object) -> int | str:
     """Return a budget in bytes, or :data:`AUTO`: ``14GB`` is 14e9 bytes, ``13GiB`` 13 * 2**30.
 
-    Raises ValueError for anything else, a bare number too: 14 could be either.
+    Unlike :func:`read_card`, for which 14GB is a GPU with 14 GiB. Raises ValueError for anything else, a bare number too.
     """
     text = str(value).strip().lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mb|mib|gb|gib)", text)
@@ -29,16 +32,29 @@ def read_budget(value: object) -> int | str:
     return round(float(match.group(1)) * _UNITS[match.group(2)])
 
 
-def read_size(value: object) -> int:
-    """Return bytes: ``16GB`` is 16e9, ``16GiB`` is 16 * 2**30, and a plain ``16`` is a card sold as 16 GB, which has 16 GiB.
+def read_card(value: object) -> int:
+    """Return the bytes of a GPU's memory: ``12``, ``12gb``, ``12GB`` and ``12 GB`` are a GPU sold as 12 GB, which has 12 GiB.
 
-    Raises ValueError for anything else.
+    ``11.5GiB`` and ``11776MiB`` (as nvidia-smi prints it) are exact, and so is a number of bytes. Raises ValueError for
+    anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib|g)?", str(value).strip(), re.IGNORECASE)
-    if match is None or float(match.group(1)) == 0:
-        raise ValueError(f"must be 16GB (16e9 bytes), 16GiB (17.18e9), or 16 for a card sold as 16 GB (16 GiB), not {value!r}")
-    unit = (match.group(2) or "").lower()
-    return round(float(match.group(1)) * (GB if unit == "gb" else GIB))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(g|gb|gib|mib)?", str(value).strip().lower())
+    number, unit = (float(match.group(1)), match.group(2)) if match is not None else (0.0, None)
+    if unit is None and number >= LEAST_BYTES:
+        return round(number)
+    size = round(number * (2**20 if unit == "mib" else GIB))
+    if LEAST_BYTES <= size <= MOST_SOLD * GIB:
+        return size
+    raise ValueError(f"must be the size that the GPU is sold as, for example 12 or 12GB, or an exact 11.5GiB, not {value!r}")
+
+
+def label(size: int) -> str:
+    """Return a GPU's memory for messages: ``12 GB GPU (12.88e9 bytes)``, or ``11.50 GiB GPU (12.35e9 bytes)``.
+
+    A whole number of GiB is the size that a GPU is sold as, in GB.
+    """
+    sold = f"{size // GIB} GB" if size % GIB == 0 else f"{size / GIB:.2f} GiB"
+    return f"{sold} GPU ({size / GB:.2f}e9 bytes)"
 
 
 def find() -> tuple[str, int] | None:

@@ -175,7 +175,7 @@ class Choices:
 def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, list[str]]:
     """Return the choices of a command line over its preset and config file, and the flags that are none of them.
 
-    Raises UserError for a value that cannot be read.
+    Raises UserError for a value that cannot be read, and as :func:`from_values`.
     """
     parser = _parser()
     layers = [(f"preset {run.presets.label}", {key: value.value for key, value in run.presets.values.items()})]
@@ -192,7 +192,12 @@ def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, 
 
 
 def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Choices:
-    """Return the choices among a script's arguments, whoever parsed them, and the extension's own."""
+    """Return the choices among a script's arguments, whoever parsed them, and the extension's own.
+
+    Raises UserError for a script whose memory is not modelled (ControlNet, LLLite, textual inversion, LECO).
+    """
+    if script not in FAMILIES:
+        raise UserError(f"the memory of {script} cannot be estimated. Scripts that can: {', '.join(sorted(FAMILIES))}")
     said = {**run.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     given = {name: said[name] for name in _rows() if name in said}
     for name, value in given.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kohya_ext.arguments import RunArguments
+from kohya_ext.console import progress
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.settings import flags, negated_flags, options
 from kohya_ext.vram import choices as choosing
@@ -69,9 +70,10 @@ def estimate(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[
         known = store.find(checkout, asked, run.settings.disable_patch)
         if known is not None:
             return Estimate(**known)
-    from kohya_ext.vram.making import make
+    with progress(f"estimating the memory of {script} (usually 10 to 60 s)"):
+        from kohya_ext.vram.making import make
 
-    made = make(checkout, script, run, argv)
+        made = make(checkout, script, run, argv)
     store.keep(checkout, made, run.settings.disable_patch)
     return made
 

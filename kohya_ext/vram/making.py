@@ -144,8 +144,6 @@ NOT_MODELLED = (
 
 def _refuse(choices: Choices) -> None:
     """Raise UserError for what is known not to be modelled."""
-    if choices.family not in TRAINERS:
-        raise UserError(f"estimates for {choices.script} are not modelled: {', '.join(TRAINERS)} are")
     for name in NOT_MODELLED:
         if getattr(choices, name):
             raise UserError(f"estimates with --{name} are not modelled")

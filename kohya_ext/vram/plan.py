@@ -17,7 +17,7 @@ from kohya_ext.sdscripts import Checkout
 from kohya_ext.settings import AUTO
 from kohya_ext.vram import choices as choosing
 from kohya_ext.vram import store
-from kohya_ext.vram.card import gigabytes
+from kohya_ext.vram.card import gigabytes, label
 from kohya_ext.vram.choices import Choices
 from kohya_ext.vram.estimate import Estimate, estimate
 from kohya_ext.vram.ladder import LADDER, Attempt, Changes, Rung, Step, after, steps
@@ -37,8 +37,6 @@ class Candidate:
     """The script's arguments with it."""
     found: Estimate
     traded: str = ""
-    tight: bool = False
-    """Whether it fits only because the allocator gives back what it does not use."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +82,19 @@ def plan(
     """
     known = _known_tiers(checkout, script, argv, environ)
     walk = _Walk(checkout, script, list(argv), environ, card, announce)
-    answered = any(fits(one.found, card, one.tight) for one in known)
+    answered = any(fits(one.found, card) for one in known)
     candidates = known if answered else [*walk.candidates(), *known]
-    inside = [one for one in candidates if fits(one.found, card, one.tight)]
+    inside = [one for one in candidates if fits(one.found, card)]
     outside = sorted((one for one in candidates if one not in inside), key=lambda one: one.found.reserved)
     if not inside and walk.stopped:
-        raise UserError(f"none of {MOST} estimates fits yet: type it again to go on from there, they are kept")
+        raise UserError(f"nothing fits in the first {MOST} estimates; run it again to continue (their results are kept)")
     if not inside:
         raise UserError(
-            f"nothing fits {gigabytes(card)} GB less 5 percent: the smallest, {outside[0].name}, needs "
+            f"nothing fits the {label(card)} less 5 percent: the smallest, {outside[0].name}, needs "
             f"{gigabytes(outside[0].found.on_the_card)} GB"
         )
     if not answered:
-        inside.sort(key=lambda one: (one.found.flops_a_picture, one.found.reserved))
+        inside.sort(key=_slowness)
     tree = _tree(checkout, script, argv, environ, inside[0])
     copied = _copied(inside[0].found, [one.found for one in candidates])
     return Plan(
@@ -112,15 +110,23 @@ def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card
     Raises UserError when there is none.
     """
     smaller = ""
+    tier = None
     for tier, run in _tiers_with(script, argv, environ):
         row = store.shipped(choosing.normalized(choosing.read(script, run, argv)[0]))
-        if row is not None and fits(Estimate(**row), card, bool(tier.about.get("tight"))):
+        if row is not None and fits(Estimate(**row), card):
             return tier.name
         if row is None and tier.card <= card and not smaller:
             smaller = tier.name
+    if tier is None:
+        raise UserError(f"--preset auto: {script} has no presets for sizes of GPUs: run `python -m kohya_ext plan {script}`")
     if not smaller:
-        raise UserError(f"--preset auto: no tier of {script} fits {gigabytes(card)} GB: `plan {script}` says what does")
+        raise UserError(f"--preset auto: no preset of {script} fits the {label(card)}: run `python -m kohya_ext plan {script}`")
     return smaller
+
+
+def _slowness(one: Candidate) -> tuple[float, ...]:
+    """Return what sorts candidates, the fastest first: blocks copied over the bus, operations, then memory left unused."""
+    return int(one.found.choices.get("blocks_to_swap") or 0), one.found.flops_a_picture, -one.found.reserved
 
 
 # --- the shipped tiers -----------------------------------------------------------------------------------------------
@@ -153,9 +159,8 @@ def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: 
 
 def _candidate(tier: Tier, row: Mapping[str, Any], script: str, argv: Sequence[str]) -> Candidate:
     name = tier.name.rpartition("/")[2] if overlay.FAMILIES.get(script) == tier.family else tier.name
-    tight = bool(tier.about.get("tight"))
     words = ("--preset", name, *_without_auto(argv))
-    return Candidate(f"preset {tier.name}", words, Estimate(**row), str(tier.about["traded"]), tight)
+    return Candidate(f"preset {tier.name}", words, Estimate(**row), str(tier.about["traded"]))
 
 
 def _without_auto(argv: Sequence[str]) -> list[str]:
@@ -188,26 +193,30 @@ class _Walk:
     def candidates(self) -> list[Candidate]:
         """Return what was tried: down to what fits, and from there back up to the fastest that still does."""
         run = _read(self.script, self.argv, self.environ, ())
-        base = overlay.base(choosing.read(self.script, run, self.argv)[0].kind)
+        kind = choosing.read(self.script, run, self.argv)[0].kind
+        base = overlay.base(kind)
         mine = _without_auto(self.argv)
         theirs = {**(run.config.values if run.config is not None else {}), **values_of(mine)}
         start = _whole_batch(["--preset", base.name, *mine] if base is not None else mine, theirs)
-        state = attempt(self.checkout, self.script, start, self.environ)
         fixed = theirs.keys() - {"train_batch_size", "gradient_accumulation_steps"}
-        changes: dict[str, object] = {}
-        if self._try(start, changes, "as it is"):
-            return self.tried
+        recipe = (str(base.about["traded"]),) if base is not None and "traded" in base.about else ()
+        points = [_Point("the recipe as it is", {}, recipe)]
+        state = attempt(self.checkout, self.script, start, self.environ)
         while (step := _next(state, fixed)) is not None:
-            before = dict(changes)
-            state, changes = after(state, step), {**changes, **step.changes}
-            if self._try(start, changes, step.rung.what):
-                self._climb_back(start, before, changes, fixed)
+            points.append(points[-1].after(step))
+            state = after(state, step)
+        if self.card < min((tier.card for tier in tiers(kind)), default=0) and not self._try(start, points[-1]):
+            return self.tried  # nothing above the smallest fits either
+        for index, point in enumerate(points):
+            if self._try(start, point):
+                if index:
+                    self._climb_back(start, points[index - 1].changes, point, fixed)
                 break
         return self.tried
 
-    def _try(self, start: Sequence[str], changes: Changes, name: str) -> bool:
-        """Estimate a configuration; return whether it fits. Past the limit nothing is tried, and everything said to fit."""
-        argv = rewritten(start, changes)
+    def _try(self, start: Sequence[str], point: _Point) -> bool:
+        """Estimate a configuration; return whether it fits. Past the limit nothing is tried, and everything fits."""
+        argv = rewritten(start, point.changes)
         run = _read(self.script, argv, self.environ)
         choices = choosing.normalized(choosing.read(self.script, run, argv)[0])
         if store.find(self.checkout, choices, run.settings.disable_patch) is None:
@@ -215,30 +224,53 @@ class _Walk:
                 self.stopped = True
                 return True
             if self.made == 0:
-                self.announce(f"these arguments are not among the known ones: up to {MOST} estimates of about 20 seconds each")
+                self.announce(f"these arguments are not in the table: up to {MOST} estimates, about 20 seconds each")
             self.made += 1
-        found = estimate(self.checkout, self.script, run, argv)
-        self.tried.append(Candidate(name, tuple(argv), found))
-        return fits(found, self.card)
+            self.announce(f"estimate {self.made} of at most {MOST}: {point.name}")
+        candidate = Candidate(point.name, tuple(argv), estimate(self.checkout, self.script, run, argv), "; ".join(point.costs))
+        if candidate not in self.tried:
+            self.tried.append(candidate)
+        return fits(candidate.found, self.card)
 
-    def _climb_back(self, start: Sequence[str], before: Changes, changes: Changes, fixed: Set[str]) -> None:
+    def _climb_back(self, start: Sequence[str], before: Changes, point: _Point, fixed: Set[str]) -> None:
         """Find the smallest part that is enough: of the blocks in host memory, if they are, or else of those checkpointed."""
         parts: list[float]
-        if (most := changes.get("blocks_to_swap")) is not None:
-            key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 2, int(str(most)), 2)]
-        elif "gradient_checkpointing" in changes:
+        if (most := point.changes.get("blocks_to_swap")) is not None:
+            key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(most)))]
+        elif "gradient_checkpointing" in point.changes:
             key, parts = "checkpoint_share", [part / 8 for part in range(1, 8)]
         else:
             return
-        if key in fixed - changes.keys():
+        if key in fixed - point.changes.keys():
             return
         low, high = 0, len(parts)
         while low < high:
             middle = (low + high) // 2
-            if self._try(start, {**changes, key: parts[middle]}, f"{key} {parts[middle]:g}"):
+            part = replace(point, name=_named(key, parts[middle]), changes={**point.changes, key: parts[middle]})
+            if self._try(start, part):
                 high = middle
             else:
                 low = middle + 1
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A place on the way down the ladder."""
+
+    name: str
+    """The last change, as words of a command line."""
+    changes: Changes
+    costs: tuple[str, ...]
+    """What the recipe and every rung down to here give up."""
+
+    def after(self, step: Step) -> _Point:
+        """Return the next one."""
+        costs = self.costs if step.rung.costs in self.costs else (*self.costs, step.rung.costs)
+        return _Point(" ".join(step.words), {**self.changes, **step.changes}, costs)
+
+
+def _named(key: str, value: object) -> str:
+    return " ".join(_words({key: value}))
 
 
 def _next(run: Attempt, fixed: Set[str]) -> Step | None:

@@ -52,9 +52,9 @@ def room(card: int) -> int:
     return round(card * (1 - MARGIN))
 
 
-def fits(found: Estimate, card: int, tight: bool = False) -> bool:
-    """Return whether a run fits a card; a ``tight`` one counts on the allocator to give back what it does not use."""
-    return (found.least if tight else found.reserved) + CONTEXT_BYTES <= room(card)
+def fits(found: Estimate, card: int) -> bool:
+    """Return whether a run fits a card less the margin, by what the allocator reserves."""
+    return found.on_the_card <= room(card)
 
 
 def tiers(only: str | None = None) -> Iterator[Tier]:
@@ -98,7 +98,7 @@ def problem(tier: Tier) -> str | None:
     """Return what is wrong with a tier: it does not fit its card, or leaves so much unused that a faster choice would fit."""
     if tier.found is None:
         return "its figures are not in the table"
-    if not fits(tier.found, tier.card, bool(tier.about.get("tight"))):
+    if not fits(tier.found, tier.card):
         return f"it needs {gigabytes(tier.found.on_the_card)} GB of {gigabytes(room(tier.card))}"
     better = faster(tier)
     if better is None:

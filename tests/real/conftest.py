@@ -1,5 +1,6 @@
 """The real scripts, on tiny models, in processes of their own; once for every generation of sd-scripts that is there."""
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -40,8 +41,12 @@ MORE = {
 }
 
 
+@functools.cache
 def _generations() -> dict[str, Checkout]:
-    """The newest checkout of each known layout that the product itself finds."""
+    """One checkout of each known layout that the product itself finds: the one it would use, or else the first one known.
+
+    They are looked for while tests are collected, when the variable that names one is still set.
+    """
     found = [checkout for checkout in (sdscripts.find(), *sdscripts.known()) if checkout is not None]
     return {checkout.layout: checkout for checkout in reversed(found) if checkout.layout in sdscripts.KNOWN_LAYOUTS}
 

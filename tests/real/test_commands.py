@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from kohya_ext import overlay, sdscripts
+from kohya_ext.__main__ import main
 from kohya_ext.tiny import environment
 
 torch = pytest.importorskip("torch")
@@ -84,7 +87,7 @@ def test_explain_traces_a_whole_command_line(checkout, tmp_path):
         for line in done.stdout.splitlines()
         if len(cells := line.split("│")) > 4
     }
-    assert "preset sdxl-finetune/16gb (auto: --vram, 17.18 GB)" in done.stdout
+    assert "preset sdxl-finetune/16gb (auto: --vram, 16 GB GPU (17.18e9 bytes))" in done.stdout
     assert rows["learning_rate"][2:4] == ["3e-05", "mine.toml, over preset sdxl-finetune/base's 1e-05"]
     assert rows["full_bf16"][2:4] == ["False", "command line, over preset sdxl-finetune/16gb's True"]
     assert rows["cache_latents"][3] == "preset sdxl-finetune/base"
@@ -114,6 +117,17 @@ def test_doctor_shows_every_patch_applied(checkout):
     assert all(status == "applied" or reason for status, reason in statuses.values())
 
 
+def test_a_training_script_that_cannot_be_estimated_is_refused_in_one_line(checkout, capsys):
+    training = [script for script in checkout.scripts() if sdscripts.is_training_script(checkout.path / script)]
+    others = [script for script in training if script not in overlay.FAMILIES]
+    assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"
+    for command, script in [*(("estimate", script) for script in others), ("plan", others[0]), ("budget", others[0])]:
+        assert main([command, "--sd-scripts", str(checkout.path), script, "--resolution", "512", "--vram", "24"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"kohya_ext: error: the memory of {Path(script).name} cannot be estimated. Scripts that can: ")
+        assert said.count("\n") == 1
+
+
 UPSTREAMS_TESTS = """
 import sys
 import pytest
@@ -134,6 +148,17 @@ def test_upstreams_own_tests_pass_with_the_extension_on(checkout):
     assert " passed" in done.stdout
 
 
+@pytest.fixture
+def without_matplotlib(tmp_path):
+    """A PYTHONPATH on which matplotlib cannot be imported."""
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent" / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
+    return os.pathsep.join([str(tmp_path / "absent"), environment.python_path()])
+
+
+NO_CHART = "none: drawing needs matplotlib (No module named matplotlib)"
+
+
 @pytest.mark.newest
 def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
     done = call("-m", "kohya_ext", "demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path)
@@ -145,7 +170,18 @@ def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
     assert (tmp_path / "demo.safetensors").is_file()
 
 
-def test_the_demo_goes_on_without_sd_scripts(tmp_path):
+@pytest.mark.slow
+@pytest.mark.newest
+def test_the_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotlib):
+    words = ["demo", "--steps", "3", "--output", tmp_path, "--sd-scripts", checkout.path]
+    done = call("-m", "kohya_ext", *words, PYTHONPATH=without_matplotlib)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
+    assert NO_CHART in done.stdout
+    assert (tmp_path / "demo.safetensors").is_file()
+
+
+def test_the_demo_goes_on_without_sd_scripts_and_matplotlib(tmp_path, without_matplotlib):
     no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
     done = call(
         "-m",
@@ -156,10 +192,13 @@ def test_the_demo_goes_on_without_sd_scripts(tmp_path):
         "--output",
         tmp_path / "demo",
         cwd=tmp_path,
+        PYTHONPATH=without_matplotlib,
         **{k: str(v) for k, v in no_network.items()},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "no sd-scripts found and none could be fetched" in " ".join(done.stdout.split())
     assert "the embedded loop, no sd-scripts" in done.stdout
     assert "nonreentrant_checkpointing" in done.stdout
+    assert NO_CHART in done.stdout
+    assert not (tmp_path / "demo" / "loss.png").exists()
     assert (tmp_path / "demo" / "demo.safetensors").is_file()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.real import conftest
 from tests.real.conftest import Run
 
 torch = pytest.importorskip("torch")
@@ -21,6 +22,12 @@ def assert_patches_off(ours: Run, theirs: Run) -> None:
     assert ours.report["script"] == ours.script
     assert {row["status"] for row in ours.report["patches"]} == {"skipped"}
     assert ours.checkpoint_calls == theirs.checkpoint_calls
+
+
+def test_a_checkout_that_only_the_variable_named_stays_known(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))  # empty, as of a person who never ran setup
+    monkeypatch.chdir(tmp_path)
+    assert checkout in conftest._generations().values()
 
 
 @pytest.mark.parametrize("start", STARTS)

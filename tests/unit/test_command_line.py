@@ -1,5 +1,6 @@
 """What a person types, in a process of its own: bad input is one clear line and exit code 2, before anything is loaded."""
 
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,18 @@ WRONG = [
     (["--sd-scripts", "nowhere", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "6gb", "--script", "sdxl_train.py"], "no preset 6gb"),
     (["setup", "--repo", "nowhere", "--ref", "v1"], "could not fetch v1 of nowhere"),
+    (["run", "sdxl_trian.py"], "Did you mean sdxl_train.py?"),
+    (["estimte", "sdxl_train.py"], "no command or script estimte. Did you mean estimate?"),
+    (["--sd-scripts", "nowhere", "estimate", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
+    (["--sd_scripts", "nowhere", "presets", "show", "sdxl-lora/16gb", "--explain"], "--sd-scripts: no sd-scripts in nowhere"),
+    (["presets", "show", "nonsense/16gb"], "no preset nonsense/16gb"),
+    (["presets", "show", "nowhere/mine.toml"], "no preset file nowhere/mine.toml"),
+    (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or the full name"),
+    (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
+    (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),
+    (["demo", "--output", "README.md/demo"], "README.md/demo cannot be made: Not a directory; name another folder"),
+    (["library"], "library is a folder, not a script"),
+    (["README.md"], "README.md is not a Python script"),
 ]
 
 
@@ -113,6 +126,58 @@ def test_the_master_switch_keeps_the_extension_out(tree):
     done = call("--preset", "16gb", "sdxl_train.py", cwd=tree, KOHYA_EXT="0")
     assert done.returncode == 2
     assert "KOHYA_EXT=0 turns the extension off, but --preset is given" in done.stderr
+
+
+COMMANDS_ANYWHERE = [
+    ["estimate", "sdxl_train_network.py", "--preset", "16gb", "--sd-scripts", "TREE", "--vram", "24", "--json"],
+    ["--sd-scripts", "TREE", "estimate", "sdxl_train_network.py", "--preset", "16gb", "--vram", "24", "--json"],
+    ["--sd_scripts", "TREE", "--preset", "16gb", "--json", "estimate", "--vram", "24", "sdxl_train_network.py"],
+    ["estimate", "--json", "--preset", "16gb", "--vram=24", "--sd_scripts=TREE", "sdxl_train_network.py"],
+]
+
+
+def test_options_mean_the_same_before_a_command_before_the_script_and_after_it(tree, tmp_path):
+    (tree / "sdxl_train_network.py").write_text("read_config_from_file()\n")
+    (tree / "library" / "more.py").write_text('"--preset"\n')
+    answers = [call(*(word.replace("TREE", str(tree)) for word in words), cwd=tmp_path) for words in COMMANDS_ANYWHERE]
+    assert [(done.returncode, done.stderr) for done in answers] == [(0, "")] * len(answers)
+    assert {done.stdout for done in answers} == {answers[0].stdout}
+    assert json.loads(answers[0].stdout)["card"] == 24 * 2**30
+
+
+def test_run_may_be_said_before_a_script(tree, tmp_path):
+    plain = call("--sd-scripts", str(tree), "sdxl_train.py", "--seed", "1", cwd=tmp_path)
+    for words in (["run", "--sd-scripts", str(tree), "sdxl_train.py"], ["--sd-scripts", str(tree), "run", "sdxl_train.py"]):
+        done = call(*words, "--seed", "1", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, plain.stdout)
+
+
+def test_a_preset_that_names_its_family_needs_no_script(tmp_path):
+    (tmp_path / "mine.toml").write_text('learning_rate = 1e-5\n[preset]\nfamily = "flux-lora"\nextends = ["12gb"]\n')
+    own = call("presets", "show", "mine.toml", cwd=tmp_path)
+    assert own.returncode == 0, own.stderr
+    assert "blocks_to_swap" in own.stdout
+    done = call("presets", "show", "flux-lora/12gb", "quality")
+    assert done.returncode == 0, done.stderr
+    assert "flux-lora/12gb + any/quality" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["help"], ["--help"], ["help", "estimate"], ["estimate", "--help"], ["help", "run"]])
+def test_help_is_a_command_too(words):
+    done = call(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("--checkpoint_every_minutes" in done.stdout) == ("estimate" not in words)
+    assert done.stdout.startswith("usage: python -m kohya_ext")
+
+
+@pytest.mark.parametrize("command", [[], ["estimate"]])
+def test_a_script_of_another_checkout_is_refused_by_its_path_and_not_taken_by_its_name(tree, tmp_path, command):
+    other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
+    (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
+    done = call("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts names {other}" in done.stderr
+    assert f"ran {other} " in call("--sd-scripts", str(other), "sdxl_train.py", cwd=tree).stdout
 
 
 def test_without_arguments_it_says_how_it_is_used():

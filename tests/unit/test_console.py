@@ -1,10 +1,14 @@
 """What is said, and from where."""
 
+import io
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from kohya_ext import console
 
 #: A signal comes while standard error is being written to.
 SCRIPT = """
@@ -31,3 +35,39 @@ print("went on")
 def test_a_signals_handler_speaks_in_the_midst_of_a_write():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "went on\n", "kohya_ext: noticed")
+
+
+class Listener(io.StringIO):
+    """Standard error that can be waited for."""
+
+    def __init__(self, terminal: bool = False) -> None:
+        super().__init__()
+        self.written = threading.Event()
+        self.isatty = lambda: terminal
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.written.set()
+        return count
+
+
+@pytest.mark.parametrize(
+    ("terminal", "said"),
+    [(False, "kohya_ext: counting sheep ...\n"), (True, "\r\x1b[Kkohya_ext: counting sheep: 0 s\r\x1b[K")],
+)
+def test_work_that_takes_long_is_reported_on_standard_error(monkeypatch, terminal, said):
+    monkeypatch.setattr(sys, "stderr", heard := Listener(terminal))
+    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    with console.progress("counting sheep"):
+        assert heard.written.wait(10), "nothing was reported"
+    assert heard.getvalue() == said
+
+
+def test_work_that_is_done_soon_or_in_silence_is_not_reported(monkeypatch, capsys):
+    with console.progress("counting sheep"):
+        pass
+    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    before = threading.active_count()
+    with console.silent(), console.progress("counting sheep"):
+        assert threading.active_count() == before
+    assert capsys.readouterr() == ("", "")

@@ -12,7 +12,7 @@ SHIPPED = list(overlay.shipped())
 def test_both_first_families_have_every_tier_and_a_stackable_one():
     for family in ("sdxl-lora", "sdxl-finetune"):
         names = {name for its, name, _ in SHIPPED if its == family}
-        assert names >= {"8gb", "10gb", "12gb", "16gb", "24gb", "quality"}
+        assert names >= {"10gb", "12gb", "16gb", "24gb", "quality"}
     assert {name for its, name, _ in SHIPPED if its == overlay.ANY} == {"speed", "balanced", "quality", "fused-adamw"}
 
 
@@ -84,8 +84,8 @@ def test_the_later_of_two_presets_wins(tmp_path):
 @pytest.mark.parametrize(
     ("names", "script", "message"),
     [
-        (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py: there are 8gb, 10gb, "),
-        (["4gb"], "sdxl_train.py", r"fused-adamw, speed; 8gb is the smallest tier$"),
+        (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py: there are 10gb, "),
+        (["4gb"], "sdxl_train.py", r"fused-adamw, speed; 10gb is the smallest tier$"),
         (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py: .*Did you mean 24gb\?"),
         (["base"], "sdxl_train.py", "no preset base"),
         (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),

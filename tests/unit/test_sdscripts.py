@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kohya_ext import sdscripts
+from kohya_ext.__main__ import main
 from kohya_ext.errors import UserError
 
 GIT = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=main")
@@ -109,6 +110,65 @@ def test_a_local_repository_is_cloned_at_any_ref(cache, repository, ref):
     assert [checkout.path for checkout in sdscripts.known()] == [fetched.checkout.path]
 
 
+def test_what_is_added_later_is_not_the_default_until_it_is_chosen(cache, repository, tmp_path, monkeypatch, capsys):
+    mine = make_tree(tmp_path / "mine", "v0.10", "0.10.1")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def setup(*words: str) -> str:
+        assert main(["setup", *words]) == 0
+        return capsys.readouterr().out
+
+    first = setup("--repo", str(repository), "--ref", "v1")
+    fetched = sdscripts.find().path
+    assert f"sd-scripts v0.11.1 in {fetched} is the default" in first
+    second = setup("--repo", str(mine))
+    assert sdscripts.find().path == fetched
+    assert (
+        f"the default is still sd-scripts v0.11.1 in {fetched}; to change it: python -m kohya_ext setup --default {mine}"
+        in second
+    )
+    assert f"sd-scripts v0.10.1 in {mine} is the default" in setup("--default", "v0.10.1")
+    assert [checkout.path for checkout in sdscripts.known()] == [mine, fetched]
+    assert sdscripts.find().found == "registered with `setup --repo`"
+    for which in (str(fetched), git(fetched, "rev-parse", "HEAD")[:7], "0.11.1"):
+        sdscripts.make_default(str(mine))
+        setup("--default", which)
+        assert [checkout.path for checkout in sdscripts.known()] == [fetched, mine]
+    third = make_tree(tmp_path / "third", "v0.10", "0.10.1")
+    assert f"{third} is the default" in setup("--repo", str(third), "--default")
+    assert main(["setup", "--default", "v0.10.1"]) == 2
+    assert "--default v0.10.1 means several checkouts" in capsys.readouterr().err
+    assert main(["setup", "--default", "v9"]) == 2
+    assert "--default v9 is not there: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("why", ["the default", "KOHYA_SD_SCRIPTS", "the working directory"])
+def test_the_list_marks_the_one_that_is_used_here_and_says_why(cache, tmp_path, monkeypatch, capsys, why):
+    cached = sdscripts.register(make_tree(tmp_path / "cached")).path
+    other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
+    if why == "the working directory":
+        monkeypatch.chdir(other)
+    elif why == "KOHYA_SD_SCRIPTS":
+        monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(other))
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["setup", "--list"]) == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert rows[0][0] == f"yes: {why}"
+    assert rows[0][4] == str(sdscripts.find().path)
+    assert [row[4] for row in rows] == [str(cached)] if why == "the default" else [str(other), str(cached)]
+    if why != "the default":
+        assert rows[1][0] == "the default"
+        assert main(["setup", "--repo", str(cached)]) == 0
+        assert f"but here sd-scripts v0.10.1 in {other} is used, because of {why}" in capsys.readouterr().out
+
+
+def test_a_variable_that_names_no_checkout_is_shown_in_the_list(cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(tmp_path / "nowhere"))
+    assert main(["setup", "--list"]) == 0
+    assert "KOHYA_SD_SCRIPTS: no sd-scripts in" in capsys.readouterr().out
+
+
 def test_so_is_a_url(cache, repository):
     fetched = sdscripts.fetch_report(repository.as_uri(), "v1")
     assert fetched.checkout.commit == git(repository, "rev-parse", "HEAD")
@@ -139,14 +199,17 @@ def test_a_partial_repository_gives_what_it_has_and_names_the_rest(cache, reposi
     ("repo", "ref", "message"),
     [
         ("repository", "v9", "it has no tag, branch or commit v9"),
-        ("nowhere", "v1", "could not fetch v1 of nowhere"),
+        ("nowhere", "v1", "could not fetch v1 of nowhere: there is no such folder"),
+        ("nowhere", sdscripts.PINNED_REF, "could not fetch v0.11.1 of nowhere: there is no such folder"),
+        ("file:///nowhere", "v1", "could not fetch v1 of file:///nowhere: '/nowhere' does not appear to be a git repository"),
+        (".", "v1", r"could not fetch v1 of \.: it is neither a git repository nor a folder with sd-scripts"),
     ],
 )
 def test_what_cannot_be_fetched_is_said_and_leaves_nothing(cache, repository, tmp_path, repo, ref, message):
     source = str(repository) if repo == "repository" else repo
     with pytest.raises(UserError, match=message):
         sdscripts.fetch(source, ref)
-    assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
+    assert list(cache.glob("*/")) == []
 
 
 def test_a_repository_of_something_else_is_refused(cache, tmp_path):

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext import console
 from kohya_ext.__main__ import main
 from kohya_ext.arguments import read_arguments
 from kohya_ext.commands import estimate as command
-from kohya_ext.vram import store, tiers
+from kohya_ext.vram import making, store, tiers
 from kohya_ext.vram.choices import normalized, read
 from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate
 from kohya_ext.vram.fill import smallest_share
+from tests.unit.test_console import Listener
 
 LORA = "sdxl_train_network.py"
 SCRIPTS = {"sdxl-lora": "sdxl_train_network.py", "sdxl-finetune": "sdxl_train.py"}
@@ -88,10 +90,10 @@ def test_a_usual_question_is_answered_from_the_table_without_torch(checkout):
 def test_it_says_in_words_what_it_is_worth_and_exits_1_when_it_does_not_fit(checkout, capsys):
     arguments = ["estimate", "sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout)]
     assert main(arguments) == 0
-    assert main([*arguments, "--vram", "16GB"]) == 1
+    assert main([*arguments, "--vram", "16 GB"]) == 1
     said = capsys.readouterr().out
     assert "not calibrated on CUDA" in said
-    assert "A card of 16.00 GB (14.9 GiB) is short of" in said
+    assert "The 16 GB GPU (17.18e9 bytes) is short of" in said
 
 
 def test_a_chart_is_a_picture(checkout, tmp_path):
@@ -99,6 +101,17 @@ def test_a_chart_is_a_picture(checkout, tmp_path):
     file = tmp_path / "c.png"
     assert main(["estimate", "sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout), "--chart", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+    assert file.stat().st_size > 5_000
+
+
+def test_a_chart_without_matplotlib_is_refused_before_the_estimate_is_made(checkout, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = ["sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout)]
+    assert main(["estimate", *arguments, "--chart", str(tmp_path / "c.png")]) == 2
+    assert main(["budget", *arguments, "--plot", str(tmp_path / "c.png")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("drawing needs matplotlib") == 2
 
 
 @pytest.mark.parametrize(
@@ -106,13 +119,30 @@ def test_a_chart_is_a_picture(checkout, tmp_path):
     [
         (["sdxl_train.py"], "--resolution"),
         (["sdxl_train.py", "--preset", "6gb"], "no preset 6gb"),
-        (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram: must be 16GB"),
+        (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram: must be the size that the GPU is sold as"),
         (["no_script.py"], "no script no_script.py"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(checkout, capsys, argv, named):
     assert main(["estimate", "--sd-scripts", str(checkout), *argv]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_an_estimate_that_must_be_made_is_announced_beside_the_json(checkout, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "stderr", heard := Listener())
+    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    row = store.shipped(TIERS["sdxl-lora/8gb"].choices)
+
+    def make(*asked):
+        assert heard.written.wait(10), "nothing was reported"
+        return Estimate(**row)
+
+    monkeypatch.setattr(making, "make", make)
+    words = ["estimate", "--sd-scripts", str(checkout), LORA, "--preset", "8gb", "--network_dim", "77", "--json"]
+    assert main(words) == 0
+    assert heard.getvalue() == f"kohya_ext: estimating the memory of {LORA} (usually 10 to 60 s) ...\n"
+    assert json.loads(capsys.readouterr().out)["reserved"] == row["reserved"]
 
 
 @pytest.fixture
@@ -161,7 +191,7 @@ def test_a_budget_is_spent_on_paper_too(checkout, capsys, by_share, budget, more
 def test_a_budget_that_is_the_cards_own_needs_a_card(checkout, capsys):
     argv = ["estimate", "--sd-scripts", str(checkout), LORA, "--resolution", "512", "--vram_budget", "auto"]
     assert main(argv) == 2
-    assert "--vram_budget auto needs to know the card" in capsys.readouterr().err
+    assert "--vram_budget auto needs the GPU's size" in capsys.readouterr().err
 
 
 def test_figures_are_kept_for_exactly_what_determines_them(checkout, tmp_path, monkeypatch):

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from kohya_ext.overlay import load
 from kohya_ext.vram.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, least
-from kohya_ext.vram.card import AUTO, gigabytes, read_budget, read_size
+from kohya_ext.vram.card import AUTO, gigabytes, label, read_budget, read_card
 from kohya_ext.vram.events import Event, Kind, peak, peak_by_phase
 
 MIB = 2**20
@@ -83,18 +84,27 @@ def test_whatever_comes_and_goes_blocks_never_overlap_and_nothing_is_lost() -> N
     assert allocator.reserved >= sum(live.values())
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("16GB", 16 * 10**9), ("16GiB", 16 * 2**30), ("16", 16 * 2**30), ("7.5 gb", 7_500_000_000), ("8g", 2**33)],
-)
-def test_a_size_says_which_gigabyte_it_means(text: str, size: int) -> None:
-    assert read_size(text) == size
+@pytest.mark.parametrize("text", ["12", "12g", "12gb", "12GB", "12 GB", "12Gb", "12GiB", "12288MiB", 12, str(12 * 2**30)])
+def test_all_spellings_of_a_gpus_size_are_one_gpu(text: object) -> None:
+    assert read_card(text) == 12 * 2**30
+    assert label(read_card(text)) == "12 GB GPU (12.88e9 bytes)"
 
 
-@pytest.mark.parametrize("text", ["", "big", "16MB", "-4", "0"])
-def test_a_size_that_cannot_be_read_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="must be 16GB"):
-        read_size(text)
+@pytest.mark.parametrize(("text", "size"), [("11.5GiB", 23 * 2**29), ("12282MiB", 12282 * 2**20), ("12000000000", 12 * 10**9)])
+def test_gib_and_bytes_are_exact(text: str, size: int) -> None:
+    assert read_card(text) == size
+    assert "GiB GPU" in label(size)
+
+
+@pytest.mark.parametrize("text", ["", "big", "16MB", "-4", "0", "0GB", "12288", "2000gb", "12 12", "auto", "inf", "nan"])
+def test_a_gpus_size_that_cannot_be_read_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="for example 12 or 12GB"):
+        read_card(text)
+
+
+@pytest.mark.parametrize("spelling", ["12", "12gb", "12GB", "12 GB"])
+def test_a_preset_of_a_size_is_spelt_as_the_gpu_is(spelling: str) -> None:
+    assert load([spelling], "sdxl_train.py").label == "sdxl-finetune/12gb"
 
 
 @pytest.mark.parametrize(
