@@ -68,8 +68,8 @@ def _decoded(content: bytes, label: str) -> str:
 
 def _parsed(file: Path, label: str, kind: str, parse: Callable[[str], Any]) -> Any:
     content = _content(file, label)
-    if content.startswith(codecs.BOM_UTF8):
-        # Upstream takes the mark for a part of the first key, or fails on it.
+    if kind == "JSON" and content.startswith(codecs.BOM_UTF8):
+        # In TOML the patch toml_byte_order_mark lets upstream read it.
         raise UserError(f"{label} begins with a byte order mark, which sd-scripts cannot read: save it as UTF-8 without BOM")
     try:
         return parse(_decoded(content, label))

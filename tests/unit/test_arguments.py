@@ -259,18 +259,15 @@ def test_every_value_is_traced_to_where_it_comes_from(preset, config):
     assert traced["preset"].origin == "command line"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"\xef\xbb\xbfseed = 1\n", "save it as UTF-8 without BOM"), (bytes(range(256)), "is not a text file in UTF-8")],
-)
-def test_a_config_file_that_upstream_cannot_read_is_named(tmp_path, content, message):
-    (tmp_path / "mine.toml").write_bytes(content)
-    with pytest.raises(UserError, match=message):
+def test_a_config_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "mine.toml").write_bytes(bytes(range(256)))
+    with pytest.raises(UserError, match="is not a text file in UTF-8"):
         read_arguments(SCRIPT, ["--config_file", str(tmp_path / "mine.toml")], {})
 
 
-def test_a_config_file_with_windows_line_ends_is_read(tmp_path):
-    (tmp_path / "mine.toml").write_bytes(b"[a]\r\nseed = 1\r\n")
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "byte-order-mark"])
+def test_a_config_file_as_windows_writes_it_is_read(tmp_path, mark):
+    (tmp_path / "mine.toml").write_bytes(mark + b"[a]\r\nseed = 1\r\n")
     assert read_config_file(str(tmp_path / "mine.toml")).values == {"seed": 1}
 
 

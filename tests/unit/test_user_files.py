@@ -3,9 +3,14 @@
 import json
 
 import pytest
+import toml
+from kohya_ext.patches.toml_byte_order_mark import PATCH
 
 from kohya_ext.arguments import read_arguments
 from kohya_ext.errors import UserError
+from kohya_ext.patching import Patcher
+from kohya_ext.sdscripts import Checkout
+from kohya_ext.settings import Settings
 from kohya_ext.user_files import read_dataset_config, subsets
 from kohya_ext.vram import tiers
 
@@ -32,3 +37,16 @@ def test_a_dataset_config_of_another_shape_is_refused_and_takes_no_start_down(tm
     with pytest.raises(UserError, match="must be a list of tables"):
         read_dataset_config(file)
     read_arguments("sdxl_train_network.py", ["--preset", "12gb", "--dataset_config", str(file)], {})
+
+
+def test_upstreams_own_reading_of_toml_accepts_a_byte_order_mark(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b"\xef\xbb\xbf[a]\r\nseed = 1\r\n")
+    patcher = Patcher({PATCH.name: PATCH}, Settings(), Checkout(tmp_path, "0.11.1", "v0.11", ""))
+    with pytest.raises(toml.TomlDecodeError):
+        toml.load(file.open(encoding="utf-8"))
+    patcher.arm()
+    try:
+        assert toml.load(str(file)) == toml.load(file.open(encoding="utf-8")) == {"a": {"seed": 1}}
+    finally:
+        patcher.undo()
