@@ -6,6 +6,7 @@ which they name, draws one for each line that is logged.
 """
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -27,34 +28,53 @@ RUNS = {
     "sdxl lora, two workers": ("sdxl_train_network.py", *SHUFFLED, *SAVING, "--max_data_loader_n_workers", "2"),
 }
 
-#: What non-reentrant checkpointing, the default here, may differ by from the reentrant kind: it sums in another order.
-ANOTHER_ORDER = 1e-7
+#: Where the extension makes with gradient checkpointing what upstream makes without it. In the other scripts the switch does
+#: more than recompute: it puts models into training mode, in which T5 has dropout.
+LIKE_NONE = [case for case in RUNS if case.startswith(("sdxl", "lumina"))]
+
+#: How far reentrant checkpointing, which upstream uses in SDXL's U-Net and all text encoders, is from none: its sums are made
+#: in another order, and AdamW divides the rounding error of a gradient near zero by that gradient.
+ANOTHER_ORDER = 1e-6
+
+Files = dict[str, dict[str, torch.Tensor]]
+CHECKPOINTING = "--gradient_checkpointing"
 
 
-def saved(run: Run) -> dict[str, dict[str, torch.Tensor]]:
-    """Every model file of a run, those in the middle of training too."""
+@pytest.fixture(scope="session")
+def files(train) -> Callable[..., Files]:
+    """(checkout, case, start, checkpointing) -> the model files of a run; each is run once a session."""
     from safetensors.torch import load_file
 
-    assert run.code == 0, run.output[-4000:]
-    return {file.name: load_file(file) for file in sorted(run.folder.glob("*.safetensors"))}
+    runs: dict[tuple[object, ...], Files] = {}
+
+    def of(checkout, case: str, start: str, checkpointing: bool) -> Files:
+        key = checkout.layout, case, start, checkpointing
+        if key not in runs:
+            run: Run = train(checkout, *RUNS[case], start=start, without=() if checkpointing else (CHECKPOINTING,))
+            assert run.code == 0, run.output[-4000:]
+            applied = {row["patch"] for row in run.report.get("patches", []) if row["status"] == "applied"}
+            assert applied >= DEFAULTS if start == "launcher" else not run.report
+            runs[key] = {file.name: load_file(file) for file in run.folder.glob("*.safetensors")}
+            assert len(runs[key]) > 1
+        return runs[key]
+
+    return of
 
 
-def distances(train, checkout, case: str, **options) -> dict[str, float]:
-    """The largest difference in each file between upstream's plain run and the one with default patches."""
-    theirs, ours = (train(checkout, *RUNS[case], start=start, **options) for start in ("plain", "launcher"))
-    assert theirs.report == {}
-    applied = {row["patch"] for row in ours.report["patches"] if row["status"] == "applied"}
-    assert applied >= {"honest_resume", "nan_guard", "safe_stop", "atomic_saves", "needless_gradients", "single_process_reduce"}
-    expected, found = saved(theirs), saved(ours)
-    assert found.keys() == expected.keys()
-    assert len(found) > 1
-    for name, tensors in expected.items():
-        assert {key: (value.shape, value.dtype) for key, value in found[name].items()} == {
-            key: (value.shape, value.dtype) for key, value in tensors.items()
-        }
+#: Of the patches that are on by default, those with something to do in every row.
+DEFAULTS = {"honest_resume", "nan_guard", "safe_stop", "atomic_saves", "needless_gradients", "single_process_reduce"}
+
+
+def distances(ours: Files, theirs: Files) -> dict[str, float]:
+    """The largest difference in each file."""
+    kinds = [
+        {(file, name): (value.shape, value.dtype) for file, tensors in one.items() for name, value in tensors.items()}
+        for one in (ours, theirs)
+    ]
+    assert kinds[0] == kinds[1]
     return {
-        name: max((found[name][key].double() - value.double()).abs().max().item() for key, value in tensors.items())
-        for name, tensors in expected.items()
+        file: max((ours[file][name].double() - value.double()).abs().max().item() for name, value in tensors.items())
+        for file, tensors in theirs.items()
     }
 
 
@@ -62,16 +82,20 @@ DEFAULT = "sdxl lora"
 
 
 @pytest.mark.parametrize("case", [DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in RUNS if case != DEFAULT)])
-def test_every_file_is_upstreams_bit_for_bit(checkout, train, case):
-    found = distances(train, checkout, case, without=("--gradient_checkpointing",))
+def test_every_file_is_upstreams_bit_for_bit(checkout, files, case):
+    found = distances(files(checkout, case, "launcher", False), files(checkout, case, "plain", False))
     assert found == dict.fromkeys(found, 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
-def test_with_gradient_checkpointing_sums_are_made_in_another_order(checkout, train, case):
-    found = distances(train, checkout, case)
-    assert max(found.values()) <= ANOTHER_ORDER, found
+def test_with_gradient_checkpointing_it_is_upstreams_up_to_the_order_of_sums(checkout, files, case):
+    ours = files(checkout, case, "launcher", True)
+    from_reentrant = distances(ours, files(checkout, case, "plain", True))
+    assert max(from_reentrant.values()) <= ANOTHER_ORDER, from_reentrant
+    if case in LIKE_NONE:
+        found = distances(ours, files(checkout, case, "plain", False))
+        assert found == dict.fromkeys(found, 0.0)
 
 
 def pins(text: str) -> dict[str, str]:
