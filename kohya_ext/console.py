@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import sys
 import threading
 import time
@@ -104,8 +105,11 @@ def _report(what: str, done: threading.Event) -> None:
     if not sys.stderr.isatty():
         note(f"{what} ...")
         return
-    erase = "\r\x1b[K"
+    line = ""
+    width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be written over
     while not done.is_set():
-        print(f"{erase}kohya_ext: {what}: {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+        line = f"kohya_ext: {what}: {time.monotonic() - start:.0f} s"[:width]
+        print(f"\r{line}", end="", file=sys.stderr, flush=True)
         done.wait(1.0)
-    print(erase, end="", file=sys.stderr, flush=True)
+    # Spaces instead of an escape sequence, which older Windows consoles print as text.
+    print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)

@@ -53,7 +53,7 @@ class Listener(io.StringIO):
 
 @pytest.mark.parametrize(
     ("terminal", "said"),
-    [(False, "kohya_ext: counting sheep ...\n"), (True, "\r\x1b[Kkohya_ext: counting sheep: 0 s\r\x1b[K")],
+    [(False, "kohya_ext: counting sheep ...\n"), (True, f"\rkohya_ext: counting sheep: 0 s\r{' ' * 30}\r")],
 )
 def test_work_that_takes_long_is_reported_on_standard_error(monkeypatch, terminal, said):
     monkeypatch.setattr(sys, "stderr", heard := Listener(terminal))
