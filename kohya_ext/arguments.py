@@ -352,8 +352,8 @@ def _find_item_problem(action: argparse.Action, key: str, item: object) -> Probl
     if kind is int:
         if number and isinstance(item, int) and not isinstance(item, bool):
             return None
-        # 4.0 and true are 4 and 1 to Python.
-        return Problem(f"{key} must be a whole number without quotes, not {item!r}", not number or item != int(cast(Any, item)))
+        whole = number and float(cast(Any, item)).is_integer()  # 4.0 and true are 4 and 1 to Python
+        return Problem(f"{key} must be a whole number without quotes, not {item!r}", not whole)
     if kind is float:
         right = number and not isinstance(item, bool)
         return None if right else Problem(f"{key} must be a number without quotes, not {item!r}", not number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from string import digits
 
 
 class UserError(Exception):
@@ -19,8 +20,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def one_letter_off(word: str, right: str) -> bool:
-    """Return whether a word of five letters or more is another one with one letter wrong, missing, added or two swapped."""
-    if word == right or len(word) < 5 or abs(len(word) - len(right)) > 1:
+    """Return whether a word of five letters or more is another one with one letter wrong, missing, added or two swapped.
+
+    Names that differ in the number at their end are two names: ``learning_rate_te1`` and ``learning_rate_te2``.
+    """
+    if word.rstrip(digits) == right.rstrip(digits) or len(word) < 5 or abs(len(word) - len(right)) > 1:
         return False
     pairs = zip(word, right, strict=False)
     start = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(word), len(right)))

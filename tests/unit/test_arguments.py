@@ -4,7 +4,7 @@ import pytest
 
 from kohya_ext import arguments
 from kohya_ext.arguments import find_problem, read_arguments, read_config_file, take_over, trace
-from kohya_ext.errors import UserError
+from kohya_ext.errors import UserError, one_letter_off
 
 SCRIPT = "sdxl_train.py"
 
@@ -176,6 +176,7 @@ CERTAIN = [
     'cache_latents = "off"',
     'learning_rate = "1e-3"',
     "train_batch_size = 1.5",
+    "train_batch_size = inf",
     "resolution = 512",
     'network_args = "a=b"',
     "learnin_rate = 1e-3",
@@ -276,6 +277,18 @@ def test_an_option_of_the_training_belongs_after_the_script():
     parser.add_argument("script")
     with pytest.raises(UserError, match="write --strict after SCRIPT"):
         parser.parse_args(["--strict", "sdxl_train.py"])
+
+
+@pytest.mark.parametrize(
+    ("word", "right", "near"),
+    [
+        *(("learnin_rate", "learning_rate", True), ("leraning_rate", "learning_rate", True), ("resum", "resume", True)),
+        *(("learning_rate", "learning_rate", False), ("lerning_rat", "learning_rate", False), ("ae", "vae", False)),
+        *(("learning_rate_te1", "learning_rate_te2", False), ("learning_rate_te", "learning_rate_te1", False)),
+    ],
+)
+def test_one_letter_off(word, right, near):
+    assert one_letter_off(word, right) is near
 
 
 def test_the_preset_line_comes_once_when_the_arguments_are_final(monkeypatch, preset, config, capsys):
