@@ -103,6 +103,10 @@ def _is_switched_on() -> bool:
 
 def _give_up(error: Exception) -> None:
     """In a plain start a broken installation costs the extension and not the training; the launcher was asked for it."""
+    if not isinstance(error, ImportError):  # a bug: a report needs the traceback
+        import traceback
+
+        traceback.print_exception(error)
     if _launched:
         print(f"kohya_ext: error: cannot start: {error!r}. Reinstall kohya_ext", file=sys.stderr)
         raise SystemExit(2)

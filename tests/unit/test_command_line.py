@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,17 @@ def test_half_an_installation_is_one_line(tree, missing):
     assert done.stderr.startswith("kohya_ext: error: ")
     assert "einstall kohya_ext" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_start_line_counts_patches_and_names_what_an_option_changed(tree):
+    (tree / "library" / "__init__.py").touch()
+    (tree / "sdxl_train.py").write_text("import library; 'read_config_from_file('")
+    (said,) = call("sdxl_train.py", cwd=tree).stderr.splitlines()
+    count = int(re.fullmatch(r"kohya_ext: [\d.]+, sd-scripts v[\d.]+, no preset, (\d+) patches on", said)[1])
+    (said,) = call("sdxl_train.py", "--ema", "--disable_patch", "spill_watch", cwd=tree).stderr.splitlines()
+    assert said.endswith(f", no preset, {count} patches on, with ema, off: spill_watch")
+    (said,) = call("sdxl_train.py", "--disable_patch", "*", cwd=tree).stderr.splitlines()
+    assert said.endswith(", no preset, 0 patches on, off: *")
 
 
 def test_options_before_the_script_reach_it_behind(tree):
