@@ -135,10 +135,16 @@ def _save_state(original: Any, settings: Settings) -> Any:
     return save_state
 
 
+#: Bytes that torch.save and safetensors take for each tensor beside its data: measured on a LoRA's state, 170.
+_ENTRY = 200
+
+
 def _state_bytes(accelerator: Any) -> int:
     """Return the bytes of a state's largest parts: the trained weights, and what the optimizer keeps of each."""
     optimizers = accelerator._optimizers
-    return tensor_bytes([list(trained_weights(optimizers)), [optimizer.state_dict()["state"] for optimizer in optimizers]])
+    slots = [each for optimizer in optimizers for each in optimizer.state_dict()["state"].values()]
+    tensors = [*trained_weights(optimizers), *(value for each in slots if isinstance(each, dict) for value in each.values())]
+    return tensor_bytes(tensors) + _ENTRY * len(tensors)
 
 
 def _save_diffusers(original: Any, settings: Settings) -> Any:
