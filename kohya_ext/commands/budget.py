@@ -16,6 +16,7 @@ from rich.table import Table
 from kohya_ext import asking, drawing
 from kohya_ext.arguments import read_arguments
 from kohya_ext.console import progress
+from kohya_ext.vram import choices as choosing
 from kohya_ext.vram.card import GB, gigabytes
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
     figure = drawing.figure(7, 4.5) if "plot" in own else None
     resolved = read_arguments(script, argv, os.environ)
+    choosing.read(script, resolved, argv)  # refuses a script that is not modelled, before torch is imported
     with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
         from kohya_ext.vram.making import make_budgets
 

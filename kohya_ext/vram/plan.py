@@ -199,7 +199,7 @@ class _Walk:
         theirs = {**(run.config.values if run.config is not None else {}), **values_of(mine)}
         start = _whole_batch(["--preset", base.name, *mine] if base is not None else mine, theirs)
         fixed = theirs.keys() - {"train_batch_size", "gradient_accumulation_steps"}
-        recipe = (str(base.about["traded"]),) if base is not None and "traded" in base.about else ()
+        recipe = str(base.about.get("traded", "")) if base is not None else ""
         points = [_Point("the recipe as it is", {}, recipe)]
         state = attempt(self.checkout, self.script, start, self.environ)
         while (step := _next(state, fixed)) is not None:
@@ -227,7 +227,7 @@ class _Walk:
                 self.announce(f"these arguments are not in the table: up to {MOST} estimates, about 20 seconds each")
             self.made += 1
             self.announce(f"estimate {self.made} of at most {MOST}: {point.name}")
-        candidate = Candidate(point.name, tuple(argv), estimate(self.checkout, self.script, run, argv), "; ".join(point.costs))
+        candidate = Candidate(point.name, tuple(argv), estimate(self.checkout, self.script, run, argv), point.traded)
         if candidate not in self.tried:
             self.tried.append(candidate)
         return fits(candidate.found, self.card)
@@ -260,13 +260,20 @@ class _Point:
     name: str
     """The last change, as words of a command line."""
     changes: Changes
-    costs: tuple[str, ...]
-    """What the recipe and every rung down to here give up."""
+    recipe: str
+    """What the family's recipe gives up."""
+    taken: tuple[str, ...] = ()
+    """The rungs down to here, by name."""
 
     def after(self, step: Step) -> _Point:
         """Return the next one."""
-        costs = self.costs if step.rung.costs in self.costs else (*self.costs, step.rung.costs)
-        return _Point(" ".join(step.words), {**self.changes, **step.changes}, costs)
+        taken = self.taken if step.rung.name in self.taken else (*self.taken, step.rung.name)
+        return _Point(" ".join(step.words), {**self.changes, **step.changes}, self.recipe, taken)
+
+    @property
+    def traded(self) -> str:
+        """What it gives up: the recipe's own, and the names of the rungs, whose costs the decision tree has."""
+        return "; ".join(filter(None, [self.recipe, ", ".join(self.taken)]))
 
 
 def _named(key: str, value: object) -> str:
