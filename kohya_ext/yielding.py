@@ -178,7 +178,7 @@ def in_words(label: str, filled: Mapping[str, object], reasons: Mapping[str, Rea
         grouped.setdefault(reason.words, []).append(key)
     line += "; left out " + "; ".join(f"{', '.join(keys)} ({words})" for words, keys in grouped.items())
     if any(reason.costs_memory for reason in reasons.values()):
-        line += ". It needs more memory than the preset is made for"
+        line += ". The run needs more memory than the preset is made for"
         if ticks := [key for key, reason in reasons.items() if reason.costs_memory and reason.in_gui]:
             line += f": turn on {', '.join(ticks)} in the GUI if it does not fit"
     return line

@@ -86,7 +86,7 @@ def test_one_line_names_what_was_filled_and_what_was_left_out():
     line = in_words("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
     assert line == (
         "preset 12gb set sdpa, network_dim=16, no cache_latents; left out cache_text_encoder_outputs (shuffle_caption = True)"
-        ". It needs more memory than the preset is made for"
+        ". The run needs more memory than the preset is made for"
     )
     assert in_words("12gb", {"sdpa": True}, {}) == "preset 12gb set sdpa"
 
