@@ -193,6 +193,7 @@ def test_steps_are_counted_by_bucket(tmp_path):
         ([(64, 64), (32, 64)], {"random_crop": True}, "(one is 32x64)"),
         ([(96, 64)], {"random_crop": True}, None),
         ([(96, 64)], {"cache_latents": True}, None),
+        ([(96, 64)], {"face_crop_aug_range": "1.0,1.5"}, None),
         ([(96, 64)], {"enable_bucket": True, "min_bucket_reso": 64}, None),
         ([(64, 64)], {}, None),
     ],
