@@ -96,6 +96,7 @@ RULES = (
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
     Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, ("sdxl", "train_network", "flux", "sd3", "lumina", "anima")),
     Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, ("sdxl", "lumina", "anima")),
+    Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, tuple(f"{family}_train_network" for family in ("sdxl", "lumina", "anima"))),
     Rule(_CACHED_TEXT, ("train_text_encoder",), _is_set),
     Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, ("flux", "sd3")),
     Rule(_CACHED_TEXT, ("train_t5xxl",), _is_set),

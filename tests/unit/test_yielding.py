@@ -25,6 +25,7 @@ def held_back(script, *argv):
         (LORA, "12gb", "--text_encoder_lr 5e-5 --network_train_unet_only", set()),
         (LORA, "12gb", "--network_train_text_encoder_only", {"network_train_unet_only", "cache_text_encoder_outputs"}),
         (LORA, "24gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
+        (LORA, "12gb", "--no-network_train_unet_only", {"cache_text_encoder_outputs"}),
         (LORA, "12gb", "--shuffle_caption", {"cache_text_encoder_outputs"}),
         (LORA, "12gb", "--no-shuffle_caption", set()),
         (LORA, "12gb", "--caption_dropout_rate 0.1", {"cache_text_encoder_outputs"}),
