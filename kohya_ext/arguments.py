@@ -166,13 +166,14 @@ def _without_contradictions(presets: Overlay, script: str, argv: Sequence[str], 
     """Hold back the values that contradict the user's own."""
     if not presets.presets:
         return presets
-    given = {**(config.values if config is not None else {}), **values_of(argv)}
+    typed = values_of(argv)
+    given = {**(config.values if config is not None else {}), **typed}
     its_subsets: list[dict[str, Any]] = []
     if isinstance(dataset := given.get("dataset_config"), str) and dataset:
         with contextlib.suppress(UserError):  # reported where the training set is checked
             its_subsets = list(subsets(read_dataset_config(Path(dataset))))
     filled = {key: value.value for key, value in presets.values.items()}
-    off_in_gui = gui.off(config.values) if config is not None else frozenset[str]()
+    off_in_gui = gui.off(config.values) - typed.keys() if config is not None else frozenset[str]()
     return replace(presets, held_back=yielding.held_back(script, filled, given, its_subsets, off_in_gui))
 
 

@@ -1,8 +1,8 @@
 """Config files that the kohya_ss GUI wrote.
 
-The GUI writes what its form shows, and leaves out every value that is empty, off or 0. An option of its form that is not in
-such a file is therefore off on the screen, not open. Source: ``config_toml_data`` in kohya_gui/lora_gui.py, dreambooth_gui.py,
-finetune_gui.py and textual_inversion_gui.py of https://github.com/bmaltais/kohya_ss, commit 45088f04.
+The GUI writes what its form shows, and leaves out every value that is empty or off (its LoRA form also those that are 0). An
+option of its form that is not in such a file is therefore off on the screen, not open. Source: ``config_toml_data`` in
+lora_gui.py, dreambooth_gui.py, finetune_gui.py and textual_inversion_gui.py of https://github.com/bmaltais/kohya_ss, 45088f04.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOWN = frozenset(
 
 def off(values: Mapping[str, object]) -> frozenset[str]:
     """Return the options that the form shows as off, from the values of a config file; none where another hand wrote it."""
-    return SHOWN - values.keys() if wrote(values) else frozenset()
+    return frozenset(key for key in SHOWN if not values.get(key)) if wrote(values) else frozenset()
 
 
 def wrote(values: Mapping[str, object]) -> bool:

@@ -193,7 +193,8 @@ def _choices(script: str) -> str:
     """What may be named for a script: tiers and overlays by their names, siblings in full."""
     own = [name for family, name, _ in shipped() if family == FAMILIES.get(script)]
     others = [f"{family}/{name}" for family, name, _ in shipped() if SIBLINGS.get(family) == script]
-    return ", ".join([*own, *others, *(name for family, name, _ in shipped() if family == ANY and name not in own)])
+    every = [name for family, name, _ in shipped() if family == ANY and name not in own and script in scripts(ANY)]
+    return ", ".join([*own, *others, *every])
 
 
 def _folders() -> list[Path]:

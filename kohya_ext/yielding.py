@@ -96,6 +96,7 @@ RULES = (
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
     Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, ("sdxl", "train_network", "flux", "sd3", "lumina", "anima")),
     Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, ("sdxl", "lumina", "anima")),
+    Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, tuple(f"{family}_train_network" for family in ("sdxl", "lumina", "anima"))),
     Rule(_CACHED_TEXT, ("train_text_encoder",), _is_set),
     Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, ("flux", "sd3")),
     Rule(_CACHED_TEXT, ("train_t5xxl",), _is_set),
@@ -153,7 +154,7 @@ def held_back(
     ``subsets``: the options of each subset of a dataset config. ``off_in_gui``: options that the GUI's form shows as off.
     """
     said = {**dict.fromkeys(off_in_gui, False), **given}
-    left = {key: value for key, value in filled.items() if key not in given}
+    left = {key: value for key, value in filled.items() if key not in given or key in off_in_gui}
     reasons: dict[str, Reason] = {}
     for rule in RULES:
         for key in [key for key in rule.keys if left.get(key, False) is not False and script.startswith(rule.scripts)]:
@@ -169,8 +170,9 @@ def held_back(
 
 
 def in_words(label: str, filled: Mapping[str, object], reasons: Mapping[str, Reason]) -> str:
-    """Return one line: what a preset filled, what it left out and why."""
-    line = f"preset {label} set {', '.join(_spelt(key, value) for key, value in filled.items()) or 'nothing'}"
+    """Return one line: what a preset filled, what it left out and why. A switch that it leaves off is not worth a word."""
+    words = [key if value is True else f"{key}={value}" for key, value in filled.items() if value is not False]
+    line = f"preset {label} set {', '.join(words) or 'nothing'}"
     if not reasons:
         return line
     grouped: dict[str, list[str]] = {}
@@ -178,13 +180,7 @@ def in_words(label: str, filled: Mapping[str, object], reasons: Mapping[str, Rea
         grouped.setdefault(reason.words, []).append(key)
     line += "; left out " + "; ".join(f"{', '.join(keys)} ({words})" for words, keys in grouped.items())
     if any(reason.costs_memory for reason in reasons.values()):
-        line += ". It needs more memory than the preset is made for"
+        line += ". The run needs more memory than the preset is made for"
         if ticks := [key for key, reason in reasons.items() if reason.costs_memory and reason.in_gui]:
             line += f": turn on {', '.join(ticks)} in the GUI if it does not fit"
     return line
-
-
-def _spelt(key: str, value: object) -> str:
-    if isinstance(value, bool):
-        return key if value else f"no {key}"
-    return f"{key}={value}"

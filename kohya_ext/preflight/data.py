@@ -252,8 +252,9 @@ def _look_at_sizes(subset: Subset, sizes: list[tuple[int, int] | None], found: F
                 f"--max_bucket_reso {its.largest} is too small for their shape. Give --max_bucket_reso {2 * max(width, height)}"
             )
         return
-    if any(subset.options.get(name) for name in ("cache_latents", "cache_latents_to_disk", "face_crop_aug_range")):
-        return  # latents are cached at the resolution, the images scaled and cropped
+    scaled = any(subset.options.get(name) for name in ("cache_latents", "cache_latents_to_disk", "face_crop_aug_range"))
+    if scaled or subset.captions_elsewhere:
+        return  # to the resolution, for the cache; a metadata file may name buckets and caches of its own
     crops = bool(subset.options.get("random_crop"))
     wrong = [(w, h) for w, h in known if w < width or h < height or (not crops and (w > width or h > height))]
     if wrong:

@@ -101,9 +101,11 @@ def _outside(script: Path, values: Mapping[str, Any], prefix: str) -> Iterator[s
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if not isinstance(number, (int, float)) or bound.least <= number <= bound.most:
                 continue
-            wanted = f"{bound.least:g} or more" if bound.most == math.inf else f"from {bound.least:g} to {bound.most:.10g}"
+            wanted = (
+                f"{bound.least:g} or more" if bound.most == math.inf else f"a number from {bound.least:g} to {bound.most:.10g}"
+            )
             instead = ", or leave it out" if bound.can_be_left_out else ""
-            yield f"{prefix}{name} {number:g}: {bound.reason}. Give a number {wanted}{instead}"
+            yield f"{prefix}{name} {number:g}: {bound.reason}. Give {wanted}{instead}"
 
 
 def _ranks(args: Namespace) -> Iterator[str]:
@@ -113,4 +115,4 @@ def _ranks(args: Namespace) -> Iterator[str]:
     module = getattr(args, "network_module", None) or ""
     others = any("dim" in str(pair).partition("=")[0] for pair in getattr(args, "network_args", None) or ())
     if rank < 0 or (module.startswith("networks.") and not others):
-        yield f"--network_dim {rank}: a network of that rank has nothing to train. Give a number 1 or more, usually 4 to 128"
+        yield f"--network_dim {rank}: a network of that rank has nothing to train. Give 1 or more, usually 4 to 128"

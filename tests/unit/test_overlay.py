@@ -86,6 +86,7 @@ def test_the_later_of_two_presets_wins(tmp_path):
     [
         (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py: there are 10gb, "),
         (["4gb"], "sdxl_train.py", r"fused-adamw, speed; 10gb is the smallest tier$"),
+        (["balanced"], "train_textual_inversion.py", r"not for train_textual_inversion\.py\.$"),
         (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py: .*Did you mean 24gb\?"),
         (["base"], "sdxl_train.py", "no preset base"),
         (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),

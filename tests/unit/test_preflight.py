@@ -194,6 +194,7 @@ def test_steps_are_counted_by_bucket(tmp_path):
         ([(64, 64), (32, 64)], {"random_crop": True}, "(one is 32x64)"),
         ([(96, 64)], {"random_crop": True}, None),
         ([(96, 64)], {"cache_latents": True}, None),
+        ([(96, 64)], {"face_crop_aug_range": "1.0,1.5"}, None),
         ([(96, 64)], {"enable_bucket": True, "min_bucket_reso": 64}, None),
         ([(64, 64)], {}, None),
     ],
@@ -346,16 +347,16 @@ def test_what_cannot_work_is_said(script, args, said):
     [
         (
             {"gradient_accumulation_steps": 0},
-            "--gradient_accumulation_steps 0: sd-scripts divides by it. Give a number 1 or more",
+            "--gradient_accumulation_steps 0: sd-scripts divides by it. Give 1 or more",
         ),
         ({"train_batch_size": 0}, "--train_batch_size 0"),
         ({"network_dim": -4, "network_module": "lycoris.kohya"}, "--network_dim -4"),
         ({"network_dim": 0, "network_module": "networks.lora"}, "--network_dim 0"),
-        ({"learning_rate": -1.0}, "--learning_rate -1: optimizers take no negative learning rate. Give a number 0 or more"),
+        ({"learning_rate": -1.0}, "--learning_rate -1: optimizers take no negative learning rate. Give 0 or more"),
         ({"text_encoder_lr": [1e-5, -1e-5]}, "--text_encoder_lr -1e-05"),
         (
             {"save_every_n_steps": 0},
-            "--save_every_n_steps 0: sd-scripts divides by it. Give a number 1 or more, or leave it out",
+            "--save_every_n_steps 0: sd-scripts divides by it. Give 1 or more, or leave it out",
         ),
         ({"save_every_n_epochs": 0}, "--save_every_n_epochs 0"),
         ({"save_last_n_epochs": 0}, "--save_last_n_epochs 0: the file that was just saved would be removed"),

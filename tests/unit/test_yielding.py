@@ -25,6 +25,7 @@ def held_back(script, *argv):
         (LORA, "12gb", "--text_encoder_lr 5e-5 --network_train_unet_only", set()),
         (LORA, "12gb", "--network_train_text_encoder_only", {"network_train_unet_only", "cache_text_encoder_outputs"}),
         (LORA, "24gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
+        (LORA, "12gb", "--no-network_train_unet_only", {"cache_text_encoder_outputs"}),
         (LORA, "12gb", "--shuffle_caption", {"cache_text_encoder_outputs"}),
         (LORA, "12gb", "--no-shuffle_caption", set()),
         (LORA, "12gb", "--caption_dropout_rate 0.1", {"cache_text_encoder_outputs"}),
@@ -85,8 +86,8 @@ def test_one_line_names_what_was_filled_and_what_was_left_out():
     run = read_arguments(LORA, ["--preset", "12gb", "--shuffle_caption"], {})
     line = in_words("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
     assert line == (
-        "preset 12gb set sdpa, network_dim=16, no cache_latents; left out cache_text_encoder_outputs (shuffle_caption = True)"
-        ". It needs more memory than the preset is made for"
+        "preset 12gb set sdpa, network_dim=16; left out cache_text_encoder_outputs (shuffle_caption = True)"
+        ". The run needs more memory than the preset is made for"
     )
     assert in_words("12gb", {"sdpa": True}, {}) == "preset 12gb set sdpa"
 
@@ -115,6 +116,20 @@ def test_the_gui_user_learns_what_to_turn_on():
     line = in_words("12gb", {}, run.presets.held_back)
     assert "fp8_base, blocks_to_swap (off in the GUI)" in line
     assert line.endswith("turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI if it does not fit")
+
+
+def test_the_guis_additional_parameters_count_over_its_boxes():
+    argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"), "--gradient_checkpointing"]
+    run = read_arguments(LORA, argv, {})
+    assert not {"gradient_checkpointing", "checkpoint_share"} & run.presets.held_back.keys()
+    assert run.settings.checkpoint_share == 0.375
+
+
+def test_a_number_that_the_gui_writes_as_0_is_off_too():
+    presets = read_arguments(
+        "flux_train.py", ["--preset", "12gb", "--config_file", str(GUI / "dreambooth-flux.toml")], {}
+    ).presets
+    assert presets.held_back["blocks_to_swap"].words == "off in the GUI"
 
 
 def test_the_same_file_by_another_hand_leaves_boxes_open(tmp_path):
