@@ -18,7 +18,6 @@ from kohya_ext.console import note, stop
 from kohya_ext.errors import UserError
 from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import Settings
 
 
@@ -96,14 +95,21 @@ def _clean(original: Any, settings: Settings) -> Any:
 
 
 def _load_model(original: Any, settings: Settings) -> Any:
-    """For safetensors' loading of a model: it takes slices of one tensor for one weight, of which a file may have one only."""
+    """For safetensors' loading of a model, which refuses a model of slices: while it loads, each is a tensor of its own.
+
+    Afterwards they share memory again, so that the next state logs what it would log in the uninterrupted run.
+    """
 
     @wraps(original)
-    def load_model(model: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        complete = model.state_dict().keys() <= read_header(Path(filename)).shapes.keys()
-        if complete and any(_is_slice(weight) for weight in model.parameters()):
-            kwargs["strict"] = False
-        return original(model, filename, *args, **kwargs)
+    def load_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        slices = [(weight, weight.data) for weight in model.parameters() if _is_slice(weight)]
+        for weight, data in slices:
+            weight.data = data.clone()
+        result = original(model, *args, **kwargs)
+        for weight, data in slices:
+            data.copy_(weight.data)
+            weight.data = data
+        return result
 
     return load_model
 
@@ -120,7 +126,7 @@ PATCH = Patch(
         around_batch(after=_count),
         Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True), body="runs"),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),
-        Target("accelerate.checkpointing", "load_model", _load_model, takes("model", "filename"), body="runs"),
+        Target("accelerate.checkpointing", "load_model", _load_model, takes("model"), body="runs"),
         Target("accelerate.utils.other", "clean_state_dict_for_safetensors", _clean, takes("state_dict"), body="runs"),
     ),
     exactness="exact",
