@@ -82,3 +82,12 @@ def test_slow_steps_on_a_full_card_are_named_once(card, capsys, monkeypatch):
     (line,) = capsys.readouterr().err.splitlines()
     assert "steps take 53.0 s, and the fastest one took 1.1 s" in line
     assert "--vram_budget auto --resume auto" in line
+
+
+def test_the_cap_ends_with_the_run(card):
+    args = SimpleNamespace(gradient_checkpointing=True)
+    accelerator = SimpleNamespace(device=card.device, distributed_type="DistributedType.DEEPSPEED")
+    budget = vram_budget._start(args, accelerator, Settings(vram_budget=8 * GB))
+    assert card.share < 1
+    budget.on_end()
+    assert card.share == 1
