@@ -22,8 +22,14 @@ from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.sdscripts import KNOWN_LAYOUTS, Checkout, Layout
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import OnStart, Stage, TrainingLoop
 
 Status = Literal["applied", "waiting", "skipped", "failed"]
+
+TRAINING_LOOP = "training_loop"
+"""The engine's own patch, by which all others take part in training. It has no switch: it is on when one of them is."""
+
+_START = "prepare_accelerator"
 
 _ABSENT = object()
 
@@ -85,8 +91,19 @@ class Patch:
     """Raises UserError for settings that cannot work together."""
     facts: Callable[[], Mapping[str, object]] | None = None
     """What it found out while the run went on, as plain JSON data; asked for the report of a run in which it is active."""
-    outermost: bool = False
-    """Applied after the others: what it replaces, and falls back to, may be theirs."""
+    stage: Stage | None = None
+    """How it is nested with the other patches; needed by one that takes part in training. None counts as COMPUTE."""
+    on_start: OnStart | None = None
+    """Makes its callback when a training run starts."""
+
+    def __post_init__(self) -> None:
+        if self.on_start is not None and self.stage is None:
+            raise TypeError(f"patch {self.name} takes part in training and names no stage")
+
+    @property
+    def callback_label(self) -> str | None:
+        """``training_loop:STAGE`` for ``doctor``; None for a patch that takes no part in training."""
+        return None if self.on_start is None or self.stage is None else f"{TRAINING_LOOP}:{self.stage.name}"
 
 
 @dataclass
@@ -117,9 +134,16 @@ class Patcher:
     settings: Settings
     checkout: Checkout
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+    training_loop: Patch = field(init=False)
+    """The engine's own patch, by which the others take part in training."""
+    _loop: TrainingLoop = field(init=False)
     _applied: dict[tuple[str, str], _Applied] = field(default_factory=dict)
     _hooked: set[tuple[str, str]] = field(default_factory=set)
     _armed: bool = False
+
+    def __post_init__(self) -> None:
+        self._loop = TrainingLoop(lambda: (patch.on_start for patch in self._taking_part() if patch.on_start is not None))
+        self.training_loop = _training_loop(self._loop, lambda settings: bool(self._taking_part()))
 
     def arm(self) -> None:
         """Hook every target: it is replaced when its module is imported, at once if it already is. Safe to repeat.
@@ -128,24 +152,34 @@ class Patcher:
         """
         disabled = self._disabled()
         self._armed = True
-        for patch in sorted(self.patches.values(), key=lambda patch: patch.outermost):
+        patches = list(self.patches.values())
+        if any(patch.on_start is not None for patch in patches):
+            patches.insert(0, self.training_loop)
+        for patch in patches:
+            places = [(target.label, target.layouts) for target in patch.targets]
+            if patch.callback_label is not None:
+                places.append((patch.callback_label, KNOWN_LAYOUTS))
+            for label, layouts in places:
+                if (patch.name, label) not in self._applied:
+                    reason = self._reason_to_skip(patch, layouts, disabled)
+                    status: Status = "waiting" if reason is None else "skipped"
+                    self.outcomes[patch.name, label] = Outcome(patch.name, label, status, reason or "")
+        for patch in sorted(patches, key=_stage):
             for target in patch.targets:
                 key = (patch.name, target.label)
-                if key in self._applied:
-                    continue
-                reason = self._reason_to_skip(patch, target, disabled)
-                self.outcomes[key] = Outcome(*key, "waiting" if reason is None else "skipped", reason or "")
-                if reason is not None:
+                if self.outcomes[key].status != "waiting":
                     continue
                 if key not in self._hooked:
                     self._hooked.add(key)
                     wrapt.register_post_import_hook(self._hook(patch, target), target.module)
                 elif target.module in sys.modules:
                     self._apply(patch, target, sys.modules[target.module])
+        self._follow()
 
     def undo(self) -> None:
-        """Put the identical original objects back and stop answering imports."""
+        """Put the identical original objects back, end the training run and stop answering imports."""
         self._armed = False
+        self._loop.end()
         for key, applied in reversed(self._applied.items()):
             if applied.original is _ABSENT:
                 delattr(applied.owner, applied.name)
@@ -153,6 +187,7 @@ class Patcher:
                 setattr(applied.owner, applied.name, applied.original)
             self.outcomes[key].status, self.outcomes[key].reason = "skipped", "undone"
         self._applied.clear()
+        self._follow()
 
     def active(self) -> list[Patch]:
         """The patches of which at least one target is applied."""
@@ -168,7 +203,7 @@ class Patcher:
                 )
         return frozenset(self.patches if "*" in wanted else wanted)
 
-    def _reason_to_skip(self, patch: Patch, target: Target, disabled: frozenset[str]) -> str | None:
+    def _reason_to_skip(self, patch: Patch, layouts: frozenset[Layout], disabled: frozenset[str]) -> str | None:
         if patch.name in disabled:
             return "disabled by the user"
         if not patch.wanted(self.settings):
@@ -176,12 +211,37 @@ class Patcher:
         layout = self.checkout.layout
         if layout == "unknown":
             return None if self.settings.allow_unknown_version else f"{self.checkout.label} has a layout it does not know"
-        return None if layout in target.layouts else f"nothing to do there in layout {layout}"
+        return None if layout in layouts else f"nothing to do there in layout {layout}"
+
+    def _taking_part(self) -> list[Patch]:
+        """Return the patches that are on and take part in training, in the order of their stages."""
+        disabled = self._disabled()
+        return [
+            patch
+            for patch in sorted(self.patches.values(), key=_stage)
+            if patch.on_start is not None and self._reason_to_skip(patch, KNOWN_LAYOUTS, disabled) is None
+        ]
+
+    def _follow(self) -> None:
+        """Give the callbacks that are on the outcome of ``prepare_accelerator``, which makes them."""
+        starts = [target.label for target in self.training_loop.targets if target.attribute == _START]
+        made = [outcome for label in starts if (outcome := self.outcomes.get((TRAINING_LOOP, label))) is not None]
+        status: Status = "waiting" if self._armed else "skipped"
+        reason = "" if self._armed else "undone"
+        if any(outcome.status == "applied" for outcome in made):
+            status = "applied"
+        elif any(outcome.status == "failed" or outcome.surprise for outcome in made):
+            status, reason = "skipped", f"{TRAINING_LOOP} is not applied"
+        for patch in self._taking_part():
+            outcome = self.outcomes.get((patch.name, patch.callback_label or ""))
+            if outcome is not None:
+                outcome.status, outcome.reason = status, reason
 
     def _hook(self, patch: Patch, target: Target) -> Callable[[ModuleType], None]:
         def on_import(module: ModuleType) -> None:
             if self._armed:
                 self._apply(patch, target, module)
+                self._follow()
 
         return on_import
 
@@ -212,6 +272,33 @@ class Patcher:
             if self.settings.strict:
                 stop(f"{message}. Without --strict the patch is left out")
             warn(f"{message}; left as it is")
+
+
+def _stage(patch: Patch) -> Stage:
+    return Stage.COMPUTE if patch.stage is None else patch.stage
+
+
+def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Patch:
+    """Return the patch by which a training loop's callbacks are called, on every layout."""
+    split, whole, accelerate = "library.accelerator_setup", "library.train_util", "accelerate.accelerator"
+    start, old = takes("args", exactly=True), frozenset[Layout]({"v0.10", "unknown"})
+    return Patch(
+        TRAINING_LOOP,
+        "calls the patches that take part in training, in the order of their stages",
+        (
+            Target(split, _START, loop.prepare_accelerator, start, frozenset({"v0.11"}), body="runs"),
+            Target(whole, _START, loop.prepare_accelerator, start, old, body="runs"),
+            Target(accelerate, "Accelerator.accumulate", loop.accumulate, takes("self"), body="runs"),
+            Target(
+                "accelerate.data_loader", "DataLoaderShard.__iter__", loop.iterate, takes("self", exactly=True), body="runs"
+            ),
+        ),
+        exactness="exact",
+        held_to="the same run without patches",
+        idea="https://huggingface.co/docs/transformers/main_classes/callback",
+        wanted=wanted,
+        stage=Stage.WRITE,
+    )
 
 
 def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:

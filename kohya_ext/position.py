@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import os
 import random
 import sys
 import time
@@ -34,6 +33,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.output_names import states
 from kohya_ext.run_record import RunRecord
 from kohya_ext.safetensors_header import read_header
+from kohya_ext.training_loop import TrainingCallback, current
 from kohya_ext.writing import final_of
 
 FILE = "kohya_ext_position.pt"
@@ -65,7 +65,7 @@ class Place:
 
 
 @dataclass
-class Position:
+class Position(TrainingCallback):
     """Where the training loop of this process stands."""
 
     args: Namespace
@@ -95,7 +95,7 @@ class Position:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def count(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Any) -> None:
         """Count a micro-batch, and the optimizer's step when it made one."""
         self.batch += 1
         self.step += bool(accelerator.sync_gradients)
@@ -147,8 +147,8 @@ class Position:
         self._began = place.began
         set_random_state(place.random)
 
-    def save(self, models: Any, weights: Any, folder: str) -> None:
-        """Write the position into a state; a hook of ``accelerator.save_state``."""
+    def on_state_save(self, folder: Path) -> None:
+        """Write the position into a state."""
         if self.accelerator.is_main_process:
             import torch
 
@@ -156,9 +156,9 @@ class Position:
             accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
             ranks = self._ranks or [{"random": self._held or random_state(), "began": self._began}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
-            torch.save({**stands, **accumulated, **processes}, os.path.join(folder, FILE))
+            torch.save({**stands, **accumulated, **processes}, folder / FILE)
             if self._held is None and self.accelerator.num_processes == 1:
-                self._unsettled.append(final_of(Path(folder)))
+                self._unsettled.append(final_of(folder))
 
     def _settle(self) -> None:
         """Keep the random state with which the run goes on in the states that it has just saved."""
@@ -172,11 +172,11 @@ class Position:
 
     # --- going on ----------------------------------------------------------------------------------------------------
 
-    def load(self, models: Any, folder: str) -> None:
-        """Read the position of a state that is about to be loaded; a hook of ``accelerator.load_state``."""
+    def on_state_load(self, folder: Path) -> None:
+        """Read the position of a state that is about to be loaded."""
         import torch
 
-        file = Path(folder) / FILE
+        file = folder / FILE
         if not file.is_file():
             warn(f"{folder} was saved without kohya_ext: sd-scripts counts steps and epochs from it in its own way")
             return
@@ -193,13 +193,13 @@ class Position:
         goal["batch"] = goal["batch"] * accumulated // goal["accumulated"]
         mine = self._mine(goal, folder)
         goal.update(mine["began"])
-        settled = Path(folder) / RANDOM_FILE
+        settled = folder / RANDOM_FILE
         self._random = torch.load(settled, weights_only=True) if settled.is_file() else mine["random"]
         self._goal = goal
         if hasattr(self.args, "initial_step"):
             self.args.initial_step = 0  # LoRA scripts would count on their own, from the state's train_state.json
 
-    def _mine(self, goal: dict[str, Any], folder: str) -> dict[str, Any]:
+    def _mine(self, goal: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Return this process's part of a saved position; the first process's where it has none."""
         ranks: list[dict[str, Any]] = goal["ranks"]
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -210,8 +210,8 @@ class Position:
             )
         return ranks[index if index < len(ranks) else 0]
 
-    def draw(self, loader: Any, original: Callable[[Any], Iterator[Any]], frame: FrameType | None) -> Iterator[Any]:
-        """Yield the batches of one pass over the training data; ``frame`` is the loop that takes them."""
+    def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
+        """Yield the batches of one pass over the training data, from the place on where a resumed run goes on."""
         self._settle()
         self.epoch += 1
         goal = self._goal
@@ -221,20 +221,20 @@ class Position:
             return
         if goal is None or self.epoch > goal["epoch"]:
             if goal is not None:
-                self._arrive(goal, frame)
+                self._arrive(goal, loop)
             self.batch, self.finished = 0, False
             self._began = {"random": random_state(), **_data_state(loader)}
-            yield from self._settling(original(loader))
+            yield from self._settling(batches())
         else:
             self._began = {name: goal[name] for name in ("random", "counters", "seeds", "generator")}
             _set_data_state(loader, goal)
             set_random_state(goal["random"])
-            batches = original(loader)
-            for _ in itertools.islice(batches, goal["batch"]):
+            drawn = batches()
+            for _ in itertools.islice(drawn, goal["batch"]):
                 pass
             self.batch, self.finished = goal["batch"], False
-            self._arrive(goal, frame)
-            yield from self._settling(batches)
+            self._arrive(goal, loop)
+            yield from self._settling(drawn)
         self.finished = True
 
     def _settling(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -490,18 +490,6 @@ def random_state_problem(folder: Path, process: int) -> str | None:
     return f"{file.name} has no {', '.join(sorted(missing))}" if missing else None
 
 
-_position: Position | None = None
-
-
-def start(args: Namespace, accelerator: Any) -> Position:
-    """Begin to keep the position of this process's run."""
-    global _position
-    _position = Position(args, accelerator)
-    accelerator.register_save_state_pre_hook(_position.save)
-    accelerator.register_load_state_pre_hook(_position.load)
-    return _position
-
-
 def position() -> Position | None:
-    """Where this process's run stands, once its script has made its accelerator."""
-    return _position
+    """Return where this process's run stands; None where nothing keeps it (honest_resume is off)."""
+    return current(Position)

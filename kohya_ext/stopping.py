@@ -21,6 +21,7 @@ from kohya_ext import position
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.retyping import again
 from kohya_ext.settings import Settings, variables
+from kohya_ext.training_loop import TrainingCallback, current
 from kohya_ext.writing import final_of
 
 #: What the script reads after a step, and what it must say for model and state to be saved there and nothing removed.
@@ -36,8 +37,8 @@ _BY_FILE = 128 + int(signal.SIGINT)
 
 
 @dataclass
-class Stopper:
-    """Waits for a reason to stop and does it; one in a process."""
+class Stopper(TrainingCallback):
+    """Waits for a reason to stop and does it."""
 
     args: Namespace
     accelerator: Any
@@ -55,6 +56,20 @@ class Stopper:
     """The states that were saved in this process, in order."""
     _asked: dict[str, Any] | None = None
     """While the script is being asked to save, the arguments' own values."""
+    _handlers: dict[int, Any] = field(default_factory=dict)
+    """Signal -> its handler before this run."""
+
+    def listen(self) -> None:
+        """Handle SIGINT and SIGTERM; only the main thread can."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self.on_signal)
+
+    def on_end(self) -> None:
+        """Put the signals' handlers back."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._handlers = {}
 
     def request(self, reason: str, code: int) -> None:
         """Ask for the stop; the first reason counts."""
@@ -105,9 +120,9 @@ class Stopper:
         for name in self._asked:
             setattr(self.args, name, _SAVE_NOW[name])
 
-    def remember_state(self, models: Any, weights: Any, folder: str) -> None:
-        """Note where a state is saved; a hook of ``accelerator.save_state``."""
-        self.states.append(final_of(Path(folder)))
+    def on_state_save(self, folder: Path) -> None:
+        """Note where a state is saved."""
+        self.states.append(final_of(folder))
 
     def _look_around(self) -> None:
         if self.reason:
@@ -155,25 +170,18 @@ def continuation(state: Path, processes: int = 1) -> str:
     return f"the same command with --resume {shlex.quote(str(state))}{environment}"
 
 
-_stopper: Stopper | None = None
-
-
 def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) -> Stopper:
     """Begin to wait for reasons to stop: signals (in the main thread only), the stop file, the launcher's end."""
-    global _stopper
     name = getattr(args, "output_name", None) or "last"
     file = settings.stop_file or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
-    _stopper = Stopper(args, accelerator, file, parent)
+    waiting = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():
         file.unlink()
         note(f"removed {file}, which was there from before")
-    accelerator.register_save_state_pre_hook(_stopper.remember_state)
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _stopper.on_signal)
-    return _stopper
+    waiting.listen()
+    return waiting
 
 
 def stopper() -> Stopper | None:
-    """The stopper of this process, once its script has made its accelerator."""
-    return _stopper
+    """Return the stopper of this process's run; None where nothing waits for a reason to stop (safe_stop is off)."""
+    return current(Stopper)

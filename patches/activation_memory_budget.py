@@ -11,9 +11,9 @@ from argparse import Namespace
 from typing import Any
 
 from kohya_ext.console import note, warn
-from kohya_ext.loop import on_start
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage
 
 
 def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
@@ -44,9 +44,11 @@ def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
 PATCH = Patch(
     name="activation_memory_budget",
     summary="what compiled blocks keep for backward, as a share; float32 weights at batch 1 no longer make it do nothing",
-    targets=on_start(_set),
+    targets=(),
     exactness="close",
     held_to="the same training with a budget of 1: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
     wanted=lambda settings: settings.activation_memory_budget is not None,
+    stage=Stage.COMPUTE,
+    on_start=_set,
 )

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.console import note, stop
-from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
 
 FILE = "kohya_ext_adaptive_lr.json"
 """The file in a state's folder."""
@@ -40,7 +40,7 @@ _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_opti
 
 
 @dataclass
-class Adaptive:
+class Adaptive(TrainingCallback):
     """The factor on the learning rate, and what decides about it."""
 
     accelerator: Any
@@ -48,6 +48,8 @@ class Adaptive:
     """Steps in a mean."""
     max_grad_norm: float = 0.0
     """What the script clips to; 0: it does not clip."""
+    fused: bool = False
+    """Whether the optimizer steps within backward, where no gradient is left to look at."""
     step: int = 0
     factor: float = 1.0
     best: float | None = None
@@ -62,8 +64,8 @@ class Adaptive:
     _scheduled: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     """While the factor is on: the groups and their schedule's rates."""
 
-    def put_on(self) -> None:
-        """Multiply every rate; before a batch."""
+    def before_batch(self, accelerator: Any) -> None:
+        """Multiply every rate."""
         groups = self._groups()
         if self.step == 0 and any(group.get("relative_step") for group in groups):
             stop("--adaptive_lr does nothing to Adafactor's relative steps: add --optimizer_args relative_step=False")
@@ -140,16 +142,16 @@ class Adaptive:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.accelerator._optimizers for group in optimizer.param_groups]
 
-    def save(self, models: Any, weights: Any, folder: str) -> None:
-        """Write all that decides into a state; a hook of ``accelerator.save_state``."""
+    def on_state_save(self, folder: Path) -> None:
+        """Write all that decides into a state."""
         if self.accelerator.is_main_process:
             kept = {name: getattr(self, name) for name in ("step", "factor", "best")}
             kept |= {"total": float(self.total), "seen": float(self.seen), "norms": list(self.norms)}
-            (Path(folder) / FILE).write_text(json.dumps(kept), encoding="utf-8")
+            (folder / FILE).write_text(json.dumps(kept), encoding="utf-8")
 
-    def load(self, models: Any, folder: str) -> None:
-        """Read it back; a hook of ``accelerator.load_state``."""
-        file = Path(folder) / FILE
+    def on_state_load(self, folder: Path) -> None:
+        """Read it back."""
+        file = folder / FILE
         if not file.is_file():
             note(f"{folder} was saved without --adaptive_lr: it begins anew")
             return
@@ -159,39 +161,22 @@ class Adaptive:
             note(f"learning rate x {self.factor:g}, as --adaptive_lr had it at step {self.step}")
 
 
-_adaptive: Adaptive | None = None
-_fused = False
-
-
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _adaptive, _fused
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> Adaptive:
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
         stop("--adaptive_lr does not work with DeepSpeed, which steps its scheduler itself: leave it out")
-    _adaptive = Adaptive(accelerator, settings.adaptive_lr_patience, getattr(args, "max_grad_norm", None) or 0.0)
-    _fused = any(getattr(args, name, None) for name in _FUSED)
-    accelerator.register_save_state_pre_hook(_adaptive.save)
-    accelerator.register_load_state_pre_hook(_adaptive.load)
     note(
         f"--adaptive_lr: halved when {settings.adaptive_lr_patience} steps' mean loss is not {_BETTER:.0%} below the best; "
         "the script's own log shows the schedule's rate"
     )
-
-
-def _before(accelerator: Any) -> None:
-    if _adaptive is not None:
-        _adaptive.put_on()
-
-
-def _after(accelerator: Any) -> None:
-    if _adaptive is not None:
-        _adaptive.after_batch(accelerator)
+    fused = any(getattr(args, name, None) for name in _FUSED)
+    return Adaptive(accelerator, settings.adaptive_lr_patience, getattr(args, "max_grad_norm", None) or 0.0, fused)
 
 
 def _backward(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-        if _adaptive is not None:
-            _adaptive.sees_loss(loss)
+        if (adaptive := current(Adaptive)) is not None:
+            adaptive.sees_loss(loss)
         return original(self, loss, **kwargs)
 
     return backward
@@ -201,8 +186,8 @@ def _clip(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = original(self, *args, **kwargs)
-        if _adaptive is not None:
-            _adaptive.norm = norm
+        if (adaptive := current(Adaptive)) is not None:
+            adaptive.norm = norm
         return norm
 
     return clip_grad_norm_
@@ -211,10 +196,11 @@ def _clip(original: Any, settings: Settings) -> Any:
 def _optimizer_step(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
+        adaptive = current(Adaptive)
         # A gradient scaler's gradients are scaled until the script clips them.
-        known = _adaptive is not None and (self.scaler is None or _adaptive.norm is not None)
-        if _adaptive is not None and known and not _fused and self.gradient_state.sync_gradients:
-            _adaptive.steady(self)
+        known = adaptive is not None and (self.scaler is None or adaptive.norm is not None)
+        if adaptive is not None and known and not adaptive.fused and self.gradient_state.sync_gradients:
+            adaptive.steady(self)
         return original(self, closure)
 
     return step
@@ -223,8 +209,8 @@ def _optimizer_step(original: Any, settings: Settings) -> Any:
 def _scheduler_step(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _adaptive is not None:
-            _adaptive.take_off()
+        if (adaptive := current(Adaptive)) is not None:
+            adaptive.take_off()
         return original(self, *args, **kwargs)
 
     return step
@@ -234,8 +220,6 @@ PATCH = Patch(
     name="adaptive_lr",
     summary="--adaptive_lr: the rate is halved when the loss no longer falls, an unusual gradient is clipped to the usual",
     targets=(
-        *on_start(_start),
-        around_batch(_before, _after),
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters"), body="runs"),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _optimizer_step, takes("self", "closure"), body="runs"),
@@ -245,4 +229,6 @@ PATCH = Patch(
     held_to="upstream's run with the same rates as a schedule of its own (piecewise_constant)",
     idea="https://pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.ReduceLROnPlateau.html",
     wanted=lambda settings: settings.adaptive_lr,
+    stage=Stage.COMPUTE,
+    on_start=_start,
 )

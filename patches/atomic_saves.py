@@ -12,40 +12,49 @@ from __future__ import annotations
 import inspect
 import os
 from argparse import Namespace
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from kohya_ext import run_record
-from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.output_names import final_models, kept_states, models
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.position import leftovers, position
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback, trained_weights
 from kohya_ext.writing import WhenFull, in_own_folder, set_aside, spare, write_whole
 
-_args: Namespace | None = None
+
+@dataclass
+class _Earlier(TrainingCallback):
+    """The models and states of an earlier run in the output folder."""
+
+    folder: Path
+    name: str | None
+    args: Namespace
+    kept: bool = False
+    """Whether they are out of the way."""
+
+    def before_batch(self, accelerator: Any) -> None:
+        """Move them, before this run has saved any, and when it is known whether it continues the earlier one."""
+        if self.kept:
+            return
+        self.kept = True
+        # The files of each epoch and step are those of the run that is resumed.
+        resumed = getattr(self.args, "resume", None)
+        for model in final_models(self.folder, self.name) if resumed else models(self.folder, self.name):
+            spare(model)
+        run = run_record.current()
+        if run is not None and accelerator.is_main_process:
+            earlier = leftovers(self.folder, self.name, run, Path(resumed) if resumed else None)
+            set_aside(earlier, list(kept_states(self.folder, self.name)))
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _args
-    _args = args if settings.keep_previous and getattr(args, "output_dir", None) else None
-
-
-def _before(accelerator: Any) -> None:
-    """Find the models of an earlier run, before this one has saved any, and when it is known whether it goes on."""
-    global _args
-    if _args is None:
-        return
-    folder, name = Path(_args.output_dir), getattr(_args, "output_name", None)
-    # The files of each epoch and step are those of the run that is gone on with.
-    resumed = getattr(_args, "resume", None)
-    for model in final_models(folder, name) if resumed else models(folder, name):
-        spare(model)
-    run = run_record.current()
-    if run is not None and accelerator.is_main_process:
-        set_aside(leftovers(folder, name, run, Path(resumed) if resumed else None), list(kept_states(folder, name)))
-    _args = None
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Earlier | None:
+    if not settings.keep_previous or not getattr(args, "output_dir", None):
+        return None
+    return _Earlier(Path(args.output_dir), getattr(args, "output_name", None), args)
 
 
 def _when_full(settings: Settings) -> WhenFull:
@@ -189,8 +198,6 @@ PATCH = Patch(
     name="atomic_saves",
     summary="model, state and cache files get their name only when they are whole; a full disk and a second run lose nothing",
     targets=(
-        *on_start(_start),
-        around_batch(_before),
         Target("safetensors.torch", "serialize_file", _serialize_file, takes("tensor_dict", "filename"), body="runs"),
         Target("torch", "save", _save, takes("obj", "f"), body="runs"),
         Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, takes("tensors", "filename"), body="runs"),
@@ -202,4 +209,6 @@ PATCH = Patch(
     exactness="exact",
     held_to="the tensors that upstream writes",
     idea="https://lwn.net/Articles/457667/",
+    stage=Stage.WRITE,
+    on_start=_start,
 )

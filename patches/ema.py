@@ -19,11 +19,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from kohya_ext import session
 from kohya_ext.console import note, stop, warn
-from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target
-from kohya_ext.session import current
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
 
 FILE = "kohya_ext_ema.safetensors"
 """The average in a state's folder."""
@@ -33,7 +33,7 @@ _AT_ONCE = 8
 
 
 @dataclass
-class _Average:
+class _Average(TrainingCallback):
     """Kept by the main process, the one that saves."""
 
     accelerator: Any
@@ -117,18 +117,18 @@ class _Average:
                 if average.is_file():
                     average.unlink()
 
-    def save(self, models: Any, weights: Any, folder: str) -> None:
-        """Write the average into a state; a hook of ``accelerator.save_state``."""
+    def on_state_save(self, folder: Path) -> None:
+        """Write the average into a state."""
         if self.values:
             from safetensors.torch import save_file
 
-            save_file(self.values, str(Path(folder) / FILE), {"updates": str(self.updates)})
+            save_file(self.values, str(folder / FILE), {"updates": str(self.updates)})
 
-    def load(self, models: Any, folder: str) -> None:
-        """Read the average of a state; a hook of ``accelerator.load_state``."""
+    def on_state_load(self, folder: Path) -> None:
+        """Read the average of a state."""
         from safetensors import safe_open
 
-        file = Path(folder) / FILE
+        file = folder / FILE
         if not file.is_file():
             warn(f"{folder} was saved without --ema: the average begins anew")
             return
@@ -146,35 +146,19 @@ def _folder_beside(path: str) -> str:
     return f"{path}-ema"
 
 
-_average: _Average | None = None
-
-
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _average
-    _average = None
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Average | None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         stop(f"--ema does not work with {kind}, where no process has whole weights: leave it out")
-    session = current()
-    script = session.script.name if session is not None and session.script is not None else ""
+    running = session.current()
+    script = running.script.name if running is not None and running.script is not None else ""
     if "control_net" in script or "textual_inversion" in script:
         stop(f"--ema is for networks (LoRA) and full fine-tuning, not for {script}: leave it out")
     if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):
         stop("--ema and a schedule-free optimizer cannot go together: it averages the weights itself")
-    if accelerator.is_main_process:
-        _average = _Average(accelerator, settings.ema_decay, accelerator.device if settings.ema_device == "gpu" else "cpu")
-        accelerator.register_save_state_pre_hook(_average.save)
-        accelerator.register_load_state_pre_hook(_average.load)
-
-
-def _before(accelerator: Any) -> None:
-    if _average is not None:
-        _average.before_batch(accelerator)
-
-
-def _after(accelerator: Any) -> None:
-    if _average is not None:
-        _average.after_batch(accelerator)
+    if not accelerator.is_main_process:
+        return None
+    return _Average(accelerator, settings.ema_decay, accelerator.device if settings.ema_device == "gpu" else "cpu")
 
 
 def _save_model(original: Any, settings: Settings) -> Any:
@@ -184,9 +168,10 @@ def _save_model(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def save_sd_model(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
+        average = current(_Average)
         for name, beside in _SAVERS.items():
-            if _average is not None and given.arguments.get(name) is not None:
-                given.arguments[name] = _average.also(given.arguments[name], beside)
+            if average is not None and given.arguments.get(name) is not None:
+                given.arguments[name] = average.also(given.arguments[name], beside)
         return original(*given.args, **given.kwargs)
 
     return save_sd_model
@@ -206,8 +191,6 @@ PATCH = Patch(
     name="ema",
     summary="--ema: an average of the trained weights, saved beside the model and resumed with it",
     targets=(
-        *on_start(_start),
-        around_batch(_before, _after),
         *(
             Target("library.checkpoint_io", name, _save_model, _expect_savers, frozenset({"v0.11"}), body="runs")
             for name in _MAKERS
@@ -221,4 +204,6 @@ PATCH = Patch(
     held_to="the model saved without it; the average itself to one made of the files of every step, within 1e-6",
     idea="https://github.com/kohya-ss/sd-scripts/pull/893",
     wanted=lambda settings: settings.ema,
+    stage=Stage.COMPUTE,
+    on_start=_start,
 )

@@ -20,6 +20,7 @@ from kohya_ext.bodies import known
 from kohya_ext.lora_modules import FORWARD_OF_WEIGHTS, NETWORKS, asked_for
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage
 
 _done: Counter[str] = Counter()
 
@@ -183,5 +184,5 @@ PATCH = Patch(
     idea="https://github.com/unslothai/unsloth/blob/main/unsloth/kernels/fast_lora.py",
     wanted=lambda settings: settings.fused_operations,
     facts=_facts,
-    outermost=True,
+    stage=Stage.FUSE,
 )

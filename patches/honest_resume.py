@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 from kohya_ext import position, run_record
 from kohya_ext.console import note, stop
 from kohya_ext.errors import UserError
-from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    position.start(args, accelerator)
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> position.Position:
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     if getattr(args, "resume", None) == position.AUTO:
         try:
@@ -39,25 +37,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     elif getattr(args, "resume", None):
         note(f"resuming from {args.resume}")
     run_record.begin(run)
-
-
-def _count(accelerator: Any) -> None:
-    if (current := position.position()) is not None:
-        current.count(accelerator)
-
-
-def _draw(original: Any, settings: Settings) -> Any:
-    @wraps(original)
-    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
-        current = position.position()
-        # Its own frame's caller is the loop that takes the batches; enumerate() leaves no frame.
-        loop = sys._getframe().f_back
-        if current is None or self is not next(iter(current.accelerator._dataloaders), None):
-            yield from original(self)  # validation, or somebody else's data
-        else:
-            yield from current.draw(self, original, loop)
-
-    return __iter__
+    return position.Position(args, accelerator)
 
 
 def _load_state(original: Any, settings: Settings) -> Any:
@@ -122,9 +102,6 @@ PATCH = Patch(
     name="honest_resume",
     summary="--resume goes on at the same step, epoch, batch and random state; --resume auto takes the newest whole state",
     targets=(
-        *on_start(_start),
-        around_batch(after=_count),
-        Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True), body="runs"),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),
         Target("accelerate.checkpointing", "load_model", _load_model, takes("model"), body="runs"),
         Target("accelerate.utils.other", "clean_state_dict_for_safetensors", _clean, takes("state_dict"), body="runs"),
@@ -132,4 +109,6 @@ PATCH = Patch(
     exactness="exact",
     held_to="the run that was not interrupted: the same final tensors (fp32, one process)",
     idea="https://github.com/kohya-ss/sd-scripts/issues/1999",
+    stage=Stage.COUNT,
+    on_start=_start,
 )

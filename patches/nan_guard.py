@@ -19,9 +19,9 @@ from typing import Any
 
 from kohya_ext import position, stopping
 from kohya_ext.console import error, warn
-from kohya_ext.loop import around_batch, current_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
 
 EXIT_CODE = 3
 """Of a run that was ended by this guard."""
@@ -33,7 +33,7 @@ _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_opti
 
 
 @dataclass
-class _Guard:
+class _Guard(TrainingCallback):
     args: Namespace
     accelerator: Any
     fused: bool
@@ -83,8 +83,8 @@ class _Guard:
             self._give_up()
 
     def _say(self) -> None:
-        current = position.position()
-        step = current.step if current is not None else self.steps
+        place = position.position()
+        step = place.step if place is not None else self.steps
         losses = ", ".join(f"{float(loss):.4g}" for loss in self.losses) or "?"
         norm = "" if self.norm is None else f", gradient norm {float(self.norm):.4g}"
         files = _files_of_batch()
@@ -112,25 +112,17 @@ class _Guard:
         raise SystemExit(EXIT_CODE)
 
 
-_guard: _Guard | None = None
-
-
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _guard
-    if not str(accelerator.distributed_type).endswith("DEEPSPEED"):
-        fused = any(getattr(args, name, None) for name in _FUSED)
-        _guard = _Guard(args, accelerator, fused, settings.nan_patience)
-
-
-def _after(accelerator: Any) -> None:
-    if _guard is not None:
-        _guard.after_batch(accelerator)
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Guard | None:
+    if str(accelerator.distributed_type).endswith("DEEPSPEED"):
+        return None
+    return _Guard(args, accelerator, any(getattr(args, name, None) for name in _FUSED), settings.nan_patience)
 
 
 def _backward(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-        if _guard is None or _guard.sees_loss(loss):
+        guard = current(_Guard)
+        if guard is None or guard.sees_loss(loss):
             return original(self, loss, **kwargs)
         with _gradients_dropped(list(trained_weights(self._optimizers))):
             return original(self, loss, **kwargs)
@@ -165,8 +157,9 @@ def _clip(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = original(self, *args, **kwargs)
-        if _guard is not None and not _guard.fused:
-            _guard.norm = norm
+        guard = current(_Guard)
+        if guard is not None and not guard.fused:
+            guard.norm = norm
         return norm
 
     return clip_grad_norm_
@@ -175,14 +168,15 @@ def _clip(original: Any, settings: Settings) -> Any:
 def _step(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
-        if _guard is None or _guard.fused or not self.gradient_state.sync_gradients:
+        guard = current(_Guard)
+        if guard is None or guard.fused or not self.gradient_state.sync_gradients:
             return original(self, closure)
-        _guard.bad = not _guard.is_finite(self)
+        guard.bad = not guard.is_finite(self)
         if self.scaler is not None:
             return original(self, closure)
         # accelerate's own word for it, by which the learning rate's schedule waits too.
-        self._is_overflow = _guard.bad
-        return None if _guard.bad else original(self, closure)
+        self._is_overflow = guard.bad
+        return None if guard.bad else original(self, closure)
 
     return step
 
@@ -192,8 +186,9 @@ def _before_saving(original: Any, settings: Settings) -> Any:
 
     @wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        if _guard is not None and _guard.steps:
-            _guard.refuse_bad_weights("nothing is written")
+        guard = current(_Guard)
+        if guard is not None and guard.steps:
+            guard.refuse_bad_weights("nothing is written")
         return original(*args, **kwargs)
 
     return save
@@ -244,8 +239,6 @@ PATCH = Patch(
     name="nan_guard",
     summary="a step that is not finite is skipped and named, --nan_patience of them end the run, NaN weights are never saved",
     targets=(
-        *on_start(_start),
-        around_batch(after=_after),
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters"), body="runs"),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure"), body="runs"),
@@ -265,4 +258,6 @@ PATCH = Patch(
     exactness="exact",
     held_to="the same run without it, while everything is finite",
     idea="https://github.com/kohya-ss/sd-scripts/issues/201",
+    stage=Stage.GUARD,
+    on_start=_start,
 )

@@ -16,12 +16,13 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
 
 #: Every U-Net and DiT whose script asks for gradients of what enters it, and its first parameter.
 MODELS = (
@@ -35,12 +36,31 @@ MODELS = (
 )
 
 
-_spared: Counter[str] = Counter()
-"""Tensors that were asked for a gradient and need none."""
+@dataclass
+class _Spared(TrainingCallback):
+    """What needs no gradient in one run."""
+
+    tensors: Counter[str] = field(default_factory=Counter)
+    """Tensors that were asked for a gradient and need none."""
+    frozen: bool = False
+    """Whether the embeddings were looked at."""
+
+    def before_batch(self, accelerator: Any) -> None:
+        """Before the first step: freeze the embeddings that are in no optimizer."""
+        if not self.frozen:
+            self.frozen = True
+            for weight in _untrained_embeddings(accelerator):
+                self.tensors["embeddings"] += 1
+                weight.requires_grad_(False)
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Spared:
+    return _Spared()
 
 
 def _facts() -> Mapping[str, object]:
-    return dict(_spared)
+    spared = current(_Spared)
+    return dict(spared.tensors) if spared is not None else {}
 
 
 def _cut_off(original: Any, settings: Settings) -> Any:
@@ -60,7 +80,8 @@ def _without_history(value: Any) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor) and value.requires_grad and not _leads_to_weights(value):
-        _spared["inputs"] += 1
+        if (spared := current(_Spared)) is not None:
+            spared.tensors["inputs"] += 1
         return value.detach()
     return value
 
@@ -85,20 +106,9 @@ def _leads_to_weights(tensor: Any) -> bool:
 
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
-_looked = False
 
-
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _looked
-    _looked = False
-
-
-def _freeze(accelerator: Any) -> None:
-    """Before the first step: freeze the embeddings that are in no optimizer."""
-    global _looked
-    if _looked:
-        return
-    _looked = True
+def _untrained_embeddings(accelerator: Any) -> Iterator[Any]:
+    """Yield the embeddings' weights that require a gradient and are in no optimizer."""
     # DistributedDataParallel waits for a gradient of every weight that required one when it was made.
     if str(accelerator.distributed_type).rpartition(".")[2] != "NO":
         return
@@ -108,8 +118,7 @@ def _freeze(accelerator: Any) -> None:
     for model in accelerator._models:
         for weight in _embeddings(accelerator.unwrap_model(model)):
             if weight.requires_grad and id(weight) not in trained:
-                _spared["embeddings"] += 1
-                weight.requires_grad_(False)
+                yield weight
 
 
 def _embeddings(model: Any) -> Iterator[Any]:
@@ -129,11 +138,11 @@ PATCH = Patch(
     summary="no gradients for latents, text embeddings, guidance and token embeddings that nobody trains",
     targets=(
         *(Target(module, f"{model}.forward", _cut_off, takes("self", first), body="runs") for module, model, first in MODELS),
-        *on_start(_start),
-        around_batch(_freeze),
     ),
     exactness="exact",
     held_to="the weights that are trained with it off, bit for bit",
     idea="https://github.com/kohya-ss/sd-scripts/issues/323",
     facts=_facts,
+    stage=Stage.COMPUTE,
+    on_start=_start,
 )

@@ -22,9 +22,9 @@ from typing import Any
 from kohya_ext import position, session, supervising
 from kohya_ext.console import error as say
 from kohya_ext.console import note, warn
-from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback
 from kohya_ext.vram import oom
 from kohya_ext.vram.ladder import TRAINING, Phase
 from kohya_ext.writing import impatient
@@ -33,7 +33,7 @@ _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_opti
 
 
 @dataclass
-class _Watch:
+class _Watch(TrainingCallback):
     args: Namespace
     accelerator: Any
     settings: Settings
@@ -42,6 +42,28 @@ class _Watch:
     """Whether a first step has begun."""
     place: position.Place | None = None
     """Where the run stood after its last whole step."""
+    ended: bool = False
+    _before: Callable[..., Any] | None = None
+    """``sys.excepthook`` before this run."""
+
+    def listen(self) -> None:
+        """Take over ``sys.excepthook``."""
+        self._before, sys.excepthook = sys.excepthook, self.on_exception
+
+    def on_end(self) -> None:
+        """Put ``sys.excepthook`` back, unless somebody else has replaced it since."""
+        if sys.excepthook == self.on_exception and self._before is not None:
+            sys.excepthook = self._before
+        self.ended = True
+
+    def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
+        """Report what ends the process, when it is out of memory."""
+        (self._before or sys.__excepthook__)(kind, problem, trace)
+        if not self.ended and oom.is_out_of_memory(problem):
+            try:
+                self.report(problem)
+            except Exception as other:  # what went wrong is said already
+                warn(f"the report on memory could not be finished: {type(other).__name__}: {other}")
 
     def before_batch(self, accelerator: Any) -> None:
         self.stepping = True
@@ -111,46 +133,21 @@ class _Watch:
         return Path(resumed) if resumed else None
 
 
-_watch: _Watch | None = None
-
-
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _watch
-    first = _watch is None
-    _watch = _Watch(args, accelerator, settings)
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
     if settings.on_oom == "retry" and supervising.handed_over() is None:
         warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
-    if first:
-        sys.excepthook = _reporting(sys.excepthook)
-
-
-def _reporting(before: Callable[..., Any]) -> Callable[..., Any]:
-    def excepthook(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-        before(kind, problem, trace)
-        if _watch is not None and oom.is_out_of_memory(problem):
-            try:
-                _watch.report(problem)
-            except Exception as other:  # what went wrong is said already
-                warn(f"the report on memory could not be finished: {type(other).__name__}: {other}")
-
-    return excepthook
-
-
-def _before(accelerator: Any) -> None:
-    if _watch is not None:
-        _watch.before_batch(accelerator)
-
-
-def _after(accelerator: Any) -> None:
-    if _watch is not None:
-        _watch.after_batch(accelerator)
+    watch = _Watch(args, accelerator, settings)
+    watch.listen()
+    return watch
 
 
 PATCH = Patch(
     name="out_of_memory",
     summary="out of memory: the state is saved, and the run ends with what lay where and the cheapest next step to paste",
-    targets=(*on_start(_start), around_batch(_before, _after)),
+    targets=(),
     exactness="exact",
     held_to="the same run without it; going on from the saved state, the run that was not interrupted",
     idea="https://pytorch.org/docs/stable/notes/faq.html",
+    stage=Stage.GUARD,
+    on_start=_start,
 )

@@ -15,15 +15,15 @@ from typing import Any
 
 from kohya_ext import position, run_record
 from kohya_ext.console import note, warn
-from kohya_ext.loop import around_batch, on_start
 from kohya_ext.output_names import ROLLING, states
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback
 from kohya_ext.writing import DiskFullError, impatient, remove_whole
 
 
 @dataclass
-class _Rolling:
+class _Rolling(TrainingCallback):
     folder: Path
     name: str
     every: float
@@ -89,26 +89,19 @@ class _Rolling:
         return [path for _, path in sorted(records)]
 
 
-_rolling: _Rolling | None = None
-
-
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _rolling
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Rolling:
     minutes = settings.checkpoint_every_minutes or 0.0
-    _rolling = _Rolling(Path(args.output_dir or "."), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
-
-
-def _after(accelerator: Any) -> None:
-    if _rolling is not None:
-        _rolling.after_batch(accelerator)
+    return _Rolling(Path(args.output_dir or "."), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
 
 
 PATCH = Patch(
     name="rolling_states",
     summary="a full state every --checkpoint_every_minutes, the newest --checkpoint_keep are kept",
-    targets=(*on_start(_start), around_batch(after=_after)),
+    targets=(),
     exactness="exact",
     held_to="the same run without it",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
     wanted=lambda settings: settings.checkpoint_every_minutes is not None,
+    stage=Stage.SAVE,
+    on_start=_start,
 )

@@ -13,9 +13,9 @@ from argparse import Namespace
 from typing import Any
 
 from kohya_ext import stopping
-from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage
 
 #: Taken as early as possible: a launcher that ends while the script is still importing is noticed too.
 _PARENT = os.getppid()
@@ -23,11 +23,12 @@ _PARENT = os.getppid()
 _PR_SET_PDEATHSIG = 1
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> stopping.Stopper:
     launched = _is_launcher(_PARENT)
-    stopping.start(args, accelerator, settings, _PARENT if launched else 0)
+    stopper = stopping.start(args, accelerator, settings, _PARENT if launched else 0)
     if launched:
         _end_with_parent()
+    return stopper
 
 
 def _is_launcher(process: int) -> bool:
@@ -53,21 +54,13 @@ def _end_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _before(accelerator: Any) -> None:
-    if (stopper := stopping.stopper()) is not None:
-        stopper.before_batch(accelerator)
-
-
-def _after(accelerator: Any) -> None:
-    if (stopper := stopping.stopper()) is not None:
-        stopper.after_batch(accelerator)
-
-
 PATCH = Patch(
     name="safe_stop",
     summary="Ctrl-C, SIGTERM or a stop file: finish the step, save model and state, say how to go on",
-    targets=(*on_start(_start), around_batch(_before, _after)),
+    targets=(),
     exactness="exact",
     held_to="the same steps of a run that is not stopped",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
+    stage=Stage.STOP,
+    on_start=_start,
 )

@@ -18,10 +18,10 @@ from typing import Any
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
-from kohya_ext.loop import data_sets, on_start
 from kohya_ext.patching import Patch, Target
 from kohya_ext.sdscripts import KNOWN_LAYOUTS, Layout
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, data_sets
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _unless_a_method(original: Any) -> str | None:
 def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
-    RUN.data_sets = partial(data_sets, accelerator)
+    RUN.begin(partial(data_sets, accelerator))
     reason = reason_to_stand_aside(args)
     if reason is not None:
         RUN.stand_aside(reason)
@@ -170,10 +170,12 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="selective_torch_compile",
     summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
-    targets=(*_targets(), *on_start(_look_at_arguments)),
+    targets=_targets(),
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
     wanted=_wanted,
     facts=_facts,
+    stage=Stage.COMPUTE,
+    on_start=_look_at_arguments,
 )

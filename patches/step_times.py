@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kohya_ext import step_times
-from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback
 
 _WARM_UP = 2
 """Steps that are not counted: caches fill, kernels are chosen."""
@@ -21,13 +21,13 @@ _EARLY = 50
 
 
 @dataclass
-class _Clock:
+class _Clock(TrainingCallback):
     key: str
     steps: int = 0
     began: float = 0.0
     ended: float = 0.0
 
-    def tick(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Any) -> None:
         if not accelerator.sync_gradients:
             return
         self.ended = time.monotonic()
@@ -37,33 +37,32 @@ class _Clock:
         elif self.steps == _EARLY:
             self.keep()
 
+    def on_end(self) -> None:
+        atexit.unregister(self.keep)
+        self.keep()
+
     def keep(self) -> None:
         measured = self.steps - _WARM_UP
         if measured > 0:
             step_times.remember(self.key, (self.ended - self.began) / measured, measured)
 
 
-_clock: _Clock | None = None
-
-
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _clock
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Clock | None:
     key = step_times.key_of_this_run()
-    if key is not None and accelerator.is_main_process:
-        _clock = _Clock(key)
-        atexit.register(_clock.keep)
-
-
-def _after(accelerator: Any) -> None:
-    if _clock is not None:
-        _clock.tick(accelerator)
+    if key is None or not accelerator.is_main_process:
+        return None
+    clock = _Clock(key)
+    atexit.register(clock.keep)
+    return clock
 
 
 PATCH = Patch(
     name="step_times",
     summary="the seconds of a step are kept, so that the next run with the same settings says how long it will take",
-    targets=(*on_start(_start), around_batch(after=_after)),
+    targets=(),
     exactness="exact",
     held_to="the same run without it",
     idea="https://github.com/tqdm/tqdm",
+    stage=Stage.OBSERVE,
+    on_start=_start,
 )

@@ -10,28 +10,75 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 from kohya_ext.console import stop, warn
-from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
-
-_args: Namespace | None = None
-_looked = _stepped = False
-_names: dict[int, str] = {}
-"""Identity of a network's weight -> its name."""
+from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
 
 #: The last layers of text encoders are not read in SDXL, Lumina 2 and with --clip_skip: their LoRA has no gradient by design.
 _OF_TEXT_ENCODERS = "lora_te"
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _args, _looked, _stepped
+@dataclass
+class _Check(TrainingCallback):
+    args: Namespace
+    looked: bool = False
+    stepped: bool = False
+    names: dict[int, str] = field(default_factory=dict)
+    """Identity of a network's weight -> its name."""
+
+    def before_batch(self, accelerator: Any) -> None:
+        """Look at what will be trained, before the first step."""
+        if self.looked:
+            return
+        self.looked = True
+        problems = [*_between_processes(accelerator), *_in_optimizers(accelerator), *self._in_network(accelerator)]
+        if problems:
+            stop("\n".join([*problems, "stopped before the first step; --disable_patch trainable_check skips this"]))
+
+    def before_step(self, optimizer: Any) -> None:
+        """Look at where gradients are, in the first step."""
+        if self.stepped:
+            return
+        self.stepped = True
+        trained = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
+        without = [self.names.get(id(weight), "a weight") for weight in trained if weight.grad is None]
+        if without and len(without) == len(trained):
+            stop("no gradient reaches any of the trained weights: the network is not connected to the loss")
+        if unexpected := [name for name in without if not name.startswith(_OF_TEXT_ENCODERS)]:
+            shown = ", ".join(unexpected[:3])
+            warn(f"{len(unexpected)} of {len(trained)} trained weights got no gradient in the first step: {shown}, ...")
+
+    def _in_network(self, accelerator: Any) -> Iterator[str]:
+        """For a run that trains a network beside a frozen model."""
+        models = [accelerator.unwrap_model(model) for model in accelerator._models]
+        networks = [model for model in models if hasattr(model, "unet_loras")]
+        if not getattr(self.args, "network_module", None) or not networks:
+            return
+        if not networks[0].unet_loras and not getattr(self.args, "network_train_text_encoder_only", False):
+            yield f"{self.args.network_module} found no module of the model to train; look at --network_args and --network_dim"
+        # Of a network only: with block swap, a full fine-tune's weights may well lie in host memory before the first step.
+        elsewhere = {str(weight.device) for weight in networks[0].parameters() if weight.device.type != accelerator.device.type}
+        if elsewhere:
+            yield f"the network's weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
+        half = {str(weight.dtype) for weight in networks[0].parameters() if weight.dtype.itemsize == 2}
+        if half and not getattr(self.args, "full_bf16", False) and not getattr(self.args, "full_fp16", False):
+            warn(f"the network's weights are {', '.join(half)}: small steps are rounded away; float32 is usual for a network")
+        self.names.update({id(weight): name for name, weight in networks[0].named_parameters()})
+        foreign = sum(id(weight) not in self.names for weight in trained_weights(accelerator._optimizers))
+        if foreign:
+            consequence = "they would be trained beside the network, not saved"
+            yield f"{foreign} weights of the base model are in the optimizer: {consequence}"
+
+
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Check:
     if not getattr(args, "max_train_epochs", None) and getattr(args, "max_train_steps", 1) < 1:
         stop(f"nothing would be trained: --max_train_steps is {args.max_train_steps}")
-    _args, _looked, _stepped = args, False, False
+    return _Check(args)
 
 
 def _make_data_sets(original: Any, settings: Settings) -> Any:
@@ -43,16 +90,6 @@ def _make_data_sets(original: Any, settings: Settings) -> Any:
         return groups
 
     return generate_dataset_group_by_blueprint
-
-
-def _before(accelerator: Any) -> None:
-    global _looked
-    if _looked or _args is None:
-        return
-    _looked = True
-    problems = [*_between_processes(accelerator), *_in_optimizers(accelerator), *_in_network(accelerator, _args)]
-    if problems:
-        stop("\n".join([*problems, "stopped before the first step; --disable_patch trainable_check skips this"]))
 
 
 def _between_processes(accelerator: Any) -> Iterator[str]:
@@ -76,40 +113,12 @@ def _in_optimizers(accelerator: Any) -> Iterator[str]:
         yield f"trained weights are of type {', '.join(sorted(odd))}, in which nothing can be learnt: use bf16 or float32"
 
 
-def _in_network(accelerator: Any, args: Namespace) -> Iterator[str]:
-    """For a run that trains a network beside a frozen model."""
-    models = [accelerator.unwrap_model(model) for model in accelerator._models]
-    networks = [model for model in models if hasattr(model, "unet_loras")]
-    if not getattr(args, "network_module", None) or not networks:
-        return
-    if not networks[0].unet_loras and not getattr(args, "network_train_text_encoder_only", False):
-        yield f"{args.network_module} found no module of the model to train; look at --network_args and --network_dim"
-    # Of a network only: with block swap, a full fine-tune's weights may well lie in host memory before the first step.
-    elsewhere = {str(weight.device) for weight in networks[0].parameters() if weight.device.type != accelerator.device.type}
-    if elsewhere:
-        yield f"the network's weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
-    half = {str(weight.dtype) for weight in networks[0].parameters() if weight.dtype.itemsize == 2}
-    if half and not getattr(args, "full_bf16", False) and not getattr(args, "full_fp16", False):
-        warn(f"the network's weights are {', '.join(half)}: small steps are rounded away; float32 is usual for a network")
-    _names.update({id(weight): name for name, weight in networks[0].named_parameters()})
-    foreign = sum(id(weight) not in _names for weight in trained_weights(accelerator._optimizers))
-    if foreign:
-        yield f"{foreign} weights of the base model are in the optimizer: they would be trained beside the network, not saved"
-
-
 def _step(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
-        global _stepped
-        if not _stepped and self.gradient_state.sync_gradients:
-            _stepped = True
-            trained = [weight for weight in trained_weights([self]) if weight.requires_grad]
-            without = [_names.get(id(weight), "a weight") for weight in trained if weight.grad is None]
-            if without and len(without) == len(trained):
-                stop("no gradient reaches any of the trained weights: the network is not connected to the loss")
-            if unexpected := [name for name in without if not name.startswith(_OF_TEXT_ENCODERS)]:
-                shown = ", ".join(unexpected[:3])
-                warn(f"{len(unexpected)} of {len(trained)} trained weights got no gradient in the first step: {shown}, ...")
+        check = current(_Check)
+        if check is not None and self.gradient_state.sync_gradients:
+            check.before_step(self)
         return original(self, closure)
 
     return step
@@ -139,8 +148,6 @@ PATCH = Patch(
     name="trainable_check",
     summary="at the first step: something is trained, it is the right thing, and gradients reach it",
     targets=(
-        *on_start(_start),
-        around_batch(_before),
         Target("library.config_util", "generate_dataset_group_by_blueprint", _make_data_sets, body="runs"),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure", exactly=True), body="runs"),
         Target(
@@ -163,4 +170,6 @@ PATCH = Patch(
     exactness="exact",
     held_to="the same run without it, when nothing is wrong",
     idea="https://github.com/kohya-ss/sd-scripts/issues/91",
+    stage=Stage.OBSERVE,
+    on_start=_start,
 )

@@ -8,41 +8,62 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from kohya_ext import session
 from kohya_ext.checkpointing import on_enable
 from kohya_ext.console import note, stop, warn
-from kohya_ext.loop import around_batch, on_start
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
+from kohya_ext.training_loop import Stage, TrainingCallback, current
 from kohya_ext.vram.cap import FILLED, for_tensors, reason_not_to_spend
 from kohya_ext.vram.card import AUTO, index_of, said
 from kohya_ext.vram.estimate import CONTEXT_BYTES
 
-_spender: Any = None
+
+@dataclass
+class _Budget(TrainingCallback):
+    device: Any
+    spender: Any = None
+    """A :class:`kohya_ext.vram.spend.Spender`, whose module imports torch; None where only a cap is set."""
+
+    def before_batch(self, accelerator: Any) -> None:
+        if self.spender is not None:
+            self.spender.before_batch(accelerator)
+
+    def after_batch(self, accelerator: Any) -> None:
+        if self.spender is not None:
+            self.spender.after_batch(accelerator)
+
+    def on_end(self) -> None:
+        """Take the cap off."""
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_per_process_memory_fraction(1.0, index_of(self.device))
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    global _spender
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
     assert settings.vram_budget is not None, "wanted without a value"
     limit = _cap(settings.vram_budget, accelerator.device)
     reason = _reason_not_to_spend(args, accelerator, settings)
     if limit is None or reason is not None:
         if reason is not None:
             note(f"memory budget: nothing below it is spent: {reason}")
-        return
+        return _Budget(accelerator.device)
     from kohya_ext.vram.gauge import CardGauge, HostGauge
     from kohya_ext.vram.spend import Spender
 
     on_card = accelerator.device.type == "cuda"
-    _spender = Spender(round(limit * FILLED), CardGauge(accelerator.device) if on_card else HostGauge())
+    spender = Spender(round(limit * FILLED), CardGauge(accelerator.device) if on_card else HostGauge())
     if settings.selective_torch_compile:
-        _wait_with_compiling(accelerator.device.type, settings.compile_backend)
+        _wait_with_compiling(spender, accelerator.device.type, settings.compile_backend)
     if not args.gradient_checkpointing:
         args.gradient_checkpointing = True
         note("memory budget: gradient checkpointing is on for the first steps, and for the blocks that have no room after them")
+    return _Budget(accelerator.device, spender)
 
 
 def _cap(budget: int | str, device: Any) -> int | None:
@@ -88,7 +109,7 @@ def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) 
     return None
 
 
-def _wait_with_compiling(device: str, backend: str) -> None:
+def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
     """Let the first steps run eager, where blocks can be weighed; they are compiled once it is known what they may keep."""
     from kohya_ext.compiling.blocks import RUN
     from kohya_ext.compiling.budget import set_budget
@@ -107,41 +128,35 @@ def _wait_with_compiling(device: str, backend: str) -> None:
         note(f"compiled blocks keep {share:.0%} of their activations")
 
     RUN.waiting = True
-    _spender.compile_at = compile_at
+    spender.compile_at = compile_at
 
 
 def _take(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if _spender is not None:
-            _spender.take(self)
+        budget = current(_Budget)
+        if budget is not None and budget.spender is not None:
+            budget.spender.take(self)
         return result
 
     return enable_gradient_checkpointing
 
 
-def _before(accelerator: Any) -> None:
-    if _spender is not None:
-        _spender.before_batch(accelerator)
-
-
-def _after(accelerator: Any) -> None:
-    if _spender is not None:
-        _spender.after_batch(accelerator)
-
-
 def _facts() -> Mapping[str, object]:
-    return _spender.facts() if _spender is not None else {}
+    budget = current(_Budget)
+    return budget.spender.facts() if budget is not None and budget.spender is not None else {}
 
 
 PATCH = Patch(
     name="vram_budget",
     summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
-    targets=(*on_start(_start), *on_enable(_take), around_batch(_before, _after)),
+    targets=on_enable(_take),
     exactness="exact",
     held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
     wanted=lambda settings: settings.vram_budget is not None,
     facts=_facts,
+    stage=Stage.OBSERVE,
+    on_start=_start,
 )

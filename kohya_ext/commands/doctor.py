@@ -23,7 +23,7 @@ from rich.table import Table
 from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
 from kohya_ext.console import progress
-from kohya_ext.patching import Outcome, Target
+from kohya_ext.patching import TRAINING_LOOP, Outcome, Target
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.session import OPTIONS, begin
@@ -151,16 +151,18 @@ def _checkout(checkout: Checkout | None) -> dict[str, Any] | None:
 
 def _patches(checkout: Checkout) -> list[dict[str, Any]]:
     session = begin(checkout)
-    patches = {**session.options_hook.patches, **session.patcher.patches}
+    training_loop = session.patcher.training_loop
+    patches = {**session.options_hook.patches, training_loop.name: training_loop, **session.patcher.patches}
     outcomes = [*session.options_hook.outcomes.values(), *session.patcher.outcomes.values()]
     targets = {target.label: target for patch in patches.values() for target in patch.targets}
-    rows = []
     with importable(checkout):
         for outcome in outcomes:
-            if outcome.status == "waiting":
+            if outcome.status == "waiting" and outcome.target in targets:
                 _import(targets[outcome.target], outcome)
-            patch = patches[outcome.patch]
-            rows.append({**asdict(outcome), "summary": patch.summary, "exactness": patch.exactness, "held_to": patch.held_to})
+    rows = []
+    for outcome in outcomes:
+        patch = patches[outcome.patch]
+        rows.append({**asdict(outcome), "summary": patch.summary, "exactness": patch.exactness, "held_to": patch.held_to})
     return rows
 
 
@@ -204,7 +206,7 @@ def _show_patches(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     on: list[str] = []
     off: dict[str, list[str]] = {}
     for patch, targets in _by_patch(rows).items():
-        if patch == OPTIONS:
+        if patch in (OPTIONS, TRAINING_LOOP):
             continue
         if any(row["status"] == "applied" for row in targets):
             on.append(patch)

@@ -39,14 +39,20 @@ class Run:
     """Whether the data sets have pictures of several sizes, by the time of the first compilation."""
     _breaks_before: int = 0
 
+    def begin(self, data_sets: Callable[[], Sequence[Any]]) -> None:
+        """Start a training run: nothing is known of it yet."""
+        self.data_sets = data_sets
+        self.standing_aside, self.waiting, self.prepared, self.several_sizes = None, False, False, False
+
     def prepare(self, settings: Settings, device: str) -> None:
-        """Set up torch before the first compilation. Safe to repeat."""
+        """Set up torch before the first compilation of a run. Safe to repeat."""
         if not self.prepared:
             self.prepared = True
             keep_compiled_code(device)
             prepare_torch(settings.compile_cache_size_limit)
             self.several_sizes = has_several_sizes(self.data_sets())
             self._breaks_before = _graph_breaks()
+            atexit.unregister(self.summarize)
             atexit.register(self.summarize)
 
     def stand_aside(self, reason: str) -> None:

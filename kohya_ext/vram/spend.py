@@ -20,7 +20,7 @@ import torch
 
 from kohya_ext.checkpointing import covered_blocks, recomputed
 from kohya_ext.console import note, warn
-from kohya_ext.loop import current_batch, data_sets
+from kohya_ext.training_loop import current_batch, data_sets
 from kohya_ext.vram.card import said
 from kohya_ext.vram.gauge import Gauge
 from kohya_ext.vram.oom import is_out_of_memory

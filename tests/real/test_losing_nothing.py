@@ -15,7 +15,8 @@ import pytest
 from kohya_ext import position
 from kohya_ext.preflight import sizes
 from kohya_ext.safetensors_header import read_header
-from kohya_ext.tiny import dataset
+from kohya_ext.tiny import dataset, environment
+from tests.real.conftest import ROOT, SITE
 
 torch = pytest.importorskip("torch")
 
@@ -526,3 +527,45 @@ def test_a_network_that_matches_nothing_is_not_trained(checkout, train):
     run = train(checkout, LORA, "--network_train_unet_only", "--network_args", nothing)
     assert run.code == 2
     assert "nothing would be trained" in run.output
+
+
+#: How the repository names a patch: in its own file, and where an option belongs to it.
+_NAME = re.compile(r"""^( +(?:name|patch)=)"(\w+)",$""", re.MULTILINE)
+
+
+def rename_patches(source, target):
+    """Install the extension with every patch under another one's name and in its file: the first takes the last one's."""
+    package = target / "kohya_ext"
+    for folder, installed in (("kohya_ext", package), ("presets", package / "presets")):
+        shutil.copytree(source / folder, installed, ignore=shutil.ignore_patterns("__pycache__"))
+    names = sorted(file.stem for file in (source / "patches").glob("*.py") if file.stem != "__init__")
+    renamed = dict(zip(names, reversed(names), strict=True))
+
+    def rename(match):
+        return f'{match[1]}"{renamed.get(match[2], match[2])}",'
+
+    (package / "patches").mkdir()
+    for file in (source / "patches").glob("*.py"):
+        copy = package / "patches" / f"{renamed.get(file.stem, file.stem)}.py"
+        copy.write_text(_NAME.sub(rename, file.read_text(encoding="utf-8")), encoding="utf-8")
+    settings = package / "settings.py"
+    settings.write_text(_NAME.sub(rename, settings.read_text(encoding="utf-8")), encoding="utf-8")
+    return renamed
+
+
+@pytest.mark.newest
+def test_the_names_and_files_of_patches_change_nothing(checkout, train, upstream, tmp_path):
+    renamed = rename_patches(ROOT, tmp_path)
+    options = ("--disable_patch", renamed["nonreentrant_checkpointing"], "--checkpoint_every_minutes", "0", "--ema")
+    path = os.pathsep.join([str(tmp_path), environment.python_path(SITE)])
+    ours = train(checkout, LORA, *options, "--checkpoint_keep", "9", env={"PYTHONPATH": path}, bare=True)
+    assert same(ours.tensors, upstream(checkout, LORA).tensors)
+    assert_nothing_failed(ours)
+    stages = {row["patch"]: row["target"] for row in ours.report["patches"] if row["target"].startswith("training_loop:")}
+    assert stages[renamed["honest_resume"]] == "training_loop:COUNT"
+    assert stages[renamed["rolling_states"]] == "training_loop:SAVE"
+    states = sorted(ours.folder.glob("*-state"))
+    assert [state.name for state in states] == [f"tiny-rolling0000000{step}-state" for step in (1, 2, 3, 4)]
+    places = [torch.load(state / position.FILE, weights_only=True) for state in states]
+    assert [(place["step"], place["batch"]) for place in places] == [(step, step) for step in (1, 2, 3, 4)]
+    assert len(list(ours.folder.rglob("kohya_ext_ema.safetensors"))) == 4

@@ -31,7 +31,7 @@ def test_it_multiplies_a_schedule_that_builds_on_the_rate_before(adaptive, optim
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
     rates = []
     for at, loss in enumerate([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]):
-        adaptive.put_on()
+        adaptive.before_batch(adaptive.accelerator)
         adaptive.sees_loss(torch.tensor(loss))
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -72,9 +72,9 @@ def test_a_state_brings_all_of_it_back(adaptive, tmp_path):
     adaptive.sees_loss(torch.tensor(0.1))
     adaptive.step, adaptive.factor, adaptive.best = 7, 0.25, 0.3
     adaptive.norms.extend([0.1, 0.2])
-    adaptive.save([], [], str(tmp_path))
+    adaptive.on_state_save(tmp_path)
     other = Adaptive(adaptive.accelerator, patience=2)
-    other.load([], str(tmp_path))
+    other.on_state_load(tmp_path)
     other.sees_loss(torch.tensor(0.2))
     adaptive.sees_loss(torch.tensor(0.2))
     assert (other.step, other.factor, other.best, other.norms) == (7, 0.25, 0.3, adaptive.norms)

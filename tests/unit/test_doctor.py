@@ -14,8 +14,12 @@ def row(patch, target, status="applied", reason="", surprise=False):
     return {"patch": patch, "target": target, "status": status, "reason": reason, "surprise": surprise, **about}
 
 
-#: As many patches and targets as there are.
-ALL = [row(name, target.label) for name, patch in registry().items() for target in patch.targets]
+def labels(patch):
+    return [*(target.label for target in patch.targets), *filter(None, [patch.callback_label])]
+
+
+#: As many patches, targets and callbacks as there are.
+ALL = [row(name, label) for name, patch in registry().items() for label in labels(patch)]
 
 
 @pytest.fixture

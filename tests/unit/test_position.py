@@ -90,21 +90,21 @@ BEGAN = {"random": {}, "counters": [0, 0], "seeds": [7], "generator": None}
 
 
 def test_smaller_batches_and_more_of_them_accumulated_are_as_many_images(torch, tmp_path):
-    stands(2, step=3, epoch=0, batch=6, _began=BEGAN).save(None, None, str(tmp_path))
+    stands(2, step=3, epoch=0, batch=6, _began=BEGAN).on_state_save(tmp_path)
     later = stands(8)
-    later.load(None, str(tmp_path))
+    later.on_state_load(tmp_path)
     assert (later._goal["step"], later._goal["batch"]) == (3, 24)
 
 
 def test_a_state_ends_with_the_random_state_in_which_the_run_goes_on(torch, tmp_path):
     running = stands(step=3, epoch=0, batch=3, _began=BEGAN)
-    running.save(None, None, str(tmp_path))
+    running.on_state_save(tmp_path)
     random.random()  # what rich 14.1 draws for the lines about the save
     goes_on = random.getstate()
     running._settle()
     random.random()
     later = stands()
-    later.load(None, str(tmp_path))
+    later.on_state_load(tmp_path)
     position.set_random_state(later._random)
     assert random.getstate() == goes_on
 
@@ -114,13 +114,13 @@ def test_a_state_that_only_we_save_is_not_noticed(torch, tmp_path):
     goes_on = random.getstate()
     with running.unnoticed():
         random.random()
-        running.save(None, None, str(tmp_path))
+        running.on_state_save(tmp_path)
         random.random()
     assert random.getstate() == goes_on
     running._settle()
     assert not (tmp_path / position.RANDOM_FILE).exists()
     later = stands()
-    later.load(None, str(tmp_path))
+    later.on_state_load(tmp_path)
     random.random()
     position.set_random_state(later._random)
     assert random.getstate() == goes_on
@@ -131,16 +131,16 @@ def test_every_process_goes_on_with_its_own_random_numbers(torch, tmp_path, caps
     for seed in (1, 2):
         random.seed(seed)
         ranks.append({"random": position.random_state(), "began": BEGAN})
-    stands(processes=2, step=3, _ranks=ranks).save(None, None, str(tmp_path))
+    stands(processes=2, step=3, _ranks=ranks).on_state_save(tmp_path)
     for index, seed in enumerate((1, 2)):
         later = stands(processes=2, index=index)
-        later.load(None, str(tmp_path))
+        later.on_state_load(tmp_path)
         position.set_random_state(later._random)
         random_after = random.getstate()
         random.seed(seed)
         assert random.getstate() == random_after
     assert "will differ" not in capsys.readouterr().err
-    stands(processes=1).load(None, str(tmp_path))
+    stands(processes=1).on_state_load(tmp_path)
     assert "holds the random state of 2 of 2 processes, and this run has 1" in capsys.readouterr().err
 
 

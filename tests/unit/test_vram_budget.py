@@ -72,14 +72,22 @@ def test_slow_steps_on_a_full_card_are_named_once(card, capsys, monkeypatch):
     now = 0.0
     monkeypatch.setattr(spill, "may_spill", lambda: True)
     monkeypatch.setattr(spill_watch.time, "monotonic", lambda: now)
-    monkeypatch.setattr(spill_watch, "_clock", None)
     accelerator = SimpleNamespace(device=card.device, sync_gradients=True)
-    spill_watch._start(SimpleNamespace(), accelerator, Settings())
+    watch = spill_watch._start(SimpleNamespace(), accelerator, Settings())
     for seconds in (*[1.1] * 10, *[53.0] * 10):
-        spill_watch._before(accelerator)
+        watch.before_batch(accelerator)
         now += seconds
         card.reserved, card.free = 15 * GB, GB // 10
-        spill_watch._after(accelerator)
+        watch.after_batch(accelerator)
     (line,) = capsys.readouterr().err.splitlines()
     assert "steps take 53.0 s, and the fastest one took 1.1 s" in line
     assert "--vram_budget auto --resume auto" in line
+
+
+def test_the_cap_ends_with_the_run(card):
+    args = SimpleNamespace(gradient_checkpointing=True)
+    accelerator = SimpleNamespace(device=card.device, distributed_type="DistributedType.DEEPSPEED")
+    budget = vram_budget._start(args, accelerator, Settings(vram_budget=8 * GB))
+    assert card.share < 1
+    budget.on_end()
+    assert card.share == 1
