@@ -19,20 +19,13 @@ from collections.abc import Iterator, Mapping
 from functools import wraps
 from typing import Any
 
+from kohya_ext.families import FAMILIES
 from kohya_ext.loop import around_batch, on_start, trained_weights
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 
-#: Every U-Net and DiT whose script asks for gradients of what enters it, and its first parameter.
-MODELS = (
-    ("library.original_unet", "UNet2DConditionModel", "sample"),
-    ("library.sdxl_original_unet", "SdxlUNet2DConditionModel", "x"),
-    ("library.sd3_models", "MMDiT", "x"),
-    ("library.flux_models", "Flux", "img"),
-    ("library.chroma_models", "Chroma", "img"),
-    ("library.lumina_models", "NextDiT", "x"),
-    ("library.hunyuan_image_models", "HYImageDiffusionTransformer", "hidden_states"),
-)
+#: Families with an offloading checkpoint that is reentrant: it loses gradients when nothing that enters a block requires grad.
+REENTRANT = ("anima",)
 
 
 _spared: Counter[str] = Counter()
@@ -128,7 +121,11 @@ PATCH = Patch(
     name="needless_gradients",
     summary="no gradients for latents, text embeddings, guidance and token embeddings that nobody trains",
     targets=(
-        *(Target(module, f"{model}.forward", _cut_off, takes("self", first), body="runs") for module, model, first in MODELS),
+        *(
+            Target(family.module, f"{family.model}.forward", _cut_off, takes("self", family.first_input), body="runs")
+            for family in FAMILIES
+            if family.name not in REENTRANT
+        ),
         *on_start(_start),
         around_batch(_freeze),
     ),

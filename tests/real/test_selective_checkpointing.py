@@ -60,7 +60,7 @@ FAMILIES = {
     "chroma": FLUX,
     "lumina": "lumina_train_network.py",
     "anima": "anima_train_network.py",
-    "hunyuan": "hunyuan_image_train_network.py",
+    "hunyuan-image": "hunyuan_image_train_network.py",
 }
 
 #: Batches that weigh the same, activations for the most part. Without a card the batch that is loaded ahead counts, so that an
