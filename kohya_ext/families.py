@@ -89,7 +89,7 @@ class Family:
     bucket_steps: tuple[int, int]
     """What --bucket_reso_steps must be a multiple of, in pixels: in the LoRA script, and in the others."""
     most_swapped: int = 0
-    """The most that the LoRA script takes for --blocks_to_swap; 0 where it moves no block to host memory."""
+    """The most that the scripts take for --blocks_to_swap; 0 where none or not all of them move blocks to host memory."""
     fp8: str = "fp8_base"
     """The option that has the LoRA script load the model in 8 bits; empty where there is none."""
     offloads_checkpoints: bool = True
@@ -237,6 +237,7 @@ FAMILIES: tuple[Family, ...] = (
         first_input="x",
         blocks=Blocks("library.lumina_models", ("JointTransformerBlock",), "_forward"),
         bucket_steps=(16, 16),
+        most_swapped=0,  # lumina_train.py takes --blocks_to_swap and moves no block
         finetune_in_16_bits=True,
         assumed="captions as long as --gemma2_max_token_length allows",
         sampler=Sampler(decodes_under_autocast=True, side=1024),

@@ -113,12 +113,7 @@ RULES = (
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
     Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, lambda family, script: family.trains_text_encoders),
     Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
-    Rule(
-        _CACHED_TEXT,
-        _UNTRAINED_TEXT,
-        _is_off,
-        _network_trains_or_caches,
-    ),
+    Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, _network_trains_or_caches),
     Rule(_CACHED_TEXT, ("train_text_encoder",), _is_set),
     Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.caches_t5_alone),
     Rule(_CACHED_TEXT, ("train_t5xxl",), _is_set),
