@@ -21,7 +21,7 @@ class Checkpoint:
     title: str
     """For messages: ``SD 1.5``."""
     tensors: tuple[str, ...]
-    """Parts of tensor names; each occurs in every such checkpoint and in no checkpoint of a later row."""
+    """Parts of tensor names. A checkpoint with any of them is of this kind, unless it is of an earlier row."""
     option: tuple[str, object] | None = None
     """The argument with which the scripts load this kind; None for the kind that they load without it."""
 
@@ -100,19 +100,14 @@ class Family:
     trains_text_encoders: bool = True
     """Whether the LoRA script can train text encoders."""
     caches_t5_alone: bool = False
-    """Whether CLIP can be trained while the outputs of T5 are cached. Other families cache all text encoders or none."""
+    """Whether CLIP can be trained while the outputs of T5 are cached. In other families caching covers all text encoders."""
     caches_empty_caption: bool = False
     """Whether cached text encoder outputs include the empty caption, so that captions can be dropped."""
-    t5_tokens: int | None = None
-    """Tokens of a caption that T5 reads without --t5xxl_max_token_length."""
+    t5_tokens: int = 0
+    """Tokens of a caption that T5 reads without --t5xxl_max_token_length; 0 without T5."""
     assumed: str = ""
     """What an estimate assumes about the user's captions, for messages."""
     sampler: Sampler = Sampler()
-
-    @property
-    def title(self) -> str:
-        """For messages: ``SDXL``."""
-        return self.checkpoints[0].title
 
     @property
     def scripts(self) -> tuple[str, ...]:

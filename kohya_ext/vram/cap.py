@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kohya_ext import families
+from kohya_ext.overlay import FAMILIES
 from kohya_ext.settings import Settings
 from kohya_ext.vram.card import AUTO
 from kohya_ext.vram.estimate import CONTEXT_BYTES
@@ -29,7 +29,7 @@ def reason_not_to_spend(script: str, arguments: Any, settings: Settings) -> str 
 
     ``arguments`` has the script's own by name, those that are not there count as off.
     """
-    if not any(script == known for _, known, _ in families.with_presets()):
+    if script not in FAMILIES:
         return "this script's model has no blocks that are checkpointed one by one"
     for name in ("checkpoint_share", "activation_memory_budget"):
         if getattr(settings, name) is not None:

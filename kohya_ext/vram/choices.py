@@ -22,6 +22,7 @@ from kohya_ext.arguments import QuietParser, RunArguments, find_problem
 from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
 from kohya_ext.families import Family
+from kohya_ext.overlay import FAMILIES
 from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import negated_flags
 from kohya_ext.user_files import read_dataset_config
@@ -200,9 +201,8 @@ def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Ch
 
     Raises UserError for a script whose memory is not modelled (ControlNet, LLLite, textual inversion, LECO).
     """
-    known = sorted({known for _, known, _ in families.with_presets()})
-    if script not in known:
-        raise UserError(f"the memory of {script} cannot be estimated. Scripts that can: {', '.join(known)}")
+    if script not in FAMILIES:
+        raise UserError(f"the memory of {script} cannot be estimated. Scripts that can: {', '.join(sorted(FAMILIES))}")
     said = {**run.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     given = {name: said[name] for name in _rows() if name in said}
     for name, value in given.items():

@@ -161,7 +161,7 @@ def _flux(choices: Choices) -> Models:
     if choices.t5xxl == FP8:
         # flux_train_network.prepare_text_encoder_fp8
         cast(t5, torch.float8_e4m3fn, [one for one in t5.modules() if type(one).__name__ in ("T5LayerNorm", "Embedding")])
-    length = choices.t5xxl_max_token_length or choices.family.t5_tokens or 0
+    length = choices.t5xxl_max_token_length or choices.family.t5_tokens
     return Models(
         unet=transformer,
         text_encoders=[clip, t5],
@@ -227,7 +227,7 @@ def _sd3(choices: Choices) -> Models:
                   hidden_act="quick_gelu", projection_dim=768)  # fmt: skip
     large = _clip(util, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
                   hidden_act="gelu", projection_dim=1280)  # fmt: skip
-    length = choices.t5xxl_max_token_length or choices.family.t5_tokens or 0
+    length = choices.t5xxl_max_token_length or choices.family.t5_tokens
     widths = small.hidden_size + large.hidden_size
     return Models(
         unet=transformer,
