@@ -15,6 +15,7 @@ from kohya_ext.families import BY_NAME, FAMILIES, Checkpoint
 from kohya_ext.preflight import numbers
 from kohya_ext.tiny import arguments
 from kohya_ext.tiny.checkpoints import locate
+from kohya_ext.vram.choices import Choices
 
 
 def missing(family):
@@ -156,6 +157,9 @@ def test_a_script_trains_one_family_unless_an_option_chooses_another():
     assert families.of("flux_train_network.py", {}) is BY_NAME["flux"]
     assert families.of("flux_train.py", {"model_type": "chroma"}) is BY_NAME["flux"]
     assert families.of("mine.py", {}) is None
+    # The option of another script, in a preset of the user's own: it is read without the script's parser.
+    assert Choices("flux_train_network.py", model_type="chroma").kind == "chroma-lora"
+    assert Choices("sdxl_train_network.py", model_type="chroma").kind == "sdxl-lora"
 
 
 def test_the_files_of_a_tiny_model_are_those_that_its_scripts_ask_for():
