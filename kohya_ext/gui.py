@@ -15,28 +15,14 @@ _ALWAYS = ("dynamo_backend", "noise_offset_type", "max_data_loader_n_workers")
 #: Boxes, and numbers that are off at 0: options that a preset may turn on and that the form of their model shows.
 SHOWN = frozenset(
     {
-        *("apply_t5_attn_mask", "blocks_to_swap", "bucket_no_upscale", "cache_latents", "cache_latents_to_disk"),
-        *("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk", "color_aug", "cpu_offload_checkpointing"),
-        *(
-            "debiased_estimation_loss",
-            "enable_bucket",
-            "flip_aug",
-            "fp8_base",
-            "fp8_scaled",
-            "fp8_vl",
-            "full_bf16",
-            "full_fp16",
-        ),
-        *("full_fp16", "fused_backward_pass", "gradient_checkpointing", "lr_warmup_steps", "masked_loss", "mem_eff_attn"),
-        *(
-            "min_snr_gamma",
-            "network_train_text_encoder_only",
-            "network_train_unet_only",
-            "no_half_vae",
-            "persistent_data_loader_workers",
-        ),
-        *("random_crop", "save_state", "save_state_on_train_end", "sdpa", "shuffle_caption", "text_encoder_cpu"),
-        *("train_text_encoder", "weighted_captions", "xformers"),
+        *("apply_t5_attn_mask", "blocks_to_swap", "bucket_no_upscale", "cache_latents"),
+        *("cache_latents_to_disk", "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"),
+        *("color_aug", "cpu_offload_checkpointing", "debiased_estimation_loss", "enable_bucket", "flip_aug"),
+        *("fp8_base", "fp8_scaled", "fp8_vl", "full_bf16", "full_fp16", "fused_backward_pass"),
+        *("gradient_checkpointing", "lr_warmup_steps", "masked_loss", "mem_eff_attn", "min_snr_gamma"),
+        *("network_train_text_encoder_only", "network_train_unet_only", "no_half_vae"),
+        *("persistent_data_loader_workers", "random_crop", "save_state", "save_state_on_train_end", "sdpa"),
+        *("shuffle_caption", "text_encoder_cpu", "train_text_encoder", "weighted_captions", "xformers"),
     }
 )
 

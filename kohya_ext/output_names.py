@@ -47,7 +47,7 @@ def _states(folder: Path, name: str | None, suffix: str) -> Iterator[Path]:
 
 def unfinished(folder: Path, name: str | None, suffix: str) -> list[Path]:
     """Return what ends in ``suffix`` behind a name of a model or a state."""
-    kind = rf"{stem(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+-\d+-\d+{re.escape(suffix)}"
+    kind = rf"{stem(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
     return [path for path in folder.iterdir() if re.fullmatch(kind, path.name)]
 
 

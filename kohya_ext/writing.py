@@ -213,20 +213,40 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _set_usual_mode(partial: Path, final: Path) -> None:
-    """Give a file the mode that ``open()`` gives: that of the file it replaces, or what the umask leaves.
+    """Give a file the mode that ``open()`` gives: that of the file it replaces, or that of a new file in its folder.
 
     safetensors 0.8 writes through a temporary file that only its owner may read.
     """
     if os.name != "posix" or not partial.is_file():
         return
     if final.is_file() and final not in _spared:
-        mode = final.stat().st_mode & 0o777
+        mode = final.stat().st_mode
+    elif partial.stat().st_mode & 0o077:
+        return
     else:
-        mask = os.umask(0o077)
-        os.umask(mask)
-        mode = 0o666 & ~mask
+        new = partial.with_name(f"{partial.name}{PARTIAL}")
+        new.touch()  # rather than asking for the umask, which is the whole process's: threads would meet there
+        mode = new.stat().st_mode
+        new.unlink()
     with contextlib.suppress(OSError):  # a file system without modes
-        partial.chmod(mode)
+        partial.chmod(mode & 0o777)
+
+
+def in_own_folder(write: Callable[[Path], R]) -> Callable[[Path], R]:
+    """Have a file written in a folder of its own first, so that whatever a killed writer leaves there is found by name.
+
+    safetensors 0.8 writes to ``.tmpXXXXXX`` next to its target, of the full size.
+    """
+
+    def write_there(path: Path) -> R:
+        path.mkdir()
+        result = write(path / path.name)
+        whole = (path / path.name).rename(path.with_name(path.name.removesuffix(PARTIAL) + f"-0{PARTIAL}"))
+        path.rmdir()
+        whole.rename(path)
+        return result
+
+    return write_there
 
 
 def _give_name(partial: Path, final: Path) -> None:

@@ -22,7 +22,7 @@ from kohya_ext.output_names import final_models, kept_states, models
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.position import leftovers, position
 from kohya_ext.settings import Settings
-from kohya_ext.writing import WhenFull, set_aside, spare, write_whole
+from kohya_ext.writing import WhenFull, in_own_folder, set_aside, spare, write_whole
 
 _args: Namespace | None = None
 
@@ -61,7 +61,7 @@ def _serialize_file(original: Any, settings: Settings) -> Any:
     def serialize_file(tensor_dict: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         return write_whole(
             Path(filename),
-            lambda beside: original(tensor_dict, str(beside), *args, **kwargs),
+            in_own_folder(lambda beside: original(tensor_dict, str(beside), *args, **kwargs)),
             lambda: sum(map(_tensor_size, tensor_dict.values())),
             _when_full(settings),
         )

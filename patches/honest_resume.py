@@ -63,7 +63,6 @@ def _draw(original: Any, settings: Settings) -> Any:
 def _load_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _give_own_storage(self)
         folder = args[0] if args else kwargs.get("input_dir")
         if folder is not None and not settings.inexact_resume:
             problem = position.random_state_problem(Path(folder), self.process_index)
@@ -77,27 +76,46 @@ def _load_state(original: Any, settings: Settings) -> Any:
     return load_state
 
 
-def _save_state(original: Any, settings: Settings) -> Any:
-    @wraps(original)
-    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _give_own_storage(self)
-        return original(self, *args, **kwargs)
+def _clean(original: Any, settings: Settings) -> Any:
+    """For accelerate's removal of weights that share memory with others, before a state's weights are written.
 
-    return save_state
-
-
-def _give_own_storage(accelerator: Any) -> None:
-    """Let no weight be a slice of a larger one: accelerate takes such for one weight with several names, and saves one.
-
-    sd-scripts makes SDXL's second text encoder of slices (its query, key and value are one tensor in the checkpoint), so that
-    upstream's states of ``--train_text_encoder`` lack weights, and cannot be loaded.
+    sd-scripts makes SDXL's second text encoder of slices (its query, key and value are one tensor in the checkpoint), which
+    accelerate takes for one weight under three names: upstream's states of ``--train_text_encoder`` lack two of them. The
+    original still runs and logs what it would remove: rich draws a random number for that line.
     """
-    if str(accelerator.distributed_type).rpartition(".")[2] not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        return  # sharded weights are slices for a reason
-    for model in accelerator._models:
-        for weight in model.parameters():
-            if weight.untyped_storage().nbytes() > weight.numel() * weight.element_size():
-                weight.data = weight.data.clone()
+
+    @wraps(original)
+    def clean_state_dict_for_safetensors(state_dict: Any) -> Any:
+        cleaned = original(dict(state_dict))
+        removed = state_dict.keys() - cleaned.keys()
+        # In the model's order. A copy of its own: safetensors refuses tensors that share memory.
+        return {name: value.clone() if name in removed else cleaned[name] for name, value in state_dict.items()}
+
+    return clean_state_dict_for_safetensors
+
+
+def _load_model(original: Any, settings: Settings) -> Any:
+    """For safetensors' loading of a model, which refuses a model of slices: while it loads, each is a tensor of its own.
+
+    Afterwards they share memory again, so that the next state logs what it would log in the uninterrupted run.
+    """
+
+    @wraps(original)
+    def load_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        slices = [(weight, weight.data) for weight in model.parameters() if _is_slice(weight)]
+        for weight, data in slices:
+            weight.data = data.clone()
+        result = original(model, *args, **kwargs)
+        for weight, data in slices:
+            data.copy_(weight.data)
+            weight.data = data
+        return result
+
+    return load_model
+
+
+def _is_slice(weight: Any) -> bool:
+    return bool(weight.untyped_storage().nbytes() > weight.numel() * weight.element_size())
 
 
 PATCH = Patch(
@@ -108,7 +126,8 @@ PATCH = Patch(
         around_batch(after=_count),
         Target("accelerate.data_loader", "DataLoaderShard.__iter__", _draw, takes("self", exactly=True), body="runs"),
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),
-        Target("accelerate.accelerator", "Accelerator.save_state", _save_state, body="runs"),
+        Target("accelerate.checkpointing", "load_model", _load_model, takes("model"), body="runs"),
+        Target("accelerate.utils.other", "clean_state_dict_for_safetensors", _clean, takes("state_dict"), body="runs"),
     ),
     exactness="exact",
     held_to="the run that was not interrupted: the same final tensors (fp32, one process)",

@@ -12,6 +12,7 @@ from rich.table import Table
 from kohya_ext.commands import presets
 from kohya_ext.patching import registry
 from kohya_ext.settings import MASTER_SWITCH, Settings, options
+from kohya_ext.user_files import read_text
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show them; return the exit code."""
+    """Run the command; return its exit code. Raises UserError for a file that cannot be read."""
     if arguments.write:
-        text = arguments.write.read_text(encoding="utf-8")
+        text = read_text(arguments.write, f"--write {arguments.write}")
         arguments.write.write_text(with_tables(text), encoding="utf-8")
         return 0
     table = Table("option", "variable", "default", "meaning", box=None, pad_edge=False)

@@ -27,29 +27,38 @@ class Buckets:
         """Return in words why upstream would refuse the options; None when it takes them."""
         if not self.enabled:
             return None
-        least = self.smallest - self.smallest % self.step
-        most = math.ceil(self.largest / self.step) * self.step
-        if min(self.resolution) < least:
+        if min(self.resolution) < self._least:
             return (
                 f"--min_bucket_reso {self.smallest} is larger than the resolution {_pair(self.resolution)}: "
                 f"give --min_bucket_reso {min(self.resolution) // 2 // self.step * self.step or self.step}"
             )
-        if max(self.resolution) > most:
+        if max(self.resolution) > self._most:
             return (
                 f"--max_bucket_reso {self.largest} is smaller than the resolution {_pair(self.resolution)}: "
                 f"give --max_bucket_reso {2 * max(self.resolution)}"
             )
         return None
 
+    @property
+    def _least(self) -> int:
+        """The smallest side as upstream uses it: a multiple of the step."""
+        return self._down(self.smallest)
+
+    @property
+    def _most(self) -> int:
+        return math.ceil(self.largest / self.step) * self.step
+
+    def _down(self, side: float) -> int:
+        return int(side) // self.step * self.step
+
     @cached_property
     def _boxes(self) -> list[tuple[int, int]]:
         """The sizes of all buckets: each side in steps, and no more pixels than the resolution."""
         area = self.resolution[0] * self.resolution[1]
-        square = math.isqrt(area) // self.step * self.step
-        boxes = {(square, square)}
-        for width in range(self.smallest - self.smallest % self.step or self.step, self.largest + 1, self.step):
-            height = min(self.largest, area // width // self.step * self.step)
-            if height >= self.smallest:
+        boxes = {(self._down(math.isqrt(area)),) * 2}
+        for width in range(self._least or self.step, self._most + 1, self.step):
+            height = min(self._most, self._down(area // width))
+            if height >= self._least:
                 boxes |= {(width, height), (height, width)}
         return sorted(boxes)
 
@@ -57,18 +66,26 @@ class Buckets:
         """Return the size that an image of ``size`` (width, height) is trained at."""
         if not self.enabled:
             return self.resolution
-        width, height = size
         if self.no_upscale:
-            scale = min(1.0, math.sqrt(self.resolution[0] * self.resolution[1] / (width * height)))
-            width, height = (round(side * scale) // self.step * self.step for side in size)
-            return width, height
-        return size if size in self._boxes else min(self._boxes, key=lambda box: abs(box[0] / box[1] - width / height))
+            width, height = self._shrunk(size)
+            return self._down(width), self._down(height)
+        return size if size in self._boxes else min(self._boxes, key=lambda box: abs(box[0] / box[1] - size[0] / size[1]))
+
+    def _shrunk(self, size: tuple[int, int]) -> tuple[float, float]:
+        """Return the size an image is scaled to where none is enlarged: one side in steps, whichever keeps its shape better."""
+        area, aspect = self.resolution[0] * self.resolution[1], size[0] / size[1]
+        if size[0] * size[1] <= area:
+            return size
+        width, height = self._down(math.sqrt(area * aspect) + 0.5), self._down(math.sqrt(area / aspect) + 0.5)
+        by_width = abs(width / max(self._down(width / aspect + 0.5), 1) - aspect)
+        by_height = abs(self._down(height * aspect + 0.5) / max(height, 1) - aspect)
+        return (width, width / aspect + 0.5) if by_width < by_height else (height * aspect + 0.5, height)
 
     def is_cut(self, size: tuple[int, int]) -> bool:
         """Return whether the largest side of a bucket costs an image more than the usual share of its pixels."""
         width, height = self.bucket(size)
         too_few = width * height < _KEPT * self.resolution[0] * self.resolution[1]
-        return self.enabled and not self.no_upscale and too_few and max(width, height) >= self.largest
+        return self.enabled and not self.no_upscale and too_few and max(width, height) >= self._most
 
 
 def of(options: Mapping[str, Any], resolution: tuple[int, int]) -> Buckets:

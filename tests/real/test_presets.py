@@ -1,5 +1,6 @@
 """Presets and the GUI's files against upstream's own parsers, buckets and runs."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kohya_ext import overlay
+from kohya_ext.preflight.buckets import Buckets
 from kohya_ext.tiny import dataset, environment
 
 pytest.importorskip("torch")
@@ -121,6 +123,18 @@ def test_a_preset_keeps_the_pixels_of_an_image_that_is_not_square(checkout, from
                     assert bucket_width * bucket_height > 0.9 * resolution**2
             if resolution == 1024:
                 assert all(buckets.select_bucket(*size)[0] == size for size in SIZES)
+
+
+@pytest.mark.parametrize("no_upscale", [False, True])
+def test_the_preflights_buckets_are_upstreams(checkout, from_checkout, no_upscale):
+    manager = from_checkout("library.train_util").BucketManager
+    for resolution, limits in (((1024, 1024), (256, 2048, 64)), ((512, 768), (256, 1024, 32)), ((1000, 1000), (256, 1024, 64))):
+        theirs = manager(no_upscale, resolution, *limits)
+        if not no_upscale:
+            theirs.make_buckets()
+        ours = Buckets(resolution, True, no_upscale, *limits)
+        for size in itertools.product(range(256, 3000, 213), repeat=2):
+            assert ours.bucket(size) == theirs.select_bucket(*size)[0], (resolution, limits, size)
 
 
 def test_the_upstream_default_would_lose_them(checkout, from_checkout):

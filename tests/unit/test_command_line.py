@@ -45,6 +45,7 @@ WRONG = [
     (["--num_processes", "0", "sdxl_train.py"], "must be a whole number of 1 or more"),
     (["--sd-scripts", "nowhere", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "6gb", "--script", "sdxl_train.py"], "no preset 6gb"),
+    (["options", "--write", "absent.md"], "--write absent.md: No such file"),
     (["setup", "--repo", "nowhere", "--ref", "v1"], "could not fetch v1 of nowhere"),
     (["run", "sdxl_trian.py"], "Did you mean sdxl_train.py?"),
     (["estimte", "sdxl_train.py"], "no command or script estimte. Did you mean estimate?"),

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -71,3 +72,11 @@ def test_work_that_is_done_soon_or_in_silence_is_not_reported(monkeypatch, capsy
     with console.silent(), console.progress("counting sheep"):
         assert threading.active_count() == before
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_message_is_not_glued_to_a_progress_bar(capsys):
+    tqdm = pytest.importorskip("tqdm")
+    with tqdm.tqdm(total=2, desc="steps") as bar:
+        bar.update(1)
+        console.note("stopped")
+    assert re.search(r"steps: .*\r +\rkohya_ext: stopped\n", capsys.readouterr().err)

@@ -174,3 +174,20 @@ def test_one_earlier_run_is_kept_aside(tmp_path):
         writing.set_aside([tmp_path / f"{night}-state"], list(tmp_path.glob("*.previous")))
         writing.set_aside([], list(tmp_path.glob("*.previous")))
         assert [path.name for path in tmp_path.iterdir()] == [f"{night}-state.previous"]
+
+
+def test_a_writers_own_temporary_files_go_with_it(tmp_path):
+    def write(path):
+        path.with_name(".tmp123456").write_text("a part")  # as safetensors 0.8 does
+        if fails:
+            raise OSError("no more")
+        path.with_name(".tmp123456").rename(path)
+
+    final = tmp_path / "model.safetensors"
+    fails = True
+    with pytest.raises(OSError, match="no more"):
+        write_whole(final, writing.in_own_folder(write), lambda: 0)
+    assert not list(tmp_path.iterdir())
+    fails = False
+    write_whole(final, writing.in_own_folder(write), lambda: 0)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "a part")]
