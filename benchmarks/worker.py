@@ -105,7 +105,7 @@ def ready(spec: dict[str, Any]) -> Step:
     accelerator = _accelerator(arguments)
     with torch.device(accelerator.device):
         with _default_dtype(choices):
-            models = build(choices.family, choices)
+            models = build(choices)
         training = prepare(choices, arguments, trainer, models, accelerator)
         for module, _ in training.resident:
             if module is not training.network:

@@ -5,33 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kohya_ext.families import FAMILIES
 from kohya_ext.patching import Target, takes
 from kohya_ext.settings import Settings
-
-#: Module and class of the models whose blocks have a ``gradient_checkpointing`` each; in SD1.5 a block is a stage of layers.
-MODELS = (
-    ("library.original_unet", "UNet2DConditionModel"),
-    ("library.sdxl_original_unet", "SdxlUNet2DConditionModel"),
-    ("library.flux_models", "Flux"),
-    ("library.chroma_models", "Chroma"),
-    ("library.sd3_models", "MMDiT"),
-    ("library.lumina_models", "NextDiT"),
-    ("library.hunyuan_image_models", "HYImageDiffusionTransformer"),
-    ("library.anima_models", "Anima"),
-)
 
 #: What a block's own forward is called below the one that checkpoints it.
 _INNER = ("_forward", "forward_body")
 
-#: Where a stage of SD1.5's U-Net, which checkpoints its layers one by one, has them.
+#: The layers of a stage of SD1.5's U-Net, which is a block there and checkpoints them one by one.
 _LAYERS = ("resnets", "attentions")
 
 
 def on_enable(replace: Callable[[Any, Settings], Any]) -> tuple[Target, ...]:
     """Targets by which a patch replaces ``enable_gradient_checkpointing`` of every such model."""
     return tuple(
-        Target(module, f"{model}.enable_gradient_checkpointing", replace, takes("self"), body="runs")
-        for module, model in MODELS
+        Target(family.module, f"{family.model}.enable_gradient_checkpointing", replace, takes("self"), body="runs")
+        for family in FAMILIES
     )
 
 

@@ -23,6 +23,7 @@ from tomlkit.container import OutOfOrderTableProxy
 from tomlkit.exceptions import ParseError
 from tomlkit.items import Item, Table
 
+from kohya_ext import families
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.user_files import read_text
 from kohya_ext.yielding import Reason
@@ -30,26 +31,15 @@ from kohya_ext.yielding import Reason
 #: The table that describes the preset; every other table holds arguments.
 ABOUT = "preset"
 
-#: Which family of presets a script uses.
+#: Script -> its folder of presets, for the model that it trains without further options.
 FAMILIES: Mapping[str, str] = {
-    "sdxl_train_network.py": "sdxl-lora",
-    "sdxl_train.py": "sdxl-finetune",
-    "train_network.py": "sd15-lora",
-    "train_db.py": "sd15-finetune",
-    "fine_tune.py": "sd15-finetune",
-    "flux_train_network.py": "flux-lora",
-    "flux_train.py": "flux-finetune",
-    "sd3_train_network.py": "sd3-lora",
-    "sd3_train.py": "sd3-finetune",
-    "lumina_train_network.py": "lumina-lora",
-    "lumina_train.py": "lumina-finetune",
-    "anima_train_network.py": "anima-lora",
-    "anima_train.py": "anima-finetune",
-    "hunyuan_image_train_network.py": "hunyuan-image-lora",
+    script: folder for family, script, folder in families.with_presets() if not family.is_chosen_by_option
 }
 
-#: Families of another model that a script trains too: their presets are named in full, ``chroma-lora/16gb``.
-SIBLINGS: Mapping[str, str] = {"chroma-lora": "flux_train_network.py"}
+#: Folder of presets for a model that a script trains with an option -> the script. Named in full: ``chroma-lora/16gb``.
+SIBLINGS: Mapping[str, str] = {
+    folder: script for family, script, folder in families.with_presets() if family.is_chosen_by_option
+}
 
 #: The folder of presets that go with every script.
 ANY = "any"
@@ -172,10 +162,10 @@ def _shipped(name: str, script: str) -> Preset:
     family, _, stem = name.lower().rpartition("/")
     size = _tier(stem)
     stem = stem if size is None else f"{size}gb"
-    families = [family] if family else [FAMILIES.get(script, ""), ANY]
-    file = next((file for its in families if (family or stem != BASE) and (file := file_of(its, stem)) is not None), None)
+    folders = [family] if family else [FAMILIES.get(script, ""), ANY]
+    file = next((file for its in folders if (family or stem != BASE) and (file := file_of(its, stem)) is not None), None)
     if file is None and size is not None:
-        smaller = [(its, file) for its, file in _tiers(families[0]) if its < size]
+        smaller = [(its, file) for its, file in _tiers(folders[0]) if its < size]
         file = max(smaller)[1] if smaller else None
     if file is not None:
         return _read(file)
@@ -184,7 +174,7 @@ def _shipped(name: str, script: str) -> Preset:
     mine = ", ".join(its for its_family, its, _ in shipped() if its_family == family) if family else _choices(script)
     if not mine:
         raise UserError(f"no preset {name}: `presets list` shows what there is; or give a TOML file of your own")
-    if _tier(stem) is not None and (there := _tiers(families[0])):
+    if _tier(stem) is not None and (there := _tiers(folders[0])):
         raise UserError(f"no preset {name} for {script}: there are {mine}; {min(there)[1].stem} is the smallest tier")
     raise UserError(f"no preset {name} for {script}: there are {mine}.{did_you_mean(stem, mine.split(', '))}")
 

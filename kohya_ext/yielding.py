@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from kohya_ext import families
+from kohya_ext.families import Family
+
 #: Says whether the user's value of an option contradicts; the second argument holds all other options' values.
 Condition = Callable[[object, Mapping[str, object]], bool]
 
@@ -21,10 +24,14 @@ class Rule:
     keys: tuple[str, ...]
     options: tuple[str, ...]
     when: Condition
-    scripts: tuple[str, ...] = ("",)
-    """Beginnings of the names of the scripts that it holds for."""
+    holds_for: Callable[[Family, str], bool] | None = None
+    """Given the model family and the script's file name; None: it holds for every script, known or not."""
     costs_memory: bool = True
     """Whether a run needs more memory without a key that saves some."""
+
+    def is_for(self, script: str, family: Family | None) -> bool:
+        """Whether it holds for a script, which trains a family."""
+        return self.holds_for is None or (family is not None and self.holds_for(family, script))
 
     def applies(self, given: Mapping[str, object], filled: Mapping[str, object]) -> str | None:
         """Return the option that contradicts, with its value, if one does."""
@@ -92,17 +99,26 @@ _TEXT_RATES = ("text_encoder_lr", "network_train_text_encoder_only")
 #: Upstream's defaults of what a condition looks at.
 _DEFAULTS: Mapping[str, object] = {"min_bucket_reso": 256, "max_bucket_reso": 1024}
 
+
+def _trains_or_caches(family: Family, script: str) -> bool:
+    """Whether a script trains its text encoders or caches the outputs of all of them, one or the other."""
+    return family.trains_text_encoders and not family.caches_t5_alone
+
+
+def _network_trains_or_caches(family: Family, script: str) -> bool:
+    return script == family.lora and _trains_or_caches(family, script)
+
+
 RULES = (
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
-    Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, ("sdxl", "train_network", "flux", "sd3", "lumina", "anima")),
-    Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, ("sdxl", "lumina", "anima")),
-    Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, tuple(f"{family}_train_network" for family in ("sdxl", "lumina", "anima"))),
+    Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, lambda family, script: family.trains_text_encoders),
+    Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
+    Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, _network_trains_or_caches),
     Rule(_CACHED_TEXT, ("train_text_encoder",), _is_set),
-    Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, ("flux", "sd3")),
+    Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.caches_t5_alone),
     Rule(_CACHED_TEXT, ("train_t5xxl",), _is_set),
     Rule(_CACHED_TEXT, (*_CHANGING_CAPTIONS, "weighted_captions"), _is_set),
-    # Anima caches the empty caption too.
-    Rule(_CACHED_TEXT, _CAPTION_DROPOUT, _is_set, ("sdxl", "train_", "fine_", "flux", "sd3", "lumina", "hunyuan")),
+    Rule(_CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
     Rule(_CACHED_LATENTS, (*_CHANGING_IMAGES, "train_inpainting"), _is_set),
     Rule(("enable_bucket",), ("resolution",), _has_no_buckets),
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set, costs_memory=False),
@@ -156,8 +172,9 @@ def held_back(
     said = {**dict.fromkeys(off_in_gui, False), **given}
     left = {key: value for key, value in filled.items() if key not in given or key in off_in_gui}
     reasons: dict[str, Reason] = {}
-    for rule in RULES:
-        for key in [key for key in rule.keys if left.get(key, False) is not False and script.startswith(rule.scripts)]:
+    family = families.of(script, {**filled, **given})
+    for rule in (rule for rule in RULES if rule.is_for(script, family)):
+        for key in [key for key in rule.keys if left.get(key, False) is not False]:
             others = {key: value for key, value in filled.items() if key not in reasons}
             against = next(filter(None, (rule.applies({**said, **where}, others) for where in subsets or [{}])), None)
             if against is not None:

@@ -20,20 +20,13 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+from kohya_ext.families import FAMILIES
 from kohya_ext.patching import Patch, Target, takes
 from kohya_ext.settings import Settings
 from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
 
-#: Every U-Net and DiT whose script asks for gradients of what enters it, and its first parameter.
-MODELS = (
-    ("library.original_unet", "UNet2DConditionModel", "sample"),
-    ("library.sdxl_original_unet", "SdxlUNet2DConditionModel", "x"),
-    ("library.sd3_models", "MMDiT", "x"),
-    ("library.flux_models", "Flux", "img"),
-    ("library.chroma_models", "Chroma", "img"),
-    ("library.lumina_models", "NextDiT", "x"),
-    ("library.hunyuan_image_models", "HYImageDiffusionTransformer", "hidden_states"),
-)
+#: Families with an offloading checkpoint that is reentrant: it loses gradients when nothing that enters a block requires grad.
+REENTRANT = ("anima",)
 
 
 @dataclass
@@ -137,7 +130,11 @@ PATCH = Patch(
     name="needless_gradients",
     summary="no gradients for latents, text embeddings, guidance and token embeddings that nobody trains",
     targets=(
-        *(Target(module, f"{model}.forward", _cut_off, takes("self", first), body="runs") for module, model, first in MODELS),
+        *(
+            Target(family.module, f"{family.model}.forward", _cut_off, takes("self", family.first_input), body="runs")
+            for family in FAMILIES
+            if family.name not in REENTRANT
+        ),
     ),
     exactness="exact",
     held_to="the weights that are trained with it off, bit for bit",

@@ -18,6 +18,7 @@ from typing import Any
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
+from kohya_ext.families import FAMILIES
 from kohya_ext.patching import Patch, Target
 from kohya_ext.sdscripts import KNOWN_LAYOUTS, Layout
 from kohya_ext.settings import Settings
@@ -37,63 +38,44 @@ class Blocks:
 #: Of a transformer block and a convolution of a U-Net.
 _TOKENS, _IMAGE = (1,), (2, 3)
 
-#: Every model that sd-scripts trains. Where checkpointing wraps a method from within ``forward``, it is that inner one.
-BLOCKS = (
+_UNET_LAYER = Inputs({"hidden_states": _TOKENS}, ("hidden_states",))
+
+#: Family -> class -> the parameters of its blocks that differ from call to call. A class that is not here compiles too, with
+#: a graph more for the first block and one for a second image size.
+INPUTS: Mapping[str, Mapping[str, Inputs]] = {
     # SD1.5 and SD2; its blocks are checkpointed from outside.
-    Blocks(
-        "library.original_unet",
-        "forward",
-        {
-            "BasicTransformerBlock": Inputs({"hidden_states": _TOKENS}, ("hidden_states",)),
-            "ResnetBlock2D": Inputs({"input_tensor": _IMAGE}),
-        },
-    ),
+    "sd15": {"BasicTransformerBlock": _UNET_LAYER, "ResnetBlock2D": Inputs({"input_tensor": _IMAGE})},
     # Also SDXL's ControlNet and LLLite, which are built on them. Downsample2D and Upsample2D stay eager: single convolutions,
     # four graphs for a few thousandths of a step's bytes (the cast around an upsampling).
-    Blocks(
-        "library.sdxl_original_unet",
-        "forward_body",
-        {
-            "BasicTransformerBlock": Inputs({"hidden_states": _TOKENS}, ("hidden_states",)),
-            "ResnetBlock2D": Inputs({"x": _IMAGE}),
-        },
-    ),
-    Blocks("library.sd3_models", "_forward", {"MMDiTBlock": Inputs({"x": _TOKENS}, ("x", "context"))}),
-    Blocks(
-        "library.flux_models",
-        "_forward",
-        {
-            "DoubleStreamBlock": Inputs({"img": _TOKENS, "pe": (2,)}, ("img", "txt")),
-            "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
-        },
-    ),
+    "sdxl": {"BasicTransformerBlock": _UNET_LAYER, "ResnetBlock2D": Inputs({"x": _IMAGE})},
+    "sd3": {"MMDiTBlock": Inputs({"x": _TOKENS}, ("x", "context"))},
+    "flux": {
+        "DoubleStreamBlock": Inputs({"img": _TOKENS, "pe": (2,)}, ("img", "txt")),
+        "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
+    },
     # In one piece thanks to the patch chroma_text_lengths; its texts are as long as their captions.
-    Blocks(
-        "library.chroma_models",
-        "_forward",
-        {
-            "DoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "pe": (2,)}, ("img", "txt")),
-            "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
-        },
-    ),
+    "chroma": {
+        "DoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "pe": (2,)}, ("img", "txt")),
+        "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
+    },
     # Texts are as long as their captions, and are refined by the same class.
-    Blocks(
-        "library.lumina_models",
-        "_forward",
-        {"JointTransformerBlock": Inputs({"x": _TOKENS, "x_mask": _TOKENS, "pe": _TOKENS}, ("x",))},
-    ),
-    Blocks(
-        "library.hunyuan_image_modules",
-        "_forward",
-        {
-            "MMDoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "freqs_cis": (0,)}, ("img", "txt")),
-            "MMSingleStreamBlock": Inputs({"x": _TOKENS, "freqs_cis": (0,)}, ("x",)),
-        },
-    ),
-    Blocks(
-        "library.anima_models",
-        "_forward",
-        {"Block": Inputs({"x_B_T_H_W_D": _IMAGE, "rope_emb_L_1_1_D": (0,)}, ("x_B_T_H_W_D",))},
+    "lumina": {"JointTransformerBlock": Inputs({"x": _TOKENS, "x_mask": _TOKENS, "pe": _TOKENS}, ("x",))},
+    "hunyuan-image": {
+        "MMDoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "freqs_cis": (0,)}, ("img", "txt")),
+        "MMSingleStreamBlock": Inputs({"x": _TOKENS, "freqs_cis": (0,)}, ("x",)),
+    },
+    "anima": {"Block": Inputs({"x_B_T_H_W_D": _IMAGE, "rope_emb_L_1_1_D": (0,)}, ("x_B_T_H_W_D",))},
+}
+
+#: What is compiled. Where checkpointing wraps a method from within ``forward``, it is that inner one.
+BLOCKS = (
+    *(
+        Blocks(
+            family.blocks.module,
+            family.blocks.method,
+            {name: INPUTS.get(family.name, {}).get(name, Inputs()) for name in family.blocks.classes},
+        )
+        for family in FAMILIES
     ),
     # The text encoders of SD, SDXL, SD3 and FLUX, when they are trained. T5 is left out: its layers build their position
     # bias in the first one, and training it is rare.

@@ -234,18 +234,16 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
 
 def _assumed(found: Estimate) -> str | None:
     """Return what was taken for granted of the user's own files and captions."""
-    choices = Choices(str(found.choices["script"]))
-    if choices.family == "flux":
+    family = Choices(**found.choices).family
+    if family.name in ("flux", "chroma"):
         return (
             "T5 in fp8"
             if found.choices.get("t5xxl") == FP8
             else "T5 in 16 bits (name an fp8 file with --t5xxl to have it counted)"
         )
-    return {
-        "sd3": f"Stable Diffusion {found.choices.get('pretrained_model_name_or_path', '3.5 medium')}, T5 in 16 bits",
-        "hunyuan-image": "captions of 256 tokens and 128 bytes of quoted text",
-        "lumina": "captions as long as --gemma2_max_token_length allows",
-    }.get(choices.family)
+    if family.name == "sd3":
+        return f"Stable Diffusion {found.choices.get('pretrained_model_name_or_path', '3.5 medium')}, T5 in 16 bits"
+    return family.assumed or None
 
 
 def _asked(found: Estimate) -> str:

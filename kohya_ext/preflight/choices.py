@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kohya_ext import families
 from kohya_ext.compiling.support import ignored_dynamo_backend
 from kohya_ext.errors import UserError, did_you_mean
-from kohya_ext.overlay import FAMILIES
 from kohya_ext.preflight import Findings, given, numbers
 from kohya_ext.user_files import read_dataset_config, subsets
 
@@ -56,9 +56,6 @@ SCHEDULERS = (
 )
 
 _RATES = ("learning_rate", "unet_lr", "text_encoder_lr")
-
-#: Beginnings of the families, or scripts without one, whose attention can be xformers'.
-_WITH_XFORMERS = ("sd15", "sdxl", "train_", "anima-lora", "hunyuan-image-lora")
 
 _NETWORK = "network"
 """What the names of the scripts contain that train a network beside the model."""
@@ -139,8 +136,9 @@ def _look_at_rates(args: Namespace, found: Findings) -> None:
 
 def _look_at_attention(script: Path, args: Namespace, found: Findings) -> None:
     # The other scripts take the option and use PyTorch's attention.
-    used = getattr(args, "xformers", False) and FAMILIES.get(script.name, script.name).startswith(_WITH_XFORMERS)
-    if used and importlib.util.find_spec("xformers") is None:
+    family = families.of(script.name, vars(args))
+    used = family is not None and (family.unet or (family.attn_mode and script.name == family.lora))
+    if used and getattr(args, "xformers", False) and importlib.util.find_spec("xformers") is None:
         found.errors.append("--xformers: the package xformers is not installed. Use --sdpa, PyTorch's own, instead")
 
 
@@ -278,8 +276,8 @@ def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
 def _impossible_in_subset(script: Path, args: Namespace) -> Iterable[str]:
     for name in given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
         changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
-        # Anima caches the empty caption too, and so can drop captions.
-        dropout = () if script.name.startswith("anima") else ("caption_dropout_rate",)
+        family = families.of(script.name, vars(args))
+        dropout = () if family is not None and family.caches_empty_caption else ("caption_dropout_rate",)
         yield from _together(args, name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
         break
     for name in given(args, "cache_latents", "cache_latents_to_disk"):
@@ -301,12 +299,14 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
         return _together(args, first, *others, because=because)
 
     network, precision = _NETWORK in script.name, getattr(args, "mixed_precision", "no")
+    family = families.of(script.name, vars(args))
+    sdxl = family is not None and family.name == "sdxl"
     if has("cache_text_encoder_outputs") or has("cache_text_encoder_outputs_to_disk"):
         name = "cache_text_encoder_outputs" if has("cache_text_encoder_outputs") else "cache_text_encoder_outputs_to_disk"
         yield from together(name, "weighted_captions", because="upstream does not support it")
-        if network and script.name.startswith("sdxl") and not has("network_train_unet_only"):
+        if network and sdxl and not has("network_train_unet_only"):
             yield f"--{name} needs --network_train_unet_only: a text encoder whose outputs are cached cannot be trained"
-        if not network and script.name.startswith("sdxl"):
+        if not network and sdxl:
             yield from together(name, "train_text_encoder", because="a text encoder whose outputs are cached cannot be trained")
     for name in given(args, "cache_latents", "cache_latents_to_disk"):
         yield from together(name, "train_inpainting", because="the mask is drawn anew each step")
@@ -320,15 +320,15 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
     for name in given(args, "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers"):
         if accumulation > 1:
             yield f"--{name} and --gradient_accumulation_steps {accumulation} cannot go together: no gradient is kept"
-    no_offload = ("sdxl_train_network.py", "train_network.py", "sd3_train_network.py")
-    if script.name in no_offload and has("cpu_offload_checkpointing") and has("gradient_checkpointing"):
+    no_offload = family is not None and script.name == family.lora and not family.offloads_checkpoints
+    if no_offload and has("cpu_offload_checkpointing") and has("gradient_checkpointing"):
         yield f"--cpu_offload_checkpointing ends in a TypeError in {script.name}: its model does not know it"
     scheduler = getattr(args, "lr_scheduler_type", None) or getattr(args, "lr_scheduler", None)
     without_warmup = has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")
     if has("lr_warmup_steps") and without_warmup and not _is_schedule_free(args):
         instead = " or take constant_with_warmup" if scheduler == "constant" else ""
         yield f"--lr_warmup_steps is an error with --lr_scheduler {scheduler}: leave it out{instead}"
-    bucket_steps = 32 if script.name.startswith("sdxl") else 64 if script.name == "train_network.py" else 1
+    bucket_steps = 1 if family is None else family.bucket_steps[script.name != family.lora]
     if has("enable_bucket") and (getattr(args, "bucket_reso_steps", None) or bucket_steps) % bucket_steps:
         yield f"--bucket_reso_steps must be a multiple of {bucket_steps} for {script.name}"
     for name, its in (("full_bf16", "bf16"), ("full_fp16", "fp16")):
@@ -342,7 +342,7 @@ def _impossible(script: Path, args: Namespace) -> Iterable[str]:
     if has("scale_v_pred_loss_like_noise_pred") and not has("v_parameterization"):
         yield "--scale_v_pred_loss_like_noise_pred needs --v_parameterization"
     yield from together("v_pred_like_loss", "v_parameterization", because="the model predicts v already")
-    if script.name.startswith("sdxl"):
+    if sdxl:
         yield from together("v2", "pretrained_model_name_or_path", because="SDXL has no v2")
     if str(scheduler).startswith("adafactor") and not adafactor:
         yield "--lr_scheduler adafactor works with --optimizer_type Adafactor only"

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection
 from pathlib import Path
 
-from kohya_ext import position, run_record
+from kohya_ext import families, position, run_record
 from kohya_ext.console import silent
 from kohya_ext.errors import UserError
-from kohya_ext.overlay import FAMILIES
 from kohya_ext.preflight import Findings
+from kohya_ext.retyping import spelt
 from kohya_ext.safetensors_header import Header, read_header
 from kohya_ext.settings import Settings
 
 #: Arguments that name files to load, beside the model itself.
 _OTHERS = (
-    *("vae", "ae", "clip_l", "clip_g", "t5xxl", "gemma2", "qwen3", "text_encoder", "byt5", "llm_adapter_path"),
-    *("network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
+    *dict.fromkeys(option for family in families.FAMILIES for option in family.files),
+    *("llm_adapter_path", "network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
 )
-
-#: A piece of a tensor's name -> the family that it tells; the first that fits counts.
-_SIGNS = (
-    (("lora_down.", "lora_A.", "lora_unet_", "lora_te"), "LoRA"),
-    (("distilled_guidance_layer.",), "Chroma"),
-    (("double_blocks.0.img_attn.",), "FLUX"),
-    (("joint_blocks.0.",), "SD3"),
-    (("cap_embedder.", "noise_refiner."), "Lumina"),
-    (("conditioner.embedders.1.",), "SDXL"),
-    (("cond_stage_model.model.",), "SD 2"),
-    (("cond_stage_model.transformer.",), "SD 1.5"),
-)
-
-_WANTED = {"sdxl": "SDXL", "sd15": "SD 1.5", "flux": "FLUX", "sd3": "SD3", "lumina": "Lumina"}
-
-#: Which script trains a family, for the error that names it: LoRA, full fine-tune.
-_SCRIPTS = {
-    "SDXL": ("sdxl_train_network.py", "sdxl_train.py"),
-    "SD 1.5": ("train_network.py", "fine_tune.py"),
-    "SD 2": ("train_network.py --v2", "fine_tune.py --v2"),
-    "FLUX": ("flux_train_network.py", "flux_train.py"),
-    "Chroma": ("flux_train_network.py --model_type chroma", "flux_train.py"),
-    "SD3": ("sd3_train_network.py", "sd3_train.py"),
-    "Lumina": ("lumina_train_network.py", "lumina_train.py"),
-}
 
 
 def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> None:
@@ -90,25 +64,23 @@ def _header(name: str, option: str, found: Findings) -> Header | None:
     return None
 
 
-def family(names: Collection[str]) -> str | None:
-    """Tell a checkpoint's family from its tensors' names; None when they tell none."""
-    for signs, its in _SIGNS:
-        if any(sign in name for name in names for sign in signs):
-            return its
-    return None
-
-
 def _look_at_family(script: Path, args: Namespace, file: Path, header: Header, found: Findings) -> None:
-    its = family(header.shapes)
-    wanted = _WANTED.get(FAMILIES.get(script.name, script.name).partition("-")[0].partition("_")[0])
-    if wanted == "SD 1.5" and getattr(args, "v2", False):
-        wanted = "SD 2"
-    if wanted == "FLUX" and getattr(args, "model_type", None) == "chroma":
-        wanted = "Chroma"
-    if its is None or wanted is None or its == wanted:
+    wanted = families.checkpoint_of(script.name, vars(args))
+    if wanted is None:
         return
-    hint = f": {_SCRIPTS[its]['network' not in script.name]} trains it" if its in _SCRIPTS else ""
-    found.errors.append(f"{file.name} is of the family {its}, and {script.name} wants {wanted}{hint}")
+    if any(part in name for name in header.shapes for part in families.LORA_TENSORS):
+        found.errors.append(f"{file.name} is of the family LoRA, and {script.name} wants {wanted.title}")
+    elif (recognized := families.recognize(header.shapes)) is not None and recognized[1] != wanted:
+        family, its = recognized
+        trains = " ".join([_script_for(family, script), *(spelt(*its.option) if its.option is not None else ())])
+        found.errors.append(
+            f"{file.name} is of the family {its.title}, and {script.name} wants {wanted.title}: {trains} trains it"
+        )
+
+
+def _script_for(family: families.Family, script: Path) -> str:
+    """Return the script that trains a family as another script trains its own: fully, where there is one for it."""
+    return family.lora if "network" in script.name or not family.finetune else family.finetune[0]
 
 
 def _look_at_state(script: Path, args: Namespace, settings: Settings, found: Findings) -> None:

@@ -8,20 +8,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kohya_ext import families
 from kohya_ext.tiny.environment import python_path
 
-_FILES = {
-    "sdxl": {"pretrained_model_name_or_path": "sdxl"},
-    "sd15": {"pretrained_model_name_or_path": "sd15"},
-    "flux": {"pretrained_model_name_or_path": "flux", "clip_l": "clip_l", "t5xxl": "t5xxl", "ae": "ae"},
-    "chroma": {"pretrained_model_name_or_path": "chroma", "t5xxl": "t5xxl", "ae": "ae"},
-    "lumina": {"pretrained_model_name_or_path": "lumina", "gemma2": "gemma2", "ae": "ae"},
-    "anima": {"pretrained_model_name_or_path": "anima", "qwen3": "qwen3", "vae": "vae"},
-    "hunyuan": {"pretrained_model_name_or_path": "hunyuan", "text_encoder": "qwen_vl", "byt5": "byt5", "vae": "vae"},
-    "sd3": {"pretrained_model_name_or_path": "sd3", "clip_l": "clip_l", "clip_g": "clip_g", "t5xxl": "t5xxl"},
-}
-
-FAMILIES = tuple(_FILES)
+FAMILIES = tuple(family.name for family in families.FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -37,7 +27,8 @@ class Models:
 
 def locate(family: str, folder: Path) -> Models:
     """Where `write` puts the models of `family`. Raises KeyError for a family not in `FAMILIES`."""
-    files = {option: folder / family / f"{stem}.safetensors" for option, stem in _FILES[family].items()}
+    stems = {"pretrained_model_name_or_path": family, **{option: option for option in families.BY_NAME[family].files}}
+    files = {option: folder / family / f"{stem}.safetensors" for option, stem in stems.items()}
     return Models(family, files, folder / "tokenizers")
 
 

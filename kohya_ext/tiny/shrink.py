@@ -41,7 +41,7 @@ UNET_DEPTHS = {2: 1, 10: 2}
 @functools.cache
 def install() -> None:
     """Shrinks each architecture when its module is imported, at once if it already is. A second call does nothing."""
-    for name, shrink in _SHRINKERS.items():
+    for name, shrink in SHRINKERS.items():
         wrapt.register_post_import_hook(shrink, name)
 
 
@@ -353,7 +353,7 @@ def _shrink_hunyuan_vae(module: Any) -> None:
         kind.__init__ = _with_overrides(kind.__init__, functools.partial(lambda sizes, config: sizes, overrides))
 
 
-_SHRINKERS: dict[str, Callable[[Any], None]] = {
+SHRINKERS: dict[str, Callable[[Any], None]] = {
     "library.model_util": _shrink_model_util,
     "library.original_unet": _shrink_sd_unet,
     "library.sdxl_model_util": _shrink_clip_config,

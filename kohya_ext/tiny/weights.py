@@ -28,7 +28,7 @@ def write(family: str, checkout: Path, files: dict[str, Path]) -> None:
     sys.path.insert(0, str(checkout))
     shrink.install()
     with torch.no_grad():
-        _WRITERS[family](files)
+        WRITERS[family](files)
 
 
 def _write_sdxl(files: dict[str, Path]) -> None:
@@ -149,14 +149,15 @@ def _write_sd3(files: dict[str, Path]) -> None:
     _save(_t5(), 5, files["t5xxl"])
 
 
-_WRITERS: dict[str, Callable[[dict[str, Path]], None]] = {
+#: Name of a family -> what writes its tiny model.
+WRITERS: dict[str, Callable[[dict[str, Path]], None]] = {
     "sdxl": _write_sdxl,
     "sd15": _write_sd15,
     "flux": _write_flux,
     "chroma": _write_chroma,
     "lumina": _write_lumina,
     "anima": _write_anima,
-    "hunyuan": _write_hunyuan,
+    "hunyuan-image": _write_hunyuan,
     "sd3": _write_sd3,
 }
 

@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kohya_ext import families
 from kohya_ext.arguments import QuietParser, RunArguments, find_problem
 from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.errors import UserError
+from kohya_ext.families import Family
 from kohya_ext.overlay import FAMILIES
 from kohya_ext.safetensors_header import read_header
 from kohya_ext.settings import negated_flags
@@ -140,19 +142,22 @@ class Choices:
     ema_device: str = "cpu"
 
     @property
-    def family(self) -> str:
-        """The model's family: ``sdxl``, ``sd15``, ..."""
-        return FAMILIES[self.script].rpartition("-")[0]
+    def family(self) -> Family:
+        """The family that is trained. Raises ValueError for a script that is not in the table."""
+        family = families.of(self.script, vars(self))
+        if family is None:
+            raise ValueError(f"{self.script} is in no family")
+        return family
 
     @property
     def kind(self) -> str:
         """The family and what is trained, as its presets are named: ``sdxl-finetune``, ``chroma-lora``."""
-        return "chroma-lora" if self.model_type == "chroma" and self.trains_network else FAMILIES[self.script]
+        return str(self.family.presets(self.script))
 
     @property
     def trains_network(self) -> bool:
         """True for a LoRA or another network on a frozen base, False for a fine-tune."""
-        return FAMILIES[self.script].endswith("-lora")
+        return self.script == self.family.lora
 
     @property
     def trains_text_encoder(self) -> bool:
@@ -231,7 +236,7 @@ def normalized(choices: Choices) -> Choices:
         full_bf16=choices.full_bf16 or choices.full_fp16,
         full_fp16=False,
         # The transformers' attention is PyTorch's own whatever is said.
-        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn and choices.family in ("sd15", "sdxl"),
+        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn and choices.family.unet,
         xformers=False,
         cache_latents=choices.cache_latents or choices.cache_latents_to_disk,
         cache_latents_to_disk=False,
@@ -240,24 +245,22 @@ def normalized(choices: Choices) -> Choices:
         gradient_accumulation_steps=min(choices.gradient_accumulation_steps, 2),
         stop_text_encoder_training=None if (choices.stop_text_encoder_training or 0) >= 0 else -1,
         max_grad_norm=float(choices.max_grad_norm != 0),
-        t5xxl=FP8
-        if choices.family == "flux" and choices.fp8_base and not choices.fp8_base_unet and _in_fp8(choices.t5xxl)
-        else None,
-        t5xxl_max_token_length=_unless(choices.t5xxl_max_token_length, _T5_TOKENS.get(choices.family)),
+        t5xxl=FP8 if _keeps_fp8(choices) and _in_fp8(choices.t5xxl) else None,
+        t5xxl_max_token_length=_unless(choices.t5xxl_max_token_length, choices.family.t5_tokens),
         network_dim=(choices.network_dim or 4) if lora else None,
         checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
         selective_torch_compile=compiled,
         ema=choices.ema and choices.ema_device == "gpu",
         ema_device=defaults.ema_device,
         # The transformers' scripts load every model into host memory whatever is said.
-        lowram=choices.lowram and choices.family in ("sd15", "sdxl"),
+        lowram=choices.lowram and choices.family.unet,
         sample_prompts=_largest_sample(choices),
         sample_every_n_steps=None,
         sample_every_n_epochs=None,
         sample_at_first=False,
         activation_memory_budget=_unless(choices.activation_memory_budget, 1.0) if compiled else None,
         learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
-        pretrained_model_name_or_path=_sd3(choices.pretrained_model_name_or_path) if choices.family == "sd3" else None,
+        pretrained_model_name_or_path=_sd3(choices.pretrained_model_name_or_path) if choices.family.name == "sd3" else None,
         unet_lr=None if choices.unet_lr or not lora else _whether(choices.unet_lr),
         text_encoder_lr=None if all(choices.text_encoder_lr or ()) or not lora else _which(choices.text_encoder_lr),
         learning_rate_te=_whether(choices.learning_rate_te),
@@ -266,17 +269,13 @@ def normalized(choices: Choices) -> Choices:
     )
 
 
-#: How many tokens of a caption T5 reads where nothing is said.
-_T5_TOKENS = {"sd3": 256, "flux": 512}
-
-
 def _unless(value: Value | None, usual: Value | None) -> Value | None:
     return None if value == usual else value
 
 
-def _loads_fp8(choices: Choices) -> bool:
-    """Whether text encoders in 8 bits stay so: flux_train_network.py casts them to 16 otherwise."""
-    return choices.family == "flux" and choices.fp8_base and not choices.fp8_base_unet
+def _keeps_fp8(choices: Choices) -> bool:
+    """Whether a text encoder in 8 bits stays so: flux_train_network.py casts it to 16 otherwise."""
+    return choices.family.name in ("flux", "chroma") and choices.fp8_base and not choices.fp8_base_unet
 
 
 def _in_fp8(name: str | None) -> bool:
@@ -322,7 +321,7 @@ def _samples(choices: Choices) -> bool:
 
 
 def _usual_sample(choices: Choices) -> int:
-    return 1024 if choices.family == "lumina" else 512
+    return choices.family.sampler.side
 
 
 def _sd3(name: str | None) -> str | None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kohya_ext.overlay import FAMILIES
+from kohya_ext import families
+from kohya_ext.families import Family
 from kohya_ext.retyping import rewritten, spelt
 from kohya_ext.settings import options
 
@@ -52,9 +53,10 @@ class Attempt:
     """Whether the script's own parser has a key; the extension's options need not be asked for."""
 
     @property
-    def family(self) -> str:
-        """The model's family: ``sdxl``, ``flux``, ...; empty for a script that has no presets."""
-        return FAMILIES.get(self.script, "").rpartition("-")[0]
+    def family(self) -> Family | None:
+        """The family that is trained; None for a script that has no presets."""
+        family = families.of(self.script, self.values)
+        return family if family is not None and family.presets(self.script) is not None else None
 
     @property
     def trains_network(self) -> bool:
@@ -126,10 +128,6 @@ _CACHED_TEXT = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_dis
 _CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "token_warmup_step", "weighted_captions")
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
-#: Most blocks that may lie in host memory, by family: two stay on the card. FLUX and Chroma have 19 double and 38 single
-#: blocks, HunyuanImage 20 and 40, SD3 medium 24, Anima 28; upstream moves two single blocks for one.
-_MOST_SWAPPED = {"flux": 34, "hunyuan-image": 36, "sd3": 22, "anima": 26}
-
 
 def _mixed_precision(run: Attempt) -> Changes:
     return {} if run.values.get("mixed_precision") in ("bf16", "fp16") else {"mixed_precision": "bf16"}
@@ -137,7 +135,7 @@ def _mixed_precision(run: Attempt) -> Changes:
 
 def _attention(run: Attempt) -> Changes:
     # The other families' attention is PyTorch's own whatever is said.
-    open_to_it = run.family in ("sd15", "sdxl") and not run.has("sdpa", "xformers", "mem_eff_attn")
+    open_to_it = run.family is not None and run.family.unet and not run.has("sdpa", "xformers", "mem_eff_attn")
     return {"sdpa": True} if open_to_it else {}
 
 
@@ -161,8 +159,7 @@ def _trains_text_encoder(run: Attempt) -> bool:
 
 
 def _captions_stay(run: Attempt) -> bool:
-    # Anima caches the empty caption too, and so can drop captions.
-    dropped = run.has("caption_dropout_rate") and run.family != "anima"
+    dropped = run.has("caption_dropout_rate") and not (run.family is not None and run.family.caches_empty_caption)
     return not run.has(*_CHANGING_CAPTIONS) and not dropped
 
 
@@ -217,15 +214,20 @@ def _adafactor(run: Attempt) -> Changes:
     return {**changes, "use_8bit_adam": False} if run.has("use_8bit_adam") else changes
 
 
+def _saves_in_finetune(run: Attempt) -> bool:
+    """Whether a run is a fine-tune whose script reads --fused_backward_pass and --full_bf16: SD1.5's ignore both."""
+    return run.family is not None and run.family.name != "sd15" and not run.trains_network
+
+
 def _fused(run: Attempt) -> Changes:
-    can = run.family not in ("", "sd15") and not run.trains_network and _optimizer(run) == "adafactor"
+    can = _saves_in_finetune(run) and _optimizer(run) == "adafactor"
     if not can or run.has(*_FUSED) or run.number("gradient_accumulation_steps", 1) > 1:
         return {}
     return {"fused_backward_pass": True}
 
 
 def _pure_bf16(run: Attempt) -> Changes:
-    open_to_it = run.family not in ("", "sd15") and not run.trains_network and not run.has("full_bf16", "full_fp16")
+    open_to_it = _saves_in_finetune(run) and not run.has("full_bf16", "full_fp16")
     return {"full_bf16": True} if open_to_it and run.values.get("mixed_precision") == "bf16" else {}
 
 
@@ -234,13 +236,11 @@ def _fp8(run: Attempt) -> Changes:
         return {}
     if run.has("fp8_base", "fp8_base_unet", "fp8_scaled"):
         return {}
-    # Anima has none; HunyuanImage its own.
-    name = {"hunyuan-image": "fp8_scaled", "anima": ""}.get(run.family, "fp8_base")
-    return {name: True} if name and run.family else {}
+    return {run.family.fp8: True} if run.family is not None and run.family.fp8 else {}
 
 
 def _swap(run: Attempt) -> Changes:
-    most = _MOST_SWAPPED.get(run.family, 0)
+    most = run.family.most_swapped if run.family is not None else 0
     now = run.number("blocks_to_swap", 0)
     if now >= most or run.has("cpu_offload_checkpointing", "unsloth_offload_checkpointing"):
         return {}
@@ -265,7 +265,7 @@ def _resolution(run: Attempt) -> Changes:
         sides = [int(word) for word in words]
     except ValueError:
         return {}
-    least = 256 if run.family == "sd15" else 512
+    least = run.family.side // 2 if run.family is not None else 512
     smaller = [min(side, max(least, side * 3 // 4 // 64 * 64)) for side in sides]
     return {} if smaller == sides else {"resolution": ",".join(map(str, smaller))}
 

@@ -8,7 +8,7 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +27,6 @@ from kohya_ext.vram.estimate import Estimate
 
 if TYPE_CHECKING:
     from kohya_ext.vram.budgets import Graph
-
-#: The script whose trainer runs a family's step.
-TRAINERS: Mapping[str, str] = {
-    "sdxl": "sdxl_train_network.py",
-    "sd15": "train_network.py",
-    "flux": "flux_train_network.py",
-    "lumina": "lumina_train_network.py",
-    "sd3": "sd3_train_network.py",
-    "anima": "anima_train_network.py",
-    "hunyuan-image": "hunyuan_image_train_network.py",
-}
 
 
 def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> Estimate:
@@ -127,7 +116,7 @@ def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
     """
     arguments = _arguments(checkout, script, run, argv)
     choices = choosing.normalized(choosing.from_values(script, vars(arguments), run))
-    trainer, defaults = _trainer(checkout, TRAINERS[choices.family])
+    trainer, defaults = _trainer(checkout, choices.family.lora)
     return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
 
 
@@ -147,7 +136,7 @@ def _refuse(choices: Choices) -> None:
     for name in NOT_MODELLED:
         if getattr(choices, name):
             raise UserError(f"estimates with --{name} are not modelled")
-    if choices.family not in ("sdxl", "sd15") and choices.trains_text_encoder and not choices.trains_network:
+    if not choices.family.unet and choices.trains_text_encoder and not choices.trains_network:
         raise UserError(f"estimates for {choices.script} with --train_text_encoder are not modelled")
 
 

@@ -47,9 +47,9 @@ class Models:
     """The longest caption, assumed wherever a step asks how long one is."""
 
 
-def build(family: str, choices: Choices) -> Models:
-    """Build a family's models. Raises KeyError for a family that is not in :data:`BUILDERS`."""
-    return BUILDERS[family](choices)
+def build(choices: Choices) -> Models:
+    """Build the models of a run. Raises KeyError for a family that is not in :data:`BUILDERS`."""
+    return BUILDERS[choices.family.name](choices)
 
 
 def attend(unet: Any, choices: Choices) -> None:
@@ -151,7 +151,7 @@ def _flux(choices: Choices) -> Models:
     """FLUX.1 dev, or Chroma."""
     flux, util = importlib.import_module("library.flux_models"), importlib.import_module("library.flux_utils")
     sizes = flux.configs["dev"]
-    chroma = choices.model_type == "chroma"
+    chroma = choices.family.name == "chroma"
     if chroma:
         models = importlib.import_module("library.chroma_models")
         transformer, clip = models.Chroma(models.chroma_params), util.dummy_clip_l()
@@ -161,7 +161,7 @@ def _flux(choices: Choices) -> Models:
     if choices.t5xxl == FP8:
         # flux_train_network.prepare_text_encoder_fp8
         cast(t5, torch.float8_e4m3fn, [one for one in t5.modules() if type(one).__name__ in ("T5LayerNorm", "Embedding")])
-    length = choices.t5xxl_max_token_length or 512
+    length = choices.t5xxl_max_token_length or choices.family.t5_tokens
     return Models(
         unet=transformer,
         text_encoders=[clip, t5],
@@ -227,7 +227,7 @@ def _sd3(choices: Choices) -> Models:
                   hidden_act="quick_gelu", projection_dim=768)  # fmt: skip
     large = _clip(util, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
                   hidden_act="gelu", projection_dim=1280)  # fmt: skip
-    length = choices.t5xxl_max_token_length or 256
+    length = choices.t5xxl_max_token_length or choices.family.t5_tokens
     widths = small.hidden_size + large.hidden_size
     return Models(
         unet=transformer,
@@ -415,10 +415,12 @@ def _place(module: Any, dtype: torch.dtype | None = None) -> None:
                 part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype))
 
 
+#: Name of a family -> its estimate builder.
 BUILDERS: dict[str, Callable[[Choices], Models]] = {
     "sdxl": _sdxl,
     "sd15": _sd15,
     "flux": _flux,
+    "chroma": _flux,
     "lumina": _lumina,
     "sd3": _sd3,
     "anima": _anima,

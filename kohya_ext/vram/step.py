@@ -31,12 +31,6 @@ from kohya_ext.vram.track import BACKWARD, STEP, Tracker
 
 CACHING, SAMPLING = "caching", "sampling"
 
-#: Families whose samplers put the prompt and the empty one into one batch.
-_GUIDED_TOGETHER = ("sd15", "sdxl", "sd3")
-
-#: Families whose samplers decode under autocast.
-_DECODED_BY_AUTOCAST = ("flux", "lumina")
-
 
 @dataclass(frozen=True)
 class Log:
@@ -128,7 +122,7 @@ def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dic
     logs = {}
     loaded: list[tuple[Any, Kind]]
     with faking() as assumptions:
-        models = build(choices.family, choices)
+        models = build(choices)
         assumptions.integer = models.caption_tokens
         dtype, vae_dtype = _dtypes(choices)
         accelerator = _accelerator(choices)
@@ -188,7 +182,7 @@ def prepare(
 
     ``models`` and ``accelerator`` may be brought along: a step that is timed (benchmarks/) has the script's own accelerator.
     """
-    models = build(choices.family, choices) if models is None else models
+    models = build(choices) if models is None else models
     accelerator = _accelerator(choices) if accelerator is None else accelerator
     weight_dtype, vae_dtype = _dtypes(choices)
     preparing = _prepare_network if choices.trains_network else _prepare_finetune
@@ -223,7 +217,7 @@ def _prepare_network(
     except ImportError as error:
         raise UserError(f"--network_module {choices.network_module} cannot be imported: {error}") from None
     # What load_target_model hands out: SD1.5's alone is no list.
-    encoders = models.text_encoders[0] if choices.family == "sd15" else models.text_encoders
+    encoders = models.text_encoders[0] if choices.family.name == "sd15" else models.text_encoders
     options: dict[str, Any] = dict(word.split("=", 1) for word in choices.network_args or ())
     options.setdefault("dropout", choices.network_dropout)
     network = module.create_network(
@@ -288,7 +282,7 @@ def _prepare_finetune(
     encoder_rates = _text_encoder_rates(choices, len(models.text_encoders))
     train_text_encoder = any(encoder_rates)
     train_unet = choices.learning_rate != 0
-    full = dtype if choices.full_bf16 or choices.family in ("flux", "lumina", "sd3") else torch.float32
+    full = dtype if choices.full_bf16 or choices.family.finetune_in_16_bits else torch.float32
     cast(models.unet, full if train_unet else dtype)
     models.unet.requires_grad_(train_unet)
     models.unet.train(train_unet)
@@ -303,7 +297,7 @@ def _prepare_finetune(
         encoder.train(trains)
         if trains:
             trained.append(encoder)
-    if train_text_encoder and choices.family == "sdxl" and encoder_rates[0]:
+    if train_text_encoder and choices.family.name == "sdxl" and encoder_rates[0]:
         # Only the layer before the last is used.
         models.text_encoders[0].text_model.encoder.layers[-1].requires_grad_(False)
         models.text_encoders[0].text_model.final_layer_norm.requires_grad_(False)
@@ -487,7 +481,8 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
     """
     choices, models = training.choices, training.models
     start = tracker.compact()
-    batch = 2 if choices.family in _GUIDED_TOGETHER else 1
+    sampler = choices.family.sampler
+    batch = 2 if sampler.guided_together else 1
     picture = replace(choices, resolution=choices.sample_prompts, train_batch_size=batch)
     channels, scale = models.latents
     width, height = size(picture)
@@ -499,7 +494,7 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
         forward(replace(training, choices=picture), is_train=False)
         latents = torch.zeros(1, channels, height // scale, width // scale, dtype=next(models.vae.parameters()).dtype)
         decode = getattr(models.vae, "decode_to_pixels", models.vae.decode)
-        with training.accelerator.autocast() if choices.family in _DECODED_BY_AUTOCAST else contextlib.nullcontext():
+        with training.accelerator.autocast() if sampler.decodes_under_autocast else contextlib.nullcontext():
             decode(latents)
     return Log(tracker.events, tracker.kinds, start, 0)
 

@@ -17,10 +17,9 @@ from kohya_ext.tiny.environment import python_path
 from kohya_ext.vram import store, tiers
 from kohya_ext.vram.choices import OWN, Choices
 from kohya_ext.vram.ladder import Attempt, Step, after, steps
-from kohya_ext.vram.making import TRAINERS
 from tests.real.conftest import ROOT
 
-SCRIPTS = tuple(script for script, family in FAMILIES.items() if family.rpartition("-")[0] in TRAINERS)
+SCRIPTS = tuple(FAMILIES)
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from kohya_ext import families
 from tests.real.test_start import assert_identical
 
 LORA, FLUX = "sdxl_train_network.py", "flux_train_network.py"
@@ -52,16 +53,7 @@ def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
 
 
 #: Family of models -> its script.
-FAMILIES = {
-    "sdxl": LORA,
-    "sd15": "train_network.py",
-    "sd3": "sd3_train_network.py",
-    "flux": FLUX,
-    "chroma": FLUX,
-    "lumina": "lumina_train_network.py",
-    "anima": "anima_train_network.py",
-    "hunyuan": "hunyuan_image_train_network.py",
-}
+FAMILIES = {family.name: family.lora for family in families.FAMILIES}
 
 #: Batches that weigh the same, activations for the most part. Without a card the batch that is loaded ahead counts, so that an
 #: epoch has at least as many as the run has steps before it is not.

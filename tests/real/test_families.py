@@ -1,0 +1,79 @@
+"""The table of families against upstream's own code and the checkpoints of tiny models."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kohya_ext import families, sdscripts
+from kohya_ext.families import BY_NAME, FAMILIES
+from kohya_ext.lora_modules import NETWORKS
+from kohya_ext.safetensors_header import read_header
+from kohya_ext.tiny.environment import python_path
+from tests.real.conftest import ROOT
+
+pytest.importorskip("torch")
+
+#: Textual inversion of v0.10 that v0.11 has removed; it lacks the checks that the other scripts have.
+WITHOUT_A_ROW = {"train_textual_inversion_XTI.py"}
+
+
+def test_every_training_script_is_in_the_table(checkout):
+    scripts = [script for script in checkout.scripts() if "/" not in script]
+    training = {script for script in scripts if sdscripts.is_training_script(checkout.path / script)}
+    assert {script for script in training if families.of(script, {}) is None} <= WITHOUT_A_ROW
+    for family in FAMILIES:
+        assert {family.lora, *family.finetune} <= training
+
+
+def test_bucket_steps_are_upstreams(checkout):
+    for family in FAMILIES:
+        for script in (script for script in family.scripts if (checkout.path / script).is_file()):
+            steps = re.findall(r"verify_bucket_reso_steps\((\d+)\)", (checkout.path / script).read_text("utf-8"))
+            assert {*map(int, steps)} <= {family.bucket_steps[script != family.lora]}, script
+
+
+def test_models_and_networks_are_upstreams(from_checkout):
+    for family in FAMILIES:
+        model = getattr(from_checkout(family.module), family.model)
+        assert list(inspect.signature(model.forward).parameters)[1] == family.first_input
+        offloads = "cpu_offload" in inspect.signature(model.enable_gradient_checkpointing).parameters
+        assert offloads == family.offloads_checkpoints, family.name
+        blocks = from_checkout(family.blocks.module)
+        assert all(inspect.isfunction(getattr(getattr(blocks, kind), family.blocks.method)) for kind in family.blocks.classes)
+        for network in map(from_checkout, family.networks):
+            # A network without a class of its own takes another network's.
+            lora = getattr(network, "LoRAModule", None) or network.lora_flux.LoRAModule
+            assert lora.__module__ in NETWORKS, f"{family.name} is missing from kohya_ext/lora_modules.py NETWORKS"
+
+
+@pytest.mark.newest
+def test_options_of_a_row_are_the_scripts_own(checkout):
+    scripts = {family.lora for family in FAMILIES}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    command = [sys.executable, str(ROOT / "tests" / "real" / "probes" / "parsers.py"), str(checkout.path), *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    parsers = json.loads(done.stdout.split("JSON", 1)[1])
+    for family in FAMILIES:
+        known = parsers[family.lora].keys()
+        options = [kind.option[0] for kind in family.checkpoints if kind.option is not None]
+        assert {*family.files, *options, *filter(None, [family.fp8])} <= known
+        assert ("attn_mode" in known) == family.attn_mode
+        assert not family.most_swapped or "blocks_to_swap" in known
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_checkpoint_is_of_one_family(checkout, models, name):
+    tensors = read_header(models(name).files["pretrained_model_name_or_path"]).shapes
+    family = BY_NAME[name]
+    assert families.recognize(tensors) == (family, family.checkpoints[0])
+    assert not any(part in tensor for tensor in tensors for part in families.LORA_TENSORS)
+    kinds = [(row.name, kind) for row in FAMILIES for kind in row.checkpoints]
+    fitting = [row for row, kind in kinds if any(part in tensor for tensor in tensors for part in kind.tensors)]
+    assert fitting == (["chroma", "flux"] if name == "chroma" else [name])
