@@ -38,7 +38,7 @@ def test_a_plain_start_says_what_to_paste(checkout, train):
     (line,) = re.findall(r"to go on from tiny-rolling00000002-state with it: (.*)", run.output)
     assert "--no-gradient_checkpointing" not in line
     assert "--gradient_checkpointing --resume" in line
-    assert "what needs how much: python -m kohya_ext estimate sdxl_train_network.py --pretrained" in run.output
+    assert re.search(r"what needs how much: python -m kohya_ext estimate sdxl_train_network.py .*--pretrained", run.output)
 
 
 @slow
