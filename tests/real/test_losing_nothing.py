@@ -553,7 +553,7 @@ def rename_patches(source, target):
     return renamed
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_the_names_and_files_of_patches_change_nothing(checkout, train, upstream, tmp_path):
     renamed = rename_patches(ROOT, tmp_path)
     options = ("--disable_patch", renamed["nonreentrant_checkpointing"], "--checkpoint_every_minutes", "0", "--ema")

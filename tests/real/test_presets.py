@@ -147,7 +147,7 @@ def test_the_upstream_default_would_lose_them(checkout, from_checkout):
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_the_steps_of_an_epoch_with_regularisation_images_are_upstreams(checkout, train, tmp_path):
     dataset.write(tmp_path, 3, 128)
     folder = tmp_path / dataset.CLASS

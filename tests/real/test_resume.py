@@ -48,6 +48,7 @@ def test_a_rerun_prunes_and_resumes_its_own_states_only(checkout, train, scripts
     assert "starting from the beginning" in other.output
 
 
+@pytest.mark.newest
 @posix
 def test_a_second_run_of_a_name_is_refused_and_the_first_is_not_disturbed(checkout, train, upstream, tmp_path):
     second = []
@@ -85,6 +86,7 @@ def test_a_stop_that_upstream_swallows_stops_before_the_first_step(checkout, tra
     assert not list(run.folder.glob("*.safetensors"))
 
 
+@pytest.mark.newest
 @posix
 def test_what_is_printed_to_go_on_starts_the_same_run_in_a_fresh_shell(checkout, train, models):
     options = ("--max_train_steps", "6", "--shuffle_caption")
@@ -153,7 +155,7 @@ def test_a_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, trai
         assert "U-Net" not in run.output
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_upstreams_state_with_a_damaged_random_state_is_resumed_only_when_asked(checkout, train):
     options = ("--save_state", "--save_every_n_steps", "2", "--max_train_steps", "4")
     part = train(checkout, LORA, *options, start="plain")
