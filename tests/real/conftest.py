@@ -69,10 +69,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
     found = sorted(_generations().items())
-    slow = [pytest.mark.slow] if metafunc.definition.get_closest_marker("newest") else []
+    ends = {"newest": found[-1], "oldest": found[0]}
+    only = [end for marker, end in ends.items() if metafunc.definition.get_closest_marker(marker)]
     generations = [
         pytest.param(
-            checkout, id=layout, marks=[pytest.mark.xdist_group(layout), *(slow if checkout is not found[-1][1] else [])]
+            checkout,
+            id=layout,
+            marks=[pytest.mark.xdist_group(layout), *([] if not only or (layout, checkout) in only else [pytest.mark.slow])],
         )
         for layout, checkout in found
     ]

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 EVERY_STEP = ("--checkpoint_every_minutes", "0")
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("scripts", SCRIPTS)
 def test_a_rerun_prunes_and_resumes_its_own_states_only(checkout, train, scripts, tmp_path):
     script = scripts[checkout.layout]
@@ -48,7 +49,7 @@ def test_a_rerun_prunes_and_resumes_its_own_states_only(checkout, train, scripts
     assert "starting from the beginning" in other.output
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @posix
 def test_a_second_run_of_a_name_is_refused_and_the_first_is_not_disturbed(checkout, train, upstream, tmp_path):
     second = []
@@ -86,7 +87,7 @@ def test_a_stop_that_upstream_swallows_stops_before_the_first_step(checkout, tra
     assert not list(run.folder.glob("*.safetensors"))
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @posix
 def test_what_is_printed_to_go_on_starts_the_same_run_in_a_fresh_shell(checkout, train, models):
     options = ("--max_train_steps", "6", "--shuffle_caption")
