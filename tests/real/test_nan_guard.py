@@ -13,7 +13,7 @@ FUSED = ("--fused_backward_pass", "--optimizer_type", "Adafactor", "--optimizer_
 GROUPS = ("--fused_optimizer_groups", "3")
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 @pytest.mark.parametrize("fused", [FUSED, pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["backward-pass", "groups"])
 def test_a_step_that_is_skipped_holds_no_memory(checkout, train, tmp_path, fused):
     def run(name, latents):
