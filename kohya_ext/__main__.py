@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         chosen = _choose(list(sys.argv[1:] if argv is None else argv))
     except ImportError as problem:
-        print(f"kohya_ext: error: {problem}. Install what is missing, or reinstall kohya_ext", file=sys.stderr)
+        print(f"kohya_ext: error: {problem}. Install the missing package, or reinstall kohya_ext", file=sys.stderr)
         return 2
     try:
         return chosen()

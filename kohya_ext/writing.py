@@ -233,9 +233,9 @@ def _set_usual_mode(partial: Path, final: Path) -> None:
 
 
 def in_own_folder(write: Callable[[Path], R]) -> Callable[[Path], R]:
-    """Have a file written in a folder of its own first, so that whatever a killed writer leaves there is found by name.
+    """Return a writer that writes its file in a new folder first, so that a killed writer's temporary files are swept with it.
 
-    safetensors 0.8 writes to ``.tmpXXXXXX`` next to its target, of the full size.
+    safetensors 0.8 writes the whole file under a random name (``.tmp`` and six letters) next to its target.
     """
 
     def write_there(path: Path) -> R:
