@@ -285,7 +285,7 @@ class Problem:
     message: str
     """With the right way to write it."""
     certain: bool
-    """Whether the run would fail, or do the opposite of what is written; also for a key that is one letter off."""
+    """True when the run would fail or do the opposite of the setting, or when the key is one letter off."""
 
     def __str__(self) -> str:
         """Return the message."""
@@ -318,7 +318,7 @@ def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> Pr
 
 
 def find_problems(parser: argparse.ArgumentParser, config: ConfigFile) -> list[Problem]:
-    """Return what is wrong with a config file for this parser."""
+    """Return the problems of a config file for this parser."""
     checked = dict(config.values)
     for name, _ in options("training"):
         checked.pop(name, None)  # read, and checked, with the other settings

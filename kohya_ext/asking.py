@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser, arguments: str, add_own: AddOwn =
 def read(given: argparse.Namespace, otherwise: str, add_own: AddOwn = _none) -> Question:
     """Return the parsed command line; fetch sd-scripts when no checkout is found.
 
-    Raises UserError when there is no such script, or when it does not train: ``otherwise`` says what that means to the command.
+    Raises UserError when there is no such script, or when it does not train: ``otherwise`` is the consequence for the command.
     """
     before = given.words[: len(given.words) - len(given.arguments) - 1]
     parser = QuietParser(add_help=False, allow_abbrev=False)

@@ -78,7 +78,7 @@ def remember(replacement: Any, original: Any) -> None:
 
 
 def fingerprint(original: Any) -> str | None:
-    """Return the fingerprint of a function, or of all functions of a class; None when there is no source code to read.
+    """Return the fingerprint of a function, or of all functions of a class; None when the source code cannot be read.
 
     Of a replacement of ours, it is that of the original. A wrapper of anybody else's counts with what it wraps: its own work
     would be discarded as well.

@@ -359,7 +359,7 @@ class Settings:
     vram_budget: int | str | None = _option(
         None,
         "cap the process at this many bytes, unlike --vram, which names a GPU (14GB is 14e9 bytes, 13GiB is 13 * 2**30; a "
-        "16 GB GPU has 17.2e9; auto takes what is free less 5 percent), checkpoint every block, "
+        "16 GB GPU has 17.2e9; auto takes the free memory less 5 percent), checkpoint every block, "
         "then free as many from it as the measured peak leaves room for",
         read_budget,
         environment="KOHYA_EXT_VRAM_BUDGET",

@@ -1,4 +1,4 @@
-"""Show what is installed, the sd-scripts and the GPU found, and which patches work there. Paste it into a bug report."""
+"""Show installed packages, the GPU, the sd-scripts checkout and the patches that work there. Paste it into a bug report."""
 
 from __future__ import annotations
 

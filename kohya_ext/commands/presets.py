@@ -80,7 +80,7 @@ def _script(names: Sequence[str]) -> str:
     for name in names:
         family = _family(name)
         if family not in (None, "", overlay.ANY):
-            return next(iter(overlay.scripts(str(family)) or overlay.FAMILIES))  # loading it names what is wrong, if anything
+            return next(iter(overlay.scripts(str(family)) or overlay.FAMILIES))  # loading it reports the error, if there is one
     raise UserError(
         f"{names[0]} means another preset for each script: give --script sdxl_train_network.py, for example, or the full name "
         "that `presets list` shows, sdxl-lora/16gb"

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --repo or --ref: make that checkout the default; alone: make one that is there the default, by its version "
         "(v0.11.1), commit or folder",
     )
-    parser.add_argument("--list", action="store_true", help="show what is there, which one is used in this folder, and why")
+    parser.add_argument("--list", action="store_true", help="list the checkouts, which one is used in this folder, and why")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,7 +93,7 @@ def _use(checkout: Checkout) -> list[str]:
 
 
 def _used() -> tuple[Checkout | None, str]:
-    """Return the checkout that a run in this folder would use, or what is wrong with the user's own choice."""
+    """Return the checkout that a run in this folder would use, or the error in the user's own choice."""
     try:
         return sdscripts.find(), ""
     except UserError as error:
