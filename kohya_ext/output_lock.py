@@ -20,7 +20,7 @@ from typing import IO, Any
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.output_names import DEFAULT_NAME, unfinished
-from kohya_ext.writing import PARTIAL, remove
+from kohya_ext.writing import PARTIAL, remove, shortened
 
 _FAR = 1 << 30
 """The byte that is locked on Windows, where a locked byte cannot be read by others: far behind the owner's description."""
@@ -38,7 +38,7 @@ def lock_file(args: Namespace) -> Path | None:
     if not folder or getattr(args, "debug_dataset", False) or not Path(folder).is_dir():
         return None
     output = Path(folder).resolve() / (getattr(args, "output_name", None) or DEFAULT_NAME)
-    return output.with_name(f".{output.name[:200]}.lock")
+    return output.with_name(f".{shortened(output.name)}.lock")
 
 
 def claim(args: Namespace) -> None:

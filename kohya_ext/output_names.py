@@ -30,6 +30,11 @@ def final_models(folder: Path, name: str | None) -> Iterator[Path]:
     return _matching(folder, rf"{stem(name)}(-ema)?", _MODEL)
 
 
+def rolling_state(folder: Path, name: str | None, step: int) -> Path:
+    """Return the folder of a timed state, which the state of a run that is out of memory is named like."""
+    return folder / f"{name or DEFAULT_NAME}-{ROLLING}{step:08d}-state"
+
+
 def states(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield the folders of a run's states."""
     return _states(folder, name, "")

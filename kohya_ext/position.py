@@ -99,7 +99,7 @@ class Position(TrainingCallback):
         """Count a micro-batch, and the optimizer's step when it made one."""
         self.batch += 1
         self.step += bool(accelerator.sync_gradients)
-        if accelerator.num_processes > 1:
+        if accelerator.num_processes > 1 and accelerator.sync_gradients:
             self._ranks = None
             if self.state_is_due(accelerator.gradient_state.end_of_dataloader):
                 self.gather()
@@ -183,6 +183,11 @@ class Position(TrainingCallback):
         if getattr(self.args, "initial_step", None) is not None or getattr(self.args, "initial_epoch", None) is not None:
             return  # the user says where to begin
         goal = torch.load(file, map_location="cpu", weights_only=True)
+        if "ranks" not in goal:
+            stop(
+                f"{folder} was saved by an earlier version of kohya_ext, from whose states this one cannot resume: "
+                "finish the run with that version"
+            )
         if goal["step"] >= self.args.max_train_steps:
             stop(
                 f"{folder} is at step {goal['step']} and --max_train_steps is {self.args.max_train_steps}: "

@@ -19,6 +19,7 @@ from typing import Any
 
 from kohya_ext import position
 from kohya_ext.console import note, note_at_once, warn
+from kohya_ext.output_names import DEFAULT_NAME
 from kohya_ext.retyping import again
 from kohya_ext.settings import Settings, variables
 from kohya_ext.training_loop import TrainingCallback, current
@@ -172,7 +173,7 @@ def continuation(state: Path, processes: int = 1) -> str:
 
 def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) -> Stopper:
     """Begin to wait for reasons to stop: signals (in the main thread only), the stop file, the launcher's end."""
-    name = getattr(args, "output_name", None) or "last"
+    name = getattr(args, "output_name", None) or DEFAULT_NAME
     file = settings.stop_file or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
     waiting = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():

@@ -80,10 +80,15 @@ def final_of(path: Path) -> Path:
     return _finals.get(path, path)
 
 
+def shortened(name: str) -> str:
+    """Return as much of a file's name as leaves room for an ending: most file systems allow 255 bytes."""
+    return name.encode()[:200].decode(errors="ignore")
+
+
 def _partial(final: Path) -> Path:
-    """Return a name of this writer's own. Longer names than 200 characters are cut, for most systems allow 255 bytes."""
+    """Return a name of this writer's own."""
     host = "".join(filter(str.isalnum, socket.gethostname()))[:16] or "host"
-    return final.with_name(f"{final.name[:200]}.{host}-{os.getpid()}-{next(_numbers)}{PARTIAL}")
+    return final.with_name(f"{shortened(final.name)}.{host}-{os.getpid()}-{next(_numbers)}{PARTIAL}")
 
 
 def spare(path: Path) -> None:
@@ -100,10 +105,14 @@ def set_aside(folders: Sequence[Path], older: Sequence[Path]) -> None:
     """Rename folders to :func:`previous`, so that one earlier run's are kept; ``older`` ones go when there are newer ones."""
     if not folders:
         return
-    for folder in older:
-        remove_whole(folder)
-    for folder in folders:
-        folder.rename(previous(folder))
+    try:
+        for folder in older:
+            remove_whole(folder)
+        for folder in folders:
+            folder.rename(previous(folder))
+    except OSError as error:  # Windows, where a file in it is open: no reason to end a run
+        warn(f"states of an earlier run stay under their names: {error}")
+        return
     names = ", ".join(sorted(folder.name for folder in folders))
     note(f"states of an earlier run are kept as NAME.previous: {names}")
 

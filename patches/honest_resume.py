@@ -68,8 +68,9 @@ def _clean(original: Any, settings: Settings) -> Any:
     def clean_state_dict_for_safetensors(state_dict: Any) -> Any:
         cleaned = original(dict(state_dict))
         removed = state_dict.keys() - cleaned.keys()
-        # In the model's order. A copy of its own: safetensors refuses tensors that share memory.
-        return {name: value.clone() if name in removed else cleaned[name] for name, value in state_dict.items()}
+        # In the model's order. Copies, because safetensors refuses tensors that share memory; on the host, because the GPU may
+        # be full.
+        return {name: value.to("cpu", copy=True) if name in removed else cleaned[name] for name, value in state_dict.items()}
 
     return clean_state_dict_for_safetensors
 

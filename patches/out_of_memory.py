@@ -22,6 +22,7 @@ from typing import Any
 from kohya_ext import position, session, supervising
 from kohya_ext.console import error as say
 from kohya_ext.console import note, warn
+from kohya_ext.output_names import rolling_state
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
 from kohya_ext.training_loop import Stage, TrainingCallback
@@ -110,7 +111,7 @@ class _Watch(TrainingCallback):
         current = position.position()
         if phase not in ("forward", "backward", "sampling") or fused or self.place is None or current is None:
             return None
-        state = Path(self.args.output_dir) / f"{self.args.output_name or 'last'}-rolling{self.place.step:08d}-state"
+        state = rolling_state(Path(self.args.output_dir), self.args.output_name, self.place.step)
         if state.is_dir() and state.stat().st_mtime >= self.began:  # not an earlier run's
             return state
         try:
@@ -126,7 +127,7 @@ class _Watch(TrainingCallback):
 
     def _newest_state(self) -> Path | None:
         """Return this run's newest state: one that it saved, or the one that it went on from."""
-        found = position.newest_state(Path(self.args.output_dir), self.args.output_name or "last")
+        found = position.newest_state(Path(self.args.output_dir), self.args.output_name)
         if found is not None and found.stat().st_mtime >= self.began:
             return found
         resumed = getattr(self.args, "resume", None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from kohya_ext import position, run_record
 from kohya_ext.console import note, warn
-from kohya_ext.output_names import ROLLING, states
+from kohya_ext.output_names import DEFAULT_NAME, ROLLING, rolling_state, states
 from kohya_ext.patching import Patch
 from kohya_ext.settings import Settings
 from kohya_ext.training_loop import Stage, TrainingCallback
@@ -61,7 +61,7 @@ class _Rolling(TrainingCallback):
     def _save(self, accelerator: Any) -> None:
         current = position.position()
         step = current.step if current is not None else self.step
-        state = self.folder / f"{self.name}-{ROLLING}{step:08d}-state"
+        state = rolling_state(self.folder, self.name, step)
         if self.saved is None:
             self.saved = self._inherited()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class _Rolling(TrainingCallback):
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Rolling:
     minutes = settings.checkpoint_every_minutes or 0.0
-    return _Rolling(Path(args.output_dir or "."), args.output_name or "last", minutes * 60, settings.checkpoint_keep)
+    return _Rolling(Path(args.output_dir or "."), args.output_name or DEFAULT_NAME, minutes * 60, settings.checkpoint_keep)
 
 
 PATCH = Patch(

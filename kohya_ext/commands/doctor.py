@@ -27,7 +27,7 @@ from kohya_ext.patching import TRAINING_LOOP, Outcome, Target
 from kohya_ext.probing import importable
 from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.session import OPTIONS, begin
-from kohya_ext.settings import MASTER_SWITCH, flags, options, switched_on
+from kohya_ext.settings import flags, switched_on, variables
 
 #: What sd-scripts and the patches depend on, by the name pip knows it by.
 PACKAGES = (
@@ -130,9 +130,8 @@ def _compile(device: str) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
-    names = [MASTER_SWITCH, *(option.environment for _, option in options() if option.environment)]
     return {
-        "variables": {name: os.environ[name] for name in names if name in os.environ},
+        "variables": {name: os.environ[name] for name in variables() if name in os.environ},
         "arms_plain_starts": switched_on(os.environ),
     }
 

@@ -199,3 +199,10 @@ def test_a_bar_begins_where_the_run_goes_on(monkeypatch):
     shown = bar.format_dict
     assert (shown["initial"], shown["n"]) == (60, 61)
     assert shown["elapsed"] < 60
+
+
+def test_a_state_of_an_earlier_version_is_refused_in_words(torch, tmp_path, capsys):
+    torch.save({"step": 3, "epoch": 0, "batch": 3, "finished": False}, tmp_path / position.FILE)
+    with pytest.raises(SystemExit):
+        stands().on_state_load(tmp_path)
+    assert "was saved by an earlier version of kohya_ext" in capsys.readouterr().err

@@ -191,3 +191,16 @@ def test_a_writers_own_temporary_files_go_with_it(tmp_path):
     fails = False
     write_whole(final, writing.in_own_folder(write), lambda: 0)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "a part")]
+
+
+def test_a_state_that_cannot_be_renamed_does_not_end_the_run(tmp_path, capsys):
+    writing.set_aside([tmp_path / "absent-state"], [])
+    assert "states of an earlier run stay under their names" in capsys.readouterr().err
+
+
+def test_a_name_as_long_as_a_file_system_allows_is_written(tmp_path):
+    final = tmp_path / ("\u732b" * 82 + ".safetensors")  # 3 bytes a letter: 258 would not fit
+    final = final.with_name(final.name[1:])
+    assert len(final.name.encode()) == 255
+    write_whole(final, writing.in_own_folder(lambda path: path.write_text("x")), lambda: 0)
+    assert [path.name for path in tmp_path.iterdir()] == [final.name]
