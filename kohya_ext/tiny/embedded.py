@@ -16,6 +16,7 @@ from typing import Any
 from kohya_ext.arguments import take_over
 from kohya_ext.console import stop
 from kohya_ext.errors import UserError
+from kohya_ext.overlay import Overlay
 from kohya_ext.sdscripts import Checkout
 from kohya_ext.session import Session
 
@@ -41,12 +42,21 @@ def setup_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no")
     parser.add_argument("--optimizer_type", choices=["AdamW"], default="AdamW")
     parser.add_argument("--network_module", choices=["networks.lora"], default="networks.lora")
-    parser.add_argument("--resolution", help="taken from a preset, without effect: pictures are shrunk to a few pixels")
     parser.add_argument("--seed", type=int, default=1)
-    for name in ("gradient_checkpointing", "sdpa", "cache_latents", "cache_text_encoder_outputs", "network_train_unet_only"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--enable_bucket", action="store_true", help="taken from a preset, without effect")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
     return parser
+
+
+def accept_presets(parser: argparse.ArgumentParser, presets: Overlay) -> None:
+    """Let the parser read every key of the presets; those that this loop does not know have no effect."""
+    known = {action.dest for action in parser._actions}
+    for key, preset in presets.values.items():
+        if key in known:
+            continue
+        if isinstance(preset.value, bool):
+            parser.add_argument(f"--{key}", action="store_true")
+        else:
+            parser.add_argument(f"--{key}", type=type(preset.value))
 
 
 def main() -> None:
@@ -58,6 +68,7 @@ def main() -> None:
     except UserError as error:
         stop(str(error))
     parser = setup_parser()
+    accept_presets(parser, session.run.presets)
     take_over(parser, session.run)
     train(parser.parse_args())
 
