@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.results import COMMIT_FILE, ROOT, kohya_ext_commit
 from kohya_ext.console import error, note
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import Checkout, find
+from kohya_ext.sdscripts.checkouts import Checkout, find
 
 NAME = "kohya_ext-benchmarks"
 LARGEST = 64 * 2**20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kohya_ext.vram import tiers
-from kohya_ext.vram.card import GIB, gigabytes
-from kohya_ext.vram.tiers import Tier
+from kohya_ext.planning import tiers
+from kohya_ext.planning.tiers import Tier
+from kohya_ext.units import GIB, gigabytes
 
 PICTURE = "cards.png"
 

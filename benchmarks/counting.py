@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from kohya_ext.arguments import read_arguments
-from kohya_ext.probing import importable
-from kohya_ext.sdscripts import Checkout
-from kohya_ext.vram import making, step
-from kohya_ext.vram.track import STEP, Tracker
+from kohya_ext.config.arguments import read_arguments
+from kohya_ext.estimate import measurement, step
+from kohya_ext.estimate.tracker import STEP, Tracker
+from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.introspect import importable
 
 
 @dataclass
@@ -65,8 +65,8 @@ def count(checkout: Checkout, script: str, argv: Sequence[str], without: Sequenc
     ``kernels``, ``moved_bytes`` and ``flops`` (a multiply-add is two), and the first two by operator.
     """
     run = read_arguments(script, argv, {})
-    with importable(checkout), making.patched(checkout, replace(run.settings, disable_patch=tuple(without))):
-        choices, arguments, trainer = making.read(checkout, script, run, argv)
+    with importable(checkout), measurement.patched(checkout, replace(run.settings, disable_patch=tuple(without))):
+        choices, arguments, trainer = measurement.read(checkout, script, run, argv)
         step.settle(choices, arguments, trainer)
         with step.faking() as assumptions:
             training = step.prepare(choices, arguments, trainer)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.sdscripts import Checkout
+from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import environment
 
 ROOT = Path(__file__).parent.parent
@@ -132,7 +132,7 @@ def last_line(log: Path) -> str:
 
 def available(patches: Sequence[str]) -> str | None:
     """Return why a variant cannot be had: a patch that this tree has not; None when it has all of them."""
-    from kohya_ext.patching import registry
+    from kohya_ext.patching.patch import registry
 
     missing = [name for name in patches if name not in registry()]
     return f"this version has no patch {', '.join(missing)}" if missing else None

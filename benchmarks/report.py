@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import cards, goals
 from benchmarks.results import FOLDER, Comparison, Result, Variant, kept, read
 from kohya_ext.console import error, note
-from kohya_ext.vram.card import GB
+from kohya_ext.units import GB
 
 REPORT = "README.md"
 

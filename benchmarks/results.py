@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, Literal
 
 from benchmarks.ratios import pooled, quartiles, ratio
-from kohya_ext.sdscripts import Checkout
+from kohya_ext.sdscripts.checkouts import Checkout
 
 SCHEMA = 1
 ROOT = Path(__file__).parent.parent

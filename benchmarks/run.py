@@ -16,10 +16,10 @@ from benchmarks.families import FAMILIES
 from benchmarks.plan import Plan
 from benchmarks.processes import Bench, WorkerError, ask_once
 from benchmarks.results import FOLDER, Result, begin
+from kohya_ext.config.settings import count
 from kohya_ext.console import error, note
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import find
-from kohya_ext.settings import count
+from kohya_ext.sdscripts.checkouts import find
 
 #: Suite -> module, function, rounds and samples a round.
 SUITES: Mapping[str, tuple[str, str, int, int]] = {

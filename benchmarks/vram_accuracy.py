@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.arguments import read_arguments
-from kohya_ext.probing import importable
-from kohya_ext.sdscripts import Checkout, find_or_fetch
+from kohya_ext.config.arguments import read_arguments
+from kohya_ext.estimate import cache, measurement
+from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
+from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import shrink
-from kohya_ext.vram import making, store
-from kohya_ext.vram.choices import Choices
 
 _COMMON = ["--sdpa", "--cache_latents", "--cache_text_encoder_outputs", "--mixed_precision", "bf16"]
 _LORA = ["--network_module", "networks.lora", "--network_dim", "16", "--network_train_unet_only", "--optimizer_type", "AdamW"]
@@ -65,17 +65,17 @@ COMPILED: dict[str, list[str]] = {
 
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     """Return both peaks of one command line in bytes, and how far the estimate is off, in percent of the measured one."""
-    from kohya_ext.vram.events import peak
-    from kohya_ext.vram.step import measure, settle
+    from kohya_ext.estimate.events import peak
+    from kohya_ext.estimate.step import measure, settle
 
     run = read_arguments(script, argv, {})
-    choices, arguments, trainer = making.read(checkout, script, run, argv)
+    choices, arguments, trainer = measurement.read(checkout, script, run, argv)
     settle(choices, arguments, trainer)
-    with making.patched(checkout, making.tracing(run.settings, choices)):
+    with measurement.patched(checkout, measurement.tracing(run.settings, choices)):
         log = measure(choices, arguments, trainer)
     estimated = peak(log.events, log.kinds).bytes
     before = sum(event.bytes for event in log.events[: log.start])
-    with making.patched(checkout, replace(run.settings, compile_dynamic="false", activation_memory_budget=None)):
+    with measurement.patched(checkout, replace(run.settings, compile_dynamic="false", activation_memory_budget=None)):
         above, tensors = _measured(choices, arguments, trainer)
     return {
         "before the step": before,
@@ -96,10 +96,10 @@ def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> 
     import torch
 
     from benchmarks.profiling import peak_of
-    from kohya_ext.vram.autocast import cuda_rules
-    from kohya_ext.vram.events import Kind, peak
-    from kohya_ext.vram.step import lay_out, prepare, take
-    from kohya_ext.vram.track import Tracker
+    from kohya_ext.estimate.autocast import cuda_rules
+    from kohya_ext.estimate.events import Kind, peak
+    from kohya_ext.estimate.step import lay_out, prepare, take
+    from kohya_ext.estimate.tracker import Tracker
 
     torch.manual_seed(1)
     with cuda_rules():
@@ -153,7 +153,7 @@ def main() -> int:
         "what": f"reduced models, U-Nets of {given.width} channels, {given.size}x{given.size} pixels, CPU; bytes and percent",
         "command": f"python -m benchmarks.vram_accuracy --width {given.width} --size {given.size}{more}",
         "sd_scripts": checkout.version,
-        "torch": store.version("torch"),
+        "torch": cache.version("torch"),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "cases": cases,
     }

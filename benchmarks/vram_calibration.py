@@ -22,12 +22,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.arguments import read_arguments
-from kohya_ext.probing import importable
-from kohya_ext.sdscripts import find_or_fetch
+from kohya_ext.config.arguments import read_arguments
+from kohya_ext.estimate import cache, measurement
+from kohya_ext.estimate.result import CONTEXT_BYTES
+from kohya_ext.sdscripts.checkouts import find_or_fetch
+from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import shrink
-from kohya_ext.vram import making, store
-from kohya_ext.vram.estimate import CONTEXT_BYTES
 
 _COMMON = "--mixed_precision bf16 --sdpa --cache_latents --cache_text_encoder_outputs"
 _LORA = f"{_COMMON} --network_dim 16 --network_train_unet_only --optimizer_type AdamW --network_module networks.lora"
@@ -53,8 +53,8 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     """Return one case's estimate and, on a card, what was allocated and reserved for it. Bytes."""
     import torch
 
-    from kohya_ext.vram.step import lay_out, prepare, settle, take
-    from kohya_ext.vram.track import Tracker
+    from kohya_ext.estimate.step import lay_out, prepare, settle, take
+    from kohya_ext.estimate.tracker import Tracker
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -64,12 +64,12 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     checkout = find_or_fetch(given.sd_scripts)
     script, *argv = [*case.split(), "--resolution", str(given.size)]
     run = read_arguments(script, argv, {})
-    estimated = making.make(checkout, script, run, argv)
+    estimated = measurement.make(checkout, script, run, argv)
     row: dict[str, Any] = {"estimated": {"allocated": estimated.allocated, "reserved": estimated.reserved}}
     cuda = given.device == "cuda"
     before = _used() if cuda else None
-    with importable(checkout), making.patched(checkout, making.eager(run.settings)):
-        choices, arguments, trainer = making.read(checkout, script, run, argv)
+    with importable(checkout), measurement.patched(checkout, measurement.eager(run.settings)):
+        choices, arguments, trainer = measurement.read(checkout, script, run, argv)
         settle(choices, arguments, trainer)
         torch.set_default_device(given.device)
         try:
@@ -143,7 +143,7 @@ def main() -> int:
         report["rows"][case] = json.loads(found) if done.returncode == 0 else {"failed": done.returncode}
         report |= {
             "what": "bytes; estimates and what a card says, one process a case",
-            "torch": store.version("torch"),
+            "torch": cache.version("torch"),
             "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
             "size": given.size,
             "fit": fit(report["rows"]),

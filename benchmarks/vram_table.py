@@ -2,7 +2,7 @@
 
     python benchmarks/vram_table.py [--layout v0.11] [--minutes 5]
 
-Writes kohya_ext/vram/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. To be run
+Writes kohya_ext/estimate/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. To be run
 again whenever a preset, a patch that changes memory, or the estimator changes; a test says so when it is not. About 15 seconds
 a row; rows that are there already are kept (delete the file to begin anew), so that an interrupted run goes on.
 
@@ -19,14 +19,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from kohya_ext import overlay, sdscripts
-from kohya_ext.arguments import read_arguments
-from kohya_ext.vram import choices as choosing
-from kohya_ext.vram import store
-from kohya_ext.vram.making import make
-from kohya_ext.vram.tiers import faster, tiers, words
+from kohya_ext.config import preset_files
+from kohya_ext.config.arguments import read_arguments
+from kohya_ext.estimate import cache
+from kohya_ext.estimate import memory_config as choosing
+from kohya_ext.estimate.measurement import make
+from kohya_ext.planning.tiers import faster, tiers, words
+from kohya_ext.sdscripts import checkouts
 
-TABLE = Path(store.__file__).parent / store.TABLE
+TABLE = Path(cache.__file__).parent / cache.TABLE
 
 #: The generation that every row is made on.
 FIRST = "v0.11"
@@ -34,7 +35,7 @@ FIRST = "v0.11"
 
 def questions() -> Iterator[tuple[str, list[str]]]:
     """Yield (script, arguments) of every tier, then of the choices that would be faster."""
-    asked = [(overlay.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
+    asked = [(preset_files.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
     yield from asked
     for tier, (script, argv) in zip(tiers(), asked, strict=True):
         if (next_one := faster(tier)) is not None and not tier.choices.blocks_to_swap:  # a block's weights are known
@@ -44,19 +45,19 @@ def questions() -> Iterator[tuple[str, list[str]]]:
 def main() -> int:
     """Make the rows that are missing, as far as the time goes; return 1 when some are missing still."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", default=FIRST, choices=sorted(sdscripts.KNOWN_LAYOUTS), help="a generation of sd-scripts")
+    parser.add_argument("--layout", default=FIRST, choices=sorted(checkouts.KNOWN_LAYOUTS), help="a generation of sd-scripts")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no row after so many")
     given = parser.parse_args()
-    checkout = next(checkout for checkout in sdscripts.known() if checkout.layout == given.layout)
+    checkout = next(checkout for checkout in checkouts.known() if checkout.layout == given.layout)
     end = time.monotonic() + 60 * given.minutes
-    table = store.read_table(TABLE)
-    rows = {store.text(row["choices"]): row for row in table["rows"]}
+    table = cache.read_table(TABLE)
+    rows = {cache.text(row["choices"]): row for row in table["rows"]}
     alike = {tuple(pair) for pair in table["alike"]}
     compared = set(alike)
     for script, argv in questions():
         run = read_arguments(script, argv, {})
         choices = choosing.normalized(choosing.read(script, run, argv)[0])
-        name, pair = store.text(choices.key()), (given.layout, choices.kind)
+        name, pair = cache.text(choices.key()), (given.layout, choices.kind)
         if (name in rows) if given.layout == FIRST else (pair in compared or name not in rows):
             continue
         compared.add(pair)
@@ -68,11 +69,11 @@ def main() -> int:
         )
         if given.layout == FIRST:
             rows[name] = made
-        elif store.figures(made) == store.figures(rows[name]):
+        elif cache.figures(made) == cache.figures(rows[name]):
             alike.add(pair)
         else:
             print(f"{pair} differs: {made}", file=sys.stderr)
-        store.write_table(TABLE, list(rows.values()), sorted(alike))
+        cache.write_table(TABLE, list(rows.values()), sorted(alike))
     return 0
 
 

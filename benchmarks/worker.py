@@ -26,15 +26,15 @@ import torch
 from benchmarks.counting import count
 from benchmarks.peers import PEERS
 from benchmarks.profiling import profile
-from kohya_ext.arguments import read_arguments
-from kohya_ext.patching import Patcher, registry
-from kohya_ext.sdscripts import Checkout, describe
-from kohya_ext.session import peak_memory
+from kohya_ext.config.arguments import read_arguments
+from kohya_ext.estimate import measurement
+from kohya_ext.estimate.memory_config import Choices, size
+from kohya_ext.estimate.models import build
+from kohya_ext.estimate.step import Training, forward, make_batch, prepare, settle, step_in_backward
+from kohya_ext.launch.session import peak_memory
+from kohya_ext.patching.patch import Patcher, registry
+from kohya_ext.sdscripts.checkouts import Checkout, describe
 from kohya_ext.tiny import shrink
-from kohya_ext.vram import making
-from kohya_ext.vram.choices import Choices, size
-from kohya_ext.vram.models import build
-from kohya_ext.vram.step import Training, forward, make_batch, prepare, settle, step_in_backward
 
 
 @dataclass
@@ -100,7 +100,7 @@ def ready(spec: dict[str, Any]) -> Step:
     if patcher is not None:
         patcher.arm()
     sys.path.insert(0, str(checkout.path))
-    choices, arguments, trainer = making.read(checkout, spec["script"], run, spec["arguments"])
+    choices, arguments, trainer = measurement.read(checkout, spec["script"], run, spec["arguments"])
     settle(choices, arguments, trainer)
     accelerator = _accelerator(arguments)
     with torch.device(accelerator.device):
@@ -308,7 +308,7 @@ def count_flops(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the FLOPs of one step, from the VRAM estimate's own run on fake tensors."""
     checkout = _checkout(spec)
     run = read_arguments(spec["script"], spec["arguments"], {})
-    return {"flops": making.make(checkout, spec["script"], run, spec["arguments"]).flops}
+    return {"flops": measurement.make(checkout, spec["script"], run, spec["arguments"]).flops}
 
 
 def count_work(spec: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
-from kohya_ext.patching import Patch
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage
 
 
 def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:

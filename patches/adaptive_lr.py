@@ -21,10 +21,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, stop
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 
 FILE = "kohya_ext_adaptive_lr.json"
 """The file in a state's folder."""

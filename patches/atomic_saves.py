@@ -17,13 +17,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import run_record
-from kohya_ext.output_names import final_models, kept_states, models
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.position import leftovers, position
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback, trained_weights
-from kohya_ext.writing import WhenFull, in_own_folder, set_aside, spare, write_whole
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, trained_weights
+from kohya_ext.run import run_record
+from kohya_ext.run.atomic_write import WhenFull, in_own_folder, set_aside, spare, write_whole
+from kohya_ext.run.output_files import final_models, kept_states, models
+from kohya_ext.run.resume import leftovers, position
 
 
 @dataclass

@@ -13,8 +13,8 @@ import random
 from functools import wraps
 from typing import Any
 
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Target, takes
 
 
 def _drawn_once(original: Any, settings: Settings) -> Any:

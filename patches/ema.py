@@ -19,11 +19,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import session
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, stop, warn
-from kohya_ext.patching import Patch, Target
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.launch import session
+from kohya_ext.patching.patch import Patch, Target
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 
 FILE = "kohya_ext_ema.safetensors"
 """The average in a state's folder."""

@@ -1,11 +1,10 @@
-"""Eager blocks do in few passes over an activation what the models' code does in many.
+"""Run eager blocks' normalization, rotary embedding, GEGLU and LoRA in few passes over each activation.
 
-A card at home waits for its memory at least as long as for its arithmetic, and without a compiler (Windows, no Triton) each
-operator of the models reads all and writes all again. ``python -m benchmarks.run work`` counts what that is. These are
-done as :mod:`kohya_ext.fused` has them: a LoRA's product and sum with the layer it is on, RMSNorm and the rotary embedding of
-FLUX and Chroma, Lumina's RMSNorm, and of SDXL's and SD1.5's transformer blocks the GEGLU and the layer norms, which autocast
-raises to 32 bits so that every layer behind them makes its own copy in 16. Compiled blocks stay as they are: a compiler fuses
-more.
+A step in eager mode is limited by memory bandwidth as much as by arithmetic: each operator reads and writes whole activations
+(``python -m benchmarks.run work`` counts the bytes). :mod:`kohya_ext.kernels.fused` holds the replacements: a LoRA's product
+and sum together with its layer; RMSNorm and the rotary embedding of FLUX and Chroma; Lumina's RMSNorm; GEGLU and the layer
+norms of SDXL's and SD1.5's transformer blocks, whose fp32 output under autocast every reader would copy to 16 bits. Compiled
+blocks are left alone, because a compiler fuses more.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-from kohya_ext.bodies import known
-from kohya_ext.lora_modules import FORWARD_OF_WEIGHTS, NETWORKS, asked_for
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.lora_modules import FORWARD_OF_WEIGHTS, NETWORKS, asked_for
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.training_loop import Stage
+from kohya_ext.sdscripts.fingerprints import known
 
 _done: Counter[str] = Counter()
 
@@ -32,7 +31,7 @@ def _facts() -> Mapping[str, object]:
 def _lora(original: Any, settings: Settings) -> Any:
     import torch
 
-    from kohya_ext.fused import linear_with_lora
+    from kohya_ext.kernels.fused import linear_with_lora
 
     other_than_a_product = asked_for(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
     can_be_split = asked_for(original, "split_dims")
@@ -64,7 +63,7 @@ def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settin
     def replace(original: Any, settings: Settings) -> Any:
         import torch
 
-        from kohya_ext.fused import rms_norm
+        from kohya_ext.kernels.fused import rms_norm
 
         @wraps(original)
         def forward(self: Any, x: Any) -> Any:
@@ -81,7 +80,7 @@ def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settin
 def _rotary_embedding(original: Any, settings: Settings) -> Any:
     import torch
 
-    from kohya_ext.fused import rotate
+    from kohya_ext.kernels.fused import rotate
 
     @wraps(original)
     def apply_rope(xq: Any, xk: Any, freqs_cis: Any) -> Any:
@@ -98,7 +97,7 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
 def _layer_norms(original: Any, settings: Settings) -> Any:
     import torch
 
-    from kohya_ext.fused import layer_norm
+    from kohya_ext.kernels.fused import layer_norm
 
     class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]  # torch is not followed
         def forward(self, x: Any) -> Any:
@@ -122,7 +121,7 @@ def _layer_norms(original: Any, settings: Settings) -> Any:
 def _geglu(original: Any, settings: Settings) -> Any:
     import torch
 
-    from kohya_ext.fused import geglu
+    from kohya_ext.kernels.fused import geglu
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:

@@ -12,19 +12,19 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import position, run_record
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, stop
 from kohya_ext.errors import UserError
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.training_loop import Stage
+from kohya_ext.run import resume, run_record
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> position.Position:
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Position:
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
-    if getattr(args, "resume", None) == position.AUTO:
+    if getattr(args, "resume", None) == resume.AUTO:
         try:
-            state = position.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
+            state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
         except UserError as error:
             stop(str(error))
         args.resume = str(state) if state is not None else None
@@ -37,7 +37,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> position.Po
     elif getattr(args, "resume", None):
         note(f"resuming from {args.resume}")
     run_record.begin(run)
-    return position.Position(args, accelerator)
+    return resume.Position(args, accelerator)
 
 
 def _load_state(original: Any, settings: Settings) -> Any:
@@ -45,7 +45,7 @@ def _load_state(original: Any, settings: Settings) -> Any:
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         folder = args[0] if args else kwargs.get("input_dir")
         if folder is not None and not settings.inexact_resume:
-            problem = position.random_state_problem(Path(folder), self.process_index)
+            problem = resume.random_state_problem(Path(folder), self.process_index)
             if problem is not None:
                 stop(
                     f"cannot resume exactly from {folder}: {problem}. Resume from another state, or add --inexact_resume to "

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Target, takes
 
 
 def _with_arrays(original: Any, settings: Settings) -> Any:

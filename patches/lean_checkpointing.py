@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kohya_ext.bodies import known
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.sdscripts.fingerprints import known
 
 _FRAME = ["recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"]
 

@@ -17,11 +17,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import position, stopping
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import error, warn
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
+from kohya_ext.run import resume, stop_request
 
 EXIT_CODE = 3
 """Of a run that was ended by this guard."""
@@ -83,7 +83,7 @@ class _Guard(TrainingCallback):
             self._give_up()
 
     def _say(self) -> None:
-        place = position.position()
+        place = resume.position()
         step = place.step if place is not None else self.steps
         losses = ", ".join(f"{float(loss):.4g}" for loss in self.losses) or "?"
         norm = "" if self.norm is None else f", gradient norm {float(self.norm):.4g}"
@@ -94,7 +94,7 @@ class _Guard(TrainingCallback):
         self.refuse_bad_weights("nothing more is saved")
         reason = f"{self.in_row} steps in a row were not finite"
         error(f"{reason}: the weights from before them are saved, and the run ends. A lower learning rate is the usual cure")
-        stopper = stopping.stopper()
+        stopper = stop_request.stopper()
         if stopper is None:
             raise SystemExit(EXIT_CODE)
         stopper.request(reason, EXIT_CODE)
@@ -106,7 +106,7 @@ class _Guard(TrainingCallback):
         weights = list(trained_weights(self.accelerator._optimizers))
         if not weights or bool(torch.stack([weight.isfinite().all().cpu() for weight in weights]).all()):
             return
-        state = position.newest_state(Path(self.args.output_dir), self.args.output_name)
+        state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
         advice = f"go on from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
         error(f"the trained weights are not finite (NaN or infinite): {consequence}; {advice}")
         raise SystemExit(EXIT_CODE)

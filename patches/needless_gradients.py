@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from kohya_ext.families import FAMILIES
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.sdscripts.families import FAMILIES
 
 #: Families with an offloading checkpoint that is reentrant: it loses gradients when nothing that enters a block requires grad.
 REENTRANT = ("anima",)

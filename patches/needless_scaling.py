@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from kohya_ext.lora_modules import FORWARD, NETWORKS, asked_for
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.lora_modules import FORWARD, NETWORKS, asked_for
+from kohya_ext.patching.patch import Patch, Target, takes
 
 #: Far inside the exponents of bf16 and fp32.
 _POWERS_OF_TWO = frozenset(2.0**exponent for exponent in range(-16, 17))

@@ -16,8 +16,8 @@ import inspect
 from functools import wraps
 from typing import Any
 
-from kohya_ext.patching import Patch, Target
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Target
 
 
 def _unless_true(original: object) -> str | None:

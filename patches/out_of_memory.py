@@ -19,16 +19,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kohya_ext import position, session, supervising
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import error as say
 from kohya_ext.console import note, warn
-from kohya_ext.output_names import rolling_state
-from kohya_ext.patching import Patch
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback
-from kohya_ext.vram import oom
-from kohya_ext.vram.ladder import TRAINING, Phase
-from kohya_ext.writing import impatient
+from kohya_ext.gpu import out_of_memory
+from kohya_ext.launch import oom_retry, session
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.planning.memory_savings import TRAINING, Phase
+from kohya_ext.run import resume
+from kohya_ext.run.atomic_write import impatient
+from kohya_ext.run.output_files import rolling_state
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
@@ -41,7 +42,7 @@ class _Watch(TrainingCallback):
     began: float = field(default_factory=time.time)
     stepping: bool = False
     """Whether a first step has begun."""
-    place: position.Place | None = None
+    place: resume.Place | None = None
     """Where the run stood after its last whole step."""
     ended: bool = False
     _before: Callable[..., Any] | None = None
@@ -60,7 +61,7 @@ class _Watch(TrainingCallback):
     def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
         """Report what ends the process, when it is out of memory."""
         (self._before or sys.__excepthook__)(kind, problem, trace)
-        if not self.ended and oom.is_out_of_memory(problem):
+        if not self.ended and out_of_memory.is_out_of_memory(problem):
             try:
                 self.report(problem)
             except Exception as other:  # what went wrong is said already
@@ -70,18 +71,18 @@ class _Watch(TrainingCallback):
         self.stepping = True
 
     def after_batch(self, accelerator: Any) -> None:
-        current = position.position()
+        current = resume.position()
         if accelerator.sync_gradients and current is not None and accelerator.num_processes == 1:
             self.place = current.place()
 
     def report(self, problem: BaseException) -> None:
         """Save what is whole, and say what happened and what to do."""
-        phase = oom.moment(problem, self.stepping)
-        current = position.position()
+        phase = out_of_memory.moment(problem, self.stepping)
+        current = resume.position()
         step = f"step {current.step + (phase in TRAINING)}, " if current is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
         say(f"out of memory ({step}{phase}): {first}")
-        say(oom.measured(self.accelerator.device))
+        say(out_of_memory.measured(self.accelerator.device))
         # What the failed step holds is in the way of saving, and its frames are all that holds it.
         traceback.clear_frames(problem.__traceback__)
         gc.collect()
@@ -92,14 +93,16 @@ class _Watch(TrainingCallback):
         if running is None or running.script is None:
             return
         script = running.script.name
-        if predicted := oom.predicted(running.checkout, script, self.args, running.run):
+        if predicted := out_of_memory.predicted(running.checkout, script, self.args, running.run):
             note(predicted)
-        step = oom.next_step(script, self.args, running.run, phase, state is not None)
-        for line in oom.advice(step, state) if step is not None else ["nothing is left to give up: it needs a larger card"]:
+        step = out_of_memory.next_step(script, self.args, running.run, phase, state is not None)
+        for line in (
+            out_of_memory.advice(step, state) if step is not None else ["nothing is left to give up: it needs a larger card"]
+        ):
             note(line)
         if phase == "sampling":
             note("or sample smaller pictures: --w 512 --h 512 in the prompts' file, or leave out --sample_prompts")
-        if (file := supervising.handed_over()) is not None and step is not None:
+        if (file := oom_retry.handed_over()) is not None and step is not None:
             going_on = str(state) if state is not None and step.rung.resumes else None
             file.write_text(
                 json.dumps({"changes": dict(step.changes), "what": step.rung.what, "state": going_on}), encoding="utf-8"
@@ -108,7 +111,7 @@ class _Watch(TrainingCallback):
     def _save(self, phase: Phase) -> Path | None:
         """Save the state after the last whole step; None where there is none, or where it may not be whole any more."""
         fused = any(getattr(self.args, name, None) for name in _FUSED)
-        current = position.position()
+        current = resume.position()
         if phase not in ("forward", "backward", "sampling") or fused or self.place is None or current is None:
             return None
         state = rolling_state(Path(self.args.output_dir), self.args.output_name, self.place.step)
@@ -127,7 +130,7 @@ class _Watch(TrainingCallback):
 
     def _newest_state(self) -> Path | None:
         """Return this run's newest state: one that it saved, or the one that it went on from."""
-        found = position.newest_state(Path(self.args.output_dir), self.args.output_name)
+        found = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
         if found is not None and found.stat().st_mtime >= self.began:
             return found
         resumed = getattr(self.args, "resume", None)
@@ -135,7 +138,7 @@ class _Watch(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
-    if settings.on_oom == "retry" and supervising.handed_over() is None:
+    if settings.on_oom == "retry" and oom_retry.handed_over() is None:
         warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
     watch = _Watch(args, accelerator, settings)
     watch.listen()

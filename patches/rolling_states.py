@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kohya_ext import position, run_record
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
-from kohya_ext.output_names import DEFAULT_NAME, ROLLING, rolling_state, states
-from kohya_ext.patching import Patch
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback
-from kohya_ext.writing import DiskFullError, impatient, remove_whole
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.run import resume, run_record
+from kohya_ext.run.atomic_write import DiskFullError, impatient, remove_whole
+from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Rolling(TrainingCallback):
         if not self._is_due(accelerator):
             return
         accelerator.wait_for_everyone()
-        if (current := position.position()) is not None:
+        if (current := resume.position()) is not None:
             current.gather()
         sharded = str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP")
         if accelerator.is_main_process or sharded:
@@ -59,7 +59,7 @@ class _Rolling(TrainingCallback):
         return bool(accelerator.gather(torch.tensor([due], device=accelerator.device, dtype=torch.int32))[0].item())
 
     def _save(self, accelerator: Any) -> None:
-        current = position.position()
+        current = resume.position()
         step = current.step if current is not None else self.step
         state = rolling_state(self.folder, self.name, step)
         if self.saved is None:

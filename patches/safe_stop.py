@@ -12,10 +12,10 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from kohya_ext import stopping
-from kohya_ext.patching import Patch
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage
+from kohya_ext.run import stop_request
 
 #: Taken as early as possible: a launcher that ends while the script is still importing is noticed too.
 _PARENT = os.getppid()
@@ -23,9 +23,9 @@ _PARENT = os.getppid()
 _PR_SET_PDEATHSIG = 1
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> stopping.Stopper:
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> stop_request.Stopper:
     launched = _is_launcher(_PARENT)
-    stopper = stopping.start(args, accelerator, settings, _PARENT if launched else 0)
+    stopper = stop_request.start(args, accelerator, settings, _PARENT if launched else 0)
     if launched:
         _end_with_parent()
     return stopper

@@ -12,10 +12,10 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from kohya_ext.checkpointing import covered_blocks, on_enable
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note
-from kohya_ext.patching import Patch
-from kohya_ext.settings import Settings
+from kohya_ext.patching.checkpointed_blocks import covered_blocks, on_enable
+from kohya_ext.patching.patch import Patch
 
 #: The kinds with the most work per byte, the best first; every other kind comes after them.
 FIRST = ("Upsample2D", "Downsample2D", "MLPEmbedder", "ResnetBlock2D", "SingleStreamBlock")

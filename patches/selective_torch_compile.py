@@ -17,12 +17,12 @@ from typing import Any
 
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.support import reason_to_stand_aside
+from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.families import FAMILIES
-from kohya_ext.patching import Patch, Target
-from kohya_ext.sdscripts import KNOWN_LAYOUTS, Layout
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, data_sets
+from kohya_ext.patching.patch import Patch, Target
+from kohya_ext.patching.training_loop import Stage, data_sets
+from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
+from kohya_ext.sdscripts.families import FAMILIES
 
 
 @dataclass(frozen=True)

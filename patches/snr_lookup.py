@@ -11,9 +11,9 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from kohya_ext.bodies import known
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.sdscripts.fingerprints import known
 
 _gathers = 0
 """Batches whose ratios were looked up."""

@@ -10,13 +10,13 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
+from kohya_ext.config.command_line import again
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import warn
-from kohya_ext.patching import Patch
-from kohya_ext.retyping import again
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback
-from kohya_ext.vram import spill
-from kohya_ext.vram.card import index_of
+from kohya_ext.gpu import spill
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.units import index_of
 
 
 @dataclass

@@ -8,10 +8,10 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from kohya_ext import step_times
-from kohya_ext.patching import Patch
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.run import step_times
 
 _WARM_UP = 2
 """Steps that are not counted: caches fill, kernels are chosen."""

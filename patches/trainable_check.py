@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import stop, warn
-from kohya_ext.patching import Patch, Target, takes
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 
 #: The last layers of text encoders are not read in SDXL, Lumina 2 and with --clip_skip: their LoRA has no gradient by design.
 _OF_TEXT_ENCODERS = "lora_te"

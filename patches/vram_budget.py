@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from kohya_ext import session
-from kohya_ext.checkpointing import on_enable
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, stop, warn
-from kohya_ext.patching import Patch
-from kohya_ext.settings import Settings
-from kohya_ext.training_loop import Stage, TrainingCallback, current
-from kohya_ext.vram.cap import FILLED, for_tensors, reason_not_to_spend
-from kohya_ext.vram.card import AUTO, index_of, said
-from kohya_ext.vram.estimate import CONTEXT_BYTES
+from kohya_ext.estimate.result import CONTEXT_BYTES
+from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
+from kohya_ext.launch import session
+from kohya_ext.patching.checkpointed_blocks import on_enable
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
+from kohya_ext.units import AUTO, index_of, said
 
 
 @dataclass
 class _Budget(TrainingCallback):
     device: Any
     spender: Any = None
-    """A :class:`kohya_ext.vram.spend.Spender`, whose module imports torch; None where only a cap is set."""
+    """A :class:`kohya_ext.gpu.budget_controller.Spender`, whose module imports torch; None where only a cap is set."""
 
     def before_batch(self, accelerator: Any) -> None:
         if self.spender is not None:
@@ -53,8 +53,8 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
         if reason is not None:
             note(f"memory budget: nothing below it is spent: {reason}")
         return _Budget(accelerator.device)
-    from kohya_ext.vram.gauge import CardGauge, HostGauge
-    from kohya_ext.vram.spend import Spender
+    from kohya_ext.gpu.budget_controller import Spender
+    from kohya_ext.gpu.memory_meter import CardGauge, HostGauge
 
     on_card = accelerator.device.type == "cuda"
     spender = Spender(round(limit * FILLED), CardGauge(accelerator.device) if on_card else HostGauge())

@@ -13,9 +13,9 @@ import pickle
 from functools import wraps
 from typing import Any
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import stop
-from kohya_ext.patching import Patch, Target
-from kohya_ext.settings import Settings
+from kohya_ext.patching.patch import Patch, Target
 
 _VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

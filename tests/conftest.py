@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kohya_ext.settings import variables
+from kohya_ext.config.settings import variables
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from kohya_ext.tiny import arguments
 #: A start is 20 ms: many are needed for a median that holds.
 STARTS = 20
 
-_REACHED = "import sys; print('kohya_ext.autoload' in sys.modules)"
+_REACHED = "import sys; print('kohya_ext.launch.autoload' in sys.modules)"
 
 
 def measure(plan: Plan, result: Result) -> None:

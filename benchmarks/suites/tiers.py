@@ -8,15 +8,15 @@ from benchmarks import models
 from benchmarks.plan import Plan
 from benchmarks.results import Comparison, Result, Variant
 from benchmarks.suites.script import train
-from kohya_ext import overlay
-from kohya_ext.vram.card import GIB
-from kohya_ext.vram.estimate import CONTEXT_BYTES
+from kohya_ext.config import preset_files
+from kohya_ext.estimate.result import CONTEXT_BYTES
+from kohya_ext.units import GIB
 
 
 def measure(plan: Plan, result: Result) -> None:
     """Run the presets one after another; a preset that does not fit has failed."""
-    names = [name for family, name, _ in overlay.shipped() if family == plan.family_name]
-    presets = [preset for preset in overlay.load(names, plan.family.script).presets if "vram_gb" in preset.about]
+    names = [name for family, name, _ in preset_files.shipped() if family == plan.family_name]
+    presets = [preset for preset in preset_files.load(names, plan.family.script).presets if "vram_gb" in preset.about]
     rows = [
         Variant(preset.name, f"{preset.name}: {preset.about['summary']}", ["--preset", preset.name], facts=_card(plan, preset))
         for preset in presets
@@ -40,13 +40,13 @@ def measure(plan: Plan, result: Result) -> None:
             start = ["-m", "benchmarks.capped", str(row.facts["cap_bytes"]), "--sd-scripts", str(plan.bench.checkout.path)]
             own = ["--preset", preset.name, *_reduced(plan), *plan.more]
             output = plan.bench.scratch / "runs" / f"{preset.name.replace('/', '-')}-{number}"
-            said = overlay.load([preset.name], plan.family.script).values  # its own, and those it extends
+            said = preset_files.load([preset.name], plan.family.script).values  # its own, and those it extends
             train(plan, row, output, [*start, plan.family.script], own, leave_out=set(said))
             plan.save()
     result.complete = comparison.is_whole(plan.rounds)
 
 
-def _card(plan: Plan, preset: overlay.Preset) -> dict[str, object]:
+def _card(plan: Plan, preset: preset_files.Preset) -> dict[str, object]:
     card = cast(int, preset.about["vram_gb"]) * GIB
     return {"card_bytes": card, "cap_bytes": card - CONTEXT_BYTES, "peak_said": preset.about.get("peak_gb")}
 

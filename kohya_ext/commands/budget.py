@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import asking, drawing
-from kohya_ext.arguments import read_arguments
+from kohya_ext import charts
+from kohya_ext.config import training_command
+from kohya_ext.config.arguments import read_arguments
 from kohya_ext.console import progress
-from kohya_ext.vram import choices as choosing
-from kohya_ext.vram.card import GB, gigabytes
+from kohya_ext.estimate import memory_config as choosing
+from kohya_ext.units import GB, gigabytes
 
 if TYPE_CHECKING:
-    from kohya_ext.vram.budgets import Cost, Graph
+    from kohya_ext.estimate.activation_budgets import Cost, Graph
 
 MB = 10**6
 
@@ -30,7 +31,7 @@ WIDTH = 132
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    asking.configure(parser, "its arguments, --preset among them, as for a run", _add_own)
+    training_command.configure(parser, "its arguments, --preset among them, as for a run", _add_own)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +43,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    asked = asking.read(arguments, "it has no blocks to compile", _add_own)
+    asked = training_command.read(arguments, "it has no blocks to compile", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
-    figure = drawing.figure(7, 4.5) if "plot" in own else None
+    figure = charts.figure(7, 4.5) if "plot" in own else None
     resolved = read_arguments(script, argv, os.environ)
     choosing.read(script, resolved, argv)  # refuses a script that is not modelled, before torch is imported
     with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
-        from kohya_ext.vram.making import make_budgets
+        from kohya_ext.estimate.measurement import make_budgets
 
         graphs = make_budgets(checkout, script, resolved, argv)
     if own.get("json"):
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(line, highlight=False, soft_wrap=True)
     if figure is not None:
         _draw(figure, script, graphs)
-        drawing.save(figure, own["plot"])
+        charts.save(figure, own["plot"])
     return 0
 
 
@@ -80,7 +81,7 @@ def _ways(graphs: Sequence[Graph]) -> dict[str, Callable[[Graph], Cost]]:
 
 
 def _totals(graphs: Sequence[Graph]) -> dict[str, Cost]:
-    from kohya_ext.vram.budgets import total
+    from kohya_ext.estimate.activation_budgets import total
 
     return {name: total(graphs, way) for name, way in _ways(graphs).items()}
 

@@ -10,20 +10,21 @@ import os
 import sys
 from typing import Any
 
-from kohya_ext import asking, preflight
-from kohya_ext.arguments import read_arguments, take_over
+from kohya_ext import preflight
+from kohya_ext.config import training_command
+from kohya_ext.config.arguments import read_arguments, take_over
 from kohya_ext.console import note, progress
-from kohya_ext.probing import importable, script_parser
+from kohya_ext.sdscripts.introspect import importable, script_parser
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    asking.configure(parser, "the script's own arguments")
+    training_command.configure(parser, "the script's own arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Look and say; leave with exit code 2 when the run would fail."""
-    asked = asking.read(arguments, "there is nothing to check")
+    asked = training_command.read(arguments, "there is nothing to check")
     checkout, script = asked.checkout, asked.script
     resolved = read_arguments(script.name, asked.argv, os.environ)
     final: list[argparse.Namespace] = []

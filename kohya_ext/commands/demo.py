@@ -19,11 +19,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kohya_ext import drawing, sdscripts
+from kohya_ext import charts
+from kohya_ext.config.settings import count, flags
 from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import Checkout
-from kohya_ext.settings import count, flags
+from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts.checkouts import Checkout
 
 SCRIPT = "sdxl_train_network.py"
 PICTURES = 12
@@ -110,9 +111,9 @@ class _Files:
 
 def _checkout(console: Console, named: Path | None) -> Checkout | None:
     if named is not None:
-        return sdscripts.find(named)
+        return checkouts.find(named)
     try:
-        return sdscripts.find_or_fetch()
+        return checkouts.find_or_fetch()
     except UserError as error:
         console.print(f"[yellow]{escape(str(error))}[/]")
         console.print("Going on without sd-scripts: an SDXL-shaped U-Net from diffusers and a small training loop of our own.")
@@ -142,7 +143,15 @@ def _real(arguments: argparse.Namespace, files: _Files, checkout: Checkout) -> t
 
 
 def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], dict[str, str]]:
-    command = [sys.executable, "-m", "kohya_ext.tiny.embedded", "--preset", arguments.preset, "--report", str(files.report)]
+    command = [
+        sys.executable,
+        "-m",
+        "kohya_ext.tiny.demo_training",
+        "--preset",
+        arguments.preset,
+        "--report",
+        str(files.report),
+    ]
     command += ["--train_data_dir", str(files.folder / "pictures"), "--output_dir", str(files.folder)]
     command += ["--output_name", OUTPUT_NAME, "--max_train_steps", str(arguments.steps)]
     command += ["--logging_dir", str(files.events), "--mixed_precision", "no"]
@@ -229,11 +238,11 @@ def _losses(folder: Path) -> tuple[list[float], float]:
 def _plot(losses: Sequence[float], file: Path) -> None:
     window = max(1, len(losses) // 8)
     smooth = [_mean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
-    figure = drawing.figure(7, 4)
+    figure = charts.figure(7, 4)
     axes = figure.add_subplot()
     axes.plot(range(1, len(losses) + 1), losses, color="#b8c4d6", linewidth=1, label="each step")
     axes.plot(range(1, len(losses) + 1), smooth, color="#1f4e8c", linewidth=2, label=f"mean of {window}")
     axes.set(xlabel="step", ylabel="loss", title="kohya_ext demo: a tiny LoRA")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    drawing.save(figure, file)
+    charts.save(figure, file)

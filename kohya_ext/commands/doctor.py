@@ -22,12 +22,12 @@ from rich.table import Table
 
 from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
+from kohya_ext.config.settings import flags, switched_on, variables
 from kohya_ext.console import progress
-from kohya_ext.patching import TRAINING_LOOP, Outcome, Target
-from kohya_ext.probing import importable
-from kohya_ext.sdscripts import UPSTREAM, Checkout, candidates, find
-from kohya_ext.session import OPTIONS, begin
-from kohya_ext.settings import flags, switched_on, variables
+from kohya_ext.launch.session import OPTIONS, begin
+from kohya_ext.patching.patch import TRAINING_LOOP, Outcome, Target
+from kohya_ext.sdscripts.checkouts import UPSTREAM, Checkout, candidates, find
+from kohya_ext.sdscripts.introspect import importable
 
 #: What sd-scripts and the patches depend on, by the name pip knows it by.
 PACKAGES = (

@@ -13,25 +13,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import asking, drawing
-from kohya_ext.arguments import RunArguments, read_arguments
+from kohya_ext import charts
+from kohya_ext.config import training_command
+from kohya_ext.config.arguments import RunArguments, read_arguments
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import Checkout
-from kohya_ext.vram import choices as choosing
-from kohya_ext.vram.cap import FILLED, for_tensors, reason_not_to_spend
-from kohya_ext.vram.card import AUTO, GB, GIB, gigabytes, label, said
-from kohya_ext.vram.choices import FP8, Choices
-from kohya_ext.vram.estimate import CONTEXT_BYTES, Estimate, estimate
-from kohya_ext.vram.fill import smallest_share
-from kohya_ext.vram.tiers import room
+from kohya_ext.estimate import memory_config as choosing
+from kohya_ext.estimate.memory_config import FP8, Choices
+from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate, estimate
+from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
+from kohya_ext.planning.checkpointing_ratio import smallest_share
+from kohya_ext.planning.tiers import room
+from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.units import AUTO, GB, GIB, gigabytes, label, said
 
 NOT_CALIBRATED = "not calibrated on CUDA: no figure has been compared with a GPU yet"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    asking.configure(parser, "its arguments, --preset among them, as for a run", _add_own)
+    training_command.configure(parser, "its arguments, --preset among them, as for a run", _add_own)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +58,9 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code: 1 when the run does not fit the GPU, so that shell scripts can ask."""
-    asked = asking.read(arguments, "nothing to estimate", _add_own)
+    asked = training_command.read(arguments, "nothing to estimate", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
-    figure = drawing.figure(9, 2.6) if "chart" in own else None
+    figure = charts.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
         argv += ["--vram", own["vram"]]
     resolved = read_arguments(script, argv, os.environ)
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(line, highlight=False, soft_wrap=True)
     if figure is not None:
         _draw(figure, found, card)
-        drawing.save(figure, own["chart"])
+        charts.save(figure, own["chart"])
     return 0 if (card is None or found.on_the_card <= card) and (budget is None or budget.fits) else 1
 
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kohya_ext.commands import presets
-from kohya_ext.patching import registry
-from kohya_ext.settings import MASTER_SWITCH, Settings, options
-from kohya_ext.user_files import read_text
+from kohya_ext.config.settings import MASTER_SWITCH, Settings, options
+from kohya_ext.config.user_files import read_text
+from kohya_ext.patching.patch import registry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -11,21 +11,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import asking
-from kohya_ext.arguments import read_arguments
+from kohya_ext import units as cards
 from kohya_ext.commands.estimate import NOT_CALIBRATED
+from kohya_ext.config import training_command
+from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.retyping import quoted
-from kohya_ext.vram import card as cards
-from kohya_ext.vram.card import gigabytes
-from kohya_ext.vram.plan import Candidate, Plan, plan
-from kohya_ext.vram.tiers import room
+from kohya_ext.planning.plan import Candidate, Plan, plan
+from kohya_ext.planning.tiers import room
+from kohya_ext.units import gigabytes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    asking.configure(parser, "its arguments that are to stay as they are", _add_own)
+    training_command.configure(parser, "its arguments that are to stay as they are", _add_own)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    asked = asking.read(arguments, "nothing to plan", _add_own)
+    asked = training_command.read(arguments, "nothing to plan", _add_own)
     checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
     given = ["--vram", own["vram"]] if "vram" in own else []
     # A preset from the environment would not be in the command line that comes out.

@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kohya_ext import overlay
-from kohya_ext.arguments import complete, find_problem, find_problems, preset_line, read_arguments, trace
+from kohya_ext.config import preset_files
+from kohya_ext.config.arguments import complete, find_problem, find_problems, preset_line, read_arguments, trace
+from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
-from kohya_ext.probing import script_parser
-from kohya_ext.sdscripts import find_or_fetch, is_training_script
-from kohya_ext.settings import flags
-from kohya_ext.vram import tiers
-from kohya_ext.vram.card import gigabytes
+from kohya_ext.planning import tiers
+from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
+from kohya_ext.sdscripts.introspect import script_parser
+from kohya_ext.units import gigabytes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +79,10 @@ def _script(names: Sequence[str]) -> str:
     """Return the first script of the first preset whose family is known. Raises UserError when none is."""
     for name in names:
         family = _family(name)
-        if family not in (None, "", overlay.ANY):
-            return next(iter(overlay.scripts(str(family)) or overlay.FAMILIES))  # loading it reports the error, if there is one
+        if family not in (None, "", preset_files.ANY):
+            return next(
+                iter(preset_files.scripts(str(family)) or preset_files.FAMILIES)
+            )  # loading it reports the error, if there is one
     raise UserError(
         f"{names[0]} means another preset for each script: give --script sdxl_train_network.py, for example, or the full name "
         "that `presets list` shows, sdxl-lora/16gb"
@@ -90,7 +92,7 @@ def _script(names: Sequence[str]) -> str:
 def _family(name: str) -> str | None:
     file = Path(name).expanduser()
     if file.suffix == ".toml" and file.is_file():
-        return overlay.parse(file.read_text(encoding="utf-8"), name, None).family
+        return preset_files.parse(file.read_text(encoding="utf-8"), name, None).family
     return name.lower().rpartition("/")[0]
 
 
@@ -101,8 +103,8 @@ def _list(console: Console) -> None:
         table = families.setdefault(family, Table(*head, box=None, pad_edge=False))
         table.add_row(*cells)
     for family, table in families.items():
-        named = "every script" if family == overlay.ANY else ", ".join(overlay.scripts(family))
-        base = overlay.base(family)
+        named = "every script" if family == preset_files.ANY else ", ".join(preset_files.scripts(family))
+        base = preset_files.base(family)
         if base is not None and "traded" in base.about:
             table.caption = f"traded at every size, unless said otherwise: {base.about['traded']}"
             table.caption_justify = "left"
@@ -121,8 +123,8 @@ NOTE = (
 def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
     """Yield (family, name, needs, left free, speed, what it is, traded) for every preset, as text."""
     known = {tier.name: tier for tier in tiers.tiers()}
-    for family, name, _ in overlay.shipped():
-        about = overlay.load([f"{family}/{name}"], overlay.scripts(family)[0]).presets[-1].about
+    for family, name, _ in preset_files.shipped():
+        about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         tier = known.get(f"{family}/{name}")
         needs = left = share = ""
         if tier is not None and tier.found is not None:
@@ -133,7 +135,7 @@ def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
 
 def _path(wanted: str) -> str:
     family, _, name = wanted.partition("/")
-    file = overlay.file_of(family, name)
+    file = preset_files.file_of(family, name)
     if file is None:
         raise UserError(f"no preset {wanted}: `presets list` shows them")
     return str(file)

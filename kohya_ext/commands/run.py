@@ -11,13 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kohya_ext import __version__, commands, sdscripts, supervising
-from kohya_ext.arguments import QuietParser, read_arguments
-from kohya_ext.autoload import watch
+from kohya_ext import __version__, commands
+from kohya_ext.config.arguments import QuietParser, read_arguments
+from kohya_ext.config.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
 from kohya_ext.errors import UserError, did_you_mean
-from kohya_ext.launching import pass_signals_on
-from kohya_ext.sdscripts import Checkout, find, find_or_fetch, is_training_script
-from kohya_ext.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
+from kohya_ext.launch import oom_retry
+from kohya_ext.launch.accelerate_signals import pass_signals_on
+from kohya_ext.launch.autoload import watch
+from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
 USAGE = """python -m kohya_ext [options] SCRIPT [script arguments]
        python -m kohya_ext COMMAND [--help]
@@ -49,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = [*own, *after]
     if not switched_off:
         resolved = _check(checkout, script, arguments, settings)
-        if resolved.on_oom == "retry" and is_training_script(script) and supervising.handed_over() is None:
-            return supervising.supervise(argv[: len(argv) - len(given.arguments)], given.arguments, resolved)
+        if resolved.on_oom == "retry" and is_training_script(script) and oom_retry.handed_over() is None:
+            return oom_retry.supervise(argv[: len(argv) - len(given.arguments)], given.arguments, resolved)
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is given: leave out one of the two")
 
@@ -130,7 +132,7 @@ def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_of
 def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("several processes need accelerate: `pip install accelerate`, or leave out --num_processes")
-    # Not accelerate.commands.launch: run as __main__, that module is out of reach for kohya_ext.launching.
+    # Not accelerate.commands.launch: run as __main__, that module is out of reach for kohya_ext.launch.accelerate_signals.
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if settings.accelerate_config is not None:
         command += ["--config_file", str(settings.accelerate_config)]
@@ -139,7 +141,7 @@ def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: 
     if settings.multi_gpu:
         command += ["--multi_gpu"]
     command += ["-m", "kohya_ext", str(script), *arguments]
-    environ = {MASTER_SWITCH: "1", **os.environ, sdscripts.VARIABLE: str(checkout.path)}
+    environ = {MASTER_SWITCH: "1", **os.environ, checkouts.VARIABLE: str(checkout.path)}
     if os.name == "posix":
         os.execve(sys.executable, command, environ)  # the same process: signals and the exit code need no passing on
     process = subprocess.Popen(command, env=environ)

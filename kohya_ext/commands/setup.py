@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kohya_ext import sdscripts
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import Checkout
+from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts.checkouts import Checkout
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +20,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repo",
         metavar="URL-OR-PATH",
         help="any git URL, a local repository, or a folder that already is a checkout (used in place when no --ref is given); "
-        f"default: {sdscripts.UPSTREAM}",
+        f"default: {checkouts.UPSTREAM}",
     )
     parser.add_argument(
         "--ref",
-        help=f"tag, branch or commit; default: the pinned v{sdscripts.PINNED_VERSION}, or {', '.join(sdscripts.KNOWN_REFS)}",
+        help=f"tag, branch or commit; default: the pinned v{checkouts.PINNED_VERSION}, or {', '.join(checkouts.KNOWN_REFS)}",
     )
     parser.add_argument(
         "--default",
@@ -46,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(arguments.default, str):
         if arguments.repo or arguments.ref:
             raise UserError("--default takes no value next to --repo or --ref: it makes their checkout the default")
-        checkout = sdscripts.make_default(arguments.default)
+        checkout = checkouts.make_default(arguments.default)
     else:
         checkout = _add(console, arguments)
         if arguments.default:
-            sdscripts.make_default(str(checkout.path))
+            checkouts.make_default(str(checkout.path))
     for line in _use(checkout):
         console.print(escape(line))
     return 0
@@ -60,11 +60,11 @@ def _add(console: Console, arguments: argparse.Namespace) -> Checkout:
     """Fetch or register a checkout, and print what it is."""
     folder = Path(arguments.repo).expanduser() if arguments.repo else None
     missing: tuple[str, ...] = ()
-    if folder is not None and arguments.ref is None and sdscripts.describe(folder, "") is not None:
-        checkout = sdscripts.register(folder)
+    if folder is not None and arguments.ref is None and checkouts.describe(folder, "") is not None:
+        checkout = checkouts.register(folder)
         done = "registered"
     else:
-        fetched = sdscripts.fetch_report(arguments.repo or sdscripts.UPSTREAM, arguments.ref or sdscripts.PINNED_REF)
+        fetched = checkouts.fetch_report(arguments.repo or checkouts.UPSTREAM, arguments.ref or checkouts.PINNED_REF)
         checkout, missing = fetched.checkout, fetched.missing
         done = "fetched and verified"
     console.print(f"{done}: {escape(checkout.label)}, layout {checkout.layout}, commit {checkout.commit or 'unknown'}")
@@ -78,7 +78,7 @@ def _add(console: Console, arguments: argparse.Namespace) -> Checkout:
 
 def _use(checkout: Checkout) -> list[str]:
     """Return which checkout is the default, how to change it, and which one is used in this folder if it is another."""
-    default = sdscripts.known()[0]
+    default = checkouts.known()[0]
     if default.path == checkout.path:
         lines = [f"{checkout.label} in {checkout.path} is the default"]
     else:
@@ -95,13 +95,13 @@ def _use(checkout: Checkout) -> list[str]:
 def _used() -> tuple[Checkout | None, str]:
     """Return the checkout that a run in this folder would use, or the error in the user's own choice."""
     try:
-        return sdscripts.find(), ""
+        return checkouts.find(), ""
     except UserError as error:
         return None, str(error)
 
 
 def _table() -> Table:
-    known = sdscripts.known()
+    known = checkouts.known()
     used, problem = _used()
     table = Table("used here", "version", "layout", "commit", "folder", title="sd-scripts checkouts", caption_justify="left")
     table.columns[-1].overflow = "fold"

@@ -16,8 +16,8 @@ from kohya_ext.compiling.configuration import keep_compiled_code, prepare_torch
 from kohya_ext.compiling.fallback import Kind, falling_back
 from kohya_ext.compiling.inputs import Inputs, arguments_of, has_several_sizes, mark_sizes, with_gradients
 from kohya_ext.compiling.support import find_obstacle
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
-from kohya_ext.settings import Settings
 
 #: Between two progress lines of one class, seconds: SDXL compiles more than a dozen graphs in its first step.
 QUIET_SECONDS = 10.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from kohya_ext import cache
 from kohya_ext.compiling.tracing import close_gaps, take_einops_whole, take_group_norm_whole
-from kohya_ext.session import current
+from kohya_ext.launch.session import current
 
 #: SDXL's ResnetBlock2D alone has 12 variants by its channels; torch's 8 would leave the rest eager without a word. With a
 #: memory budget of 0 a reduced SDXL then kept 1.6 times what checkpointing keeps; with all of them compiled, less than it.

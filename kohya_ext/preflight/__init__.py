@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kohya_ext import step_times
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, stop, warn
-from kohya_ext.settings import Settings
+from kohya_ext.run import step_times
 
 
 @dataclass
@@ -31,13 +31,13 @@ class Findings:
 
 def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     """Look at a training script's final arguments. Changes nothing but this: it makes the output folder."""
-    from kohya_ext.preflight import choices, data, models, output
+    from kohya_ext.preflight import data, models, options, output
 
     found = Findings()
     if getattr(args, "debug_dataset", False):
         return found
     checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
-        "arguments": choices.look,
+        "arguments": options.look,
         "model files": partial(models.look, settings=settings),
         "training set": data.look,
         "output folder": partial(output.look, settings=settings),

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings, buckets, caches, shortened
 from kohya_ext.preflight.buckets import Buckets
-from kohya_ext.user_files import read_dataset_config
 
 #: What sd-scripts takes for pictures; the last two with a plug-in only.
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")

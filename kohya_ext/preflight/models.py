@@ -5,13 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from kohya_ext import families, position, run_record
+from kohya_ext.config.command_line import spelt
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import silent
 from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings
-from kohya_ext.retyping import spelt
-from kohya_ext.safetensors_header import Header, read_header
-from kohya_ext.settings import Settings
+from kohya_ext.run import resume, run_record
+from kohya_ext.run.safetensors_header import Header, read_header
+from kohya_ext.sdscripts import families
 
 #: Arguments that name files to load, beside the model itself.
 _OTHERS = (
@@ -88,11 +89,11 @@ def _look_at_state(script: Path, args: Namespace, settings: Settings, found: Fin
     if not name or getattr(args, "resume_from_huggingface", False):
         return
     state: Path | None = Path(name)
-    if name == position.AUTO:
+    if name == resume.AUTO:
         run = run_record.current() or run_record.describe(script.name, args)
         try:
             with silent():  # the run itself logs which state it takes
-                state = position.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
+                state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
         except UserError as error:
             found.errors.append(str(error))
             return
@@ -101,7 +102,7 @@ def _look_at_state(script: Path, args: Namespace, settings: Settings, found: Fin
     assert state is not None
     if not state.is_dir():
         found.errors.append(f"--resume {state} does not exist")
-    elif (problem := position.state_problem(state, settings.inexact_resume)) is not None:
+    elif (problem := resume.state_problem(state, settings.inexact_resume)) is not None:
         found.errors.append(f"--resume {state} is damaged: {problem}. Resume from another state (--resume auto finds one)")
     else:
         record = run_record.read(state)

@@ -9,12 +9,12 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from kohya_ext import output_lock
-from kohya_ext.output_names import final_models
+from kohya_ext.config.settings import Settings
 from kohya_ext.preflight import Findings, sizes
 from kohya_ext.preflight.sizes import Size
-from kohya_ext.settings import Settings
-from kohya_ext.writing import previous
+from kohya_ext.run import output_lock
+from kohya_ext.run.atomic_write import previous
+from kohya_ext.run.output_files import final_models
 
 #: Bytes in a file's name, on all usual file systems.
 _LONGEST_NAME = 255

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from kohya_ext.safetensors_header import Header, read_header
+from kohya_ext.run.safetensors_header import Header, read_header
 
 #: In whose layers networks.lora and its sisters for the other families look for modules, and which of those they take.
 _TEXT_ENCODERS = ("conditioner.embedders.", "cond_stage_model.")

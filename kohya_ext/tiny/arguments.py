@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kohya_ext import families
-from kohya_ext.retyping import spelt
+from kohya_ext.config.command_line import spelt
+from kohya_ext.sdscripts import families
 from kohya_ext.tiny import dataset
 from kohya_ext.tiny.checkpoints import Models
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from kohya_ext import families
+from kohya_ext.sdscripts import families
 from kohya_ext.tiny.environment import python_path
 
 FAMILIES = tuple(family.name for family in families.FAMILIES)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import pytest
 
-from kohya_ext import sdscripts
-from kohya_ext.sdscripts import Checkout
+from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 from kohya_ext.tiny.checkpoints import Models
 from tests.real import starting
@@ -47,8 +47,8 @@ def _generations() -> dict[str, Checkout]:
 
     They are looked for while tests are collected, when the variable that names one is still set.
     """
-    found = [checkout for checkout in (sdscripts.find(), *sdscripts.known()) if checkout is not None]
-    return {checkout.layout: checkout for checkout in reversed(found) if checkout.layout in sdscripts.KNOWN_LAYOUTS}
+    found = [checkout for checkout in (checkouts.find(), *checkouts.known()) if checkout is not None]
+    return {checkout.layout: checkout for checkout in reversed(found) if checkout.layout in checkouts.KNOWN_LAYOUTS}
 
 
 def _why_not() -> str | None:

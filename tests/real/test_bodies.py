@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext import sdscripts  # noqa: E402
-from kohya_ext.bodies import fingerprint  # noqa: E402
-from kohya_ext.patching import Patch, Patcher, registry  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching.patch import Patch, Patcher, registry  # noqa: E402
+from kohya_ext.sdscripts import checkouts  # noqa: E402
+from kohya_ext.sdscripts.fingerprints import fingerprint  # noqa: E402
 
 #: Every target that replaces code, and each function that its patch has to know.
 KNOWN = [
@@ -87,7 +87,7 @@ def edited(checkout, tmp_path):
     text = file.read_text(encoding="utf-8")
     assert text.count(ours) == 1
     file.write_text(text.replace(ours, f"{ours} * 3"), encoding="utf-8")
-    return sdscripts.describe(copy, "edited")
+    return checkouts.describe(copy, "edited")
 
 
 @pytest.mark.newest

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.compiling import blocks, configuration  # noqa: E402
 from kohya_ext.compiling.budget import set_budget  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.estimate import activation_budgets, compiled  # noqa: E402
+from kohya_ext.estimate.events import Kind, peak_by_phase  # noqa: E402
+from kohya_ext.estimate.step import faking  # noqa: E402
+from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.tiny import environment  # noqa: E402
-from kohya_ext.vram import budgets, compiled  # noqa: E402
-from kohya_ext.vram.events import Kind, peak_by_phase  # noqa: E402
-from kohya_ext.vram.step import faking  # noqa: E402
-from kohya_ext.vram.track import BACKWARD, Tracker  # noqa: E402
 
 ROWS, WIDTH = 64, 32
 
@@ -46,20 +46,20 @@ def compile_with(monkeypatch, tmp_path):
 
 
 def test_each_way_is_counted_by_hand(compile_with):
-    compile_with(budgets.BACKEND)
+    compile_with(activation_budgets.BACKEND)
     mode = compiled.traceable()
-    with faking(mode), budgets._collecting(mode) as graphs:
+    with faking(mode), activation_budgets._collecting(mode) as graphs:
         torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
     (graph,) = graphs
     assert (graph.block, graph.enters, graph.calls) == ("Block", (ROWS, WIDTH), 3)
     inner = 4 * ROWS * 4 * WIDTH  # bytes of the four times wider tensor, in float32
     product = 2 * ROWS * WIDTH * 4 * WIDTH  # FLOPs of one layer
-    assert graph.eager == budgets.Cost(2 * inner, 6 * product)
-    assert graph.checkpointed == budgets.Cost(0, 7 * product), "recomputing stops before the second layer"
+    assert graph.eager == activation_budgets.Cost(2 * inner, 6 * product)
+    assert graph.checkpointed == activation_budgets.Cost(0, 7 * product), "recomputing stops before the second layer"
     # 1: both as eager. 0.75, 0.5: the activation is made again, for nothing. Below a half: the first layer is, too.
     found = {share: (cost.kept // inner, cost.flops // product) for share, cost in graph.budgets.items()}
     assert found == {1.0: (2, 6), 0.75: (1, 6), 0.5: (1, 6), 0.25: (0, 7), 0.1: (0, 7), 0.0: (0, 7)}
-    assert budgets.total(graphs, lambda one: one.eager) == budgets.Cost(6 * inner, 18 * product)
+    assert activation_budgets.total(graphs, lambda one: one.eager) == activation_budgets.Cost(6 * inner, 18 * product)
 
 
 @pytest.mark.parametrize(("budget", "kept", "held"), [(1.0, 1, 2), (0.0, 0, 1)])

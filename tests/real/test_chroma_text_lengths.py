@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches.chroma_text_lengths import PATCH, Lengths  # noqa: E402
 
 from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
-from kohya_ext.patching import Patcher  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching.patch import Patcher  # noqa: E402
 
 WIDTH, HEADS, PICTURE = 64, 2, 6
 #: Text lengths of a batch: different, equal, and those of another size.

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext import overlay, sdscripts
 from kohya_ext.__main__ import main
+from kohya_ext.config import preset_files
+from kohya_ext.sdscripts import checkouts
 from kohya_ext.tiny import environment
 
 torch = pytest.importorskip("torch")
@@ -25,19 +26,19 @@ def call(*command, cwd=None, **env):
 CHECK_PRESETS = """
 import sys
 from pathlib import Path
-from kohya_ext import overlay
-from kohya_ext.arguments import complete, find_problem
-from kohya_ext.probing import script_parser
-from kohya_ext.sdscripts import describe
+from kohya_ext.config import preset_files
+from kohya_ext.config.arguments import complete, find_problem
+from kohya_ext.sdscripts.checkouts import describe
+from kohya_ext.sdscripts.introspect import script_parser
 
 checkout = describe(Path(sys.argv[1]), "named")
 parsers, checked = {}, 0
-for family, name, _ in overlay.shipped():
-    for script in overlay.scripts(family):
+for family, name, _ in preset_files.shipped():
+    for script in preset_files.scripts(family):
         if script not in parsers:
             parsers[script] = script_parser(checkout, checkout.script(script))
             complete(parsers[script])
-        for key, value in overlay.load([f"{family}/{name}"], script).values.items():
+        for key, value in preset_files.load([f"{family}/{name}"], script).values.items():
             checked += 1
             if problem := find_problem(parsers[script], key, value.value):
                 print(f"PROBLEM {family}/{name} with {script}: {problem}")
@@ -118,8 +119,8 @@ def test_doctor_shows_every_patch_applied(checkout):
 
 
 def test_a_training_script_that_cannot_be_estimated_is_refused_in_one_line(checkout, capsys):
-    training = [script for script in checkout.scripts() if sdscripts.is_training_script(checkout.path / script)]
-    others = [script for script in training if script not in overlay.FAMILIES]
+    training = [script for script in checkout.scripts() if checkouts.is_training_script(checkout.path / script)]
+    others = [script for script in training if script not in preset_files.FAMILIES]
     assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"
     for command, script in [*(("estimate", script) for script in others), ("plan", others[0]), ("budget", others[0])]:
         assert main([command, "--sd-scripts", str(checkout.path), script, "--resolution", "512", "--vram", "24"]) == 2
@@ -131,7 +132,7 @@ def test_a_training_script_that_cannot_be_estimated_is_refused_in_one_line(check
 UPSTREAMS_TESTS = """
 import sys
 import pytest
-from kohya_ext import autoload, session
+from kohya_ext.launch import autoload, session
 
 autoload.watch()
 code = pytest.main(sys.argv[1:])

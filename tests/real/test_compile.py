@@ -225,7 +225,7 @@ def test_the_demos_own_unet_is_compiled_by_its_own_list_of_blocks(pictures, tmp_
         folder = tmp_path / name
         folder.mkdir()
         places = ["--output_dir", str(folder), "--logging_dir", str(folder), "--report", str(folder / REPORT)]
-        command = [sys.executable, "-m", "kohya_ext.tiny.embedded", *given, *places, *on]
+        command = [sys.executable, "-m", "kohya_ext.tiny.demo_training", *given, *places, *on]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": environment.python_path()}
         subprocess.run(command, env=environ, check=True)
     assert_close(*(load_file(tmp_path / name / "tiny.safetensors") for name in ("compiled", "eager")), 1e-5)

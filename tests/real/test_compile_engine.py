@@ -22,7 +22,7 @@ from kohya_ext.compiling import blocks, budget, configuration, support
 from kohya_ext.compiling.fallback import falling_back
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.tracing import GAPS, close_gaps
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
 
 EAGER = Settings(selective_torch_compile=True, compile_backend="eager")
 AOT = replace(EAGER, compile_backend="aot_eager")

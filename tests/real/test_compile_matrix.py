@@ -224,7 +224,7 @@ def test_bf16_is_as_near_to_float32_compiled_as_eager(checkout, train, script):
 def test_graphs_do_not_grow_with_depth(checkout, from_checkout, monkeypatch, tmp_path):
     """FLUX's own classes, 2 + 2 blocks and 6 + 12, checkpointed."""
     from kohya_ext.compiling import blocks, configuration
-    from kohya_ext.settings import Settings
+    from kohya_ext.config.settings import Settings
 
     models = from_checkout("library.flux_models")
     monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))

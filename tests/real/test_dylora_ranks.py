@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches.dylora_ranks import PATCH  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from kohya_ext.patching import Patcher  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching.patch import Patcher  # noqa: E402
 
 RANKS, STEPS = 4, 12
 

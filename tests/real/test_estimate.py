@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext import overlay
-from kohya_ext.overlay import FAMILIES
-from kohya_ext.sdscripts import Checkout
+from kohya_ext.config import preset_files
+from kohya_ext.config.preset_files import FAMILIES
+from kohya_ext.estimate import cache
+from kohya_ext.estimate.memory_config import OWN, Choices
+from kohya_ext.planning import tiers
+from kohya_ext.planning.memory_savings import Attempt, Step, after, steps
+from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny.environment import python_path
-from kohya_ext.vram import store, tiers
-from kohya_ext.vram.choices import OWN, Choices
-from kohya_ext.vram.ladder import Attempt, Step, after, steps
 from tests.real.conftest import ROOT
 
 SCRIPTS = tuple(FAMILIES)
@@ -102,13 +103,13 @@ TIERS = {tier.name: tier for tier in tiers.tiers()}
 )
 def test_the_table_says_what_an_estimate_says_today(checkout: Checkout, name: str) -> None:
     """Or python benchmarks/vram_table.py: a patch that is on by default has changed what a step needs."""
-    script = overlay.scripts(name.partition("/")[0])[0]
+    script = preset_files.scripts(name.partition("/")[0])[0]
     asked = ("--fresh", "--json", script, "--preset", name)
     done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), *asked)
     found = TIERS[name].found
     assert found is not None
     # Another torch than the table's saves a little more or less.
-    off = 0 if store.version("torch") == found.made_with["torch"] else 0.01
+    off = 0 if cache.version("torch") == found.made_with["torch"] else 0.01
     assert json.loads(done.stdout)["reserved"] == pytest.approx(found.reserved, rel=off), done.stderr[-2000:]
 
 

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from kohya_ext import families, sdscripts
-from kohya_ext.families import BY_NAME, FAMILIES
-from kohya_ext.lora_modules import NETWORKS
-from kohya_ext.safetensors_header import read_header
+from kohya_ext.patching.lora_modules import NETWORKS
+from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.sdscripts import checkouts, families
+from kohya_ext.sdscripts.families import BY_NAME, FAMILIES
 from kohya_ext.tiny.environment import python_path
 from tests.real.conftest import ROOT
 
@@ -24,7 +24,7 @@ WITHOUT_A_ROW = {"train_textual_inversion_XTI.py"}
 
 def test_every_training_script_is_in_the_table(checkout):
     scripts = [script for script in checkout.scripts() if "/" not in script]
-    training = {script for script in scripts if sdscripts.is_training_script(checkout.path / script)}
+    training = {script for script in scripts if checkouts.is_training_script(checkout.path / script)}
     assert {script for script in training if families.of(script, {}) is None} <= WITHOUT_A_ROW
     for family in FAMILIES:
         assert {family.lora, *family.finetune} <= training
@@ -48,7 +48,7 @@ def test_models_and_networks_are_upstreams(from_checkout):
         for network in map(from_checkout, family.networks):
             # A network without a class of its own takes another network's.
             lora = getattr(network, "LoRAModule", None) or network.lora_flux.LoRAModule
-            assert lora.__module__ in NETWORKS, f"{family.name} is missing from kohya_ext/lora_modules.py NETWORKS"
+            assert lora.__module__ in NETWORKS, f"{family.name} is missing from kohya_ext/patching/lora_modules.py NETWORKS"
 
 
 @pytest.mark.newest

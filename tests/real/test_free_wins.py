@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches import needless_scaling, snr_lookup  # noqa: E402
 
-from kohya_ext.lora_modules import NETWORKS  # noqa: E402
-from kohya_ext.patching import Patcher  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
+from kohya_ext.patching.patch import Patcher  # noqa: E402
 
 WINS = ("lean_checkpointing", "needless_gradients", "needless_scaling", "single_process_reduce", "snr_lookup")
 

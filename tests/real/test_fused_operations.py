@@ -7,10 +7,10 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches import fused_operations, needless_scaling  # noqa: E402
 from torch.utils._pytree import tree_iter  # noqa: E402
 
-from kohya_ext.lora_modules import NETWORKS  # noqa: E402
-from kohya_ext.patching import Patcher  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
-from kohya_ext.vram import autocast  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.estimate import autocast  # noqa: E402
+from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
+from kohya_ext.patching.patch import Patcher  # noqa: E402
 
 BATCH, TOKENS, HEADS, WIDTH, RANK = 2, 24, 2, 64, 8
 

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 
 from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
-from kohya_ext.patching import Patcher  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching.patch import Patcher  # noqa: E402
 
 MASKS = {
     "one": [[1, 1, 1, 1, 1]],

@@ -7,11 +7,11 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches import lean_checkpointing  # noqa: E402
 from torch.utils import checkpoint as checkpointing  # noqa: E402
 
-from kohya_ext.patching import Patcher  # noqa: E402
-from kohya_ext.sdscripts import Checkout  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
-from kohya_ext.vram.events import Kind, peak  # noqa: E402
-from kohya_ext.vram.track import BACKWARD, Tracker  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.estimate.events import Kind, peak  # noqa: E402
+from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
+from kohya_ext.patching.patch import Patcher  # noqa: E402
+from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 
 NAME = lean_checkpointing.PATCH.name
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext import position
 from kohya_ext.preflight import sizes
-from kohya_ext.safetensors_header import read_header
+from kohya_ext.run import resume
+from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.tiny import dataset, environment
 from tests.real.conftest import ROOT, SITE
 
@@ -79,7 +79,7 @@ def assert_all_whole(folder):
     for file in folder.glob("*.safetensors"):
         read_header(file)
     for state in folder.glob("*-state"):
-        assert position.state_problem(state) is None
+        assert resume.state_problem(state) is None
 
 
 def assert_nothing_failed(run):
@@ -107,7 +107,7 @@ def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, 
     # Reached in the training step: a state was saved after each, and the two newest are left, at the right step.
     states = sorted(path.name for path in ours.folder.glob("*-state"))
     assert states == ["tiny-rolling00000003-state", "tiny-rolling00000004-state"]
-    kept = torch.load(ours.folder / states[-1] / position.FILE, weights_only=True)
+    kept = torch.load(ours.folder / states[-1] / resume.FILE, weights_only=True)
     assert (kept["step"], kept["epoch"], kept["batch"]) == (4, 0, 4)
     assert_all_whole(ours.folder)
     # What was there before is kept, and that was said before the run.
@@ -159,7 +159,7 @@ def test_sigkill_costs_no_more_than_the_last_rolling_state(checkout, train, scri
     options = (*common, "--checkpoint_every_minutes", "0", "--adaptive_lr", "--adaptive_lr_patience", "1")
     part = train(checkout, script, *options, at_step=4, act=send(signal.SIGKILL))
     assert part.code == -signal.SIGKILL
-    newest = position.newest_state(part.folder, "tiny")
+    newest = resume.newest_state(part.folder, "tiny")
     assert int(newest.name.removeprefix("tiny-rolling").removesuffix("-state")) >= 4
     rest = train(checkout, script, *options, "--resume", "auto", output=part.folder)
     assert f"resuming from {newest}" in rest.output
@@ -234,8 +234,8 @@ def test_killed_anyhow_at_any_step_it_ends_bit_for_bit(checkout, train, uninterr
     for partial in tmp_path.glob("*.partial"):  # what the next preflight removes
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
     assert_all_whole(tmp_path)
-    newest = position.newest_state(tmp_path, "tiny")
-    assert torch.load(newest / position.FILE, weights_only=True)["step"] >= step
+    newest = resume.newest_state(tmp_path, "tiny")
+    assert torch.load(newest / resume.FILE, weights_only=True)["step"] >= step
 
     rest = train(checkout, script, *options, "--resume", "auto", output=tmp_path)
     whole = uninterrupted(checkout, script, options)
@@ -257,7 +257,7 @@ def test_the_stop_file_stops(checkout, train, tmp_path):
     part = train(checkout, FULL, "--max_train_steps", "500", "--stop_file", str(file), at_step=2, act=lambda _: file.touch())
     assert part.code == 130, part.output[-3000:]
     assert not file.exists()
-    assert position.newest_state(part.folder, "tiny") is not None
+    assert resume.newest_state(part.folder, "tiny") is not None
 
 
 @posix
@@ -268,7 +268,7 @@ def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train, armed):
     # The pipe to the training process is closed, so it has ended.
     assert not orphans(part.folder)
     assert part.code == (143 if armed else -signal.SIGTERM)
-    assert position.newest_state(part.folder, "tiny") is not None, part.output[-3000:]
+    assert resume.newest_state(part.folder, "tiny") is not None, part.output[-3000:]
     assert_all_whole(part.folder)
 
 
@@ -294,8 +294,8 @@ def test_two_processes_stop_together_and_go_on(checkout, train, act, code):
     assert part.code == code, part.output[-5000:]
     assert not orphans(part.folder)
     assert part.output.count("to go on: ") == 1
-    state = position.newest_state(part.folder, "tiny")
-    step = torch.load(state / position.FILE, weights_only=True)["step"]
+    state = resume.newest_state(part.folder, "tiny")
+    step = torch.load(state / resume.FILE, weights_only=True)["step"]
     # One step for both: the rolling state after each step, and the stop's own, are all at it or before it.
     assert state.name == f"tiny-step{step:08d}-state"
     assert sorted(part.folder.glob("*-rolling*-state"))[-1].name == f"tiny-rolling{step:08d}-state"
@@ -566,6 +566,6 @@ def test_the_names_and_files_of_patches_change_nothing(checkout, train, upstream
     assert stages[renamed["rolling_states"]] == "training_loop:SAVE"
     states = sorted(ours.folder.glob("*-state"))
     assert [state.name for state in states] == [f"tiny-rolling0000000{step}-state" for step in (1, 2, 3, 4)]
-    places = [torch.load(state / position.FILE, weights_only=True) for state in states]
+    places = [torch.load(state / resume.FILE, weights_only=True) for state in states]
     assert [(place["step"], place["batch"]) for place in places] == [(step, step) for step in (1, 2, 3, 4)]
     assert len(list(ours.folder.rglob("kohya_ext_ema.safetensors"))) == 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext import overlay
+from kohya_ext.config import preset_files
 from kohya_ext.preflight.buckets import Buckets
 from kohya_ext.tiny import dataset, environment
 
@@ -46,9 +46,9 @@ GUI_SCRIPTS = {
 CHECK_FILES = """
 import sys
 from pathlib import Path
-from kohya_ext.arguments import complete, find_problems, read_config_file
-from kohya_ext.probing import script_parser
-from kohya_ext.sdscripts import describe
+from kohya_ext.config.arguments import complete, find_problems, read_config_file
+from kohya_ext.sdscripts.introspect import script_parser
+from kohya_ext.sdscripts.checkouts import describe
 
 checkout = describe(Path(sys.argv[1]), "named")
 parsers = {}
@@ -110,7 +110,11 @@ SIZES = ((1024, 1024), (896, 1152), (832, 1216), (768, 1344), (640, 1536), (512,
 
 def test_a_preset_keeps_the_pixels_of_an_image_that_is_not_square(checkout, from_checkout):
     manager = from_checkout("library.train_util").BucketManager
-    bases = [base for family in {*overlay.FAMILIES.values(), *overlay.SIBLINGS} if (base := overlay.base(family)) is not None]
+    bases = [
+        base
+        for family in {*preset_files.FAMILIES.values(), *preset_files.SIBLINGS}
+        if (base := preset_files.base(family)) is not None
+    ]
     assert len(bases) == 10
     for values in ({key: value.value for key, value in base.values.items()} for base in bases):
         own = int(values["resolution"].split(",")[0])

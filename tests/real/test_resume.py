@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kohya_ext import position, run_record
+from kohya_ext.run import resume, run_record
 from kohya_ext.tiny import environment
 from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, TWO, assert_all_whole, posix, read, same, send
 
@@ -178,7 +178,7 @@ def test_two_processes_go_on_bit_for_bit(checkout, train, tmp_path):
     whole = train(checkout, FULL, *options, **TWO)
     part = train(checkout, FULL, *options, at_step=3, act=send(signal.SIGTERM), output=tmp_path, **TWO)
     assert part.code == 143, part.output[-3000:]
-    kept = torch.load(position.newest_state(tmp_path, "tiny") / position.FILE, weights_only=True)
+    kept = torch.load(resume.newest_state(tmp_path, "tiny") / resume.FILE, weights_only=True)
     assert kept["processes"] == len(kept["ranks"]) == 2
     rest = train(checkout, FULL, *options, "--resume", "auto", output=tmp_path, **TWO)
     assert "will differ" not in rest.output

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kohya_ext import families
+from kohya_ext.sdscripts import families
 from tests.real.test_start import assert_identical
 
 LORA, FLUX = "sdxl_train_network.py", "flux_train_network.py"

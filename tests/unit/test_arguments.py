@@ -2,8 +2,8 @@ import argparse
 
 import pytest
 
-from kohya_ext import arguments
-from kohya_ext.arguments import find_problem, read_arguments, read_config_file, take_over, trace
+from kohya_ext.config import arguments
+from kohya_ext.config.arguments import find_problem, read_arguments, read_config_file, take_over, trace
 from kohya_ext.errors import UserError, one_letter_off
 
 SCRIPT = "sdxl_train.py"

@@ -16,8 +16,8 @@ from benchmarks.results import Comparison, Result, Variant, kept, read, without_
 from benchmarks.suites import tiers as tiers_suite
 from benchmarks.suites.script import without
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import Checkout
-from kohya_ext.vram import tiers
+from kohya_ext.planning import tiers
+from kohya_ext.sdscripts.checkouts import Checkout
 
 
 def test_a_ratio_is_of_medians_and_its_spread_that_of_rounds():
@@ -163,7 +163,7 @@ def test_an_unknown_variant_is_named():
 
 
 def test_a_variant_without_its_patch_is_left_out(monkeypatch):
-    monkeypatch.setattr("kohya_ext.patching.registry", dict)
+    monkeypatch.setattr("kohya_ext.patching.patch.registry", dict)
     ((_, upstream), (_, compiled)) = _plan(variants=("upstream", "compiled")).recipes(())
     assert (upstream.status, compiled.status) == ("measured", "left out")
     assert "selective_torch_compile" in compiled.reason

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_sdscripts import make_tree
+from tests.unit.test_checkouts import make_tree
 
 ROOT = Path(__file__).parent.parent.parent
 

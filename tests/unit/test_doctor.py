@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from kohya_ext.commands import doctor
-from kohya_ext.patching import registry
+from kohya_ext.patching.patch import registry
 
 
 def row(patch, target, status="applied", reason="", surprise=False):

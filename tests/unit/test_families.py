@@ -10,27 +10,28 @@ import pytest
 from kohya_ext.patches import needless_gradients, selective_torch_compile
 
 from benchmarks import families as benchmarks
-from kohya_ext import families, overlay
-from kohya_ext.families import BY_NAME, FAMILIES, Checkpoint
+from kohya_ext.config import preset_files
+from kohya_ext.estimate.memory_config import Choices
 from kohya_ext.preflight import numbers
+from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.families import BY_NAME, FAMILIES, Checkpoint
 from kohya_ext.tiny import arguments
 from kohya_ext.tiny.checkpoints import locate
-from kohya_ext.vram.choices import Choices
 
 
 def missing(family):
     """The places that a family of the table is missing from."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
+    from kohya_ext.estimate import models
     from kohya_ext.tiny import shrink, weights
-    from kohya_ext.vram import models
 
     folder = family.presets(family.lora)
     there = {
-        "kohya_ext/vram/models.py BUILDERS": family.name in models.BUILDERS,
+        "kohya_ext/estimate/models.py BUILDERS": family.name in models.BUILDERS,
         "kohya_ext/tiny/weights.py WRITERS": family.name in weights.WRITERS,
         "kohya_ext/tiny/shrink.py SHRINKERS": family.module in shrink.SHRINKERS,
-        f"presets/{folder}": any(its == folder for its, _, _ in overlay.shipped()),
+        f"presets/{folder}": any(its == folder for its, _, _ in preset_files.shipped()),
         "checkpoints": all(kind.tensors for kind in family.checkpoints),
     }
     return [place for place, has in there.items() if not has]
@@ -51,7 +52,7 @@ def test_places_that_lack_a_family_are_named():
         module="library.qwen_image_models",
     )
     assert missing(new) == [
-        "kohya_ext/vram/models.py BUILDERS",
+        "kohya_ext/estimate/models.py BUILDERS",
         "kohya_ext/tiny/weights.py WRITERS",
         "kohya_ext/tiny/shrink.py SHRINKERS",
         "presets/qwen-image-lora",
@@ -63,8 +64,8 @@ A_NEW_ROW = """
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
-from kohya_ext import families
-from kohya_ext.families import Blocks, Checkpoint
+from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.families import Blocks, Checkpoint
 
 row = dataclasses.replace(
     families.BY_NAME["flux"],
@@ -86,12 +87,13 @@ row = dataclasses.replace(
 families.FAMILIES = (*families.FAMILIES, row)
 families.BY_NAME[row.name] = row
 
-from kohya_ext import overlay, preflight, yielding
+from kohya_ext import preflight
+from kohya_ext.config import preset_conflicts, preset_files
 from kohya_ext.patches import needless_gradients, selective_checkpointing, selective_torch_compile
-from kohya_ext.preflight import choices, models
+from kohya_ext.preflight import models, options
 from kohya_ext.tiny import arguments, checkpoints
-from kohya_ext.vram.choices import Choices
-from kohya_ext.vram.ladder import Attempt, steps
+from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.planning.memory_savings import Attempt, steps
 
 targets = {
     str(target.module) + ":" + target.attribute
@@ -103,18 +105,18 @@ assert targets >= {
     "library.qwen_image_models:QwenImage.enable_gradient_checkpointing",
     "library.qwen_image_models:QwenBlock._forward",
 }, targets
-assert overlay.FAMILIES[row.lora] == "qwen-image-lora"
-assert overlay.FAMILIES["qwen_image_train.py"] == "qwen-image-finetune"
+assert preset_files.FAMILIES[row.lora] == "qwen-image-lora"
+assert preset_files.FAMILIES["qwen_image_train.py"] == "qwen-image-finetune"
 assert Choices(row.lora).kind == "qwen-image-lora"
 assert Choices(row.lora).family is row
 run = Attempt(row.lora, {"mixed_precision": "bf16", "gradient_checkpointing": True}, lambda key: True)
 changes = {key: value for step in steps(run) for key, value in step.changes.items()}
 assert changes["fp8_scaled"] is True
 assert changes["blocks_to_swap"] == 29
-assert yielding.held_back(row.lora, {"cache_text_encoder_outputs": True}, {"caption_dropout_rate": 0.1})
+assert preset_conflicts.held_back(row.lora, {"cache_text_encoder_outputs": True}, {"caption_dropout_rate": 0.1})
 assert families.recognize(["transformer.txt_norm.weight"]) == (row, row.checkpoints[0])
 assert "qwen_vl" in models._OTHERS
-wrong = choices._impossible(Path(row.lora), Namespace(enable_bucket=True, bucket_reso_steps=8))
+wrong = options._impossible(Path(row.lora), Namespace(enable_bucket=True, bucket_reso_steps=8))
 assert any("multiple of 16" in problem for problem in wrong)
 tiny = checkpoints.locate("qwen-image", Path("tiny"))
 words = arguments.training_arguments(row.lora, tiny, Path("data"), Path("output"))
@@ -131,15 +133,15 @@ def test_a_new_row_reaches_every_reader():
 
 def test_nothing_else_names_a_family_that_is_not_in_the_table():
     pytest.importorskip("transformers")
+    from kohya_ext.estimate import models
     from kohya_ext.tiny import weights
-    from kohya_ext.vram import models
 
     names = [*selective_torch_compile.INPUTS, *needless_gradients.REENTRANT, *models.BUILDERS, *weights.WRITERS]
     assert set(names) <= set(BY_NAME)
     for name, inputs in selective_torch_compile.INPUTS.items():
         assert set(inputs) == set(BY_NAME[name].blocks.classes)
     folders = {folder for _, _, folder in families.with_presets()}
-    assert {folder for folder, _, _ in overlay.shipped()} <= {*folders, overlay.ANY}
+    assert {folder for folder, _, _ in preset_files.shipped()} <= {*folders, preset_files.ANY}
     for name, row in benchmarks.FAMILIES.items():
         assert BY_NAME[row.models].presets(row.script) == name
     scripts = {script for family in FAMILIES for script in family.scripts}

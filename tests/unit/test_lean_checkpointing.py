@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 import torch.utils.checkpoint as checkpointing  # noqa: E402
 from kohya_ext.patches.lean_checkpointing import PATCH  # noqa: E402
 
-from kohya_ext.settings import Settings  # noqa: E402
-from kohya_ext.vram.track import Allocations  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.estimate.tracker import Allocations  # noqa: E402
 
 
 def test_nothing_outlives_backward(monkeypatch):

@@ -7,8 +7,8 @@ from argparse import Namespace
 
 import pytest
 
-from kohya_ext import output_lock
 from kohya_ext.errors import UserError
+from kohya_ext.run import output_lock
 
 posix = pytest.mark.skipif(os.name != "posix", reason="a kill that nothing can answer")
 
@@ -16,7 +16,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="a kill that nothing can a
 HOLD = """
 import sys
 from argparse import Namespace
-from kohya_ext import output_lock
+from kohya_ext.run import output_lock
 output_lock.claim(Namespace(output_dir=sys.argv[1], output_name=sys.argv[2]))
 print("held", flush=True)
 sys.stdin.read()

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext import preflight, run_record
-from kohya_ext.preflight import choices, data, models, output
-from kohya_ext.safetensors_header import read_header
-from kohya_ext.settings import Settings
+from kohya_ext import preflight
+from kohya_ext.config.settings import Settings
+from kohya_ext.preflight import data, models, options, output
+from kohya_ext.run import run_record
+from kohya_ext.run.safetensors_header import read_header
 
 image = pytest.importorskip("PIL.Image")
 
@@ -350,7 +351,7 @@ def test_an_output_folder_that_cannot_be_made_is_said(tmp_path):
     ],
 )
 def test_what_cannot_work_is_said(script, args, said):
-    (error,) = found(choices.look, script, **args).errors
+    (error,) = found(options.look, script, **args).errors
     assert said in error
 
 
@@ -387,13 +388,13 @@ def test_what_cannot_work_is_said(script, args, said):
     ],
 )
 def test_a_number_out_of_range_is_answered_with_the_range(args, said):
-    (error,) = found(choices.look, "sdxl_train.py", **args).errors
+    (error,) = found(options.look, "sdxl_train.py", **args).errors
     assert error.startswith(said) or said in error
 
 
 def test_clip_skip_counts_for_sd15_alone():
-    assert found(choices.look, "train_db.py", clip_skip=0).errors
-    assert not found(choices.look, "sdxl_train.py", clip_skip=0).errors
+    assert found(options.look, "train_db.py", clip_skip=0).errors
+    assert not found(options.look, "sdxl_train.py", clip_skip=0).errors
 
 
 @pytest.mark.parametrize(
@@ -417,13 +418,13 @@ def test_clip_skip_counts_for_sd15_alone():
     ],
 )
 def test_a_number_that_upstream_takes_in_a_meaningful_way_is_let_through(args):
-    assert not found(choices.look, "sdxl_train.py", **args).errors
+    assert not found(options.look, "sdxl_train.py", **args).errors
 
 
 def test_a_number_out_of_range_in_a_dataset_config_is_named(tmp_path):
     config = tmp_path / "data.toml"
     config.write_text('[[datasets]]\nbatch_size = 0\n[[datasets.subsets]]\nimage_dir = "cats"\ncaption_dropout_rate = 2\n')
-    errors = found(choices.look, "sdxl_train.py", dataset_config=str(config)).errors
+    errors = found(options.look, "sdxl_train.py", dataset_config=str(config)).errors
     assert [error.partition(": ")[2].partition(":")[0] for error in errors] == ["train_batch_size 0", "caption_dropout_rate 2"]
 
 
@@ -442,7 +443,7 @@ def test_a_number_out_of_range_in_a_dataset_config_is_named(tmp_path):
     ],
 )
 def test_a_learning_rate_of_another_kind_of_optimizer_is_warned_about(args, said):
-    warnings = found(choices.look, "sdxl_train.py", **args).warnings
+    warnings = found(options.look, "sdxl_train.py", **args).warnings
     assert (said is None and not warnings) or (len(warnings) == 1 and said in warnings[0])
 
 
@@ -463,7 +464,7 @@ def test_a_package_that_is_not_installed_is_named_as_it_is_installed(monkeypatch
         return None if name.partition(".")[0] in ("xformers", "lycoris", "no_such_thing") else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", absent)
-    errors = found(choices.look, script, **args).errors
+    errors = found(options.look, script, **args).errors
     assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
 
 
@@ -483,7 +484,7 @@ def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
         '[[datasets.subsets]]\nimage_dir = "dogs"\ncolor_aug = true\n'
     )
     args = {"cache_text_encoder_outputs": True, "cache_latents": True, "shuffle_caption": True}
-    errors = found(choices.look, "sdxl_train.py", dataset_config=str(config), **args).errors
+    errors = found(options.look, "sdxl_train.py", dataset_config=str(config), **args).errors
     assert [error.partition(": ")[0] for error in errors] == [f"{config}, dogs"] * 2
     assert "--shuffle_caption" in errors[0]
     assert "--color_aug" in errors[1]
@@ -492,7 +493,7 @@ def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
 def test_what_works_is_let_through():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
-    assert not found(choices.look, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
+    assert not found(options.look, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
 
 
 @pytest.mark.parametrize(
@@ -510,7 +511,7 @@ def test_what_works_is_let_through():
 )
 def test_an_optimizers_and_a_schedulers_own_arguments_are_checked(package, args, said):
     pytest.importorskip(package)
-    (error,) = found(choices.look, "sdxl_train.py", **args).errors
+    (error,) = found(options.look, "sdxl_train.py", **args).errors
     assert said in error
 
 
@@ -521,7 +522,7 @@ def test_what_a_network_would_ignore_is_said(tmp_path):
     script = tmp_path / "sdxl_train_network.py"
     findings = preflight.Findings()
     args = Namespace(network_module="networks.lora", network_args=["conv_dim=4", "conf_dim=4"])
-    choices.look(script, args, findings)
+    options.look(script, args, findings)
     (warning,) = findings.warnings
     assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
 
@@ -530,7 +531,7 @@ def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
     def broken(script, args, findings, **more):
         raise RuntimeError("a bug")
 
-    for module in (choices, models, data, output):
+    for module in (options, models, data, output):
         monkeypatch.setattr(module, "look", broken)
     findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors
@@ -539,6 +540,6 @@ def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
 
 def test_a_dynamo_backend_that_sd_scripts_overrules_is_pointed_out(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    (said,) = found(choices.look, "sdxl_train.py").notes
+    (said,) = found(options.look, "sdxl_train.py").notes
     assert said.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
-    assert not found(choices.look, "sdxl_train.py", torch_compile=True).notes
+    assert not found(options.look, "sdxl_train.py", torch_compile=True).notes

@@ -2,9 +2,9 @@ import argparse
 
 import pytest
 
-from kohya_ext import settings
+from kohya_ext.config import settings
+from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.settings import Settings
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("off", False), ("", False), (True, True)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_sdscripts import make_tree
+from tests.unit.test_checkouts import make_tree
 
 ROOT = Path(__file__).parent.parent.parent
 LINE = (ROOT / "kohya_ext.pth").read_text()
@@ -55,12 +55,12 @@ def test_a_start_that_never_meets_sd_scripts_imports_nothing_else(env):
     command = [sys.executable, "-S", "-c", IMPORTED.format(line=LINE)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "['kohya_ext', 'kohya_ext.autoload']\n"
+    assert done.stdout == "['kohya_ext', 'kohya_ext.launch', 'kohya_ext.launch.autoload']\n"
 
 
 @pytest.mark.parametrize("env", [{"KOHYA_EXT": "0"}, {"KOHYA_EXT_DISABLE": "*"}, {"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "0"}])
 def test_a_switch_that_is_off_begins_no_session(tree, env):
-    done = start("import library, sys; print('kohya_ext.session' in sys.modules)", ROOT, tree, **env)
+    done = start("import library, sys; print('kohya_ext.launch.session' in sys.modules)", ROOT, tree, **env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
@@ -68,13 +68,16 @@ def test_a_switch_that_is_off_begins_no_session(tree, env):
     "env", [{"KOHYA_EXT": "1"}, {"KOHYA_EXT_PRESET": "16gb"}, {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0"}]
 )
 def test_a_switch_begins_the_session_when_library_is_imported(tree, env):
-    code = "import library, kohya_ext.session as s, sys; print(s.current().checkout.path, 'torch' in sys.modules)"
+    code = "import library, kohya_ext.launch.session as s, sys; print(s.current().checkout.path, 'torch' in sys.modules)"
     done = start(code, ROOT, tree, **env)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tree} False\n", "")
 
 
 def test_a_library_that_was_imported_first_is_noticed(tree):
-    code = "import library; from kohya_ext import autoload, session; autoload.watch(); print(session.current().checkout.path)"
+    code = (
+        "import library; from kohya_ext.launch import autoload, session\n"
+        "autoload.watch(); print(session.current().checkout.path)"
+    )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tree)])}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tree}\n", "")
@@ -83,7 +86,8 @@ def test_a_library_that_was_imported_first_is_noticed(tree):
 def test_asking_where_library_is_imports_nothing_and_loses_nothing(tree):
     code = (
         "import importlib, importlib.util, sys; spec = importlib.util.find_spec('library'); print('library' in sys.modules)\n"
-        "import library; library = importlib.reload(library); import kohya_ext.session as s; print(s.current() is not None)"
+        "import library; library = importlib.reload(library); import kohya_ext.launch.session as s\n"
+        "print(s.current() is not None)"
     )
     done = start(code, ROOT, tree, KOHYA_EXT="1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\nTrue\n", "")
@@ -92,7 +96,7 @@ def test_asking_where_library_is_imports_nothing_and_loses_nothing(tree):
 def test_a_library_of_another_program_is_left_alone(tmp_path):
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "__init__.py").write_text("")
-    done = start("import library, kohya_ext.session as s; print(s.current())", ROOT, tmp_path, KOHYA_EXT="1")
+    done = start("import library, kohya_ext.launch.session as s; print(s.current())", ROOT, tmp_path, KOHYA_EXT="1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext import preflight, step_times
+from kohya_ext import preflight
+from kohya_ext.config.settings import Settings
 from kohya_ext.preflight import data
-from kohya_ext.settings import Settings
+from kohya_ext.run import step_times
 
 SCRIPT = Path("sdxl_train_network.py")
 

@@ -2,17 +2,18 @@
 
 import pytest
 
-from kohya_ext import overlay
-from kohya_ext.arguments import find_problem
-from kohya_ext.tiny import embedded
+from kohya_ext.config import preset_files
+from kohya_ext.config.arguments import find_problem
+from kohya_ext.tiny import demo_training
 
-PRESETS = [name for family, name, _ in overlay.shipped() if family == "sdxl-lora"]
+PRESETS = [name for family, name, _ in preset_files.shipped() if family == "sdxl-lora"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_embedded_loop_reads_every_key_of_a_preset(name):
-    presets = overlay.load([name], embedded.STANDS_FOR)
-    parser = embedded.setup_parser()
-    embedded.accept_presets(parser, presets)
+    presets = preset_files.load([name], demo_training.STANDS_FOR)
+    parser = demo_training.setup_parser()
+    demo_training.accept_presets(parser, presets)
     problems = [find_problem(parser, key, value.value) for key, value in presets.values.items()]
-    assert problems and not any(problems)
+    assert problems
+    assert not any(problems)

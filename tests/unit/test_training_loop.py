@@ -16,11 +16,11 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.accelerator import Accelerator  # noqa: E402
 from accelerate.data_loader import DataLoaderShard  # noqa: E402
 
-from kohya_ext import position, stopping  # noqa: E402
-from kohya_ext.patching import TRAINING_LOOP, Patch, Patcher, registry  # noqa: E402
-from kohya_ext.sdscripts import Checkout  # noqa: E402
-from kohya_ext.settings import Settings  # noqa: E402
-from kohya_ext.training_loop import Stage, TrainingCallback, current, current_batch, data_sets  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching.patch import TRAINING_LOOP, Patch, Patcher, registry  # noqa: E402
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, data_sets  # noqa: E402
+from kohya_ext.run import resume, stop_request  # noqa: E402
+from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 
 CHECKOUT = Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for the test")
 
@@ -147,7 +147,7 @@ def run_everything(seed, folder):
     watch = importlib.import_module("kohya_ext.patches.out_of_memory")._Watch
 
     def look():
-        places.append((position.position().step, current(watch).place.step if current(watch).place else 0))
+        places.append((resume.position().step, current(watch).place.step if current(watch).place else 0))
 
     patcher.arm()
     try:
@@ -156,9 +156,7 @@ def run_everything(seed, folder):
         wrapped = {name: vars(owner())[name] for name, owner in WRAPPED.items()}
     finally:
         patcher.undo()
-    saved = {
-        state.name: torch.load(state / position.FILE, weights_only=True)["step"] for state in sorted(folder.glob("*-state"))
-    }
+    saved = {state.name: torch.load(state / resume.FILE, weights_only=True)["step"] for state in sorted(folder.glob("*-state"))}
     files = {file.relative_to(folder) for file in folder.rglob("*") if file.is_file()}
     tensors = [file.read_bytes() for file in sorted(folder.rglob("*.safetensors"))]
     return weights, places, saved, files, tensors, orders, wrapped
@@ -248,14 +246,14 @@ def test_undo_ends_the_run_and_the_next_one_starts_clean(library, tmp_path):
         patcher = Patcher(registry(), EVERYTHING, CHECKOUT)
         patcher.arm()
         weights = train(arguments(tmp_path / name))
-        assert (position.position().step, position.position().epoch) == (4, 1)
-        assert stopping.stopper().stepping
+        assert (resume.position().step, resume.position().epoch) == (4, 1)
+        assert stop_request.stopper().stepping
         assert sys.excepthook != before[0]
         facts = {name: patch.facts() for name, patch in patcher.patches.items() if patch.facts is not None}
-        seen.append((weights[0].tolist(), len(stopping.stopper().states), str(facts["needless_gradients"])))
+        seen.append((weights[0].tolist(), len(stop_request.stopper().states), str(facts["needless_gradients"])))
         patcher.undo()
-        assert position.position() is None
-        assert stopping.stopper() is None
+        assert resume.position() is None
+        assert stop_request.stopper() is None
         assert current_batch() == {}
         assert (sys.excepthook, signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert seen[0] == seen[1]
@@ -266,11 +264,11 @@ def test_a_second_run_of_the_same_patches_starts_clean(library, tmp_path):
     patcher.arm()
     try:
         first = train(arguments(tmp_path / "first"))
-        stands = position.position()
+        stands = resume.position()
         handler = signal.getsignal(signal.SIGTERM)
         second = train(arguments(tmp_path / "second"))
-        assert position.position() is not stands
-        assert position.position().step == 4
+        assert resume.position() is not stands
+        assert resume.position().step == 4
         assert signal.getsignal(signal.SIGTERM) not in (handler, signal.SIG_DFL)
         assert torch.equal(first[0], second[0])
     finally:

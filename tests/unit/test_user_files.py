@@ -6,13 +6,13 @@ import pytest
 import toml
 from kohya_ext.patches.toml_byte_order_mark import PATCH
 
-from kohya_ext.arguments import read_arguments
+from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.settings import Settings
+from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError
-from kohya_ext.patching import Patcher
-from kohya_ext.sdscripts import Checkout
-from kohya_ext.settings import Settings
-from kohya_ext.user_files import read_dataset_config, subsets
-from kohya_ext.vram import tiers
+from kohya_ext.patching.patch import Patcher
+from kohya_ext.planning import tiers
+from kohya_ext.sdscripts.checkouts import Checkout
 
 DOCUMENT = {"general": {"a": 1, "b": 1}, "datasets": [{"b": 2, "resolution": 768, "subsets": [{"image_dir": "x"}, {"a": 3}]}]}
 

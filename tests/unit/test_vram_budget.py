@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from kohya_ext.patches import spill_watch, vram_budget
 
-from kohya_ext.settings import Settings
-from kohya_ext.vram import oom, spill
-from kohya_ext.vram.estimate import CONTEXT_BYTES
+from kohya_ext.config.settings import Settings
+from kohya_ext.estimate.result import CONTEXT_BYTES
+from kohya_ext.gpu import out_of_memory, spill
 
 torch = pytest.importorskip("torch")
 
@@ -62,7 +62,7 @@ def test_without_a_card_nothing_is_capped_and_that_is_said(capsys):
 
 def test_what_lies_on_the_card_is_said(card):
     card.reserved, card.free = 12 * GB, 3 * GB
-    assert oom.measured(card.device) == (
+    assert out_of_memory.measured(card.device) == (
         "of the card's 16.00 GB, 12.00 are reserved by this run (11.00 by tensors now, 12.00 at most), "
         "1.00 are other programs' and CUDA's own, 3.00 are free"
     )

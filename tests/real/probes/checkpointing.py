@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kohya_ext.patching import Patcher, registry
-from kohya_ext.sdscripts import describe
-from kohya_ext.settings import Settings
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patcher, registry
+from kohya_ext.sdscripts.checkouts import describe
 from kohya_ext.tiny import shrink, vocabulary
 
 PATCHES = ("nonreentrant_checkpointing", "lean_checkpointing")

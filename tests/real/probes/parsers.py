@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from kohya_ext.probing import script_parser
-from kohya_ext.sdscripts import describe
+from kohya_ext.sdscripts.checkouts import describe
+from kohya_ext.sdscripts.introspect import script_parser
 
 checkout = describe(Path(sys.argv[1]), "given")
 assert checkout is not None

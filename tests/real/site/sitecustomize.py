@@ -49,8 +49,8 @@ def weigh(module):
 
     @contextlib.contextmanager
     def accumulate(self, *models):
-        from kohya_ext.vram.gauge import HostGauge
-        from kohya_ext.vram.track import Allocations
+        from kohya_ext.estimate.tracker import Allocations
+        from kohya_ext.gpu.memory_meter import HostGauge
 
         gauge, scale = HostGauge(), Allocations()
         gauge.begin()

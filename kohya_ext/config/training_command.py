@@ -1,0 +1,78 @@
+"""Shared parsing for commands that take a training script: ``python -m kohya_ext COMMAND SCRIPT [its arguments]``.
+
+The command's own options and those of a run may be given before SCRIPT and after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.config.arguments import QuietParser
+from kohya_ext.config.settings import add_to, flags, options
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch, is_training_script
+
+#: Adds a command's own options to a parser, every default argparse.SUPPRESS: they are read before SCRIPT and after it.
+AddOwn = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A training command line, and the options of the command that reads it."""
+
+    checkout: Checkout
+    script: Path
+    argv: list[str]
+    """The script's arguments, without the command's own options."""
+    own: Mapping[str, Any]
+    """The command's own options that were given, by name."""
+
+
+def _none(parser: argparse.ArgumentParser) -> None:
+    """For a command that has no options of its own."""
+
+
+def configure(parser: argparse.ArgumentParser, arguments: str, add_own: AddOwn = _none) -> None:
+    """Add a command's own options, SCRIPT and its arguments, which are described as ``arguments``."""
+    _add(parser, add_own)
+    # A run's options are parsed here only to tell their values from SCRIPT; `read` passes them on as words.
+    of_a_run = parser.add_argument_group()
+    free = (name for name, _ in options() if not any(flag in parser._option_string_actions for flag in flags(name)))
+    add_to(of_a_run, only=frozenset(free))
+    for action in of_a_run._group_actions:
+        action.help = argparse.SUPPRESS
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="a training script of sd-scripts: sdxl_train_network.py, sdxl_train.py, ..."
+    )
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help=arguments).required = False
+
+
+def read(given: argparse.Namespace, otherwise: str, add_own: AddOwn = _none) -> Question:
+    """Return the parsed command line; fetch sd-scripts when no checkout is found.
+
+    Raises UserError when there is no such script, or when it does not train: ``otherwise`` is the consequence for the command.
+    """
+    before = given.words[: len(given.words) - len(given.arguments) - 1]
+    parser = QuietParser(add_help=False, allow_abbrev=False)
+    _add(parser, add_own)
+    own, argv = parser.parse_known_args([*before, *given.arguments])
+    checkout = find_or_fetch(vars(own).get("sd_scripts"), given.script)
+    script = checkout.script(given.script)
+    if not is_training_script(script):
+        raise UserError(f"{script.name} is not a training script: {otherwise}")
+    return Question(checkout, script, argv, vars(own))
+
+
+def _add(parser: argparse.ArgumentParser, add_own: AddOwn) -> None:
+    add_own(parser)
+    parser.add_argument(
+        *flags("sd_scripts"),
+        type=Path,
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,
+        help="the checkout to use, instead of looking for one",
+    )

@@ -1,0 +1,130 @@
+"""What PyTorch's CUDA caching allocator reserves for a log of allocations: the driver never sees a tensor, only segments.
+
+Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings (no expandable segments, no maximum
+split size): best fit in two pools, blocks split and merged inside segments that go back to the driver only when it has no more.
+https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kohya_ext.estimate.events import Event
+
+_KIB, _MIB = 2**10, 2**20
+#: Every size is a multiple of this.
+MIN_BLOCK = 512
+#: Up to here a tensor goes to the pool of small segments.
+SMALL = 1 * _MIB
+SMALL_SEGMENT = 2 * _MIB
+#: From here on a tensor gets a segment of its own size.
+LARGE = 10 * _MIB
+LARGE_SEGMENT = 20 * _MIB
+ROUND_LARGE = 2 * _MIB
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    address: int
+    size: int
+    small: bool
+    free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+@dataclass
+class CachingAllocator:
+    """Replays allocations and frees, given by the number of their storage."""
+
+    limit: int | None = None
+    """Bytes that the card has for segments; None for any number."""
+    reserved: int = 0
+    """Bytes in segments. Without a limit they only ever grow, to ``torch.cuda.max_memory_reserved``."""
+    _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _used: dict[int, _Block] = field(default_factory=dict)
+    _next_address: int = 0
+
+    def allocate(self, storage: int, size: int) -> None:
+        """Give a storage of ``size`` bytes its block."""
+        size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
+        small = size <= SMALL
+        pool = self._free[small]
+        index = bisect_left(pool, (size, 0), key=lambda row: row[:2])
+        block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
+        block.free = False
+        rest = block.size - size
+        if rest >= MIN_BLOCK if small else rest > SMALL:
+            remainder = _Block(block.address + size, rest, small, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = remainder
+            block.after, block.size = remainder, size
+            self._put_back(remainder)
+        self._used[storage] = block
+
+    def free(self, storage: int) -> None:
+        """Take a storage's block back and merge it with its free neighbours."""
+        block = self._used.pop(storage)
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self._take_out(neighbour)
+                block = _merged(*((neighbour, block) if neighbour is block.before else (block, neighbour)))
+        self._put_back(block)
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Replay a log."""
+        for event in events:
+            if event.bytes > 0:
+                self.allocate(event.storage, event.bytes)
+            elif event.bytes < 0:
+                self.free(event.storage)
+
+    def _segment(self, size: int, small: bool) -> _Block:
+        large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        length = SMALL_SEGMENT if small else large
+        block = _Block(self._next_address, length, small)
+        if self.limit is not None and self.reserved + length > self.limit:
+            self._give_back()
+            if self.reserved + length > self.limit:
+                raise MemoryError
+        self._next_address += length
+        self.reserved += length
+        return block
+
+    def _give_back(self) -> None:
+        """Return to the driver the segments in which nothing lies, as the allocator does before it gives up."""
+        for pool in self._free.values():
+            unused = [row for row in pool if row[2].before is None and row[2].after is None]
+            self.reserved -= sum(size for size, _, _ in unused)
+            pool[:] = [row for row in pool if row not in unused]
+
+    def _put_back(self, block: _Block) -> None:
+        block.free = True
+        insort(self._free[block.small], (block.size, block.address, block), key=lambda row: row[:2])
+
+    def _take_out(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.size, block.address), key=lambda row: row[:2])]
+
+
+def least(events: Sequence[Event], tensors: int, reserved: int) -> int:
+    """Return the fewest reserved bytes with which a log still runs, to 32 MiB: between its tensors' peak and ``reserved``."""
+    below, enough = tensors, reserved
+    while enough - below > 32 * _MIB:
+        limit = (below + enough) // 2
+        try:
+            CachingAllocator(limit).replay(events)
+            enough = limit
+        except MemoryError:
+            below = limit
+    return enough
+
+
+def _merged(first: _Block, second: _Block) -> _Block:
+    first.size += second.size
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first

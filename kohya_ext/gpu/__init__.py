@@ -1,0 +1,1 @@
+"""GPU memory during a run: measure it, cap it, and react when it runs out."""

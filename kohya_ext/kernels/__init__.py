@@ -1,0 +1,1 @@
+"""Operations that replace several passes over an activation by one."""

@@ -1,0 +1,113 @@
+"""Wait for sd-scripts to be imported, then begin the session of this process.
+
+``kohya_ext.pth`` calls this at every Python start in which a variable of the extension is set: pip, accelerate's launcher,
+data-loader workers and the kohya_ss GUI included. Until one of the modules below is asked for, this process holds three
+entries in a dictionary and one import finder. This module must therefore import nothing else (a test holds that); wrapt
+alone would import asyncio, 60 ms. A ``library`` package that is not sd-scripts' is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_watching = False
+_launched = False
+"""Whether the launcher asked for the session; otherwise the environment decides."""
+
+_waiting: dict[str, Callable[[ModuleType], None]] = {}
+"""Modules that were not asked for yet, and what to do once they are imported."""
+
+
+def watch_if_switched_on() -> None:
+    """Watch; whether the environment switches the extension on is read when sd-scripts is imported. Safe to repeat."""
+    global _watching
+    if not _watching:
+        _watching = True
+        _waiting["library"] = _on_library
+        _waiting["accelerate.commands.launch"] = _on_launcher
+        _waiting["torch.distributed.elastic.agent.server.local_elastic_agent"] = _on_launcher
+        for name in _waiting.keys() & sys.modules.keys():
+            _waiting.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, _Finder)
+
+
+def watch() -> None:
+    """Watch, whatever the environment says, as the launcher does. Safe to repeat."""
+    global _launched
+    _launched = True
+    watch_if_switched_on()
+    if "library" in sys.modules:
+        _on_library(sys.modules["library"])
+
+
+class _Finder:
+    """An import finder that finds nothing: it hands a module that is waited for to wrapt when it is first asked for."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Register the reaction to the module's import, then let the other finders find it."""
+        react = _waiting.pop(name, None)
+        if react is None:
+            return None
+        try:
+            import importlib.util
+
+            import wrapt
+        except Exception as error:
+            _give_up(error)
+            return None
+        wrapt.register_post_import_hook(react, name)
+        return importlib.util.find_spec(name)  # asks all finders again: wrapt's is now the first
+
+
+def _on_library(module: ModuleType) -> None:
+    folder = next(iter(getattr(module, "__path__", [])), None)
+    try:
+        if folder is None or not _is_switched_on():
+            return
+        from pathlib import Path
+
+        from kohya_ext.sdscripts.checkouts import describe
+
+        checkout = describe(Path(folder).parent, "imported by this process")
+        if checkout is not None:
+            from kohya_ext.launch.session import begin
+
+            begin(checkout)
+    except Exception as error:
+        _give_up(error)
+
+
+def _on_launcher(module: ModuleType) -> None:
+    try:
+        if _is_switched_on():
+            from kohya_ext.launch import accelerate_signals
+
+            accelerate_signals.mend(module)
+    except Exception as error:
+        _give_up(error)
+
+
+def _is_switched_on() -> bool:
+    from kohya_ext.config.settings import switched_on
+
+    return _launched or switched_on(os.environ)
+
+
+def _give_up(error: Exception) -> None:
+    """In a plain start a broken installation costs the extension and not the training; the launcher was asked for it."""
+    if not isinstance(error, ImportError):  # a bug: a report needs the traceback
+        import traceback
+
+        traceback.print_exception(error)
+    if _launched:
+        print(f"kohya_ext: error: cannot start: {error!r}. Reinstall kohya_ext", file=sys.stderr)
+        raise SystemExit(2)
+    print(f"kohya_ext: not active: {error!r}. Reinstall kohya_ext, or unset its variables", file=sys.stderr)

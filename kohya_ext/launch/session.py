@@ -1,0 +1,217 @@
+"""One run of a script with the extension in it: what was decided, what was applied, what is said and reported."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from kohya_ext import __version__, preflight
+from kohya_ext.config.arguments import RunArguments, read_arguments, take_over
+from kohya_ext.config.settings import Settings, options
+from kohya_ext.console import note, speaks, stop, warn
+from kohya_ext.errors import UserError
+from kohya_ext.patching.patch import Patch, Patcher, Target, registry, takes
+from kohya_ext.run import output_lock, run_record
+from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
+
+#: The engine's own hook, applied with the same mechanism as a patch; it cannot be turned off by name, since presets and
+#: options would then be rejected by the script.
+OPTIONS = "options"
+
+
+@dataclass
+class Session:
+    """The run in this process."""
+
+    checkout: Checkout
+    script: Path | None
+    """The training script that is running; None in any other program that imports sd-scripts."""
+    run: RunArguments
+    patcher: Patcher
+    """The patches in ``patches/``."""
+    options_hook: Patcher
+    started: float
+
+    @classmethod
+    def start(cls, checkout: Checkout, script: Path | None, argv: Sequence[str], environ: Mapping[str, str]) -> Session:
+        """Resolve the options and arm the patches. ``argv`` holds the script's arguments.
+
+        Raises UserError for anything wrong in them.
+        """
+        run = read_arguments(script.name if script else None, argv, environ)
+        patches = registry()
+        session = cls(
+            checkout,
+            script,
+            run,
+            Patcher(patches, run.settings, checkout),
+            Patcher({OPTIONS: _options_patch(run, script)}, Settings(allow_unknown_version=True), checkout),
+            time.monotonic(),
+        )
+        session.options_hook.arm()
+        session.patcher.arm()
+        if script is not None:
+            session._announce()
+            if run.settings.report is not None and speaks():
+                atexit.register(session.write_report, run.settings.report)
+        return session
+
+    def _announce(self) -> None:
+        for name, option in options("training"):
+            if option.patch and name in self.run.origins and _asked_for(self.run.settings, name):
+                patch = self.patcher.patches[option.patch]
+                if not self._is_on(patch):
+                    warn(f"--{name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
+        presets = f"preset {self.run.presets.label}" if self.run.presets.presets else "no preset"
+        note(f"{__version__}, {self.checkout.label}, {presets}, {self._patches_in_short()}")
+
+    def _patches_in_short(self) -> str:
+        """Return how many patches are on, and the names of those alone for which an option of this run is the reason."""
+        settings, patches = self.run.settings, self.patcher.patches.values()
+        if self.checkout.layout == "unknown" and not settings.allow_unknown_version:
+            return "no patches: unknown layout of sd-scripts (KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
+        on = [patch for patch in patches if self._is_on(patch)]
+        asked = [patch.name for patch in on if not patch.wanted(Settings())]
+        failed = [outcome.patch for outcome in self.patcher.outcomes.values() if outcome.status == "failed" or outcome.surprise]
+        words = f"{len(on)} patch{'es' * (len(on) != 1)} on"
+        for what, some in (("with", asked), ("off:", settings.disable_patch), ("left out in part:", dict.fromkeys(failed))):
+            words += f", {what} {', '.join(some)}" if some else ""
+        return words
+
+    def _why_off(self, patch: Patch) -> str:
+        return next(outcome.reason for outcome in self.patcher.outcomes.values() if outcome.patch == patch.name)
+
+    def _is_on(self, patch: Patch) -> bool:
+        return any(
+            outcome.patch == patch.name and outcome.status in ("applied", "waiting")
+            for outcome in self.patcher.outcomes.values()
+        )
+
+    def report(self) -> dict[str, Any]:
+        """What this run was and did. Seconds are since arming, memory in bytes."""
+        return {
+            "kohya_ext": __version__,
+            "sd_scripts": {
+                "path": str(self.checkout.path),
+                "version": self.checkout.version,
+                "layout": self.checkout.layout,
+                "commit": self.checkout.commit,
+            },
+            "script": self.script.name if self.script else None,
+            "presets": [preset.name for preset in self.run.presets.presets],
+            "settings": {key: _plain(value) for key, value in asdict(self.run.settings).items()},
+            "origins": dict(self.run.origins),
+            "patches": [asdict(outcome) for outcome in self.patcher.outcomes.values()],
+            "facts": {patch.name: dict(patch.facts()) for patch in self.patcher.active() if patch.facts is not None},
+            "seconds": round(time.monotonic() - self.started, 3),
+            "memory": peak_memory(),
+            "python": platform.python_version(),
+            "torch": getattr(sys.modules.get("torch"), "__version__", None),
+        }
+
+    def write_report(self, file: Path) -> None:
+        """Write :meth:`report` as JSON; a report that cannot be written costs one line, not the run."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(self.report(), indent=1), encoding="utf-8")
+        except OSError as error:
+            note(f"could not write the report {file}: {error}")
+
+
+def _training_script(checkout: Checkout, argv: Sequence[str]) -> Path | None:
+    if not argv or not argv[0]:
+        return None
+    script = Path(argv[0]).resolve()
+    return script if checkout.path in script.parents and is_training_script(script) else None
+
+
+def _asked_for(settings: Settings, name: str) -> bool:
+    value = getattr(settings, name)
+    return value is not None and value is not False
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _options_patch(run: RunArguments, script: Path | None) -> Patch:
+    def check(args: Namespace) -> None:
+        if script is None:
+            return
+        run_record.begin(run_record.describe(script.name, args))
+        if speaks():
+            try:
+                output_lock.claim(args)
+            except UserError as error:
+                stop(str(error))
+            if run.settings.preflight:
+                preflight.say(preflight.inspect(script, args, run.settings), run.settings.strict)
+
+    def add_options(original: Any, settings: Settings) -> Any:
+        @wraps(original)
+        def add_training_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
+            take_over(parser, run, check)
+            return original(parser, *args, **kwargs)
+
+        return add_training_arguments
+
+    split, whole = "library.args", "library.train_util"
+    return Patch(
+        name=OPTIONS,
+        summary="the extension's options and presets on the script's command line and in its config file",
+        targets=(
+            Target(split, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.11"}), body="runs"),
+            Target(whole, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.10", "unknown"}), body="runs"),
+        ),
+        exactness="exact",
+        held_to="the script without the extension, when none of its options is given",
+        idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
+    )
+
+
+def peak_memory() -> dict[str, int]:
+    """Peak memory of this process in bytes: ``host_resident``; with CUDA in use ``cuda_allocated``, ``cuda_reserved``."""
+    peak: dict[str, int] = {}
+    try:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak["host_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    except ImportError:  # Windows
+        import psutil
+
+        peak["host_resident"] = psutil.Process().memory_info().peak_wset
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        peak["cuda_allocated"] = torch.cuda.max_memory_allocated()
+        peak["cuda_reserved"] = torch.cuda.max_memory_reserved()
+    return peak
+
+
+_current: Session | None = None
+
+
+def begin(checkout: Checkout) -> Session:
+    """Start the session of this process once; what is wrong is said in one line and ends the process with exit code 2."""
+    global _current
+    if _current is None:
+        try:
+            _current = Session.start(checkout, _training_script(checkout, sys.argv), sys.argv[1:], os.environ)
+        except UserError as error:
+            stop(str(error))
+    return _current
+
+
+def current() -> Session | None:
+    """The session of this process, if one has started."""
+    return _current

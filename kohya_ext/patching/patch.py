@@ -1,0 +1,320 @@
+"""The mechanism of patches: what one is, how it is applied when its target is imported, undone and reported.
+
+The patches themselves are one file each in ``patches/`` (installed as ``kohya_ext.patches``); this module knows none of
+them by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+import wrapt
+
+from kohya_ext.config.settings import Settings
+from kohya_ext.console import stop, warn
+from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.patching.training_loop import OnStart, Stage, TrainingLoop
+from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Checkout, Layout
+from kohya_ext.sdscripts.fingerprints import Body, remember
+
+Status = Literal["applied", "waiting", "skipped", "failed"]
+
+TRAINING_LOOP = "training_loop"
+"""The engine's own patch, by which all others take part in training. It has no switch: it is on when one of them is."""
+
+_START = "prepare_accelerator"
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Target:
+    """One attribute that a patch replaces."""
+
+    module: str
+    """The module that holds it; the patch is applied when something imports it."""
+    attribute: str
+    """Its name in the module, dotted for a method: ``PreTrainedModel.gradient_checkpointing_enable``."""
+    replace: Callable[[Any, Settings], Any]
+    """(original, the run's settings) -> replacement. Runs once, when the module is imported."""
+    body: Body = field(kw_only=True)
+    """``"runs"`` when the replacement runs the original, whatever its code is; else the code that it was written for."""
+    expect: Callable[[Any], str | None] = lambda original: None
+    """original -> why it is not what the patch knows, or None when it is. A surprise is skipped, never guessed at."""
+    layouts: frozenset[Layout] = KNOWN_LAYOUTS
+    """The layouts of sd-scripts that have it."""
+    optional: bool = False
+    """Whether its package is one that sd-scripts can do without (LyCORIS, say)."""
+
+    @property
+    def label(self) -> str:
+        """``module:attribute``."""
+        return f"{self.module}:{self.attribute}"
+
+
+def takes(*names: str, exactly: bool = False) -> Callable[[Any], str | None]:
+    """Return an ``expect`` for a function whose first parameters (``exactly``: all of them) have these names."""
+
+    def expect(original: Any) -> str | None:
+        try:
+            parameters = list(inspect.signature(original).parameters)
+        except ValueError:  # a compiled function without a signature: safetensors' in some releases
+            return None
+        known = parameters if exactly else parameters[: len(names)]
+        return None if known == list(names) else f"its parameters are {parameters}"
+
+    return expect
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What a patch is, in data."""
+
+    name: str
+    summary: str
+    """One line for ``doctor``."""
+    targets: tuple[Target, ...]
+    exactness: Literal["exact", "close"]
+    """``exact``: results stay bit-identical to what they are held to; ``close``: within ``tolerance``."""
+    held_to: str
+    """What its results are compared with, and for a close one the tolerance."""
+    idea: str
+    """A link to who introduced it."""
+    wanted: Callable[[Settings], bool] = lambda settings: True
+    """Raises UserError for settings that cannot work together."""
+    facts: Callable[[], Mapping[str, object]] | None = None
+    """What it found out while the run went on, as plain JSON data; asked for the report of a run in which it is active."""
+    stage: Stage | None = None
+    """How it is nested with the other patches; needed by one that takes part in training. None counts as COMPUTE."""
+    on_start: OnStart | None = None
+    """Makes its callback when a training run starts."""
+
+    def __post_init__(self) -> None:
+        if self.on_start is not None and self.stage is None:
+            raise TypeError(f"patch {self.name} takes part in training and names no stage")
+
+    @property
+    def callback_label(self) -> str | None:
+        """``training_loop:STAGE`` for ``doctor``; None for a patch that takes no part in training."""
+        return None if self.on_start is None or self.stage is None else f"{TRAINING_LOOP}:{self.stage.name}"
+
+
+@dataclass
+class Outcome:
+    """What became of one target of one patch."""
+
+    patch: str
+    target: str
+    status: Status
+    reason: str = ""
+    surprise: bool = False
+    """Skipped because the target looks different from what the patch knows: an error under ``--strict``."""
+
+
+@dataclass
+class _Applied:
+    owner: Any
+    name: str
+    original: Any
+    """What the owner's own namespace held; _ABSENT when the attribute was inherited."""
+
+
+@dataclass
+class Patcher:
+    """Applies patches to one checkout in this process, and keeps what it needs to undo them."""
+
+    patches: Mapping[str, Patch]
+    settings: Settings
+    checkout: Checkout
+    outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+    training_loop: Patch = field(init=False)
+    """The engine's own patch, by which the others take part in training."""
+    _loop: TrainingLoop = field(init=False)
+    _applied: dict[tuple[str, str], _Applied] = field(default_factory=dict)
+    _hooked: set[tuple[str, str]] = field(default_factory=set)
+    _armed: bool = False
+
+    def __post_init__(self) -> None:
+        self._loop = TrainingLoop(lambda: (patch.on_start for patch in self._taking_part() if patch.on_start is not None))
+        self.training_loop = _training_loop(self._loop, lambda settings: bool(self._taking_part()))
+
+    def arm(self) -> None:
+        """Hook every target: it is replaced when its module is imported, at once if it already is. Safe to repeat.
+
+        Raises UserError for a name in ``disable_patch`` that no patch has.
+        """
+        disabled = self._disabled()
+        self._armed = True
+        patches = list(self.patches.values())
+        if any(patch.on_start is not None for patch in patches):
+            patches.insert(0, self.training_loop)
+        for patch in patches:
+            places = [(target.label, target.layouts) for target in patch.targets]
+            if patch.callback_label is not None:
+                places.append((patch.callback_label, KNOWN_LAYOUTS))
+            for label, layouts in places:
+                if (patch.name, label) not in self._applied:
+                    reason = self._reason_to_skip(patch, layouts, disabled)
+                    status: Status = "waiting" if reason is None else "skipped"
+                    self.outcomes[patch.name, label] = Outcome(patch.name, label, status, reason or "")
+        for patch in sorted(patches, key=_stage):
+            for target in patch.targets:
+                key = (patch.name, target.label)
+                if self.outcomes[key].status != "waiting":
+                    continue
+                if key not in self._hooked:
+                    self._hooked.add(key)
+                    wrapt.register_post_import_hook(self._hook(patch, target), target.module)
+                elif target.module in sys.modules:
+                    self._apply(patch, target, sys.modules[target.module])
+        self._follow()
+
+    def undo(self) -> None:
+        """Put the identical original objects back, end the training run and stop answering imports."""
+        self._armed = False
+        self._loop.end()
+        for key, applied in reversed(self._applied.items()):
+            if applied.original is _ABSENT:
+                delattr(applied.owner, applied.name)
+            else:
+                setattr(applied.owner, applied.name, applied.original)
+            self.outcomes[key].status, self.outcomes[key].reason = "skipped", "undone"
+        self._applied.clear()
+        self._follow()
+
+    def active(self) -> list[Patch]:
+        """The patches of which at least one target is applied."""
+        applied = {outcome.patch for outcome in self.outcomes.values() if outcome.status == "applied"}
+        return [patch for patch in self.patches.values() if patch.name in applied]
+
+    def _disabled(self) -> frozenset[str]:
+        wanted = self.settings.disable_patch
+        for name in wanted:
+            if name != "*" and name not in self.patches:
+                raise UserError(
+                    f"no patch {name} to disable: there are {', '.join(self.patches)}.{did_you_mean(name, self.patches)}"
+                )
+        return frozenset(self.patches if "*" in wanted else wanted)
+
+    def _reason_to_skip(self, patch: Patch, layouts: frozenset[Layout], disabled: frozenset[str]) -> str | None:
+        if patch.name in disabled:
+            return "disabled by the user"
+        if not patch.wanted(self.settings):
+            return "not asked for"
+        layout = self.checkout.layout
+        if layout == "unknown":
+            return None if self.settings.allow_unknown_version else f"{self.checkout.label} has a layout it does not know"
+        return None if layout in layouts else f"nothing to do there in layout {layout}"
+
+    def _taking_part(self) -> list[Patch]:
+        """Return the patches that are on and take part in training, in the order of their stages."""
+        disabled = self._disabled()
+        return [
+            patch
+            for patch in sorted(self.patches.values(), key=_stage)
+            if patch.on_start is not None and self._reason_to_skip(patch, KNOWN_LAYOUTS, disabled) is None
+        ]
+
+    def _follow(self) -> None:
+        """Give the callbacks that are on the outcome of ``prepare_accelerator``, which makes them."""
+        starts = [target.label for target in self.training_loop.targets if target.attribute == _START]
+        made = [outcome for label in starts if (outcome := self.outcomes.get((TRAINING_LOOP, label))) is not None]
+        status: Status = "waiting" if self._armed else "skipped"
+        reason = "" if self._armed else "undone"
+        if any(outcome.status == "applied" for outcome in made):
+            status = "applied"
+        elif any(outcome.status == "failed" or outcome.surprise for outcome in made):
+            status, reason = "skipped", f"{TRAINING_LOOP} is not applied"
+        for patch in self._taking_part():
+            outcome = self.outcomes.get((patch.name, patch.callback_label or ""))
+            if outcome is not None:
+                outcome.status, outcome.reason = status, reason
+
+    def _hook(self, patch: Patch, target: Target) -> Callable[[ModuleType], None]:
+        def on_import(module: ModuleType) -> None:
+            if self._armed:
+                self._apply(patch, target, module)
+                self._follow()
+
+        return on_import
+
+    def _apply(self, patch: Patch, target: Target, module: ModuleType) -> None:
+        key = (patch.name, target.label)
+        outcome = self.outcomes[key]
+        if outcome.status != "waiting":
+            return
+        try:
+            owner, name = _owner(module, target.attribute)
+            original = getattr(owner, name, _ABSENT)
+            surprise = "it is not there" if original is _ABSENT else target.expect(original)
+            if surprise is None and target.body != "runs":
+                surprise = target.body.surprise(module, target.attribute)
+            if surprise is None:
+                own = vars(owner).get(name, _ABSENT)
+                setattr(owner, name, target.replace(original, self.settings))
+                remember(getattr(owner, name), original)
+                self._applied[key] = _Applied(owner, name, own)
+                outcome.status = "applied"
+        except Exception as error:  # a patch that fails must not take the training down with it
+            outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {error}"
+            warn(f"patch {patch.name} failed on {target.label} and is left out: {outcome.reason}")
+            return
+        if surprise is not None:
+            outcome.status, outcome.reason, outcome.surprise = "skipped", surprise, True
+            message = f"patch {patch.name} does not know this {target.label}: {surprise}"
+            if self.settings.strict:
+                stop(f"{message}. Without --strict the patch is left out")
+            warn(f"{message}; left as it is")
+
+
+def _stage(patch: Patch) -> Stage:
+    return Stage.COMPUTE if patch.stage is None else patch.stage
+
+
+def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Patch:
+    """Return the patch by which a training loop's callbacks are called, on every layout."""
+    split, whole, accelerate = "library.accelerator_setup", "library.train_util", "accelerate.accelerator"
+    start, old = takes("args", exactly=True), frozenset[Layout]({"v0.10", "unknown"})
+    return Patch(
+        TRAINING_LOOP,
+        "calls the patches that take part in training, in the order of their stages",
+        (
+            Target(split, _START, loop.prepare_accelerator, start, frozenset({"v0.11"}), body="runs"),
+            Target(whole, _START, loop.prepare_accelerator, start, old, body="runs"),
+            Target(accelerate, "Accelerator.accumulate", loop.accumulate, takes("self"), body="runs"),
+            Target(
+                "accelerate.data_loader", "DataLoaderShard.__iter__", loop.iterate, takes("self", exactly=True), body="runs"
+            ),
+        ),
+        exactness="exact",
+        held_to="the same run without patches",
+        idea="https://huggingface.co/docs/transformers/main_classes/callback",
+        wanted=wanted,
+        stage=Stage.WRITE,
+    )
+
+
+def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
+    *path, name = attribute.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def registry() -> dict[str, Patch]:
+    """Every patch in ``patches/``, by name: each of its modules has one ``PATCH``."""
+    package = importlib.import_module("kohya_ext.patches")
+    modules = (importlib.import_module(f"{package.__name__}.{info.name}") for info in _modules(package.__path__))
+    return {module.PATCH.name: module.PATCH for module in modules}
+
+
+def _modules(path: Iterable[str]) -> list[pkgutil.ModuleInfo]:
+    return sorted(pkgutil.iter_modules(path), key=lambda info: info.name)

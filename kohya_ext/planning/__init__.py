@@ -1,0 +1,1 @@
+"""What to change so that a run fits its GPU."""

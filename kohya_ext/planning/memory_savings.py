@@ -1,0 +1,429 @@
+"""The ladder of a run that does not fit: what to change next, the cheapest first, and what each change costs.
+
+The order is the one in which people who train give things up: precision, what need not lie on the card, recomputing, the batch
+(its product with accumulation kept), the optimizer, the fused backward pass, the base model's precision or place, and last what
+the model learns. A rung is data; whoever climbs (``plan``, the message of a run that is out of memory, ``--on_oom retry``)
+looks at it only through :func:`steps`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kohya_ext.config.command_line import rewritten, spelt
+from kohya_ext.config.settings import options
+from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.families import Family
+
+__all__ = ["LADDER", "TRAINING", "Attempt", "Changes", "Phase", "Rung", "Step", "after", "rewritten", "steps"]
+
+#: The moments of a run, in the words of ``estimate``.
+Phase = Literal[
+    "loading",
+    "caching latents",
+    "caching text encoder outputs",
+    "forward",
+    "backward",
+    "optimizer step",
+    "sampling",
+    "saving",
+]
+
+#: Arguments by key, as sd-scripts and the extension name them. False turns a switch off, a list stands for several words.
+Changes = Mapping[str, object]
+
+TRAINING: frozenset[Phase] = frozenset({"forward", "backward", "optimizer step"})
+_ACTIVATIONS: frozenset[Phase] = frozenset({"forward", "backward"})
+_RESIDENT: frozenset[Phase] = TRAINING | {"sampling", "saving"}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One command line as far as the ladder looks at it."""
+
+    script: str
+    """The script's file name."""
+    values: Mapping[str, Any]
+    """Its final arguments by key, those from presets and config file and the extension's own among them; a key that is not here
+    has its default, or the script does not know it."""
+    takes: Callable[[str], bool]
+    """Whether the script's own parser has a key; the extension's options need not be asked for."""
+
+    @property
+    def family(self) -> Family | None:
+        """The family that is trained; None for a script that has no presets."""
+        family = families.of(self.script, self.values)
+        return family if family is not None and family.presets(self.script) is not None else None
+
+    @property
+    def trains_network(self) -> bool:
+        """True for a LoRA or another network on a frozen base."""
+        return "network" in self.script
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these keys is set to something other than None, False, 0 or nothing."""
+        return any(self.values.get(name) for name in names)
+
+    def number(self, name: str, default: int) -> int:
+        """A whole number among the values."""
+        value = self.values.get(name)
+        return default if value is None else int(value)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One kind of change."""
+
+    name: str
+    what: str
+    """What it does, in words that go on after "next: "."""
+    costs: str
+    exact: bool
+    """Whether the trained file stays bit for bit the same."""
+    resumes: bool
+    """Whether a state saved before the change can be gone on from after it."""
+    helps: frozenset[Phase]
+    """The moments at which it makes the peak smaller."""
+    changes: Callable[[Attempt], Changes]
+    """What it changes in a run; nothing where it does not apply: done already, unknown there, in contradiction to the rest."""
+    named_only: tuple[str, ...] = ()
+    """The words of a command line for what is not climbed but has its place: nobody here knows what it would need."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rung as it applies to one run."""
+
+    rung: Rung
+    changes: Changes
+
+    @property
+    def words(self) -> list[str]:
+        """The changes as words of a command line."""
+        return [word for key, value in self.changes.items() for word in spelt(key, value)]
+
+
+def steps(attempt: Attempt, phase: Phase | None = None) -> Iterator[Step]:
+    """Yield the rungs that apply to a run, the cheapest first; with ``phase``, those that help at that moment."""
+    ours = {name for name, _ in options()}
+    for rung in LADDER:
+        if phase is not None and phase not in rung.helps:
+            continue
+        changes = rung.changes(attempt)
+        if changes and all(key in ours or attempt.takes(key) for key in changes):
+            yield Step(rung, changes)
+
+
+def after(attempt: Attempt, step: Step) -> Attempt:
+    """Return the run with a step taken."""
+    return replace(attempt, values={**attempt.values, **step.changes})
+
+
+# --- when a rung applies ---------------------------------------------------------------------------------------------
+
+_CACHED_TEXT = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
+_CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "token_warmup_step", "weighted_captions")
+_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+
+def _mixed_precision(run: Attempt) -> Changes:
+    return {} if run.values.get("mixed_precision") in ("bf16", "fp16") else {"mixed_precision": "bf16"}
+
+
+def _attention(run: Attempt) -> Changes:
+    # The other families' attention is PyTorch's own whatever is said.
+    open_to_it = run.family is not None and run.family.unet and not run.has("sdpa", "xformers", "mem_eff_attn")
+    return {"sdpa": True} if open_to_it else {}
+
+
+def _vae_batch(run: Attempt) -> Changes:
+    return {"vae_batch_size": 1} if run.number("vae_batch_size", 1) > 1 else {}
+
+
+def _text_batch(run: Attempt) -> Changes:
+    return {"text_encoder_batch_size": 1} if run.number("text_encoder_batch_size", 1) > 1 else {}
+
+
+def _latents(run: Attempt) -> Changes:
+    stops = ("cache_latents", "cache_latents_to_disk", "color_aug", "random_crop", "train_inpainting")
+    return {} if run.has(*stops) else {"cache_latents": True}
+
+
+def _trains_text_encoder(run: Attempt) -> bool:
+    if run.trains_network:
+        return not run.has("network_train_unet_only")
+    return run.has("train_text_encoder", "train_t5xxl")
+
+
+def _captions_stay(run: Attempt) -> bool:
+    dropped = run.has("caption_dropout_rate") and not (run.family is not None and run.family.caches_empty_caption)
+    return not run.has(*_CHANGING_CAPTIONS) and not dropped
+
+
+def _text_encoder_outputs(run: Attempt) -> Changes:
+    if run.has(*_CACHED_TEXT) or _trains_text_encoder(run) or not _captions_stay(run):
+        return {}
+    return {"cache_text_encoder_outputs": True}
+
+
+def _checkpointing(run: Attempt) -> Changes:
+    if not run.has("gradient_checkpointing"):
+        # Inside a checkpoint nothing is left to save: what the budget makes recompute would be recomputed twice.
+        budget = run.values.get("activation_memory_budget")
+        return {"gradient_checkpointing": True, **({} if budget in (None, 1) else {"activation_memory_budget": 1})}
+    share = run.values.get("checkpoint_share")
+    if share is None and run.has("vram_budget") and run.values.get("activation_memory_budget") is None:
+        return {"gradient_checkpointing": True, "checkpoint_share": 1}  # the budget then caps, and frees no block
+    return {} if share in (None, 1) else {"checkpoint_share": 1}
+
+
+def _batch(run: Attempt) -> Changes:
+    size, accumulated = run.number("train_batch_size", 1), run.number("gradient_accumulation_steps", 1)
+    # A dataset file has batch sizes of its own; fused optimizers keep no gradient to accumulate.
+    if size < 2 or run.has("dataset_config", "in_json", *_FUSED):
+        return {}
+    smaller = next(part for part in range(size // 2, 0, -1) if size % part == 0)
+    return {"train_batch_size": smaller, "gradient_accumulation_steps": accumulated * (size // smaller)}
+
+
+def _optimizer(run: Attempt) -> str:
+    if run.has("use_8bit_adam"):
+        return "adamw8bit"
+    if run.has("use_lion_optimizer"):
+        return "lion"
+    return str(run.values.get("optimizer_type") or "AdamW").lower()
+
+
+def _eight_bits(run: Attempt) -> Changes:
+    if _optimizer(run) != "adamw" or importlib.util.find_spec("bitsandbytes") is None:
+        return {}
+    return {"optimizer_type": "AdamW8bit"}
+
+
+def _adafactor(run: Attempt) -> Changes:
+    if run.trains_network or _optimizer(run) not in ("adamw", "adamw8bit") or run.has(*_FUSED[1:]):
+        return {}
+    changes: dict[str, object] = {
+        "optimizer_type": "Adafactor",
+        # The learning rate stays the user's: by default Adafactor makes one of its own.
+        "optimizer_args": ["scale_parameter=False", "relative_step=False", "warmup_init=False"],
+    }
+    return {**changes, "use_8bit_adam": False} if run.has("use_8bit_adam") else changes
+
+
+def _saves_in_finetune(run: Attempt) -> bool:
+    """Whether a run is a fine-tune whose script reads --fused_backward_pass and --full_bf16: SD1.5's ignore both."""
+    return run.family is not None and run.family.name != "sd15" and not run.trains_network
+
+
+def _fused(run: Attempt) -> Changes:
+    can = _saves_in_finetune(run) and _optimizer(run) == "adafactor"
+    if not can or run.has(*_FUSED) or run.number("gradient_accumulation_steps", 1) > 1:
+        return {}
+    return {"fused_backward_pass": True}
+
+
+def _pure_bf16(run: Attempt) -> Changes:
+    open_to_it = _saves_in_finetune(run) and not run.has("full_bf16", "full_fp16")
+    return {"full_bf16": True} if open_to_it and run.values.get("mixed_precision") == "bf16" else {}
+
+
+def _fp8(run: Attempt) -> Changes:
+    if not run.trains_network or run.values.get("mixed_precision") not in ("bf16", "fp16"):
+        return {}
+    if run.has("fp8_base", "fp8_base_unet", "fp8_scaled"):
+        return {}
+    return {run.family.fp8: True} if run.family is not None and run.family.fp8 else {}
+
+
+def _swap(run: Attempt) -> Changes:
+    most = run.family.most_swapped if run.family is not None else 0
+    now = run.number("blocks_to_swap", 0)
+    if now >= most or run.has("cpu_offload_checkpointing", "unsloth_offload_checkpointing"):
+        return {}
+    return {"blocks_to_swap": most // 2 if now < most // 2 else most}
+
+
+def _network_only(run: Attempt) -> Changes:
+    if not _trains_text_encoder(run) or run.has("network_train_text_encoder_only"):
+        return {}
+    if not run.trains_network:
+        return {"train_text_encoder": False} if run.has("train_text_encoder") else {}
+    cached = run.takes("cache_text_encoder_outputs") and not run.has(*_CACHED_TEXT) and _captions_stay(run)
+    return {"network_train_unet_only": True, **({"cache_text_encoder_outputs": True} if cached else {})}
+
+
+def _resolution(run: Attempt) -> Changes:
+    said = run.values.get("resolution")
+    if said is None or run.has("dataset_config", "in_json"):
+        return {}
+    words = said if isinstance(said, (list, tuple)) else str(said).split(",")
+    try:
+        sides = [int(word) for word in words]
+    except ValueError:
+        return {}
+    least = run.family.side // 2 if run.family is not None else 512
+    smaller = [min(side, max(least, side * 3 // 4 // 64 * 64)) for side in sides]
+    return {} if smaller == sides else {"resolution": ",".join(map(str, smaller))}
+
+
+#: Every rung, the cheapest first.
+LADDER: tuple[Rung, ...] = (
+    Rung(
+        "attention",
+        "PyTorch's memory-efficient attention",
+        "nothing: it is faster too",
+        exact=False,
+        resumes=True,
+        helps=_ACTIVATIONS | {"sampling"},
+        changes=_attention,
+    ),
+    Rung(
+        "mixed precision",
+        "mixed precision in bf16, for activations and a frozen model's weights",
+        "rounding to 8 bits of mantissa where it does little; it is faster too. RTX 20xx: fp16 instead, with --no_half_vae",
+        exact=False,
+        resumes=True,
+        helps=_RESIDENT | {"caching latents", "caching text encoder outputs"},
+        changes=_mixed_precision,
+    ),
+    Rung(
+        "vae batch",
+        "one picture at a time through the VAE while latents are cached",
+        "slower caching",
+        exact=False,
+        resumes=True,
+        helps=frozenset({"caching latents"}),
+        changes=_vae_batch,
+    ),
+    Rung(
+        "text encoder batch",
+        "one caption at a time through the text encoders while their outputs are cached",
+        "slower caching",
+        exact=False,
+        resumes=True,
+        helps=frozenset({"caching text encoder outputs"}),
+        changes=_text_batch,
+    ),
+    Rung(
+        "cached latents",
+        "latents computed once, before the VAE leaves the card",
+        "no colour augmentation and no random crops; it is faster too",
+        exact=False,
+        resumes=True,
+        helps=TRAINING,
+        changes=_latents,
+    ),
+    Rung(
+        "cached text encoder outputs",
+        "captions encoded once, before the text encoders leave the card",
+        "captions stay as they are: no shuffling, no dropout; it is faster too",
+        exact=False,
+        resumes=True,
+        helps=_RESIDENT,
+        changes=_text_encoder_outputs,
+    ),
+    Rung(
+        "checkpointing",
+        "gradient checkpointing of every block",
+        "every block's forward runs twice: about half as many operations more for a LoRA, a third for a fine-tune",
+        exact=True,
+        resumes=True,
+        helps=_ACTIVATIONS,
+        changes=_checkpointing,
+    ),
+    Rung(
+        "batch",
+        "smaller batches, as many more of them accumulated",
+        "a little speed; the effective batch stays the same",
+        exact=False,
+        resumes=True,
+        helps=_ACTIVATIONS,
+        changes=_batch,
+    ),
+    Rung(
+        "8-bit optimizer",
+        "AdamW with states of 8 bits",
+        "rounding in the optimizer's memory; the run begins anew",
+        exact=False,
+        resumes=False,
+        helps=_RESIDENT,
+        changes=_eight_bits,
+    ),
+    Rung(
+        "Adafactor",
+        "Adafactor, which remembers rows and columns instead of every weight",
+        "another optimizer: the learning rate may want tuning; the run begins anew",
+        exact=False,
+        resumes=False,
+        helps=_RESIDENT,
+        changes=_adafactor,
+    ),
+    Rung(
+        "fused backward pass",
+        "the optimizer steps within the backward pass, so that no gradient is kept",
+        "gradients are clipped one by one instead of together, and none can be accumulated",
+        exact=False,
+        resumes=True,
+        helps=frozenset({"backward", "optimizer step"}),
+        changes=_fused,
+    ),
+    Rung(
+        "pure bf16",
+        "weights, gradients and optimizer states in bf16",
+        "updates that are small beside their weight are lost to rounding",
+        exact=False,
+        resumes=True,
+        helps=_RESIDENT,
+        changes=_pure_bf16,
+    ),
+    Rung(
+        "fp8 base",
+        "the frozen model's weights in 8 bits",
+        "rounding of the base weights to 3 bits of mantissa",
+        exact=False,
+        resumes=True,
+        helps=_RESIDENT,
+        changes=_fp8,
+    ),
+    Rung(
+        "block swap",
+        "blocks wait in host memory for their turn",
+        "the time of their copying, every step, and as much host memory",
+        exact=True,
+        resumes=True,
+        helps=_RESIDENT,
+        changes=_swap,
+    ),
+    Rung(
+        "ZeRO offload",
+        "DeepSpeed moves optimizer state, and with stage 3 weights, to host memory, and divides them among GPUs",
+        "the time of their copying, every step; a matter of several processes, and not estimated",
+        exact=False,
+        resumes=False,
+        helps=_RESIDENT,
+        changes=lambda run: {},
+        named_only=("--deepspeed", "--zero_stage", "2", "--offload_optimizer_device", "cpu"),
+    ),
+    Rung(
+        "text encoders frozen",
+        "the text encoders are not trained",
+        "the model learns no new words, only pictures; the run begins anew",
+        exact=False,
+        resumes=False,
+        helps=_RESIDENT,
+        changes=_network_only,
+    ),
+    Rung(
+        "resolution",
+        "smaller pictures",
+        "detail: the model learns at three quarters of the side",
+        exact=False,
+        resumes=True,
+        helps=_ACTIVATIONS | {"caching latents"},
+        changes=_resolution,
+    ),
+)

@@ -1,0 +1,51 @@
+"""Import what a script would import, without running it: its parser, and the modules that patches look at."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts.checkouts import Checkout
+
+
+@contextlib.contextmanager
+def importable(checkout: Checkout) -> Iterator[None]:
+    """Make the checkout's modules importable, as they are for its scripts; what they print on import is dropped."""
+    sys.path.insert(0, str(checkout.path))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        sys.path.remove(str(checkout.path))
+
+
+def script_names(checkout: Checkout, script: Path) -> dict[str, Any]:
+    """Return the names a training script defines, from running it as a module. Takes about ten seconds: its imports.
+
+    Raises UserError when one of them is missing or it is not a training script.
+    """
+    try:
+        with importable(checkout):
+            names = runpy.run_path(str(script), run_name="kohya_ext_probe")
+    except ImportError as error:
+        raise UserError(f"{script.name} cannot be imported here: {error}. See `python -m kohya_ext doctor`") from None
+    if "setup_parser" not in names:
+        raise UserError(f"{script.name} is not a training script: it has no setup_parser")
+    return names
+
+
+def script_parser(checkout: Checkout, script: Path) -> argparse.ArgumentParser:
+    """Return the parser that a training script builds for itself, without what takes it over when a session is on.
+
+    Raises UserError as :func:`script_names` does.
+    """
+    parser = script_names(checkout, script)["setup_parser"]()
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser

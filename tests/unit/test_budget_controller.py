@@ -1,0 +1,177 @@
+"""What is spent of a budget, on made-up figures: the order in which blocks are freed, and the batch that counts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.estimate.tracker import Allocations  # noqa: E402
+from kohya_ext.gpu import budget_controller  # noqa: E402
+from kohya_ext.gpu.budget_controller import Block, Spender, largest_batch, pixels_of  # noqa: E402
+from kohya_ext.gpu.memory_meter import HostGauge  # noqa: E402
+from kohya_ext.patching.checkpointed_blocks import covered_blocks  # noqa: E402
+
+#: Two buckets, of which the second has pictures for half a batch.
+BUCKETS = SimpleNamespace(resos=[(128, 64), (256, 256), (512, 512)], buckets=[["a"] * 8, ["b"], []])
+
+
+def accelerator():
+    dataset = SimpleNamespace(bucket_manager=BUCKETS, batch_size=2)
+    loader = SimpleNamespace(dataset=SimpleNamespace(datasets=[dataset]))
+    return SimpleNamespace(_dataloaders=[loader], sync_gradients=True)
+
+
+class Reading:
+    """A gauge that reads what it is told: (held before a step, its peak)."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+
+    def begin(self):
+        return self.steps[0][0]
+
+    def end(self):
+        return self.steps.pop(0)[1]
+
+    def release(self):
+        pass
+
+
+def spender(limit, gauge, *blocks, compile_at=None):
+    """One whose blocks were weighed, with a batch of the first bucket, in its first step: (bytes kept, FLOPs) of each."""
+    made = Spender(limit, gauge, compile_at)
+    made.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
+    made.steps, made._weighed = 1, 2 * 128 * 64
+    return made
+
+
+@pytest.fixture(autouse=True)
+def batch(monkeypatch):
+    """The micro-batch that the training loop works on."""
+    monkeypatch.setattr(budget_controller, "current_batch", lambda: {"images": None, "latents": torch.zeros(2, 4, 8, 16)})
+
+
+def step(one):
+    one.before_batch(accelerator())
+    one.after_batch(accelerator())
+
+
+def covered(one):
+    return [block.checkpointed for block in one.blocks]
+
+
+def test_a_batchs_pixels_are_told_from_its_latents_and_the_largest_batch_counts_what_a_bucket_holds():
+    assert pixels_of({"images": None, "latents": torch.zeros(2, 4, 8, 16)}, accelerator()) == 2 * 128 * 64
+    assert pixels_of({"latents": None, "images": torch.zeros(1, 3, 256, 256)}, accelerator()) == 256 * 256
+    assert pixels_of({"latents": torch.zeros(2, 4, 9, 16)}, accelerator()) == 0
+    assert largest_batch(accelerator()) == 256 * 256
+
+
+def test_blocks_with_the_most_work_per_byte_are_freed_as_far_as_the_largest_batch_leaves_room():
+    # The largest batch is four times the measured one: 200 held + 4 * 50 of activations, and 600 of 1000 left.
+    one = spender(1000, Reading((200, 250), (200, 380)), (50, 10), (50, 40), (50, 30), (100, 70))
+    step(one)
+    assert covered(one) == [True, False, True, False]  # 4 * 50 and 4 * 100: the one with 0.6 FLOPs a byte has no room
+    step(one)
+    assert one.settled
+    assert one.facts()["recomputed_flops"] == 40
+
+
+def test_among_equals_the_last_block_comes_first():
+    one = spender(1000, Reading((200, 250)), *[(100, 10)] * 3)
+    step(one)
+    assert covered(one) == [True, True, False]
+
+
+def test_waiting_blocks_are_compiled_for_the_share_that_fits():
+    shares = []
+    one = spender(1000, Reading((200, 250), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
+    step(one)
+    assert (shares, covered(one), one.settled) == ([0.5], [False, False], False)
+    step(one)
+    assert (shares, covered(one), one.settled) == ([0.5], [False, False], True)
+
+
+def test_what_compiled_blocks_hold_beyond_the_limit_is_taken_back():
+    shares = []
+    one = spender(1000, Reading((200, 250), (200, 450), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
+    step(one)
+    step(one)  # 200 over, for the largest batch: the cheaper one to compute again frees 4 * 200 * a half of them
+    assert (covered(one), one.settled) == ([False, True], False)
+    step(one)
+    assert (shares, covered(one), one.settled) == ([0.5], [False, True], True)
+
+
+def test_a_step_that_holds_more_than_the_one_that_was_measured_takes_blocks_back_for_good():
+    one = spender(1000, Reading((200, 250), (300, 480), (200, 250)), (50, 10), (50, 40), (50, 30), (100, 70))
+    step(one)
+    assert covered(one) == [True, False, True, False]
+    step(one)  # 20 over: of the two, that with less work per byte
+    assert covered(one) == [True, False, True, True]
+    step(one)
+    assert (covered(one), one.settled) == ([True, False, True, True], True)
+
+
+def test_waiting_blocks_are_compiled_whatever_happens(capsys):
+    shares = []
+    step(spender(400, Reading((200, 250)), (100, 10), compile_at=shares.append))
+    assert shares == [1.0]
+    unknown = spender(1000, Reading((200, 250)), (100, 10), compile_at=shares.append)
+    unknown._weighed = 0
+    step(unknown)
+    assert shares == [1.0, 1.0]
+    assert covered(unknown) == [True]
+    assert "the size of the batches is not known" in capsys.readouterr().err
+
+
+def test_allocations_are_what_is_new_and_alive():
+    weight, x = torch.randn(256, 256, requires_grad=True), torch.randn(8, 256)
+    with Allocations() as scale:
+        y = torch.nn.functional.linear(x, weight)
+        z = y.exp()
+        weight.t()[0].detach()
+        z.mul_(2)
+        del z
+    assert (scale.peak, scale.alive, scale.flops) == (2 * 8192, 8192, 2 * 8 * 256 * 256)
+    del y
+    assert scale.alive == 0
+
+
+def test_without_a_card_every_tensor_counts():
+    held = torch.zeros(1_000_000, requires_grad=True)
+    held.grad = torch.zeros(1_000_000)
+    gauge = HostGauge()
+    before = gauge.begin()
+    assert before >= 8_000_000
+    torch.zeros(500_000) + 1
+    assert gauge.end() - before == 4_000_000
+
+
+class Stage(torch.nn.Module):
+    """As SD1.5's U-Net has them: one switch, and each layer in a checkpoint of its own."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)]
+        self.resnets, self.attentions = (torch.nn.ModuleList([layer]) for layer in layers)
+        self.gradient_checkpointing = True
+
+    def forward(self, x):
+        for layer in (*self.resnets, *self.attentions):
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.gradient_checkpointing else layer(x)
+        return x
+
+
+def test_a_stage_weighs_what_all_of_its_layers_do():
+    model = torch.nn.Sequential(Stage(), Stage())
+    one = Spender(1000, Reading())
+    one.take(model)
+    model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert [block.module for block in one.blocks] == list(model)
+    assert [block.turn for block in one.blocks] == [0, 1]
+    assert [(block.kept, block.flops) for block in one.blocks] == [(2 * 4 * 4 * 8, 2 * 2 * 4 * 8 * 8)] * 2
+    one._end_weighing()
+    assert not any("forward" in vars(layer) for stage in model for layer in (*stage.resnets, *stage.attentions))
+    model[0].gradient_checkpointing = False
+    assert covered_blocks(model) == [model[1]]

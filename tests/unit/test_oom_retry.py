@@ -1,0 +1,141 @@
+"""--on_oom retry: which command lines the launcher starts, how often, and what it ends with."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kohya_ext.config import command_line
+from kohya_ext.config.command_line import again
+from kohya_ext.config.settings import Settings
+from kohya_ext.launch import accelerate_signals, oom_retry
+from kohya_ext.launch.accelerate_signals import pass_signals_on
+
+BEFORE = ("--sd-scripts", "there", "sdxl_train_network.py")
+
+
+def outcome(state=None, **changes):
+    return {"changes": changes, "what": "less", "state": state}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Let the runs end as listed, and keep the words they were started with."""
+    started = []
+
+    def let(*ends):
+        queue = list(ends)
+        monkeypatch.setattr(oom_retry, "_run", lambda words: started.append(list(words)) or queue.pop(0))
+        return started
+
+    return let
+
+
+def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
+    started = runs((1, outcome("out/a-state", train_batch_size=2)), (1, outcome(None, full_bf16=True)), (0, {}))
+    code = oom_retry.supervise(BEFORE, ["--train_batch_size", "4", "--seed", "1"], Settings(on_oom="retry"))
+    assert code == 0
+    assert [words[:3] for words in started] == [list(BEFORE)] * 3
+    assert [words[3:] for words in started] == [
+        ["--train_batch_size", "4", "--seed", "1"],
+        ["--seed", "1", "--train_batch_size", "2", "--resume", "out/a-state"],
+        ["--seed", "1", "--train_batch_size", "2", "--full_bf16"],
+    ]
+    said = capsys.readouterr().err
+    assert "restart 1 of 3, from a-state, with less: --train_batch_size 2 --resume out/a-state" in said
+    assert "restart 2 of 3, from the beginning, with less: --full_bf16" in said
+
+
+def test_restarts_are_bounded_and_the_last_code_counts(runs, capsys):
+    started = runs(*[(1, outcome(full_bf16=True))] * 5)
+    assert oom_retry.supervise(BEFORE, [], Settings(on_oom="retry", oom_restarts=2)) == 1
+    assert len(started) == 3
+    assert "after 2 restarts" in capsys.readouterr().err
+
+
+def test_what_is_not_out_of_memory_is_not_started_anew(runs):
+    started = runs((3, {}))
+    assert oom_retry.supervise(BEFORE, [], Settings(on_oom="retry")) == 3
+    assert len(started) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+def test_a_signal_is_passed_on_and_waited_for():
+    program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    before = signal.getsignal(signal.SIGTERM)
+    with pass_signals_on(child):
+        child.stdout.readline()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert child.wait(10) == 7
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def typed(monkeypatch, tmp_path):
+    """Let this process have been started by these words, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/env/bin/python")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def let(*words, script="/there/sdxl_train.py"):
+        monkeypatch.setattr(sys, "orig_argv", list(words))
+        place = next(index for index, word in enumerate(words) if "sdxl_train" in word)
+        monkeypatch.setattr(sys, "argv", [script, *words[place + 1 :]])
+
+    return let
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell as POSIX has it")
+class TestWhatToTypeNext:
+    def test_it_keeps_the_launchers_words_and_changes_the_scripts(self, typed, tmp_path):
+        typed("python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents")
+        line = again({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
+        assert line == (
+            f"cd {tmp_path} && /env/bin/python -m kohya_ext --sd-scripts 'a b' /there/sdxl_train.py --seed 1 "
+            "--resume auto --no-cache_latents --optimizer_args 'a=(1, 2)' b=3"
+        )
+
+    def test_what_the_environment_had_set_becomes_flags(self, typed, tmp_path, monkeypatch):
+        environ = {"KOHYA_EXT": "1", "KOHYA_EXT_PRESET": "12gb,speed", "KOHYA_EXT_EMA": "1", "KOHYA_EXT_PREFLIGHT": "0"}
+        for name, value in {**environ, "KOHYA_EXT_NAN_PATIENCE": "3", "CUDA_VISIBLE_DEVICES": "1"}.items():
+            monkeypatch.setenv(name, value)
+        typed("/env/bin/python", "-u", "sdxl_train.py", "--nan-patience=5", "--seed", "1")
+        assert again({"resume": "out/cat-state"}) == (
+            f"cd {tmp_path} && CUDA_VISIBLE_DEVICES=1 /env/bin/python -u -m kohya_ext /there/sdxl_train.py --preset 12gb,speed "
+            "--no-preflight --ema --nan-patience=5 --seed 1 --resume out/cat-state"
+        )
+
+    def test_the_installed_command_is_a_launcher_too(self, typed, tmp_path):
+        typed("/env/bin/python", "/env/bin/kohya-ext", "sdxl_train.py", "--seed", "1")
+        assert again({}) == f"cd {tmp_path} && /env/bin/python /env/bin/kohya-ext /there/sdxl_train.py --seed 1"
+
+
+def test_on_windows_it_is_a_line_for_cmd(typed, monkeypatch):
+    monkeypatch.setattr(command_line, "os", SimpleNamespace(name="nt", environ={}, getcwd=lambda: "C:\\my kohya", path=os.path))
+    typed("python", "sdxl_train.py", "--output_name", "cats&dogs", "--train_data_dir", "D:\\two words")
+    line = again({})
+    assert line.startswith('cd /d "C:\\my kohya" && /env/bin/python -m kohya_ext ')
+    assert line.endswith('--output_name "cats&dogs" --train_data_dir "D:\\two words"')
+
+
+class Process:
+    """Notes what is done to it."""
+
+    def __init__(self):
+        self.terminated = 0
+
+    def terminate(self):
+        self.terminated += 1
+
+
+@pytest.mark.parametrize(("has_sigterm", "times"), [(True, 1), (False, 0)])
+def test_ctrl_c_kills_no_process_where_terminating_is_killing(monkeypatch, has_sigterm, times):
+    monkeypatch.setattr(accelerate_signals, "_HAS_SIGTERM", has_sigterm)
+    process = Process()
+    with pass_signals_on(process):
+        signal.raise_signal(signal.SIGINT)
+    assert process.terminated == times

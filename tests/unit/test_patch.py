@@ -1,0 +1,191 @@
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.config.settings import Settings, options
+from kohya_ext.errors import UserError
+from kohya_ext.launch.session import Session
+from kohya_ext.patching.patch import Patch, Patcher, Target, registry
+from kohya_ext.sdscripts.checkouts import Checkout
+
+CHECKOUT = Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for the test")
+
+
+def make(*targets: Target, **rest: object) -> dict[str, Patch]:
+    patch = Patch("twice", "doubles", targets, exactness="exact", held_to="itself", idea="here", **rest)
+    return {patch.name: patch}
+
+
+def double(original, settings):
+    def doubled(self, *args):
+        return 2 * original(self, *args)
+
+    return doubled
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A module that is there to be imported, and is not yet."""
+    (tmp_path / "a_library.py").write_text(
+        "class Base:\n    def value(self):\n        return 3\nclass Child(Base):\n    pass\nFLAG = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda: importlib.import_module("a_library")
+    sys.modules.pop("a_library", None)
+
+
+def only(patcher: Patcher):
+    (outcome,) = patcher.outcomes.values()
+    return outcome
+
+
+def test_a_target_is_replaced_when_it_is_imported(library):
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    assert only(patcher).status == "waiting"
+    assert library().Base().value() == 6
+    assert only(patcher).status == "applied"
+    assert [patch.name for patch in patcher.active()] == ["twice"]
+
+
+def test_at_once_when_it_already_is_and_once_only(library):
+    module = library()
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    patcher.arm()
+    assert module.Base().value() == 6
+
+
+def test_undo_puts_the_identical_object_back_and_arm_applies_again(library):
+    module = library()
+    original = vars(module.Base)["value"]
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    patcher.undo()
+    assert vars(module.Base)["value"] is original
+    patcher.arm()
+    assert module.Base().value() == 6
+    patcher.undo()
+    assert vars(module.Base)["value"] is original
+
+
+def test_undo_leaves_no_trace_of_an_inherited_attribute(library):
+    module = library()
+    patcher = Patcher(make(Target("a_library", "Child.value", double, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    assert (module.Child().value(), module.Base().value()) == (6, 3)
+    patcher.undo()
+    assert "value" not in vars(module.Child)
+
+
+def test_undone_before_the_import_nothing_happens(library):
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    patcher.undo()
+    assert library().Base().value() == 3
+
+
+def surprised(original):
+    return "it is not what it was"
+
+
+def test_a_surprising_target_is_skipped_with_its_reason(library, capsys):
+    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    assert library().Base().value() == 3
+    assert (only(patcher).status, only(patcher).reason, only(patcher).surprise) == ("skipped", "it is not what it was", True)
+    assert "does not know this a_library:Base.value" in capsys.readouterr().err
+
+
+def test_and_ends_the_run_when_strict(library, capsys):
+    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised, body="runs")), Settings(strict=True), CHECKOUT)
+    patcher.arm()
+    with pytest.raises(SystemExit) as leaving:
+        library()
+    assert leaving.value.code == 2
+    assert "Without --strict" in capsys.readouterr().err
+
+
+def test_an_attribute_that_is_gone_is_a_surprise(library):
+    patcher = Patcher(make(Target("a_library", "Base.gone", double, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    library()
+    assert (only(patcher).status, only(patcher).reason) == ("skipped", "it is not there")
+
+
+def test_a_failing_patch_costs_one_line(library, capsys):
+    def broken(original, settings):
+        raise RuntimeError("no good")
+
+    patcher = Patcher(make(Target("a_library", "FLAG", broken, body="runs")), Settings(), CHECKOUT)
+    patcher.arm()
+    assert library().FLAG is True
+    assert (only(patcher).status, only(patcher).reason) == ("failed", "RuntimeError: no good")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (Settings(disable_patch=("twice",)), "disabled by the user"),
+        (Settings(disable_patch=("*",)), "disabled by the user"),
+        (Settings(), "not asked for"),
+    ],
+)
+def test_a_patch_that_is_off_says_why(library, settings, reason):
+    target = Target("a_library", "FLAG", lambda original, settings: False, body="runs")
+    patcher = Patcher(make(target, wanted=lambda settings: bool(settings.disable_patch)), settings, CHECKOUT)
+    patcher.arm()
+    assert library().FLAG is True
+    assert only(patcher).reason == reason
+
+
+def test_layouts_are_kept_apart_and_an_unknown_one_is_left_alone(library):
+    target = Target("a_library", "FLAG", lambda original, settings: False, layouts=frozenset({"v0.10"}), body="runs")
+    patcher = Patcher(make(target), Settings(), CHECKOUT)
+    patcher.arm()
+    assert only(patcher).reason == "nothing to do there in layout v0.11"
+    old = Checkout(Path("old"), None, "unknown", "for the test")
+    patcher = Patcher(make(target), Settings(), old)
+    patcher.arm()
+    assert "does not know" in only(patcher).reason
+    patcher = Patcher(make(target), Settings(allow_unknown_version=True), old)
+    patcher.arm()
+    assert library().FLAG is False
+
+
+def test_an_unknown_name_to_disable_is_an_error():
+    patcher = Patcher(make(), Settings(disable_patch=("twise",)), CHECKOUT)
+    with pytest.raises(UserError, match=r"no patch twise to disable: there are twice\. Did you mean twice\?"):
+        patcher.arm()
+
+
+def test_every_shipped_patch_states_what_it_is_without_importing_torch():
+    heavy = {"torch", "transformers", "library"} - set(sys.modules)
+    for name, patch in registry().items():
+        assert name == patch.name
+        assert patch.targets or patch.on_start
+        assert patch.summary
+        assert patch.held_to
+        assert patch.idea.startswith("https://")
+        assert isinstance(sys.modules[f"kohya_ext.patches.{name}"], types.ModuleType)
+    assert not heavy & set(sys.modules)
+
+
+def test_every_option_names_a_patch_that_is_there():
+    named = {option.patch for _, option in options() if option.patch}
+    assert named
+    assert named <= set(registry())
+
+
+def test_an_option_whose_patch_is_off_is_answered(tmp_path, capsys):
+    argv = ["--selective_torch_compile", "--disable-patch", "selective_torch_compile"]
+    session = Session.start(CHECKOUT, Path("sdxl_train.py"), argv, {})
+    session.patcher.undo()
+    session.options_hook.undo()
+    said = capsys.readouterr().err
+    assert "--selective_torch_compile does nothing: the patch selective_torch_compile is off (disabled by the user)" in said
+    assert "not asked for" not in said

@@ -1,0 +1,141 @@
+"""Where a preset gives way to the user's other options."""
+
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.config.arguments import read_arguments, read_config_file
+from kohya_ext.config.preset_conflicts import in_words
+
+GUI = Path(__file__).parent.parent / "data" / "gui"
+
+LORA, FINE_TUNE, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
+
+
+def held_back(script, *argv):
+    return {key: reason.words for key, reason in read_arguments(script, argv, {}).presets.held_back.items()}
+
+
+@pytest.mark.parametrize(
+    ("script", "preset", "argv", "left_out"),
+    [
+        (LORA, "12gb", "--text_encoder_lr 5e-5", {"network_train_unet_only", "cache_text_encoder_outputs"}),
+        (LORA, "12gb", "--text_encoder_lr 0 1e-5", {"network_train_unet_only", "cache_text_encoder_outputs"}),
+        (LORA, "12gb", "--text_encoder_lr 0", set()),
+        (LORA, "12gb", "--text_encoder_lr 5e-5 --network_train_unet_only", set()),
+        (LORA, "12gb", "--network_train_text_encoder_only", {"network_train_unet_only", "cache_text_encoder_outputs"}),
+        (LORA, "24gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
+        (LORA, "12gb", "--no-network_train_unet_only", {"cache_text_encoder_outputs"}),
+        (LORA, "12gb", "--shuffle_caption", {"cache_text_encoder_outputs"}),
+        (LORA, "12gb", "--no-shuffle_caption", set()),
+        (LORA, "12gb", "--caption_dropout_rate 0.1", {"cache_text_encoder_outputs"}),
+        ("anima_train_network.py", "12gb", "--caption_dropout_rate 0.1", set()),
+        (LORA, "12gb", "--color_aug", {"cache_latents"}),
+        (LORA, "12gb", "--color_aug --cache_latents", set()),
+        (LORA, "12gb", "--xformers", {"sdpa"}),
+        (LORA, "12gb", "--no-gradient_checkpointing", {"checkpoint_share"}),
+        (LORA, "12gb", "--use_8bit_adam", {"optimizer_type"}),
+        (LORA, "12gb", "--resolution 128", {"enable_bucket"}),
+        (LORA, "12gb", "--resolution 128 --min_bucket_reso 64", set()),
+        (LORA, "12gb", "--resolution 1536", set()),
+        (LORA, "6gb", "--mixed_precision no", {"fp8_base"}),
+        (LORA, "quality", "--lr_scheduler constant", {"lr_warmup_steps"}),
+        (LORA, "quality", "--lr_scheduler constant_with_warmup", set()),
+        (LORA, "balanced", "--max_data_loader_n_workers 0", {"persistent_data_loader_workers"}),
+        (LORA, "speed", "--max_data_loader_n_workers 0", {"persistent_data_loader_workers"}),
+        (LORA, "speed", "--max_data_loader_n_workers 2", set()),
+        (FINE_TUNE, "12gb", "--optimizer_type AdamW8bit", {"optimizer_args", "max_grad_norm", "fused_backward_pass"}),
+        (FINE_TUNE, "12gb", "--optimizer_type adafactor", set()),
+        (FINE_TUNE, "12gb", "--gradient_accumulation_steps 4", {"fused_backward_pass"}),
+        (FINE_TUNE, "12gb", "--mixed_precision fp16", {"full_bf16"}),
+        (FINE_TUNE, "12gb", "--train_text_encoder", {"cache_text_encoder_outputs"}),
+        (FINE_TUNE, "12gb", "--learning_rate_te1 1e-5", set()),
+        (FINE_TUNE, "16gb", "--fused_backward_pass", {"gradient_accumulation_steps"}),
+        (FLUX, "12gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
+        (FLUX, "12gb", "--network_args train_t5xxl=True", {"network_train_unet_only", "cache_text_encoder_outputs"}),
+        (FLUX, "12gb", "--cpu_offload_checkpointing", {"blocks_to_swap"}),
+        ("hunyuan_image_train_network.py", "12gb", "--text_encoder_lr 5e-5", set()),
+    ],
+)
+def test_a_preset_leaves_out_what_contradicts_the_users_options(script, preset, argv, left_out):
+    run = read_arguments(script, ["--preset", preset, *argv.split()], {})
+    assert set(run.presets.held_back) == left_out
+    assert not left_out & run.presets.values.keys()
+
+
+def test_the_config_file_and_each_subset_count_too(tmp_path):
+    config, dataset = tmp_path / "mine.toml", tmp_path / "data.toml"
+    config.write_text(f"text_encoder_lr = [1e-5]\ndataset_config = {str(dataset)!r}\n")
+    dataset.write_text('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n[[datasets.subsets]]\ncolor_aug = true\n')
+    left = held_back(LORA, "--preset", "12gb", "--config_file", str(config))
+    assert left == {
+        "network_train_unet_only": "text_encoder_lr = [1e-05]",
+        "cache_text_encoder_outputs": "text_encoder_lr = [1e-05]",
+        "cache_latents": "color_aug = True",
+    }
+
+
+def test_a_subset_counts_over_the_arguments(tmp_path):
+    dataset = tmp_path / "data.toml"
+    dataset.write_text('[general]\nshuffle_caption = false\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n')
+    argv = ["--preset", "12gb", "--shuffle_caption", "--dataset_config", str(dataset)]
+    assert held_back(LORA, *argv) == {}
+
+
+def test_one_line_names_what_was_filled_and_what_was_left_out():
+    run = read_arguments(LORA, ["--preset", "12gb", "--shuffle_caption"], {})
+    line = in_words("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
+    assert line == (
+        "preset 12gb set sdpa, network_dim=16; left out cache_text_encoder_outputs (shuffle_caption = True)"
+        ". The run needs more memory than the preset is made for"
+    )
+    assert in_words("12gb", {"sdpa": True}, {}) == "preset 12gb set sdpa"
+
+
+def test_a_box_that_is_off_in_the_gui_stays_off():
+    left = held_back(LORA, "--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"))
+    assert left == {
+        "network_train_unet_only": "text_encoder_lr = [0.0001, 0.0001]",
+        "cache_text_encoder_outputs": "text_encoder_lr = [0.0001, 0.0001]",
+        "sdpa": "xformers = True",
+        "checkpoint_share": "gradient_checkpointing = False",
+        "gradient_checkpointing": "off in the GUI",
+    }
+
+
+def test_nothing_that_is_on_in_the_gui_is_changed_and_no_advice_is_given_without_need():
+    argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl-unet.toml")]
+    presets = read_arguments(LORA, argv, {}).presets
+    assert presets.held_back == {}
+    on_screen = read_config_file(argv[-1]).values
+    assert {key for key in presets.values if key not in on_screen} == {"checkpoint_share"}
+
+
+def test_the_gui_user_learns_what_to_turn_on():
+    run = read_arguments(FLUX, ["--preset", "12gb", "--config_file", str(GUI / "lora-flux.toml")], {})
+    line = in_words("12gb", {}, run.presets.held_back)
+    assert "fp8_base, blocks_to_swap (off in the GUI)" in line
+    assert line.endswith("turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI if it does not fit")
+
+
+def test_the_guis_additional_parameters_count_over_its_boxes():
+    argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"), "--gradient_checkpointing"]
+    run = read_arguments(LORA, argv, {})
+    assert not {"gradient_checkpointing", "checkpoint_share"} & run.presets.held_back.keys()
+    assert run.settings.checkpoint_share == 0.375
+
+
+def test_a_number_that_the_gui_writes_as_0_is_off_too():
+    presets = read_arguments(
+        "flux_train.py", ["--preset", "12gb", "--config_file", str(GUI / "dreambooth-flux.toml")], {}
+    ).presets
+    assert presets.held_back["blocks_to_swap"].words == "off in the GUI"
+
+
+def test_the_same_file_by_another_hand_leaves_boxes_open(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text((GUI / "lora-sdxl-unet.toml").read_text().replace('noise_offset_type = "Original"\n', ""))
+    file.write_text(file.read_text().replace("gradient_checkpointing = true\n", ""))
+    run = read_arguments(LORA, ["--preset", "12gb", "--config_file", str(file)], {})
+    assert run.presets.held_back == {}
+    assert run.presets.values["gradient_checkpointing"].value is True

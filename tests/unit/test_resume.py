@@ -1,0 +1,208 @@
+"""Where a run stands, and finding the state to go on from."""
+
+import os
+import random
+import sys
+import zipfile
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from kohya_ext.errors import UserError
+from kohya_ext.run import resume, run_record
+
+
+def write_state(folder, name, age, without=(), cut=()):
+    state = folder / name
+    state.mkdir()
+    for file in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "pytorch_model.bin"):
+        if file in without:
+            continue
+        with zipfile.ZipFile(state / file, "w") as archive:
+            archive.writestr("data", bytes(100))
+        if file in cut:
+            (state / file).write_bytes((state / file).read_bytes()[:-30])
+    os.utime(state, (1e9 - age, 1e9 - age))
+    return state
+
+
+def test_the_newest_whole_state_of_the_name_is_found(tmp_path, capsys):
+    write_state(tmp_path, "cat-step00000100-state", 30)
+    expected = write_state(tmp_path, "cat-000002-state", 20)
+    write_state(tmp_path, "cat-rolling00000300-state", 10, without=["random_states_0.pkl"])
+    write_state(tmp_path, "cat-state", 5, cut=["optimizer.bin"])
+    write_state(tmp_path, "cat-big-state", 1)
+    write_state(tmp_path, "cat-step00000400-state.partial", 1)
+    assert resume.newest_state(tmp_path, "cat") == expected
+    said = capsys.readouterr().err
+    assert "it has no random_states_0.pkl" in said
+    assert "optimizer.bin is damaged" in said
+
+
+def test_no_state_is_none(tmp_path):
+    assert resume.newest_state(tmp_path, "cat") is None
+
+
+def test_a_running_functions_count_is_set():
+    def train(steps):
+        global_step = 0
+        for _ in steps():
+            global_step += 1
+        return global_step
+
+    def steps():
+        yield 1
+        assert resume._set_local(sys._getframe().f_back, "global_step", 40)
+        yield 2
+        yield 3
+
+    assert train(steps) == 42
+
+
+def test_random_numbers_go_on():
+    torch = pytest.importorskip("torch")
+    numpy = pytest.importorskip("numpy")
+    import random
+
+    def draw():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    state = resume.random_state()
+    first = draw()
+    assert draw() != first
+    resume.set_random_state(state)
+    assert draw() == first
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+def stands(accumulated=1, processes=1, index=0, **more):
+    args = SimpleNamespace(gradient_accumulation_steps=accumulated, max_train_steps=9)
+    accelerator = SimpleNamespace(is_main_process=index == 0, num_processes=processes, process_index=index)
+    return resume.Position(args, accelerator, **more)
+
+
+BEGAN = {"random": {}, "counters": [0, 0], "seeds": [7], "generator": None}
+
+
+def test_smaller_batches_and_more_of_them_accumulated_are_as_many_images(torch, tmp_path):
+    stands(2, step=3, epoch=0, batch=6, _began=BEGAN).on_state_save(tmp_path)
+    later = stands(8)
+    later.on_state_load(tmp_path)
+    assert (later._goal["step"], later._goal["batch"]) == (3, 24)
+
+
+def test_a_state_ends_with_the_random_state_in_which_the_run_goes_on(torch, tmp_path):
+    running = stands(step=3, epoch=0, batch=3, _began=BEGAN)
+    running.on_state_save(tmp_path)
+    random.random()  # what rich 14.1 draws for the lines about the save
+    goes_on = random.getstate()
+    running._settle()
+    random.random()
+    later = stands()
+    later.on_state_load(tmp_path)
+    resume.set_random_state(later._random)
+    assert random.getstate() == goes_on
+
+
+def test_a_state_that_only_we_save_is_not_noticed(torch, tmp_path):
+    running = stands(step=3, epoch=0, batch=3, _began=BEGAN)
+    goes_on = random.getstate()
+    with running.unnoticed():
+        random.random()
+        running.on_state_save(tmp_path)
+        random.random()
+    assert random.getstate() == goes_on
+    running._settle()
+    assert not (tmp_path / resume.RANDOM_FILE).exists()
+    later = stands()
+    later.on_state_load(tmp_path)
+    random.random()
+    resume.set_random_state(later._random)
+    assert random.getstate() == goes_on
+
+
+def test_every_process_goes_on_with_its_own_random_numbers(torch, tmp_path, capsys):
+    ranks = []
+    for seed in (1, 2):
+        random.seed(seed)
+        ranks.append({"random": resume.random_state(), "began": BEGAN})
+    stands(processes=2, step=3, _ranks=ranks).on_state_save(tmp_path)
+    for index, seed in enumerate((1, 2)):
+        later = stands(processes=2, index=index)
+        later.on_state_load(tmp_path)
+        resume.set_random_state(later._random)
+        random_after = random.getstate()
+        random.seed(seed)
+        assert random.getstate() == random_after
+    assert "will differ" not in capsys.readouterr().err
+    stands(processes=1).on_state_load(tmp_path)
+    assert "holds the random state of 2 of 2 processes, and this run has 1" in capsys.readouterr().err
+
+
+def describe(**more):
+    given = {"train_data_dir": "cats", "network_dim": 4, "seed": 1, **more}
+    return run_record.describe("sdxl_train_network.py", Namespace(**given))
+
+
+def test_auto_takes_the_newest_state_of_this_run_only(tmp_path, capsys):
+    run = describe()
+    older, newer = (write_state(tmp_path, f"cat-rolling0000000{step}-state", 0) for step in (9, 3))
+    run_record.write(older, run, 9)
+    run_record.write(newer, describe(), 3)  # the same command, started again
+    other = write_state(tmp_path, "cat-rolling00000090-state", 0)
+    run_record.write(other, describe(network_dim=8), 90)
+    assert resume.state_to_resume(tmp_path, "cat", run) == newer
+    assert "cat-rolling00000090-state was saved by another run (--network_dim was 8 and is 4)" in capsys.readouterr().err
+    assert resume.state_to_resume(tmp_path, "cat", describe(seed=2)) is None
+
+
+def test_auto_does_not_start_over_in_silence(tmp_path):
+    run = describe()
+    state = write_state(tmp_path, "cat-rolling00000009-state", 0)
+    run_record.write(state, run, 9)
+    (state / "optimizer.bin").write_bytes(b"PK")
+    with pytest.raises(
+        UserError, match=r"no state in .* can be resumed .*optimizer.bin has 2 of \d+ bytes.* leave out --resume"
+    ):
+        resume.state_to_resume(tmp_path, "cat", run)
+
+
+def test_what_is_left_over(tmp_path):
+    run = describe()
+    paths = {}
+    for name, record, step in (
+        ("cat-rolling00000003-state", run, 3),
+        ("cat-rolling00000009-state", run, 9),
+        ("cat-000002-state", describe(), 5),
+    ):
+        paths[name] = write_state(tmp_path, name, 0)
+        run_record.write(paths[name], record, step)
+    upstreams = write_state(tmp_path, "cat-step00000004-state", 0)
+    resumed = paths["cat-rolling00000003-state"]
+    assert set(resume.leftovers(tmp_path, "cat", run, None)) == {*paths.values(), upstreams}
+    # Not a state of unknown origin, nor the one that is resumed; but one of later steps, which are trained again.
+    left = {paths["cat-rolling00000009-state"], paths["cat-000002-state"]}
+    assert set(resume.leftovers(tmp_path, "cat", run, resumed)) == left
+    assert resume.leftovers(tmp_path, "cat", run, upstreams) == []
+
+
+def test_a_bar_begins_where_the_run_goes_on(monkeypatch):
+    tqdm = pytest.importorskip("tqdm")
+    bar = tqdm.tqdm(total=80, file=open(os.devnull, "w"))  # noqa: SIM115
+    resume._begin_at(bar, 60)
+    bar.update(1)
+    shown = bar.format_dict
+    assert (shown["initial"], shown["n"]) == (60, 61)
+    assert shown["elapsed"] < 60
+
+
+def test_a_state_of_an_earlier_version_is_refused_in_words(torch, tmp_path, capsys):
+    torch.save({"step": 3, "epoch": 0, "batch": 3, "finished": False}, tmp_path / resume.FILE)
+    with pytest.raises(SystemExit):
+        stands().on_state_load(tmp_path)
+    assert "was saved by an earlier version of kohya_ext" in capsys.readouterr().err
