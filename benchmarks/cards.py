@@ -65,7 +65,9 @@ def _words(tier: Tier, share: float) -> str:
     elif not choices.gradient_checkpointing:
         said.append(f"{base}no checkpointing")
     else:
-        part = f" of {choices.checkpoint_share:.0%}" if choices.checkpoint_share not in (None, 1.0) else ""
+        part = (
+            f" of {choices.gradient_checkpointing_ratio:.0%}" if choices.gradient_checkpointing_ratio not in (None, 1.0) else ""
+        )
         said.append(f"{base}checkpointing{part}")
     said.append(f"{gigabytes(tier.found.on_the_card)} GB, {share:.0%}")
     return "\n".join(said)

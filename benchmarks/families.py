@@ -86,7 +86,7 @@ def _budget(share: float) -> Recipe:
 
 def _share(share: float) -> dict[str, Recipe]:
     """Checkpointing for a part of the blocks, eager and compiled."""
-    chosen, patch = (*_CHECKPOINTING, "--checkpoint_share", f"{share:g}"), "selective_checkpointing"
+    chosen, patch = (*_CHECKPOINTING, "--gradient_checkpointing_ratio", f"{share:g}"), "selective_checkpointing"
     return {
         f"share-{share:g}": Recipe(f"patched, eager, checkpointing {share:.0%} of the blocks", chosen, patches=(patch,)),
         f"compiled-share-{share:g}": Recipe(

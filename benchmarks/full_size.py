@@ -30,7 +30,7 @@ def _sdxl(file: Path) -> None:
     """The names of an SDXL checkpoint, by the converters that sd-scripts saves one with."""
     util, old = importlib.import_module("library.sdxl_model_util"), importlib.import_module("library.model_util")
     build = importlib.import_module("kohya_ext.estimate.models").build
-    choices = importlib.import_module("kohya_ext.estimate.memory_config").Choices("sdxl_train_network.py")
+    choices = importlib.import_module("kohya_ext.estimate.memory_config").MemoryConfig("sdxl_train_network.py")
     with torch.device("meta"):
         models = build("sdxl", choices)
         small, large = models.text_encoders

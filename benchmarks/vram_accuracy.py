@@ -25,7 +25,7 @@ from typing import Any
 
 from kohya_ext.config.arguments import read_arguments
 from kohya_ext.estimate import cache, measurement
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
 from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import shrink
@@ -87,7 +87,7 @@ def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     }
 
 
-def _measured(choices: Choices, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int | None]:
+def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int | None]:
     """Return the peak of real allocations in one step, over what was there before it, in bytes; and that of its tensors.
 
     The difference is what the CPU's kernels take for themselves while they run, which has no counterpart on a GPU. What

@@ -28,7 +28,7 @@ from benchmarks.peers import PEERS
 from benchmarks.profiling import profile
 from kohya_ext.config.arguments import read_arguments
 from kohya_ext.estimate import measurement
-from kohya_ext.estimate.memory_config import Choices, size
+from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import build
 from kohya_ext.estimate.step import Training, forward, make_batch, prepare, settle, step_in_backward
 from kohya_ext.launch.session import peak_memory
@@ -144,7 +144,7 @@ def _accelerator(arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _default_dtype(choices: Choices) -> Iterator[None]:
+def _default_dtype(choices: MemoryConfig) -> Iterator[None]:
     """Build in the weights' own type, so that twelve billion of them need no more room at first than later."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if choices.mixed_precision == "no" else torch.bfloat16)

@@ -58,7 +58,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Earlier | 
 
 
 def _when_full(settings: Settings) -> WhenFull:
-    return WhenFull(settings.disk_full_wait * 60, settings.fallback_dir)
+    return WhenFull(settings.disk_full_timeout * 60, settings.fallback_dir)
 
 
 def _is_path(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""``--checkpoint_every_minutes N``: a full state every N minutes, of which the newest few are kept.
+"""``--save_state_every_n_minutes N``: a full state every N minutes, of which the newest few are kept.
 
 What a signal cannot announce, SIGKILL (the stop button of the kohya_ss GUI) and a power cut, then costs N minutes at most. A
 state is written beside and renamed, and an old one goes only when the new one is whole (see atomic_saves).
@@ -30,7 +30,7 @@ class _Rolling(TrainingCallback):
     """Seconds."""
     keep: int
     step: int = 0
-    """Steps of this process, for the name where honest_resume is off and nothing counts those before a resume."""
+    """Steps of this process, for the name where exact_resume is off and nothing counts those before a resume."""
     saved: list[Path] | None = None
     """This run's timed states, the oldest first: those of the processes that it continues, too."""
     last: float = field(default_factory=time.monotonic)
@@ -90,18 +90,20 @@ class _Rolling(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Rolling:
-    minutes = settings.checkpoint_every_minutes or 0.0
-    return _Rolling(Path(args.output_dir or "."), args.output_name or DEFAULT_NAME, minutes * 60, settings.checkpoint_keep)
+    minutes = settings.save_state_every_n_minutes or 0.0
+    return _Rolling(
+        Path(args.output_dir or "."), args.output_name or DEFAULT_NAME, minutes * 60, settings.save_last_n_timed_states
+    )
 
 
 PATCH = Patch(
     name="rolling_states",
-    summary="a full state every --checkpoint_every_minutes, the newest --checkpoint_keep are kept",
+    summary="a full state every --save_state_every_n_minutes, the newest --save_last_n_timed_states are kept",
     targets=(),
     exactness="exact",
     held_to="the same run without it",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
-    wanted=lambda settings: settings.checkpoint_every_minutes is not None,
+    wanted=lambda settings: settings.save_state_every_n_minutes is not None,
     stage=Stage.SAVE,
     on_start=_start,
 )

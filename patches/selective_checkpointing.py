@@ -22,7 +22,7 @@ FIRST = ("Upsample2D", "Downsample2D", "MLPEmbedder", "ResnetBlock2D", "SingleSt
 
 
 def _in_part(original: Any, settings: Settings) -> Any:
-    share = 1.0 if settings.checkpoint_share is None else settings.checkpoint_share
+    share = 1.0 if settings.gradient_checkpointing_ratio is None else settings.gradient_checkpointing_ratio
 
     @wraps(original)
     def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,10 +46,10 @@ def _by_work_per_byte(numbered: tuple[int, Any]) -> tuple[int, int, int]:
 
 PATCH = Patch(
     name="selective_checkpointing",
-    summary="gradient checkpointing for a share of the blocks (--checkpoint_share), those with the least work per byte",
+    summary="gradient checkpointing for some blocks (--gradient_checkpointing_ratio), those with the least work per byte",
     targets=on_enable(_in_part),
     exactness="exact",
     held_to="the trained file with every block checkpointed and with none",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
-    wanted=lambda settings: settings.checkpoint_share is not None,
+    wanted=lambda settings: settings.gradient_checkpointing_ratio is not None,
 )

@@ -27,7 +27,7 @@ from kohya_ext.units import AUTO, index_of, said
 class _Budget(TrainingCallback):
     device: Any
     spender: Any = None
-    """A :class:`kohya_ext.gpu.budget_controller.Spender`, whose module imports torch; None where only a cap is set."""
+    """A :class:`kohya_ext.gpu.budget_controller.BudgetController`, whose module imports torch; None where only a cap is set."""
 
     def before_batch(self, accelerator: Any) -> None:
         if self.spender is not None:
@@ -53,11 +53,11 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
         if reason is not None:
             note(f"memory budget: nothing below it is spent: {reason}")
         return _Budget(accelerator.device)
-    from kohya_ext.gpu.budget_controller import Spender
-    from kohya_ext.gpu.memory_meter import CardGauge, HostGauge
+    from kohya_ext.gpu.budget_controller import BudgetController
+    from kohya_ext.gpu.memory_meter import GPUMemoryMeter, HostMemoryMeter
 
     on_card = accelerator.device.type == "cuda"
-    spender = Spender(round(limit * FILLED), CardGauge(accelerator.device) if on_card else HostGauge())
+    spender = BudgetController(round(limit * FILLED), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter())
     if settings.selective_torch_compile:
         _wait_with_compiling(spender, accelerator.device.type, settings.compile_backend)
     if not args.gradient_checkpointing:

@@ -16,15 +16,15 @@ from benchmarks.results import Comparison, Result, Variant
 from benchmarks.suites.step import configuration, spec
 from kohya_ext.errors import UserError
 
-_WINS = ("needless_gradients", "needless_scaling", "single_process_reduce", "snr_lookup")
-_CHECKPOINTING = ("nonreentrant_checkpointing", "lean_checkpointing")
+_WINS = ("skip_unused_gradients", "skip_unit_scaling", "single_process_reduce", "snr_lookup")
+_CHECKPOINTING = ("nonreentrant_checkpointing", "fast_checkpoint_hooks")
 
 #: Name -> what it is, and the patches it is without.
 LADDER: dict[str, tuple[str, tuple[str, ...]]] = {
     "none": ("no patch: upstream's code", ("*",)),
     "guards": ("all but those below", (*_CHECKPOINTING, *_WINS)),
     "nonreentrant": ("and nonreentrant_checkpointing", (_CHECKPOINTING[1], *_WINS)),
-    "lean": ("and lean_checkpointing", _WINS),
+    "lean": ("and fast_checkpoint_hooks", _WINS),
     "all": (f"and {', '.join(_WINS)}: the default", ()),
 }
 
@@ -76,4 +76,4 @@ def _steps(one: Any, variant: Variant, count: int) -> list[float]:
 
 
 def _tensors(answer: dict[str, Any]) -> int:
-    return int(answer["facts"]["lean_checkpointing"]["recomputed_tensors"])
+    return int(answer["facts"]["fast_checkpoint_hooks"]["recomputed_tensors"])

@@ -17,7 +17,7 @@ from benchmarks.suites.step import configuration
 #: Name -> what it is, the recipe whose arguments it has, and the patches it is without.
 LADDER: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "upstream": ("upstream, checkpointing", "patched", ("*",)),
-    "gradients": ("patched without needless_scaling", "patched", ("needless_scaling",)),
+    "gradients": ("patched without skip_unit_scaling", "patched", ("skip_unit_scaling",)),
     "patched": (RECIPES["patched"].meaning, "patched", ()),
     "fused": (RECIPES["fused"].meaning, "fused", ()),
 }

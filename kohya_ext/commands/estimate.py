@@ -19,10 +19,10 @@ from kohya_ext.config.arguments import RunArguments, read_arguments
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import memory_config as choosing
-from kohya_ext.estimate.memory_config import FP8, Choices
+from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate, estimate
 from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
-from kohya_ext.planning.checkpointing_ratio import smallest_share
+from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import room
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, gigabytes, label, said
@@ -51,7 +51,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--fill",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="find the smallest --checkpoint_share that fits the card less 5 percent: the fastest step it has room for",
+        help="find the smallest --gradient_checkpointing_ratio that fits the GPU less 5 percent, which is the fastest",
     )
     parser.add_argument("--chart", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="draw the parts as a PNG")
 
@@ -100,16 +100,16 @@ def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None
         given = _at_share(argv, share)
         return estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
 
-    filled = smallest_share(ask, room(card))
+    filled = smallest_ratio(ask, room(card))
     if filled is None:
         raise UserError(f"it does not fit the {label(card)} less 5 percent, even with every block checkpointed")
     share, found = filled
-    note(f"--checkpoint_share {share:g} is the smallest that fits the {label(card)} less 5 percent")
+    note(f"--gradient_checkpointing_ratio {share:g} is the smallest that fits the {label(card)} less 5 percent")
     return found, read_arguments(script, _at_share(argv, share), os.environ)
 
 
 def _at_share(argv: Sequence[str], share: float) -> list[str]:
-    return [*argv, "--gradient_checkpointing", "--checkpoint_share", f"{share:g}"]
+    return [*argv, "--gradient_checkpointing", "--gradient_checkpointing_ratio", f"{share:g}"]
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,19 @@ class Budget:
     limit: int
     """Bytes that it leaves for tensors."""
     fits: bool
-    checkpoint_share: float | None
+    gradient_checkpointing_ratio: float | None
     """Of the blocks, once it is spent; None where it spends nothing, or on compiled blocks."""
     words: str
 
 
 def _with_budget(
-    checkout: Checkout, script: str, argv: Sequence[str], choices: Choices, run: RunArguments, card: int | None, fresh: bool
+    checkout: Checkout,
+    script: str,
+    argv: Sequence[str],
+    choices: MemoryConfig,
+    run: RunArguments,
+    card: int | None,
+    fresh: bool,
 ) -> tuple[Estimate, Budget]:
     """Return the estimate of a run once its ``--vram_budget`` is spent, and what was spent."""
     budget = run.settings.vram_budget
@@ -151,7 +157,7 @@ def _with_budget(
         )
     else:
         note("--vram_budget frees blocks from checkpointing: up to 6 estimates, of which each new one takes about 20 seconds")
-        share, found = smallest_share(ask, room + CONTEXT_BYTES) or (1.0, ask(1.0))
+        share, found = smallest_ratio(ask, room + CONTEXT_BYTES) or (1.0, ask(1.0))
         does = f"about {share:.0%} of the blocks stay checkpointed, which the run chooses by what each weighs"
     fits = found.reserved <= limit
     needs = "" if fits else f", and the run needs {gigabytes(found.reserved)} GB: it would be out of memory"
@@ -235,7 +241,7 @@ def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str
 
 def _assumed(found: Estimate) -> str | None:
     """Return what was taken for granted of the user's own files and captions."""
-    family = Choices(**found.choices).family
+    family = MemoryConfig(**found.choices).family
     if family.name in ("flux", "chroma"):
         return (
             "T5 in fp8"
@@ -249,7 +255,7 @@ def _assumed(found: Estimate) -> str | None:
 
 def _asked(found: Estimate) -> str:
     batch = found.choices.get("train_batch_size", 1)
-    share = found.choices.get("checkpoint_share")
+    share = found.choices.get("gradient_checkpointing_ratio")
     covered = "" if share is None else f", {share:.0%} of the blocks checkpointed"
     return f"{str(found.choices['resolution']).replace(',', 'x')} pixels, batch {batch}{covered}"
 

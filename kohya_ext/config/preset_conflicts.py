@@ -122,7 +122,7 @@ RULES = (
     Rule(_CACHED_LATENTS, (*_CHANGING_IMAGES, "train_inpainting"), _is_set),
     Rule(("enable_bucket",), ("resolution",), _has_no_buckets),
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set, costs_memory=False),
-    Rule(("checkpoint_share",), ("gradient_checkpointing",), _is_off),
+    Rule(("gradient_checkpointing_ratio",), ("gradient_checkpointing",), _is_off),
     Rule(("blocks_to_swap",), ("cpu_offload_checkpointing", "unsloth_offload_checkpointing"), _is_set),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
     Rule(("full_bf16",), ("mixed_precision",), _is_not_bf16),

@@ -169,7 +169,7 @@ class Settings:
         (),
         "turn patches off by name (see `doctor`), `*` for all of them",
         names,
-        environment="KOHYA_EXT_DISABLE",
+        environment="KOHYA_EXT_DISABLE_PATCH",
         metavar="NAME",
     )
     selective_torch_compile: bool = _option(
@@ -243,11 +243,11 @@ class Settings:
         boolean,
         environment="KOHYA_EXT_PREFLIGHT",
     )
-    disk_full_wait: float = _option(
+    disk_full_timeout: float = _option(
         10.0,
         "when a save finds the disk full, keep the weights in memory and try again for this many minutes before giving up",
         minutes,
-        environment="KOHYA_EXT_DISK_FULL_WAIT",
+        environment="KOHYA_EXT_DISK_FULL_TIMEOUT",
         metavar="MINUTES",
         patch="atomic_saves",
     )
@@ -274,20 +274,20 @@ class Settings:
         metavar="FILE",
         patch="safe_stop",
     )
-    checkpoint_every_minutes: float | None = _option(
+    save_state_every_n_minutes: float | None = _option(
         None,
         "save the full state every so many minutes, so that a kill or a power cut costs no more; 0: after every step",
         minutes,
-        environment="KOHYA_EXT_CHECKPOINT_EVERY_MINUTES",
+        environment="KOHYA_EXT_SAVE_STATE_EVERY_N_MINUTES",
         metavar="MINUTES",
         activates=True,
         patch="rolling_states",
     )
-    checkpoint_keep: int = _option(
+    save_last_n_timed_states: int = _option(
         2,
-        "how many states of --checkpoint_every_minutes to keep, the newest",
+        "how many states of --save_state_every_n_minutes to keep, the newest",
         count,
-        environment="KOHYA_EXT_CHECKPOINT_KEEP",
+        environment="KOHYA_EXT_SAVE_LAST_N_TIMED_STATES",
         metavar="N",
         patch="rolling_states",
     )
@@ -296,7 +296,7 @@ class Settings:
         "resume even from a state whose random numbers cannot be restored; the result then differs from the whole run",
         boolean,
         environment="KOHYA_EXT_INEXACT_RESUME",
-        patch="honest_resume",
+        patch="exact_resume",
     )
     nan_patience: int = _option(
         10,
@@ -346,12 +346,12 @@ class Settings:
         metavar="STEPS",
         patch="adaptive_lr",
     )
-    checkpoint_share: float | None = _option(
+    gradient_checkpointing_ratio: float | None = _option(
         None,
         "share of the blocks that --gradient_checkpointing covers, from 0 (none) to 1 (all): what memory is left saves "
         "recomputing; `estimate` says what a share costs",
         fraction,
-        environment="KOHYA_EXT_CHECKPOINT_SHARE",
+        environment="KOHYA_EXT_GRADIENT_CHECKPOINTING_RATIO",
         metavar="FRACTION",
         activates=True,
         patch="selective_checkpointing",
@@ -376,11 +376,11 @@ class Settings:
         metavar="stop|retry",
         patch="out_of_memory",
     )
-    oom_restarts: int = _option(
+    oom_max_retries: int = _option(
         3,
         "how often --on_oom retry starts a run anew at most",
         count,
-        environment="KOHYA_EXT_OOM_RESTARTS",
+        environment="KOHYA_EXT_OOM_MAX_RETRIES",
         metavar="N",
         patch="out_of_memory",
     )

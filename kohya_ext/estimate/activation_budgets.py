@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.estimate.compiled import one_mode, registered, traceable
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.step import faking, forward, prepare, settle
 from kohya_ext.estimate.tracker import Tracker
 
@@ -69,7 +69,7 @@ def total(graphs: Iterable[Graph], cost: Callable[[Graph], Cost]) -> Cost:
     return sum((cost(graph) * graph.calls for graph in graphs), NOTHING)
 
 
-def measure(choices: Choices, arguments: Namespace, trainer: Any) -> list[Graph]:
+def measure(choices: MemoryConfig, arguments: Namespace, trainer: Any) -> list[Graph]:
     """Run one forward of the script's step with its blocks compiled, and return their graphs.
 
     ``choices`` are normalized and without checkpointing; what compiles the blocks must do so with :data:`BACKEND`.

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.sdscripts.checkouts import Checkout, cache_folder
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ METHOD = 2
 TABLE = "table.json"
 
 
-def find(checkout: Checkout, choices: Choices, disabled_patches: Sequence[str]) -> dict[str, Any] | None:
+def find(checkout: Checkout, choices: MemoryConfig, disabled_patches: Sequence[str]) -> dict[str, Any] | None:
     """Return the known figures of normalized choices, as :class:`Estimate`'s fields, or None.
 
     The package's table holds for a layout of sd-scripts, whatever torch is installed; the cache for exact versions.
@@ -36,7 +36,7 @@ def find(checkout: Checkout, choices: Choices, disabled_patches: Sequence[str]) 
     return _read(_file(checkout, choices.key(), disabled_patches))
 
 
-def shipped(choices: Choices, layout: str | None = None) -> dict[str, Any] | None:
+def shipped(choices: MemoryConfig, layout: str | None = None) -> dict[str, Any] | None:
     """Return the package's own figures for normalized choices, on a layout of sd-scripts or whichever has them; or None."""
     made = _table()
     alike = layout is None or [layout, choices.kind] in made["alike"]

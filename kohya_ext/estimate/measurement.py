@@ -19,7 +19,7 @@ from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -49,7 +49,7 @@ def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Seque
     from kohya_ext.estimate.activation_budgets import BACKEND, measure
 
     _refuse(choosing.read(script, run, argv)[0])
-    settings = replace(_compiling_with(BACKEND, run.settings), checkpoint_share=None)
+    settings = replace(_compiling_with(BACKEND, run.settings), gradient_checkpointing_ratio=None)
     set_budget(1.0)  # with what makes shares mean activations
     with _prepared(checkout, settings):
         choices, arguments, trainer = read(checkout, script, run, argv)
@@ -60,7 +60,7 @@ def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Seque
     return graphs
 
 
-def tracing(settings: Settings, choices: Choices) -> Settings:
+def tracing(settings: Settings, choices: MemoryConfig) -> Settings:
     """Return a run's settings with blocks compiled as far as tensors without data can be: traced and divided, by the budget."""
     if not choices.selective_torch_compile:
         return eager(settings)
@@ -109,7 +109,9 @@ def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
         patcher.undo()
 
 
-def read(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, argparse.Namespace, Any]:
+def read(
+    checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
+) -> tuple[MemoryConfig, argparse.Namespace, Any]:
     """Return a command line's normalized choices, the arguments that its step reads, and its family's network trainer.
 
     Raises UserError for arguments the script does not take.
@@ -131,7 +133,7 @@ NOT_MODELLED = (
 )
 
 
-def _refuse(choices: Choices) -> None:
+def _refuse(choices: MemoryConfig) -> None:
     """Raise UserError for what is known not to be modelled."""
     for name in NOT_MODELLED:
         if getattr(choices, name):
@@ -140,7 +142,7 @@ def _refuse(choices: Choices) -> None:
         raise UserError(f"estimates for {choices.script} with --train_text_encoder are not modelled")
 
 
-def _spelling(choices: Choices) -> dict[str, Any]:
+def _spelling(choices: MemoryConfig) -> dict[str, Any]:
     """The normalized choices that the step reads from its arguments."""
     names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
     # Weights of captions and masks of losses are a few numbers, but want captions and masks.
@@ -188,7 +190,7 @@ _FOR_CACHING = (
 _CACHING: dict[tuple[object, ...], Any] = {}
 
 
-def _caching(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Any:
+def _caching(checkout: Checkout, choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Any:
     from kohya_ext.estimate.step import measure_caching
 
     key = (checkout.path, *(getattr(choices, name) for name in _FOR_CACHING))
@@ -197,7 +199,7 @@ def _caching(checkout: Checkout, choices: Choices, arguments: argparse.Namespace
     return _CACHING[key]
 
 
-def _measure(checkout: Checkout, choices: Choices, arguments: argparse.Namespace, trainer: Any) -> Estimate:
+def _measure(checkout: Checkout, choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Estimate:
     from kohya_ext.estimate.allocator import CachingAllocator, least
     from kohya_ext.estimate.events import peak, peak_by_phase
     from kohya_ext.estimate.step import measure, settle

@@ -1,7 +1,7 @@
 """What determines the memory of a training step, read from a command line without importing the script.
 
-The fields of :class:`Choices` are sd-scripts' own keys with its own defaults; nothing else on a command line costs memory that
-is modelled.
+The fields of :class:`MemoryConfig` are sd-scripts' own keys with its own defaults. Nothing else on a command line changes the
+estimate.
 """
 
 from __future__ import annotations
@@ -39,13 +39,20 @@ _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
 SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
 
 #: The extension's own options among them.
-OWN = ("checkpoint_share", "selective_torch_compile", "activation_memory_budget", "fused_operations", "ema", "ema_device")
+OWN = (
+    "gradient_checkpointing_ratio",
+    "selective_torch_compile",
+    "activation_memory_budget",
+    "fused_operations",
+    "ema",
+    "ema_device",
+)
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Choices:
+class MemoryConfig:
     """One run's choices, as far as they cost memory."""
 
     script: str
@@ -131,7 +138,7 @@ class Choices:
     torch_compile: bool = False
     compile: bool = False
     split_attn: bool = False
-    checkpoint_share: float | None = None
+    gradient_checkpointing_ratio: float | None = None
     """This and what follows is the extension's own, from its settings, which know where it was said."""
     selective_torch_compile: bool = False
     activation_memory_budget: float | None = None
@@ -173,11 +180,11 @@ class Choices:
 
     def key(self) -> dict[str, Any]:
         """What tells this run's figures from another's: the choices that differ from the defaults."""
-        defaults = Choices(self.script)
+        defaults = MemoryConfig(self.script)
         return {name: value for name, value in asdict(self).items() if name == "script" or value != getattr(defaults, name)}
 
 
-def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, list[str]]:
+def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[MemoryConfig, list[str]]:
     """Return the choices of a command line over its preset and config file, and the flags that are none of them.
 
     Raises UserError for a value that cannot be read, and as :func:`from_values`.
@@ -196,7 +203,7 @@ def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[Choices, 
     return from_values(script, vars(found), run), [word.split("=")[0] for word in rest if word.startswith("--")]
 
 
-def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Choices:
+def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> MemoryConfig:
     """Return the choices among a script's arguments, whoever parsed them, and the extension's own.
 
     Raises UserError for a script whose memory is not modelled (ControlNet, LLLite, textual inversion, LECO).
@@ -210,10 +217,10 @@ def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Ch
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return Choices(script, **given, **{name: getattr(run.settings, name) for name in OWN})
+    return MemoryConfig(script, **given, **{name: getattr(run.settings, name) for name in OWN})
 
 
-def normalized(choices: Choices) -> Choices:
+def normalized(choices: MemoryConfig) -> MemoryConfig:
     """Return choices with the same figures and one spelling for what costs the same.
 
     A dataset file gives way to its largest batch, fp16 to bf16, xformers to PyTorch's own attention, a learning rate to
@@ -222,7 +229,7 @@ def normalized(choices: Choices) -> Choices:
     width, height, batch = _largest_batch(choices)
     lora = choices.trains_network
     compiled = choices.selective_torch_compile and reason_to_stand_aside(choices) is None
-    defaults = Choices(choices.script)
+    defaults = MemoryConfig(choices.script)
     return replace(
         choices,
         resolution=f"{width},{height}",
@@ -248,7 +255,9 @@ def normalized(choices: Choices) -> Choices:
         t5xxl=FP8 if _keeps_fp8(choices) and _in_fp8(choices.t5xxl) else None,
         t5xxl_max_token_length=_unless(choices.t5xxl_max_token_length, choices.family.t5_tokens),
         network_dim=(choices.network_dim or 4) if lora else None,
-        checkpoint_share=choices.checkpoint_share if choices.gradient_checkpointing and choices.checkpoint_share != 1 else None,
+        gradient_checkpointing_ratio=choices.gradient_checkpointing_ratio
+        if choices.gradient_checkpointing and choices.gradient_checkpointing_ratio != 1
+        else None,
         selective_torch_compile=compiled,
         ema=choices.ema and choices.ema_device == "gpu",
         ema_device=defaults.ema_device,
@@ -273,7 +282,7 @@ def _unless(value: Value | None, usual: Value | None) -> Value | None:
     return None if value == usual else value
 
 
-def _keeps_fp8(choices: Choices) -> bool:
+def _keeps_fp8(choices: MemoryConfig) -> bool:
     """Whether a text encoder in 8 bits stays so: flux_train_network.py casts it to 16 otherwise."""
     return choices.family.name in ("flux", "chroma") and choices.fp8_base and not choices.fp8_base_unet
 
@@ -288,7 +297,7 @@ def _in_fp8(name: str | None) -> bool:
         return "fp8" in Path(name).name
 
 
-def _largest_sample(choices: Choices) -> str | None:
+def _largest_sample(choices: MemoryConfig) -> str | None:
     """Return width and height of the largest picture that the run makes of its prompts; None when it makes none."""
     if not _samples(choices):
         return None
@@ -301,7 +310,7 @@ def _largest_sample(choices: Choices) -> str | None:
     return f"{width},{height}"
 
 
-def unread_samples(choices: Choices) -> str | None:
+def unread_samples(choices: MemoryConfig) -> str | None:
     """Return in words why a run's sample pictures are taken to be of the usual size; None if they are not."""
     if not _samples(choices):
         return None
@@ -313,14 +322,14 @@ def unread_samples(choices: Choices) -> str | None:
     return None
 
 
-def _samples(choices: Choices) -> bool:
+def _samples(choices: MemoryConfig) -> bool:
     if choices.sample_prompts is None:
         return False
     normal = re.fullmatch(r"\d+,\d+", choices.sample_prompts) is not None
     return normal or bool(choices.sample_at_first or choices.sample_every_n_steps or choices.sample_every_n_epochs)
 
 
-def _usual_sample(choices: Choices) -> int:
+def _usual_sample(choices: MemoryConfig) -> int:
     return choices.family.sampler.side
 
 
@@ -345,7 +354,7 @@ def _whether(rate: float | None) -> float | None:
     return None if rate is None else float(rate != 0)
 
 
-def size(choices: Choices) -> tuple[int, int]:
+def size(choices: MemoryConfig) -> tuple[int, int]:
     """Return width and height in pixels of normalized choices."""
     width, height = str(choices.resolution).split(",")
     return int(width), int(height)
@@ -354,12 +363,12 @@ def size(choices: Choices) -> tuple[int, int]:
 # --- the largest batch -----------------------------------------------------------------------------------------------
 
 
-def _largest_batch(choices: Choices) -> tuple[int, int, int]:
+def _largest_batch(choices: MemoryConfig) -> tuple[int, int, int]:
     batches = list(_batches(choices))
     return max(batches, key=lambda batch: batch[0] * batch[1] * batch[2])
 
 
-def _batches(choices: Choices) -> Iterator[tuple[int, int, int]]:
+def _batches(choices: MemoryConfig) -> Iterator[tuple[int, int, int]]:
     if choices.dataset_config is None:
         if choices.resolution is None:
             raise UserError("the figures depend on the resolution: give --resolution, a preset or --dataset_config")
@@ -377,7 +386,7 @@ def _batches(choices: Choices) -> Iterator[tuple[int, int, int]]:
         yield _batch(choices, resolution, batch_size, said.get("enable_bucket", choices.enable_bucket))
 
 
-def _batch(choices: Choices, resolution: object, batch: object, buckets: bool) -> tuple[int, int, int]:
+def _batch(choices: MemoryConfig, resolution: object, batch: object, buckets: bool) -> tuple[int, int, int]:
     try:
         words = resolution if isinstance(resolution, (list, tuple)) else str(resolution).split(",")
         numbers = [int(word) for word in words]
@@ -397,7 +406,7 @@ def _batch(choices: Choices, resolution: object, batch: object, buckets: bool) -
     return width, height, count
 
 
-def _largest_bucket(area: int, choices: Choices) -> tuple[int, int]:
+def _largest_bucket(area: int, choices: MemoryConfig) -> tuple[int, int]:
     """Return the bucket with the most pixels: no side beyond ``--max_bucket_reso``, no more than ``area``, in steps."""
     step = choices.bucket_reso_steps
     square = math.isqrt(area) // step * step
@@ -413,8 +422,8 @@ def _largest_bucket(area: int, choices: Choices) -> tuple[int, int]:
 def _rows() -> dict[str, tuple[Any, bool]]:
     """Field name -> (type of one value, whether it takes several)."""
     rows = {}
-    hints = typing.get_type_hints(Choices)
-    for row in fields(Choices):
+    hints = typing.get_type_hints(MemoryConfig)
+    for row in fields(MemoryConfig):
         if row.name in ("script", *OWN):
             continue
         kind = hints[row.name]
@@ -425,7 +434,7 @@ def _rows() -> dict[str, tuple[Any, bool]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = Choices("")
+    defaults = MemoryConfig("")
     parser = QuietParser(add_help=False, allow_abbrev=False)
     for name, (kind, several) in _rows().items():
         default = getattr(defaults, name)

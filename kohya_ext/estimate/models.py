@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kohya_ext.estimate.memory_config import FP8, SD3_LARGE, SD3_MEDIUM, Choices, size
+from kohya_ext.estimate.memory_config import FP8, SD3_LARGE, SD3_MEDIUM, MemoryConfig, size
 
 CLIP_TOKENS = 77
 
@@ -47,12 +47,12 @@ class Models:
     """The longest caption, assumed wherever a step asks how long one is."""
 
 
-def build(choices: Choices) -> Models:
+def build(choices: MemoryConfig) -> Models:
     """Build the models of a run. Raises KeyError for a family that is not in :data:`BUILDERS`."""
     return BUILDERS[choices.family.name](choices)
 
 
-def attend(unet: Any, choices: Choices) -> None:
+def attend(unet: Any, choices: MemoryConfig) -> None:
     """Choose the U-Net's attention. xformers saves what PyTorch's own does, and need not be installed here."""
     if choices.mem_eff_attn:
         unet.set_use_memory_efficient_attention(False, True)
@@ -72,16 +72,16 @@ def _clip_tokenizer() -> Any:
     return SimpleNamespace(model_max_length=CLIP_TOKENS, eos_token_id=2)
 
 
-def _clip_ids(batch: int, choices: Choices) -> torch.Tensor:
+def _clip_ids(batch: int, choices: MemoryConfig) -> torch.Tensor:
     return torch.zeros(batch, (choices.max_token_length or 75) // 75, CLIP_TOKENS, dtype=torch.long)
 
 
-def _clip_length(choices: Choices) -> int:
+def _clip_length(choices: MemoryConfig) -> int:
     """Tokens in a caption's embedding: several chunks of 77 lose their inner ends."""
     return CLIP_TOKENS if choices.max_token_length is None else choices.max_token_length + 2
 
 
-def _sdxl(choices: Choices) -> Models:
+def _sdxl(choices: MemoryConfig) -> Models:
     unets = importlib.import_module("library.sdxl_original_unet")
     util = importlib.import_module("library.sdxl_model_util")
     transformers = importlib.import_module("transformers")
@@ -111,7 +111,7 @@ def _sdxl(choices: Choices) -> Models:
     )
 
 
-def _sd15(choices: Choices) -> Models:
+def _sd15(choices: MemoryConfig) -> Models:
     unets = importlib.import_module("library.original_unet")
     util = importlib.import_module("library.model_util")
     transformers = importlib.import_module("transformers")
@@ -147,7 +147,7 @@ def _sd_vae() -> Any:
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-def _flux(choices: Choices) -> Models:
+def _flux(choices: MemoryConfig) -> Models:
     """FLUX.1 dev, or Chroma."""
     flux, util = importlib.import_module("library.flux_models"), importlib.import_module("library.flux_utils")
     sizes = flux.configs["dev"]
@@ -183,7 +183,7 @@ def _flux(choices: Choices) -> Models:
     )
 
 
-def _lumina(choices: Choices) -> Models:
+def _lumina(choices: MemoryConfig) -> Models:
     """Lumina Image 2.0."""
     models, util = importlib.import_module("library.lumina_models"), importlib.import_module("library.lumina_util")
     transformer = models.NextDiT_2B_GQA_patch2_Adaln_Refiner()
@@ -207,7 +207,7 @@ def _lumina(choices: Choices) -> Models:
     )
 
 
-def _sd3(choices: Choices) -> Models:
+def _sd3(choices: MemoryConfig) -> Models:
     """Stable Diffusion 3.5 medium, or what the checkpoint is; sizes as sd3_utils.analyze_state_dict_state reads them there."""
     models, util = importlib.import_module("library.sd3_models"), importlib.import_module("library.sd3_utils")
     flux_util = importlib.import_module("library.flux_utils")
@@ -254,7 +254,7 @@ def _sd3(choices: Choices) -> Models:
     )
 
 
-def _anima(choices: Choices) -> Models:
+def _anima(choices: MemoryConfig) -> Models:
     """Anima, as far as it is served with cached captions: its adapter reads T5's token ids, its text encoder is Qwen3 0.6B."""
     util, flat = importlib.import_module("library.anima_utils"), choices.qwen_image_vae_2d
     vae = importlib.import_module("library.qwen_image_autoencoder_kl" + ("_2d" if flat else ""))
@@ -288,7 +288,7 @@ def _anima(choices: Choices) -> Models:
     )
 
 
-def _hunyuan_image(choices: Choices) -> Models:
+def _hunyuan_image(choices: MemoryConfig) -> Models:
     """HunyuanImage 2.1, for captions of 256 tokens with 128 bytes of quoted text."""
     models, util = (
         importlib.import_module("library.hunyuan_image_models"),
@@ -416,7 +416,7 @@ def _place(module: Any, dtype: torch.dtype | None = None) -> None:
 
 
 #: Name of a family -> its estimate builder.
-BUILDERS: dict[str, Callable[[Choices], Models]] = {
+BUILDERS: dict[str, Callable[[MemoryConfig], Models]] = {
     "sdxl": _sdxl,
     "sd15": _sd15,
     "flux": _flux,

@@ -23,7 +23,7 @@ class Estimate:
     """What a run needs, in bytes unless said otherwise."""
 
     choices: Mapping[str, Any]
-    """What was asked: :meth:`Choices.key` of the normalized choices."""
+    """What was asked: :meth:`MemoryConfig.key` of the normalized choices."""
     allocated: int
     """Tensors at most, at the moment that reserves the most: ``torch.cuda.max_memory_allocated`` of it."""
     reserved: int

@@ -24,7 +24,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate.autocast import cuda_rules
 from kohya_ext.estimate.compiled import traceable, weighing
 from kohya_ext.estimate.events import Event, Kind
-from kohya_ext.estimate.memory_config import Choices, size
+from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
@@ -51,7 +51,7 @@ class Log:
 class Training:
     """A run that is ready for its first step."""
 
-    choices: Choices
+    choices: MemoryConfig
     arguments: Namespace
     trainer: Any
     accelerator: Any
@@ -72,7 +72,7 @@ class Training:
 class _Dataset:
     """What a trainer asks of its datasets before training: they have the sizes that were asked for."""
 
-    def __init__(self, choices: Choices) -> None:
+    def __init__(self, choices: MemoryConfig) -> None:
         self._size = size(choices)
 
     def verify_bucket_reso_steps(self, steps: int) -> None:
@@ -87,7 +87,7 @@ class _Dataset:
         return [self._size]
 
 
-def settle(choices: Choices, arguments: Namespace, trainer: Any) -> None:
+def settle(choices: MemoryConfig, arguments: Namespace, trainer: Any) -> None:
     """Let the trainer check its arguments and draw its conclusions from them, as it does before it loads a model."""
     trainer.assert_extra_args(arguments, _Dataset(choices), None)
     trainer.is_swapping_blocks = False
@@ -96,7 +96,7 @@ def settle(choices: Choices, arguments: Namespace, trainer: Any) -> None:
     importlib.import_module("library.strategy_base").TextEncodingStrategy.set_strategy(strategy)
 
 
-def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
+def measure(choices: MemoryConfig, arguments: Namespace, trainer: Any) -> Log:
     """Run one step and return its log.
 
     ``choices`` are normalized, ``arguments`` the namespace they were read from, ``trainer`` the family's network trainer.
@@ -117,7 +117,7 @@ def measure(choices: Choices, arguments: Namespace, trainer: Any) -> Log:
     return Log(events, tracker.kinds, start, flops, numbers, between)
 
 
-def measure_caching(choices: Choices, arguments: Namespace, trainer: Any) -> dict[str, Log]:
+def measure_caching(choices: MemoryConfig, arguments: Namespace, trainer: Any) -> dict[str, Log]:
     """Return the logs of what is done once, before the first step: caching latents and text encoder outputs."""
     logs = {}
     loaded: list[tuple[Any, Kind]]
@@ -176,7 +176,7 @@ def _log_once(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) -> 
 
 
 def prepare(
-    choices: Choices, arguments: Namespace, trainer: Any, models: Models | None = None, accelerator: Any = None
+    choices: MemoryConfig, arguments: Namespace, trainer: Any, models: Models | None = None, accelerator: Any = None
 ) -> Training:
     """Build models, network and optimizer on torch's default device, as the script does before its first step.
 
@@ -207,7 +207,7 @@ def prepare(
 
 
 def _prepare_network(
-    choices: Choices, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
+    choices: MemoryConfig, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
 ) -> tuple[Any, Any, list[Any], bool]:
     """As NetworkTrainer.train does, in its order."""
     if choices.network_module is None:
@@ -276,7 +276,7 @@ def _network_groups(network: Any, arguments: Namespace) -> Any:
 
 
 def _prepare_finetune(
-    choices: Choices, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
+    choices: MemoryConfig, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
 ) -> tuple[Any, Any, list[Any], bool]:
     """As sdxl_train.py does, in its order; the transformers' scripts load their model in 16 bits whatever is trained."""
     encoder_rates = _text_encoder_rates(choices, len(models.text_encoders))
@@ -312,7 +312,7 @@ def _prepare_finetune(
     return None, groups, parameters, train_text_encoder
 
 
-def _text_encoder_rates(choices: Choices, count: int) -> list[bool]:
+def _text_encoder_rates(choices: MemoryConfig, count: int) -> list[bool]:
     """Which text encoders are trained: a rate of 0 leaves one out."""
     if not choices.trains_text_encoder:
         return [False] * count
@@ -345,7 +345,7 @@ class Several:
             part.zero_grad(set_to_none=set_to_none)
 
 
-def _optimizers(choices: Choices, arguments: Namespace, groups: Any, unet: Any) -> Any:
+def _optimizers(choices: MemoryConfig, arguments: Namespace, groups: Any, unet: Any) -> Any:
     """The run's optimizer, or one for each group of parameters that upstream makes for the fused ones."""
     if choices.fused_optimizer_groups:
         divided = [*_in_equal_numbers(groups, choices.fused_optimizer_groups)]
@@ -373,7 +373,7 @@ def _by_block(unet: Any) -> Iterable[list[Any]]:
     return blocks.values()
 
 
-def _optimizer(choices: Choices, arguments: Namespace, groups: Any) -> Any:
+def _optimizer(choices: MemoryConfig, arguments: Namespace, groups: Any) -> Any:
     try:
         factory = importlib.import_module("library.optimizer").get_optimizer
     except ImportError:
@@ -598,7 +598,7 @@ def make_batch(training: Training) -> dict[str, Any]:
     return made
 
 
-def _images(choices: Choices, batch: int) -> torch.Tensor:
+def _images(choices: MemoryConfig, batch: int) -> torch.Tensor:
     width, height = size(choices)
     return torch.zeros(batch, 3, height, width)
 
@@ -614,7 +614,7 @@ def faking(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
 
 
 @contextlib.contextmanager
-def _surroundings(choices: Choices, tracker: Tracker) -> Iterator[Assumptions]:
+def _surroundings(choices: MemoryConfig, tracker: Tracker) -> Iterator[Assumptions]:
     if not choices.selective_torch_compile:
         with faking() as assumptions:
             yield assumptions
@@ -624,14 +624,14 @@ def _surroundings(choices: Choices, tracker: Tracker) -> Iterator[Assumptions]:
         yield assumptions
 
 
-def _accelerator(choices: Choices) -> Any:
+def _accelerator(choices: MemoryConfig) -> Any:
     accelerate = importlib.import_module("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     on_cpu = torch.get_default_device().type == "cpu"
     return accelerate.Accelerator(cpu=on_cpu, mixed_precision=choices.mixed_precision, device_placement=False)
 
 
-def _dtypes(choices: Choices) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(choices: MemoryConfig) -> tuple[torch.dtype, torch.dtype]:
     dtype = torch.float32 if choices.mixed_precision == "no" else torch.bfloat16
     return dtype, torch.float32 if choices.no_half_vae else dtype
 

@@ -20,7 +20,7 @@ import torch
 
 from kohya_ext.console import note, warn
 from kohya_ext.estimate.tracker import Allocations
-from kohya_ext.gpu.memory_meter import Gauge
+from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
 from kohya_ext.patching.checkpointed_blocks import covered_blocks, recomputed
 from kohya_ext.patching.training_loop import current_batch, data_sets
@@ -53,12 +53,12 @@ class Block:
 
 
 @dataclass
-class Spender:
+class BudgetController:
     """Spends one process's budget."""
 
     limit: int
     """Bytes that a step may hold."""
-    gauge: Gauge
+    gauge: MemoryMeter
     compile_at: Callable[[float], None] | None = None
     """Called once with the share of their activations that compiled blocks may keep, where blocks wait to be compiled."""
     blocks: list[Block] = field(default_factory=list)

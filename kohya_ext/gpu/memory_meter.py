@@ -11,7 +11,7 @@ from kohya_ext.estimate.tracker import Allocations
 from kohya_ext.units import index_of
 
 
-class Gauge(Protocol):
+class MemoryMeter(Protocol):
     """Reads memory in bytes, of this process."""
 
     def begin(self) -> int:
@@ -24,7 +24,7 @@ class Gauge(Protocol):
         """Give back what is held for nothing."""
 
 
-class CardGauge:
+class GPUMemoryMeter:
     """What the caching allocator of a CUDA device has reserved."""
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class CardGauge:
         torch.cuda.empty_cache()
 
 
-class HostGauge:
+class HostMemoryMeter:
     """What tensors hold where there is no card: every storage alive, and what a step adds to them at most."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from kohya_ext.estimate.result import Estimate
 STEPS = 16
 
 
-def smallest_share(ask: Callable[[float], Estimate], room: int) -> tuple[float, Estimate] | None:
+def smallest_ratio(ask: Callable[[float], Estimate], room: int) -> tuple[float, Estimate] | None:
     """Return the smallest share with which a run fits into ``room`` bytes, and its estimate; None when none does.
 
     ``ask`` gives the estimate of a share in [0, 1]; fewer checkpointed blocks never need less. Asks six times at most.

@@ -18,7 +18,7 @@ from kohya_ext.config.settings import options
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
 
-__all__ = ["LADDER", "TRAINING", "Attempt", "Changes", "Phase", "Rung", "Step", "after", "rewritten", "steps"]
+__all__ = ["LADDER", "TRAINING", "Attempt", "Changes", "MemorySaving", "Phase", "Step", "after", "rewritten", "steps"]
 
 #: The moments of a run, in the words of ``estimate``.
 Phase = Literal[
@@ -74,7 +74,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Rung:
+class MemorySaving:
     """One kind of change."""
 
     name: str
@@ -97,7 +97,7 @@ class Rung:
 class Step:
     """A rung as it applies to one run."""
 
-    rung: Rung
+    rung: MemorySaving
     changes: Changes
 
     @property
@@ -174,10 +174,10 @@ def _checkpointing(run: Attempt) -> Changes:
         # Inside a checkpoint nothing is left to save: what the budget makes recompute would be recomputed twice.
         budget = run.values.get("activation_memory_budget")
         return {"gradient_checkpointing": True, **({} if budget in (None, 1) else {"activation_memory_budget": 1})}
-    share = run.values.get("checkpoint_share")
+    share = run.values.get("gradient_checkpointing_ratio")
     if share is None and run.has("vram_budget") and run.values.get("activation_memory_budget") is None:
-        return {"gradient_checkpointing": True, "checkpoint_share": 1}  # the budget then caps, and frees no block
-    return {} if share in (None, 1) else {"checkpoint_share": 1}
+        return {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}  # the budget then caps, and frees no block
+    return {} if share in (None, 1) else {"gradient_checkpointing_ratio": 1}
 
 
 def _batch(run: Attempt) -> Changes:
@@ -271,8 +271,8 @@ def _resolution(run: Attempt) -> Changes:
 
 
 #: Every rung, the cheapest first.
-LADDER: tuple[Rung, ...] = (
-    Rung(
+LADDER: tuple[MemorySaving, ...] = (
+    MemorySaving(
         "attention",
         "PyTorch's memory-efficient attention",
         "nothing: it is faster too",
@@ -281,7 +281,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_ACTIVATIONS | {"sampling"},
         changes=_attention,
     ),
-    Rung(
+    MemorySaving(
         "mixed precision",
         "mixed precision in bf16, for activations and a frozen model's weights",
         "rounding to 8 bits of mantissa where it does little; it is faster too. RTX 20xx: fp16 instead, with --no_half_vae",
@@ -290,7 +290,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT | {"caching latents", "caching text encoder outputs"},
         changes=_mixed_precision,
     ),
-    Rung(
+    MemorySaving(
         "vae batch",
         "one picture at a time through the VAE while latents are cached",
         "slower caching",
@@ -299,7 +299,7 @@ LADDER: tuple[Rung, ...] = (
         helps=frozenset({"caching latents"}),
         changes=_vae_batch,
     ),
-    Rung(
+    MemorySaving(
         "text encoder batch",
         "one caption at a time through the text encoders while their outputs are cached",
         "slower caching",
@@ -308,7 +308,7 @@ LADDER: tuple[Rung, ...] = (
         helps=frozenset({"caching text encoder outputs"}),
         changes=_text_batch,
     ),
-    Rung(
+    MemorySaving(
         "cached latents",
         "latents computed once, before the VAE leaves the card",
         "no colour augmentation and no random crops; it is faster too",
@@ -317,7 +317,7 @@ LADDER: tuple[Rung, ...] = (
         helps=TRAINING,
         changes=_latents,
     ),
-    Rung(
+    MemorySaving(
         "cached text encoder outputs",
         "captions encoded once, before the text encoders leave the card",
         "captions stay as they are: no shuffling, no dropout; it is faster too",
@@ -326,7 +326,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT,
         changes=_text_encoder_outputs,
     ),
-    Rung(
+    MemorySaving(
         "checkpointing",
         "gradient checkpointing of every block",
         "every block's forward runs twice: about half as many operations more for a LoRA, a third for a fine-tune",
@@ -335,7 +335,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_ACTIVATIONS,
         changes=_checkpointing,
     ),
-    Rung(
+    MemorySaving(
         "batch",
         "smaller batches, as many more of them accumulated",
         "a little speed; the effective batch stays the same",
@@ -344,7 +344,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_ACTIVATIONS,
         changes=_batch,
     ),
-    Rung(
+    MemorySaving(
         "8-bit optimizer",
         "AdamW with states of 8 bits",
         "rounding in the optimizer's memory; the run begins anew",
@@ -353,7 +353,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT,
         changes=_eight_bits,
     ),
-    Rung(
+    MemorySaving(
         "Adafactor",
         "Adafactor, which remembers rows and columns instead of every weight",
         "another optimizer: the learning rate may want tuning; the run begins anew",
@@ -362,7 +362,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT,
         changes=_adafactor,
     ),
-    Rung(
+    MemorySaving(
         "fused backward pass",
         "the optimizer steps within the backward pass, so that no gradient is kept",
         "gradients are clipped one by one instead of together, and none can be accumulated",
@@ -371,7 +371,7 @@ LADDER: tuple[Rung, ...] = (
         helps=frozenset({"backward", "optimizer step"}),
         changes=_fused,
     ),
-    Rung(
+    MemorySaving(
         "pure bf16",
         "weights, gradients and optimizer states in bf16",
         "updates that are small beside their weight are lost to rounding",
@@ -380,7 +380,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT,
         changes=_pure_bf16,
     ),
-    Rung(
+    MemorySaving(
         "fp8 base",
         "the frozen model's weights in 8 bits",
         "rounding of the base weights to 3 bits of mantissa",
@@ -389,7 +389,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT,
         changes=_fp8,
     ),
-    Rung(
+    MemorySaving(
         "block swap",
         "blocks wait in host memory for their turn",
         "the time of their copying, every step, and as much host memory",
@@ -398,7 +398,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT,
         changes=_swap,
     ),
-    Rung(
+    MemorySaving(
         "ZeRO offload",
         "DeepSpeed moves optimizer state, and with stage 3 weights, to host memory, and divides them among GPUs",
         "the time of their copying, every step; a matter of several processes, and not estimated",
@@ -408,7 +408,7 @@ LADDER: tuple[Rung, ...] = (
         changes=lambda run: {},
         named_only=("--deepspeed", "--zero_stage", "2", "--offload_optimizer_device", "cpu"),
     ),
-    Rung(
+    MemorySaving(
         "text encoders frozen",
         "the text encoders are not trained",
         "the model learns no new words, only pictures; the run begins anew",
@@ -417,7 +417,7 @@ LADDER: tuple[Rung, ...] = (
         helps=_RESIDENT,
         changes=_network_only,
     ),
-    Rung(
+    MemorySaving(
         "resolution",
         "smaller pictures",
         "detail: the model learns at three quarters of the side",

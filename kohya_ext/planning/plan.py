@@ -16,9 +16,9 @@ from kohya_ext.config.settings import AUTO
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate, estimate
-from kohya_ext.planning.memory_savings import LADDER, Attempt, Changes, Rung, Step, after, steps
+from kohya_ext.planning.memory_savings import LADDER, Attempt, Changes, MemorySaving, Step, after, steps
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import gigabytes, label
@@ -43,7 +43,7 @@ class Candidate:
 class Branch:
     """One step of the decision tree."""
 
-    rung: Rung
+    rung: MemorySaving
     status: Literal["taken", "in part", "not needed", "yours", "not estimated"]
     """``yours``: what the user has said stands in its way."""
     words: tuple[str, ...]
@@ -147,7 +147,7 @@ def _read(script: str, argv: Sequence[str], environ: Mapping[str, str], auto: Se
 
 def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> list[Candidate]:
     """Return the tiers with the user's arguments, those that come to the same once; none unless all figures are known."""
-    rows: dict[Choices, tuple[Tier, dict[str, Any]]] = {}
+    rows: dict[MemoryConfig, tuple[Tier, dict[str, Any]]] = {}
     for tier, run in _tiers_with(script, argv, environ):
         choices = choosing.normalized(choosing.read(script, run, argv)[0])
         row = cache.find(checkout, choices, run.settings.disable_patch)
@@ -238,7 +238,7 @@ class _Walk:
         if (most := point.changes.get("blocks_to_swap")) is not None:
             key, parts = "blocks_to_swap", [*range(int(str(before.get("blocks_to_swap", 0))) + 1, int(str(most)))]
         elif "gradient_checkpointing" in point.changes:
-            key, parts = "checkpoint_share", [part / 8 for part in range(1, 8)]
+            key, parts = "gradient_checkpointing_ratio", [part / 8 for part in range(1, 8)]
         else:
             return
         if key in fixed - point.changes.keys():

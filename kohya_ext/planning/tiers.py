@@ -10,7 +10,7 @@ from kohya_ext.config.arguments import read_arguments
 from kohya_ext.config.command_line import spelt
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.units import GIB, gigabytes
 
@@ -36,7 +36,7 @@ class Tier:
     """``sdxl-lora/16gb``."""
     about: Mapping[str, object]
     """Its ``[preset]`` table."""
-    choices: Choices
+    choices: MemoryConfig
     """Of its first script, normalized."""
     found: Estimate | None
     """None where the package's table does not have it."""
@@ -71,12 +71,12 @@ def tiers(only: str | None = None) -> Iterator[Tier]:
         yield Tier(family, name, about, choices, Estimate(**row) if row is not None else None)
 
 
-def read(script: str, argv: list[str]) -> Choices:
+def read(script: str, argv: list[str]) -> MemoryConfig:
     """Return the normalized choices of a command line, no environment."""
     return choosing.normalized(choosing.read(script, read_arguments(script, argv, {}), argv)[0])
 
 
-def faster(tier: Tier) -> Choices | None:
+def faster(tier: Tier) -> MemoryConfig | None:
     """Return the smallest change of a tier that makes it faster, for which it must have no room; None at the top.
 
     Fewer blocks in host memory, then fewer of them computed twice (one picture at a time: Lumina's step was measured to take
@@ -87,10 +87,10 @@ def faster(tier: Tier) -> Choices | None:
         return replace(choices, blocks_to_swap=max(choices.blocks_to_swap - BLOCKS, 0) or None)
     more = choices.train_batch_size < LARGEST_BATCH and choices.trains_network  # a fine-tune's batch is its recipe's
     if choices.gradient_checkpointing and not (more and choices.train_batch_size > 1):
-        share = (choices.checkpoint_share or 1.0) - PART
+        share = (choices.gradient_checkpointing_ratio or 1.0) - PART
         if share <= 0:
-            return replace(choices, gradient_checkpointing=False, checkpoint_share=None)
-        return replace(choices, checkpoint_share=share)
+            return replace(choices, gradient_checkpointing=False, gradient_checkpointing_ratio=None)
+        return replace(choices, gradient_checkpointing_ratio=share)
     return replace(choices, train_batch_size=min(2 * choices.train_batch_size, LARGEST_BATCH)) if more else None
 
 
@@ -110,7 +110,7 @@ def problem(tier: Tier) -> str | None:
     return f"it is needlessly small: {change} would fit" if size + CONTEXT_BYTES <= room(tier.card) else None
 
 
-def _reserved(tier: Tier, found: Estimate, better: Choices) -> int | None:
+def _reserved(tier: Tier, found: Estimate, better: MemoryConfig) -> int | None:
     """Return the bytes that a tier's next faster choice reserves, or fewer if those are too many already; None if not known."""
     row = cache.shipped(better)
     if row is not None:
@@ -128,9 +128,11 @@ def _reserved(tier: Tier, found: Estimate, better: Choices) -> int | None:
         block = (whole - _weights(found)) / tier.choices.blocks_to_swap
         return round(found.reserved + block * (tier.choices.blocks_to_swap - (better.blocks_to_swap or 0))) if whole else None
     # Less of it checkpointed, more is reserved.
-    share = better.checkpoint_share if better.gradient_checkpointing else 0.0
-    between = [part / 8 for part in range(1, 9) if (share or 0.0) < part / 8 < (tier.choices.checkpoint_share or 1.0)]
-    rows = [cache.shipped(replace(tier.choices, checkpoint_share=part)) for part in between]
+    share = better.gradient_checkpointing_ratio if better.gradient_checkpointing else 0.0
+    between = [
+        part / 8 for part in range(1, 9) if (share or 0.0) < part / 8 < (tier.choices.gradient_checkpointing_ratio or 1.0)
+    ]
+    rows = [cache.shipped(replace(tier.choices, gradient_checkpointing_ratio=part)) for part in between]
     return max((int(row["reserved"]) for row in rows if row is not None and row["reserved"] > room(tier.card)), default=None)
 
 
@@ -145,7 +147,7 @@ def _same_model(one: Tier, other: Tier) -> bool:
     return alike and not one.choices.blocks_to_swap
 
 
-def words(before: Choices, after: Choices) -> list[str]:
+def words(before: MemoryConfig, after: MemoryConfig) -> list[str]:
     """Return the words of a command line that turn one into the other."""
     changed = {name: value for name, value in vars(after).items() if value != getattr(before, name)}
     if changed.get("blocks_to_swap", 0) is None:

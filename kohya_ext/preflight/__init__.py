@@ -19,7 +19,7 @@ from kohya_ext.run import step_times
 
 @dataclass
 class Findings:
-    """What a preflight found. Each entry is one line."""
+    """What the preflight found. Each entry is one line."""
 
     errors: list[str] = field(default_factory=list)
     """The run would fail, or train something else than what was asked for."""
@@ -33,39 +33,39 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     """Look at a training script's final arguments. Changes nothing but this: it makes the output folder."""
     from kohya_ext.preflight import data, models, options, output
 
-    found = Findings()
+    findings = Findings()
     if getattr(args, "debug_dataset", False):
-        return found
+        return findings
     checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
-        "arguments": options.look,
-        "model files": partial(models.look, settings=settings),
-        "training set": data.look,
-        "output folder": partial(output.look, settings=settings),
+        "arguments": options.check,
+        "model files": partial(models.check, settings=settings),
+        "training set": data.check,
+        "output folder": partial(output.check, settings=settings),
     }
-    for what, look in checks.items():
+    for what, check in checks.items():
         try:
-            look(script, args, found)
+            check(script, args, findings)
         except Exception as error:  # a check that fails must not take the training down with it
-            found.warnings.append(f"the check of the {what} could not finish: {type(error).__name__}: {error}")
-    _note_time(script, args, settings, found)
-    return found
+            findings.warnings.append(f"the check of the {what} could not finish: {type(error).__name__}: {error}")
+    _note_time(script, args, settings, findings)
+    return findings
 
 
-def _note_time(script: Path, args: Namespace, settings: Settings, found: Findings) -> None:
+def _note_time(script: Path, args: Namespace, settings: Settings, findings: Findings) -> None:
     key = step_times.identify(script, args, settings)
     step_times.begin(key)
-    if found.steps is not None and (measured := step_times.known(key)) is not None:
+    if findings.steps is not None and (measured := step_times.known(key)) is not None:
         seconds, day = measured
-        expected = step_times.in_words(seconds * found.steps)
-        found.notes.append(f"about {expected} of training: a step with these settings took {seconds:.3g} s on {day}")
+        expected = step_times.in_words(seconds * findings.steps)
+        findings.notes.append(f"about {expected} of training: a step with these settings took {seconds:.3g} s on {day}")
 
 
-def say(found: Findings, strict: bool | None) -> None:
-    """Say what was found; leave with exit code 2 when there is an error, or under ``strict`` a warning."""
-    for line in found.notes:
+def say(findings: Findings, strict: bool | None) -> None:
+    """Print the findings; leave with exit code 2 when there is an error, or under ``strict`` a warning."""
+    for line in findings.notes:
         note(line)
-    errors = found.errors + (found.warnings if strict else [])
-    for line in [] if strict else found.warnings:
+    errors = findings.errors + (findings.warnings if strict else [])
+    for line in [] if strict else findings.warnings:
         warn(line)
     if errors:
         stop("\n".join([*errors, "nothing was loaded or trained; --no-preflight skips these checks"]))

@@ -49,68 +49,70 @@ class Subset:
         return buckets.of(self.options, self.resolution) if self.resolution is not None else None
 
 
-def look(script: Path, args: Namespace, found: Findings) -> None:
+def check(script: Path, args: Namespace, findings: Findings) -> None:
     """Check every subset and its pictures; note the steps."""
     if getattr(args, "dataset_class", None):
         return  # the user's own code
-    subsets = list(_subsets(script, args, found))
+    subsets = list(_subsets(script, args, findings))
     sizes: dict[Path, list[tuple[int, int] | None]] = {}
     for subset in subsets:
         if not subset.folder.is_dir():
-            found.errors.append(f"the data set's folder {subset.folder} does not exist")
+            findings.errors.append(f"the data set's folder {subset.folder} does not exist")
             continue
         files = sorted(file for file in subset.folder.iterdir() if file.suffix.lower() in PICTURES and file.is_file())
         if not files and not subset.regularisation:
-            found.errors.append(f"there are no images in {subset.folder} ({', '.join(PICTURES[:5])})")
-        sizes[subset.folder] = _look_at_pictures(subset, files, found)
+            findings.errors.append(f"there are no images in {subset.folder} ({', '.join(PICTURES[:5])})")
+        sizes[subset.folder] = _check_pictures(subset, files, findings)
         if "control_net" not in script.name:
-            _look_at_sizes(subset, sizes[subset.folder], found)
-        _look_at_captions(subset, files, found)
+            _check_sizes(subset, sizes[subset.folder], findings)
+        _check_captions(subset, files, findings)
         if caches.are_read(subset.options):
-            found.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
-    if any(sizes.values()) and not found.errors:
-        _note_steps(subsets, sizes, args, found)
+            findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
+    if any(sizes.values()) and not findings.errors:
+        _note_steps(subsets, sizes, args, findings)
 
 
 # --- which folders ---------------------------------------------------------------------------------------------------
 
 
-def _subsets(script: Path, args: Namespace, found: Findings) -> Iterator[Subset]:
+def _subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subset]:
     if getattr(args, "dataset_config", None):
-        yield from _of_dataset_config(Path(args.dataset_config), args, found)
+        yield from _of_dataset_config(Path(args.dataset_config), args, findings)
         return
     folder = getattr(args, "train_data_dir", None)
     if not folder:
-        found.errors.append("no training data: give --train_data_dir or --dataset_config")
+        findings.errors.append("no training data: give --train_data_dir or --dataset_config")
         return
     common: dict[str, Any] = {
         "batch_size": getattr(args, "train_batch_size", 1) or 1,
-        "resolution": _resolution(args, found),
+        "resolution": _resolution(args, findings),
         "options": vars(args),
     }
     if getattr(args, "in_json", None):
         common["repeats"] = getattr(args, "dataset_repeats", None) or 1
-        yield from _of_metadata(Path(folder), Path(args.in_json), common, found)
+        yield from _of_metadata(Path(folder), Path(args.in_json), common, findings)
         return
     extension = getattr(args, "caption_extention", None) or getattr(args, "caption_extension", None) or ".caption"
     if "control_net" in script.name:
         conditions = getattr(args, "conditioning_data_dir", None)
         if not conditions or not Path(conditions).is_dir():
-            found.errors.append(f"--conditioning_data_dir {conditions or ''} does not exist")
+            findings.errors.append(f"--conditioning_data_dir {conditions or ''} does not exist")
         yield Subset(Path(folder), 1, extension, **common)
         return
-    yield from _in_subfolders(Path(folder), extension, common, False, found)
+    yield from _in_subfolders(Path(folder), extension, common, False, findings)
     if getattr(args, "reg_data_dir", None):
-        yield from _in_subfolders(Path(args.reg_data_dir), extension, common, True, found)
+        yield from _in_subfolders(Path(args.reg_data_dir), extension, common, True, findings)
 
 
 def _in_subfolders(
-    parent: Path, extension: str, common: dict[str, Any], regularisation: bool, found: Findings
+    parent: Path, extension: str, common: dict[str, Any], regularisation: bool, findings: Findings
 ) -> Iterator[Subset]:
     """Yield the folders named ``N_words`` in a folder, the only ones that sd-scripts takes: N repeats, class ``words``."""
     option = "--reg_data_dir" if regularisation else "--train_data_dir"
     if not parent.is_dir():
-        found.errors.append(f"{option} {parent} does not exist" if not parent.exists() else f"{option} {parent} is no folder")
+        findings.errors.append(
+            f"{option} {parent} does not exist" if not parent.exists() else f"{option} {parent} is no folder"
+        )
         return
     ignored = []
     none = True
@@ -126,11 +128,13 @@ def _in_subfolders(
             way_out = f"give {option} {parent.resolve().parent}"
         else:
             way_out = f"move them to {parent / ('10_' + parent.name)} (10 repeats), or name the folder in a --dataset_config"
-        found.errors.append(f"{option} {parent} holds the images itself, and sd-scripts wants the folder above: {way_out}")
+        findings.errors.append(f"{option} {parent} holds the images itself, and sd-scripts wants the folder above: {way_out}")
     elif none:
-        found.errors.append(f"{option} {parent} has no subfolder named N_name (N repeats, such as 10_cat) with pictures")
+        findings.errors.append(f"{option} {parent} has no subfolder named N_name (N repeats, such as 10_cat) with pictures")
     elif ignored:
-        found.warnings.append(f"{option}: {shortened(ignored)}: ignored, for the name does not begin with a number of repeats")
+        findings.warnings.append(
+            f"{option}: {shortened(ignored)}: ignored, for the name does not begin with a number of repeats"
+        )
 
 
 def _repeats(name: str) -> int:
@@ -139,21 +143,21 @@ def _repeats(name: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _of_metadata(folder: Path, file: Path, common: dict[str, Any], found: Findings) -> Iterator[Subset]:
+def _of_metadata(folder: Path, file: Path, common: dict[str, Any], findings: Findings) -> Iterator[Subset]:
     try:
         json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        found.errors.append(f"--in_json {file}: {error.strerror or error}")
+        findings.errors.append(f"--in_json {file}: {error.strerror or error}")
     except ValueError as error:
-        found.errors.append(f"--in_json {file} is not valid JSON: {error}")
+        findings.errors.append(f"--in_json {file} is not valid JSON: {error}")
     yield Subset(folder, captions_elsewhere=True, **common)
 
 
-def _of_dataset_config(file: Path, args: Namespace, found: Findings) -> Iterator[Subset]:
+def _of_dataset_config(file: Path, args: Namespace, findings: Findings) -> Iterator[Subset]:
     try:
         document = read_dataset_config(file)
     except UserError as error:
-        found.errors.append(str(error))
+        findings.errors.append(str(error))
         return
     none = True
     for index, dataset in enumerate(document.get("datasets", [])):
@@ -162,7 +166,7 @@ def _of_dataset_config(file: Path, args: Namespace, found: Findings) -> Iterator
             given = {**_defaults(args), **document.get("general", {}), **dataset, **subset}
             folder = given.get("image_dir")
             if not folder and not given.get("metadata_file"):
-                found.errors.append(f"--dataset_config {file}: a subset has neither image_dir nor metadata_file")
+                findings.errors.append(f"--dataset_config {file}: a subset has neither image_dir nor metadata_file")
             elif folder:
                 yield Subset(
                     Path(folder),
@@ -177,7 +181,7 @@ def _of_dataset_config(file: Path, args: Namespace, found: Findings) -> Iterator
                     {**vars(args), **given},
                 )
     if none:
-        found.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
+        findings.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
 
 
 def _defaults(args: Namespace) -> dict[str, Any]:
@@ -185,11 +189,11 @@ def _defaults(args: Namespace) -> dict[str, Any]:
     return {name: getattr(args, key) for key, name in names.items() if getattr(args, key, None) is not None}
 
 
-def _resolution(args: Namespace, found: Findings) -> tuple[int, int] | None:
+def _resolution(args: Namespace, findings: Findings) -> tuple[int, int] | None:
     text = getattr(args, "resolution", None)
     pair = _pair(text)
     if pair is None:
-        found.errors.append(
+        findings.errors.append(
             f"--resolution must be WIDTH,HEIGHT or one number, not {text!r}" if text else "no --resolution: give WIDTH,HEIGHT"
         )
     return pair
@@ -212,42 +216,42 @@ def _holds_pictures(folder: Path) -> bool:
     return any(file.suffix.lower() in PICTURES for file in folder.iterdir())
 
 
-def _look_at_pictures(subset: Subset, files: list[Path], found: Findings) -> list[tuple[int, int] | None]:
+def _check_pictures(subset: Subset, files: list[Path], findings: Findings) -> list[tuple[int, int] | None]:
     """Check every image; return their sizes."""
     with ThreadPoolExecutor(8) as pool:
         looked = list(pool.map(picture_problem, files))
     small = 0
     for (problem, size), file in zip(looked, files, strict=True):
         if problem is not None:
-            found.errors.append(f"{file} {problem}")
+            findings.errors.append(f"{file} {problem}")
         elif size is not None and subset.resolution is not None:
             small += size[0] * size[1] < _SMALL * subset.resolution[0] * subset.resolution[1]
     if small:
         wanted = "x".join(map(str, subset.resolution or ()))
-        found.warnings.append(
+        findings.warnings.append(
             f"{small} of {len(files)} images in {subset.folder} have less than a quarter of {wanted}'s pixels"
         )
     twice = [stem for stem, count in Counter(file.stem for file in files).items() if count > 1]
     if twice:
-        found.warnings.append(f"{subset.folder}: images that share a name share caption and cache: {shortened(twice)}")
+        findings.warnings.append(f"{subset.folder}: images that share a name share caption and cache: {shortened(twice)}")
     return [size for _, size in looked]
 
 
-def _look_at_sizes(subset: Subset, sizes: list[tuple[int, int] | None], found: Findings) -> None:
+def _check_sizes(subset: Subset, sizes: list[tuple[int, int] | None], findings: Findings) -> None:
     """Check that the images can be brought to the sizes that are trained at, and that they keep their pixels."""
     its = subset.buckets
     if its is None:
         return
     if (problem := its.problem()) is not None:
-        if problem not in found.errors:
-            found.errors.append(problem)
+        if problem not in findings.errors:
+            findings.errors.append(problem)
         return
     known = [size for size in sizes if size is not None]
     width, height = its.resolution
     if its.enabled:
         cut = [size for size in known if its.is_cut(size)]
         if cut:
-            found.warnings.append(
+            findings.warnings.append(
                 f"{len(cut)} of {len(sizes)} images in {subset.folder} would have less than 85 % of {width}x{height}'s pixels: "
                 f"--max_bucket_reso {its.largest} is too small for their shape. Give --max_bucket_reso {2 * max(width, height)}"
             )
@@ -259,7 +263,7 @@ def _look_at_sizes(subset: Subset, sizes: list[tuple[int, int] | None], found: F
     wrong = [(w, h) for w, h in known if w < width or h < height or (not crops and (w > width or h > height))]
     if wrong:
         one = "x".join(map(str, wrong[0]))
-        found.errors.append(
+        findings.errors.append(
             f"{len(wrong)} of {len(sizes)} images in {subset.folder} are not {width}x{height} (one is {one}), "
             "and without buckets and cached latents sd-scripts does not scale images: give --enable_bucket or --cache_latents"
         )
@@ -268,7 +272,7 @@ def _look_at_sizes(subset: Subset, sizes: list[tuple[int, int] | None], found: F
 def picture_problem(file: Path) -> tuple[str | None, tuple[int, int] | None]:
     """Return what is wrong with a picture, or None, and its size in pixels (width, height) when that is known.
 
-    A picture is decoded only when its end looks wrong, which costs a few milliseconds; a broken middle is not found.
+    A picture is decoded only when its end looks wrong, which costs a few milliseconds; damage in the middle is not found.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -304,7 +308,7 @@ def _ends_well(file: Path, kind: str | None) -> bool:
     return False
 
 
-def _look_at_captions(subset: Subset, files: list[Path], found: Findings) -> None:
+def _check_captions(subset: Subset, files: list[Path], findings: Findings) -> None:
     if subset.captions_elsewhere or subset.regularisation:
         return
     missing, empty, unreadable = [], [], []
@@ -320,9 +324,9 @@ def _look_at_captions(subset: Subset, files: list[Path], found: Findings) -> Non
             if not text:
                 empty.append(caption.name)
     if unreadable:
-        found.errors.append(f"{subset.folder}: captions that are not UTF-8: {shortened(unreadable)}")
+        findings.errors.append(f"{subset.folder}: captions that are not UTF-8: {shortened(unreadable)}")
     if empty:
-        found.errors.append(f"{subset.folder}: captions that are empty: {shortened(empty)}")
+        findings.errors.append(f"{subset.folder}: captions that are empty: {shortened(empty)}")
     if not missing:
         return
     instead = f"trained on the words {subset.class_tokens!r} alone" if subset.class_tokens else "without any words"
@@ -332,11 +336,11 @@ def _look_at_captions(subset: Subset, files: list[Path], found: Findings) -> Non
         f"{len(missing)} of {len(files)} images in {subset.folder} have no {subset.caption_extension} caption "
         f"and are {instead}{hint}"
     )
-    (found.warnings if subset.class_tokens else found.errors).append(message)
+    (findings.warnings if subset.class_tokens else findings.errors).append(message)
 
 
 def _note_steps(
-    subsets: list[Subset], sizes: Mapping[Path, list[tuple[int, int] | None]], args: Namespace, found: Findings
+    subsets: list[Subset], sizes: Mapping[Path, list[tuple[int, int] | None]], args: Namespace, findings: Findings
 ) -> None:
     images = sum(len(sizes[subset.folder]) for subset in subsets)
     trained = sum(len(sizes[subset.folder]) * subset.repeats for subset in subsets if not subset.regularisation)
@@ -349,9 +353,9 @@ def _note_steps(
     epochs = getattr(args, "max_train_epochs", None)
     steps = args.max_train_steps if epochs is None else epochs * per_epoch
     if steps < 1:
-        found.errors.append(f"nothing to train: {steps} steps. Give --max_train_steps or --max_train_epochs of 1 or more")
-    found.steps = steps
-    found.notes.append(
+        findings.errors.append(f"nothing to train: {steps} steps. Give --max_train_steps or --max_train_epochs of 1 or more")
+    findings.steps = steps
+    findings.notes.append(
         f"{images} images, {trained} with repeats, about {per_epoch} steps an epoch; {steps} steps in all, "
         f"{steps / max(per_epoch, 1):.3g} epochs"
     )

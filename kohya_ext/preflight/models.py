@@ -21,60 +21,60 @@ _OTHERS = (
 )
 
 
-def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> None:
+def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
     """Check the model, the other files to load, and the state to resume from."""
     name = getattr(args, "pretrained_model_name_or_path", None)
     if not name:
-        found.errors.append("no model to train: give --pretrained_model_name_or_path")
-    elif (header := _header(name, "--pretrained_model_name_or_path", found)) is not None:
-        _look_at_family(script, args, Path(name), header, found)
+        findings.errors.append("no model to train: give --pretrained_model_name_or_path")
+    elif (header := _header(name, "--pretrained_model_name_or_path", findings)) is not None:
+        _check_family(script, args, Path(name), header, findings)
     for option in _OTHERS:
         value = getattr(args, option, None)
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(one, str) and one:
-                _header(one, f"--{option}", found)
-    _look_at_state(script, args, settings, found)
+                _header(one, f"--{option}", findings)
+    _check_state(script, args, settings, findings)
 
 
-def _header(name: str, option: str, found: Findings) -> Header | None:
+def _header(name: str, option: str, findings: Findings) -> Header | None:
     path = Path(name)
     if not path.exists():
         # "owner/name" is a repository on the Hugging Face hub.
         if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") > 1:
-            found.errors.append(f"{option} {name} does not exist")
+            findings.errors.append(f"{option} {name} does not exist")
         return None
     if path.is_dir():
         if option == "--pretrained_model_name_or_path" and not (path / "model_index.json").is_file():
-            found.errors.append(f"{option} {name} is a folder without model_index.json, so no model in Diffusers' format")
+            findings.errors.append(f"{option} {name} is a folder without model_index.json, so no model in Diffusers' format")
         return None
     if path.stat().st_size == 0:
-        found.errors.append(f"{option} {name} is empty (0 bytes)")
+        findings.errors.append(f"{option} {name} is empty (0 bytes)")
         return None
     if path.suffix not in (".safetensors", ".sft"):
         with path.open("rb") as stream:
             start = stream.read(2)
         if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # what torch.save writes: a zip, a pickle before 2020
-            found.errors.append(f"{option} {name} is neither a safetensors file nor a checkpoint of torch")
+            findings.errors.append(f"{option} {name} is neither a safetensors file nor a checkpoint of torch")
         return None
     try:
         return read_header(path)
     except OSError as error:
-        found.errors.append(f"{option} {name}: {error.strerror or error}")
+        findings.errors.append(f"{option} {name}: {error.strerror or error}")
     except ValueError as error:
-        found.errors.append(f"{option}: {error} ({path.parent})")
+        findings.errors.append(f"{option}: {error} ({path.parent})")
     return None
 
 
-def _look_at_family(script: Path, args: Namespace, file: Path, header: Header, found: Findings) -> None:
+def _check_family(script: Path, args: Namespace, file: Path, header: Header, findings: Findings) -> None:
     wanted = families.checkpoint_of(script.name, vars(args))
     if wanted is None:
         return
     if any(part in name for name in header.shapes for part in families.LORA_TENSORS):
-        found.errors.append(f"{file.name} is of the family LoRA, and {script.name} wants {wanted.title}")
+        findings.errors.append(f"{file.name} is of the family LoRA, and {script.name} wants {wanted.title}")
     elif (recognized := families.recognize(header.shapes)) is not None and recognized[1] != wanted:
         family, its = recognized
         trains = " ".join([_script_for(family, script), *(spelt(*its.option) if its.option is not None else ())])
-        found.errors.append(
+        findings.errors.append(
             f"{file.name} is of the family {its.title}, and {script.name} wants {wanted.title}: {trains} trains it"
         )
 
@@ -84,7 +84,7 @@ def _script_for(family: families.Family, script: Path) -> str:
     return family.lora if "network" in script.name or not family.finetune else family.finetune[0]
 
 
-def _look_at_state(script: Path, args: Namespace, settings: Settings, found: Findings) -> None:
+def _check_state(script: Path, args: Namespace, settings: Settings, findings: Findings) -> None:
     name = getattr(args, "resume", None)
     if not name or getattr(args, "resume_from_huggingface", False):
         return
@@ -95,21 +95,21 @@ def _look_at_state(script: Path, args: Namespace, settings: Settings, found: Fin
             with silent():  # the run itself logs which state it takes
                 state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
         except UserError as error:
-            found.errors.append(str(error))
+            findings.errors.append(str(error))
             return
         if state is None:
             return
     assert state is not None
     if not state.is_dir():
-        found.errors.append(f"--resume {state} does not exist")
+        findings.errors.append(f"--resume {state} does not exist")
     elif (problem := resume.state_problem(state, settings.inexact_resume)) is not None:
-        found.errors.append(f"--resume {state} is damaged: {problem}. Resume from another state (--resume auto finds one)")
+        findings.errors.append(f"--resume {state} is damaged: {problem}. Resume from another state (--resume auto finds one)")
     else:
         record = run_record.read(state)
         if record is not None and record.script != script.name:
-            found.errors.append(f"--resume {state} was saved by {record.script}, not {script.name}")
+            findings.errors.append(f"--resume {state} was saved by {record.script}, not {script.name}")
         elif (rank := _other_rank(state, args)) is not None:
-            found.errors.append(
+            findings.errors.append(
                 f"--resume {state} has rank {rank} and --network_dim is {args.network_dim or 4}: they must agree"
             )
 

@@ -61,28 +61,28 @@ _NETWORK = "network"
 """What the names of the scripts contain that train a network beside the model."""
 
 
-def look(script: Path, args: Namespace, found: Findings) -> None:
+def check(script: Path, args: Namespace, findings: Findings) -> None:
     """Check what is imported by name, then every combination."""
-    _look_at_optimizer(args, found)
-    _look_at_rates(args, found)
-    _look_at_attention(script, args, found)
+    _check_optimizer(args, findings)
+    _check_rates(args, findings)
+    _check_attention(script, args, findings)
     if not _is_schedule_free(args):
-        _look_at_scheduler(args, found)
+        _check_scheduler(args, findings)
     if _NETWORK in script.name:
-        _look_at_network(script, args, found)
+        _check_network(script, args, findings)
     for option in ("optimizer_args", "lr_scheduler_args"):
-        _read_pairs(getattr(args, option, None), f"--{option}", found)
+        _read_pairs(getattr(args, option, None), f"--{option}", findings)
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
-        found.notes.append(ignored)
-    found.errors.extend(numbers.problems(script, args))
-    found.errors.extend(_impossible(script, args))
-    found.errors.extend(_impossible_in_subsets(script, args))
+        findings.notes.append(ignored)
+    findings.errors.extend(numbers.problems(script, args))
+    findings.errors.extend(_impossible(script, args))
+    findings.errors.extend(_impossible_in_subsets(script, args))
 
 
 # --- imported by name ------------------------------------------------------------------------------------------------
 
 
-def _look_at_optimizer(args: Namespace, found: Findings) -> None:
+def _check_optimizer(args: Namespace, findings: Findings) -> None:
     name = getattr(args, "optimizer_type", None) or ""
     for switch, its in (("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")):
         if not name and getattr(args, switch, False):
@@ -91,31 +91,31 @@ def _look_at_optimizer(args: Namespace, found: Findings) -> None:
         return
     known = {key.lower(): value for key, value in OPTIMIZERS.items()}.get(name.lower())
     if known is not None:
-        _look_for_package(known[0], f"--optimizer_type {name}", found)
+        _check_package(known[0], f"--optimizer_type {name}", findings)
         kind = _attribute(*known) if getattr(args, "optimizer_args", None) else None
     else:
         module, _, attribute = name.rpartition(".")
         kind = _attribute(module or "torch.optim", attribute)
-        if kind is None and _look_for_package(module or "torch", f"--optimizer_type {name}", found):
+        if kind is None and _check_package(module or "torch", f"--optimizer_type {name}", findings):
             hint = did_you_mean(name, OPTIMIZERS)
-            found.errors.append(f"--optimizer_type {name}: there is no {attribute} in {module or 'torch.optim'}.{hint}")
+            findings.errors.append(f"--optimizer_type {name}: there is no {attribute} in {module or 'torch.optim'}.{hint}")
     if kind is not None:
-        _look_at_parameters(kind, getattr(args, "optimizer_args", None), f"--optimizer_args: {name}", found)
+        _check_parameters(kind, getattr(args, "optimizer_args", None), f"--optimizer_args: {name}", findings)
 
 
-def _look_for_package(module: str, wanted_by: str, found: Findings) -> bool:
+def _check_package(module: str, wanted_by: str, findings: Findings) -> bool:
     """Return whether the package that a module is in is installed; an error names it where it is not."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is not None:
         return True
-    found.errors.append(
+    findings.errors.append(
         f"{wanted_by} needs the package {package}, which is not installed: "
         f"pip install {_PACKAGES.get(package, package.replace('_', '-'))}"
     )
     return False
 
 
-def _look_at_rates(args: Namespace, found: Findings) -> None:
+def _check_rates(args: Namespace, findings: Findings) -> None:
     """Warn about a learning rate that belongs to another kind of optimizer."""
     name = (getattr(args, "optimizer_type", None) or "AdamW").rpartition(".")[2]
     rates = [rate for key in _RATES if (rate := getattr(args, key, None)) is not None]
@@ -123,45 +123,45 @@ def _look_at_rates(args: Namespace, found: Findings) -> None:
     if highest is None or highest <= 0:
         return
     if name.lower().startswith(_ADAPTIVE) and highest < 0.01:
-        found.warnings.append(
+        findings.warnings.append(
             f"{name} finds the size of its steps itself and multiplies it with the learning rate, {highest:g}: hardly anything "
             "would be trained. Give --learning_rate 1"
         )
     elif any(kind in name.lower() for kind in _SIGNED) and not name.lower().startswith(_ADAPTIVE) and highest >= 0.05:
-        found.warnings.append(
+        findings.warnings.append(
             f"a learning rate of {highest:g} moves every weight by about that much in each step of {name}, which destroys a "
             "model. Give --learning_rate 1e-4 for a LoRA or 1e-5 for a fine-tune"
         )
 
 
-def _look_at_attention(script: Path, args: Namespace, found: Findings) -> None:
+def _check_attention(script: Path, args: Namespace, findings: Findings) -> None:
     # The other scripts take the option and use PyTorch's attention.
     family = families.of(script.name, vars(args))
     used = family is not None and (family.unet or (family.attn_mode and script.name == family.lora))
     if used and getattr(args, "xformers", False) and importlib.util.find_spec("xformers") is None:
-        found.errors.append("--xformers: the package xformers is not installed. Use --sdpa, PyTorch's own, instead")
+        findings.errors.append("--xformers: the package xformers is not installed. Use --sdpa, PyTorch's own, instead")
 
 
-def _look_at_scheduler(args: Namespace, found: Findings) -> None:
+def _check_scheduler(args: Namespace, findings: Findings) -> None:
     custom = getattr(args, "lr_scheduler_type", None)
     if custom:
         module, _, attribute = custom.rpartition(".")
         kind = _attribute(module or "torch.optim.lr_scheduler", attribute)
         if kind is None:
-            found.errors.append(
+            findings.errors.append(
                 f"--lr_scheduler_type {custom}: there is no {attribute} in {module or 'torch.optim.lr_scheduler'}"
             )
         else:
-            _look_at_parameters(kind, getattr(args, "lr_scheduler_args", None), f"--lr_scheduler_args: {custom}", found)
+            _check_parameters(kind, getattr(args, "lr_scheduler_args", None), f"--lr_scheduler_args: {custom}", findings)
         return
     name = getattr(args, "lr_scheduler", None)
     if name and not name.startswith("adafactor") and name not in SCHEDULERS:
-        found.errors.append(
+        findings.errors.append(
             f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
     elif name and getattr(args, "lr_scheduler_args", None) and (function := _scheduler_function(name)) is not None:
-        _look_at_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", found)
+        _check_parameters(function, args.lr_scheduler_args, f"--lr_scheduler_args: {name}", findings)
 
 
 def _scheduler_function(name: str) -> Any:
@@ -177,25 +177,25 @@ def _is_schedule_free(args: Namespace) -> bool:
     return name.endswith("schedulefree") or bool(getattr(args, "optimizer_schedulefree_wrapper", False))
 
 
-def _look_at_network(script: Path, args: Namespace, found: Findings) -> None:
+def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
     name = getattr(args, "network_module", None)
     if not name:
-        found.errors.append("no --network_module: networks.lora trains a LoRA")
+        findings.errors.append("no --network_module: networks.lora trains a LoRA")
         return
     if not _can_be_found(name, script.parent):
         near = [f"networks.{file.stem}" for file in (script.parent / "networks").glob("*.py")]
         hint = did_you_mean(name, near)
         if hint or _can_be_found(name.partition(".")[0], script.parent):
-            found.errors.append(f"--network_module {name} cannot be imported.{hint}")
+            findings.errors.append(f"--network_module {name} cannot be imported.{hint}")
         else:
-            _look_for_package(name, f"--network_module {name}", found)
+            _check_package(name, f"--network_module {name}", findings)
     for pair in getattr(args, "network_args", None) or []:
         if "=" not in pair:
-            found.errors.append(f"--network_args: {pair!r} must be name=value")
+            findings.errors.append(f"--network_args: {pair!r} must be name=value")
         elif name.startswith("networks.") and (words := _words_of(script.parent, name)):
             argument = pair.partition("=")[0]
             if argument not in words:
-                found.warnings.append(
+                findings.warnings.append(
                     f"--network_args: {name} does not know {argument} and will ignore it."
                     + did_you_mean(argument, (word for word in words if "_" in word))
                 )
@@ -225,7 +225,7 @@ def _attribute(module: str, name: str) -> Any:
         return None
 
 
-def _read_pairs(pairs: Iterable[str] | None, label: str, found: Findings) -> dict[str, Any]:
+def _read_pairs(pairs: Iterable[str] | None, label: str, findings: Findings) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -234,13 +234,13 @@ def _read_pairs(pairs: Iterable[str] | None, label: str, found: Findings) -> dic
                 raise ValueError
             read[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found.errors.append(
+            findings.errors.append(
                 f"{label}: {pair!r} must be name=value, the value as Python writes it: eps=1e-8, betas=(0.9,0.99), x='text'"
             )
     return read
 
 
-def _look_at_parameters(kind: Any, pairs: Iterable[str] | None, label: str, found: Findings) -> None:
+def _check_parameters(kind: Any, pairs: Iterable[str] | None, label: str, findings: Findings) -> None:
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):
@@ -249,9 +249,9 @@ def _look_at_parameters(kind: Any, pairs: Iterable[str] | None, label: str, foun
         return
     for name in (pair.partition("=")[0] for pair in pairs or []):
         if name == "lr":
-            found.errors.append(f"{label}: lr is given twice: --learning_rate says it")
+            findings.errors.append(f"{label}: lr is given twice: --learning_rate says it")
         elif name not in parameters:
-            found.errors.append(f"{label} takes no {name}.{did_you_mean(name, parameters)}")
+            findings.errors.append(f"{label} takes no {name}.{did_you_mean(name, parameters)}")
 
 
 # --- combinations ----------------------------------------------------------------------------------------------------
@@ -268,8 +268,8 @@ def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
         return  # reported where the training set is checked
     for subset in subsets(document):
         where = subset.get("image_dir") or subset.get("metadata_file")
-        found = _impossible_in_subset(script, Namespace(**{**vars(args), **subset}))
-        for problem in (*numbers.problems_in_subset(script, subset), *found):
+        findings = _impossible_in_subset(script, Namespace(**{**vars(args), **subset}))
+        for problem in (*numbers.problems_in_subset(script, subset), *findings):
             yield f"{args.dataset_config}, {where}: {problem}"
 
 

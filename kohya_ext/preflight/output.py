@@ -25,28 +25,28 @@ _LONGEST_ENDING = "-step00000000-ema.safetensors.partial"
 _NOT_ON_WINDOWS = '<>:"|?*'
 
 
-def look(script: Path, args: Namespace, found: Findings, settings: Settings) -> None:
+def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
     """Check the output folder. Changes nothing but this: it makes the folder."""
     if not getattr(args, "output_dir", None):
-        found.errors.append("no --output_dir: the trained model would have nowhere to go")
+        findings.errors.append("no --output_dir: the trained model would have nowhere to go")
         return
     folder, name = Path(args.output_dir), getattr(args, "output_name", None)
     if name and (problem := name_problem(folder, name)) is not None:
-        found.errors.append(f"--output_name {_shortened(name)} {problem}")
+        findings.errors.append(f"--output_name {_shortened(name)} {problem}")
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        found.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
+        findings.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
         return
     if (owner := output_lock.other_run(args)) is not None:
-        found.errors.append(output_lock.in_use(args, owner))
-    _look_for_older(folder, name, found, settings)
-    size = sizes.look(script, args)
+        findings.errors.append(output_lock.in_use(args, owner))
+    _check_older(folder, name, findings, settings)
+    size = sizes.check(script, args)
     if size is not None:
-        _look_for_room(args, folder, size, found, settings)
+        _check_room(args, folder, size, findings, settings)
 
 
 def name_problem(folder: Path, name: str) -> str | None:
@@ -68,11 +68,11 @@ def _shortened(name: str) -> str:
     return name if len(name) <= 60 else f"{name[:40]}...{name[-10:]}"
 
 
-def _look_for_room(args: Namespace, folder: Path, size: Size, found: Findings, settings: Settings) -> None:
+def _check_room(args: Namespace, folder: Path, size: Size, findings: Findings, settings: Settings) -> None:
     """An error when not even one model fits, a warning when all that will be kept does not."""
     free = shutil.disk_usage(folder).free
     if free < size.model:
-        found.errors.append(
+        findings.errors.append(
             f"there is no room for the model in {folder}: it takes about {_size(size.model)}, {_size(free)} is free"
         )
         return
@@ -81,12 +81,12 @@ def _look_for_room(args: Namespace, folder: Path, size: Size, found: Findings, s
         states = _saves(args, "_state") + 1
     elif getattr(args, "save_state_on_train_end", False):
         states = 1
-    if settings.checkpoint_every_minutes is not None:
-        states += settings.checkpoint_keep + 1  # a new one is whole before an old one goes
+    if settings.save_state_every_n_minutes is not None:
+        states += settings.save_last_n_timed_states + 1  # a new one is whole before an old one goes
     average = 4 * size.trained if settings.ema else 0
     needed = models * size.model * (2 if settings.ema else 1) + states * (size.state + average)
     if free < needed:
-        found.warnings.append(
+        findings.warnings.append(
             f"what will be kept takes about {_size(needed)} ({models} models of {_size(size.model)}, {states} states of at "
             f"least {_size(size.state)}), and {_size(free)} is free in {folder}: save more seldom, or see --save_last_n_steps"
         )
@@ -111,12 +111,12 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _look_for_older(folder: Path, name: str | None, found: Findings, settings: Settings) -> None:
+def _check_older(folder: Path, name: str | None, findings: Findings, settings: Settings) -> None:
     for older in final_models(folder, name):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(older.stat().st_mtime))
         if not settings.keep_previous:
-            found.warnings.append(f"{older} of {when} is there and will be replaced at the end")
+            findings.warnings.append(f"{older} of {when} is there and will be replaced at the end")
             continue
         kept = previous(older)
         again = f", in the place of the {kept.name} that is there" if kept.exists() else ""
-        found.warnings.append(f"{older} of {when} is there: when the new one is saved, it becomes {kept.name}{again}")
+        findings.warnings.append(f"{older} of {when} is there: when the new one is saved, it becomes {kept.name}{again}")

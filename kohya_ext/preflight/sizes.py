@@ -31,7 +31,7 @@ class Size:
     """Weights that are trained."""
 
 
-def look(script: Path, args: Namespace) -> Size | None:
+def check(script: Path, args: Namespace) -> Size | None:
     """Return the sizes, or None when nothing tells them: another kind of network, a model in Diffusers' format."""
     file = Path(getattr(args, "pretrained_model_name_or_path", None) or "")
     if not file.is_file() or "textual_inversion" in script.name or "control_net" in script.name:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROLLING = "rolling"
-"""What stands before the step in the name of a state of --checkpoint_every_minutes."""
+"""What stands before the step in the name of a state of --save_state_every_n_minutes."""
 
 DEFAULT_NAME = "last"
 """What upstream calls the final model where no --output_name is given."""

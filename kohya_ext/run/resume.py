@@ -259,7 +259,7 @@ class Position(TrainingCallback):
         while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
             frame = frame.f_back
         if frame is None or not _set_local(frame, "global_step", self.step):
-            stop("this script counts its steps in a way that is not known, so it cannot go on: --disable_patch honest_resume")
+            stop("this script counts its steps in a way that is not known, so it cannot go on: --disable_patch exact_resume")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _begin_at(bar, self.step)
         set_random_state(self._random)
@@ -496,5 +496,5 @@ def random_state_problem(folder: Path, process: int) -> str | None:
 
 
 def position() -> Position | None:
-    """Return where this process's run stands; None where nothing keeps it (honest_resume is off)."""
+    """Return where this process's run stands; None where nothing keeps it (exact_resume is off)."""
     return current(Position)

@@ -32,7 +32,7 @@ def test_upstream_and_patched_steps_run_beside_each_other(checkout, tmp_path):
     (comparison,) = result.comparisons
     upstream, patched = comparison.variants
     assert upstream.facts["patches"] == []
-    assert "needless_scaling" in patched.facts["patches"]
+    assert "skip_unit_scaling" in patched.facts["patches"]
     for variant in comparison.variants:
         assert variant.facts["profile"]["operators"]["aten::mm"]["calls"] > 0
         assert variant.memory["allocated"] > 1e6
@@ -52,7 +52,7 @@ def test_less_is_asked_of_a_gpu_than_upstream_asks(checkout, tmp_path):
     moved, _, flops = result.comparisons
     assert moved.summary()["patched"]["ratio"]["of_medians"] > 1.15
     assert moved.summary()["fused"]["ratio"]["of_medians"] > 1.5
-    assert flops.variants[1].rounds == flops.variants[2].rounds, "needless_scaling leaves out no product"
+    assert flops.variants[1].rounds == flops.variants[2].rounds, "skip_unit_scaling leaves out no product"
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_a_users_edit_trains_as_it_does_without_the_extension(checkout, edited, 
     unedited = train(checkout, *run, start="plain", without=("--gradient_checkpointing",))
     assert any(not torch.equal(unedited.tensors[name], tensor) for name, tensor in theirs.tensors.items())
     said = (
-        "needless_scaling does not know this networks.lora:LoRAModule.forward: LoRAModule.forward in networks/lora.py differs"
+        "skip_unit_scaling does not know this networks.lora:LoRAModule.forward: LoRAModule.forward in networks/lora.py differs"
     )
     assert f"{said} from sd-scripts v0.10.1 and v0.11.1" in ours.output
     strict = train(edited, *run, before=("--strict",))

@@ -13,7 +13,7 @@ import pytest
 from kohya_ext.config import preset_files
 from kohya_ext.config.preset_files import FAMILIES
 from kohya_ext.estimate import cache
-from kohya_ext.estimate.memory_config import OWN, Choices
+from kohya_ext.estimate.memory_config import OWN, MemoryConfig
 from kohya_ext.planning import tiers
 from kohya_ext.planning.memory_savings import Attempt, Step, after, steps
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -33,7 +33,7 @@ def test_the_choices_have_the_names_and_defaults_of_the_scripts_own_parsers(chec
     assert done.returncode == 0, done.stderr[-2000:]
     parsers = json.loads(done.stdout.split("JSON", 1)[1])
     assert set(parsers) == set(SCRIPTS)
-    defaults = {row.name: row.default for row in fields(Choices) if row.name not in ("script", *OWN)}
+    defaults = {row.name: row.default for row in fields(MemoryConfig) if row.name not in ("script", *OWN)}
     # The one default that differs between scripts; the builders know SD3's.
     del defaults["t5xxl_max_token_length"]
     everywhere = {name for parser in parsers.values() for name in parser}
@@ -83,8 +83,8 @@ def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout)
 
 
 #: The other way knew none of what makes a preset lighter since.
-UPSTREAMS_WORK = ("--disable-patch", "needless_gradients,needless_scaling")
-WHOLE = ("--checkpoint_share", "1", *UPSTREAMS_WORK)
+UPSTREAMS_WORK = ("--disable-patch", "skip_unused_gradients,skip_unit_scaling")
+WHOLE = ("--gradient_checkpointing_ratio", "1", *UPSTREAMS_WORK)
 EIGHT_BITS = ("--no-fused_backward_pass", "--optimizer_type", "AdamW8bit", "--optimizer_args", "weight_decay=0.01")
 
 

@@ -63,7 +63,7 @@ def files(train) -> Callable[..., Files]:
 
 
 #: Of the patches that are on by default, those with something to do in every row.
-DEFAULTS = {"honest_resume", "nan_guard", "safe_stop", "atomic_saves", "needless_gradients", "single_process_reduce"}
+DEFAULTS = {"exact_resume", "nan_guard", "safe_stop", "atomic_saves", "skip_unused_gradients", "single_process_reduce"}
 
 
 def distances(ours: Files, theirs: Files) -> dict[str, float]:

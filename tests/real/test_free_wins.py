@@ -7,13 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.patches import needless_scaling, snr_lookup  # noqa: E402
+from kohya_ext.patches import skip_unit_scaling, snr_lookup  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
-WINS = ("lean_checkpointing", "needless_gradients", "needless_scaling", "single_process_reduce", "snr_lookup")
+WINS = ("fast_checkpoint_hooks", "skip_unused_gradients", "skip_unit_scaling", "single_process_reduce", "snr_lookup")
 
 #: Case -> script, and arguments with which the patches have something to do there.
 RUNS = {
@@ -32,14 +32,14 @@ def test_the_real_script_trains_the_same_bits(checkout, train, case):
     without = train(checkout, *RUNS[case], before=("--disable_patch", ",".join(WINS)))
     assert not set(WINS) & set(without.report["facts"])
     facts = {name: ours.report["facts"].get(name, {}) for name in WINS}
-    assert facts["lean_checkpointing"]["recomputed_blocks"] >= 4
-    assert facts["needless_gradients"]["inputs"] >= 4
-    assert facts["needless_scaling"]["passes"] >= 4
+    assert facts["fast_checkpoint_hooks"]["recomputed_blocks"] >= 4
+    assert facts["skip_unused_gradients"]["inputs"] >= 4
+    assert facts["skip_unit_scaling"]["passes"] >= 4
     assert facts["single_process_reduce"]["gradients_not_copied"] >= 4
     if case == "sdxl":
-        assert facts["needless_gradients"]["embeddings"] == 4, "token and position embeddings of two text encoders"
+        assert facts["skip_unused_gradients"]["embeddings"] == 4, "token and position embeddings of two text encoders"
     if case == "sdxl, U-Net alone":
-        assert facts["needless_gradients"]["inputs"] == 12, "latents, text and pooled text in each of four steps"
+        assert facts["skip_unused_gradients"]["inputs"] == 12, "latents, text and pooled text in each of four steps"
     if case in ("sdxl", "sd15"):
         assert facts["snr_lookup"]["gathers"] == 4
     assert ours.tensors.keys() == without.tensors.keys()
@@ -52,7 +52,7 @@ def test_where_checkpointing_is_reentrant_every_gradient_stays(checkout, train, 
     """The reentrant kind needs them; and with it, all other patches leave upstream's bits."""
     theirs = upstream(checkout, "sdxl_train_network.py")
     ours = train(checkout, "sdxl_train_network.py", before=("--disable_patch", "nonreentrant_checkpointing"))
-    assert ours.report["facts"]["needless_gradients"] == {}
+    assert ours.report["facts"]["skip_unused_gradients"] == {}
     assert ours.checkpoint_calls == theirs.checkpoint_calls
     for name, tensor in theirs.tensors.items():
         assert torch.equal(ours.tensors[name], tensor), name
@@ -125,7 +125,7 @@ def test_a_lora_is_the_same_bits_with_fewer_passes(checkout, from_checkout, name
     # Where a network has no class of its own, it takes one that is patched.
     assert (kind.__module__ == name) == (checkout.layout in NETWORKS[name])
     assert kind.__module__ in NETWORKS
-    forwards = (kind.forward, needless_scaling._scaled_where_it_is_narrow(kind.forward, Settings()))
+    forwards = (kind.forward, skip_unit_scaling._scaled_where_it_is_narrow(kind.forward, Settings()))
     for dtype, alpha in itertools.product((torch.float32, torch.bfloat16, torch.float16), LEFT):
         results, counts = [], []
         for kind.forward in forwards:

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.patches import fused_operations, needless_scaling  # noqa: E402
+from kohya_ext.patches import fused_operations, skip_unit_scaling  # noqa: E402
 from torch.utils._pytree import tree_iter  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
@@ -125,7 +125,7 @@ def test_nearer_to_the_truth_in_fewer_bytes(checkout, from_checkout, case):
         # The truth in float64 of weights and inputs that were rounded to ``dtype``.
         truths[dtype] = _results(CASES[case], from_checkout, dtype, torch.float64)[0]
         theirs[dtype] = _results(CASES[case], from_checkout, dtype, dtype)
-    patches = {patch.name: patch for patch in (fused_operations.PATCH, needless_scaling.PATCH)}
+    patches = {patch.name: patch for patch in (fused_operations.PATCH, skip_unit_scaling.PATCH)}
     patcher = Patcher(patches, Settings(fused_operations=True), checkout)
     fused_operations._done.clear()
     patcher.arm()

@@ -94,7 +94,7 @@ def orphans(folder):
 
 def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, upstream, models, tmp_path):
     shutil.copy(upstream(checkout, LORA).file, tmp_path / "tiny.safetensors")
-    options = ("--disable_patch", "nonreentrant_checkpointing", "--checkpoint_every_minutes", "0")
+    options = ("--disable_patch", "nonreentrant_checkpointing", "--save_state_every_n_minutes", "0")
     ours = train(checkout, LORA, *options, output=tmp_path)
     assert same(ours.tensors, upstream(checkout, LORA).tensors)
     trained = sum(tensor.numel() for name, tensor in ours.tensors.items() if not name.endswith("alpha"))
@@ -102,7 +102,7 @@ def test_without_a_fault_everything_on_gives_upstreams_tensors(checkout, train, 
     args = Namespace(pretrained_model_name_or_path=model, network_module="networks.lora", network_dim=4)
     assert sizes.look(Path(LORA), args).trained == trained, "preflight estimates another size"
     applied = {row["patch"] for row in ours.report["patches"] if row["status"] == "applied"}
-    assert applied >= {"atomic_saves", "honest_resume", "nan_guard", "rolling_states", "safe_stop", "trainable_check"}
+    assert applied >= {"atomic_saves", "exact_resume", "nan_guard", "rolling_states", "safe_stop", "training_sanity_check"}
     assert_nothing_failed(ours)
     # Reached in the training step: a state was saved after each, and the two newest are left, at the right step.
     states = sorted(path.name for path in ours.folder.glob("*-state"))
@@ -156,7 +156,7 @@ def test_the_average_is_of_the_models_after_each_step(checkout, train):
 def test_sigkill_costs_no_more_than_the_last_rolling_state(checkout, train, scripts):
     script = scripts[checkout.layout]
     common = ("--max_train_steps", "8", "--max_data_loader_n_workers", "2")
-    options = (*common, "--checkpoint_every_minutes", "0", "--adaptive_lr", "--adaptive_lr_patience", "1")
+    options = (*common, "--save_state_every_n_minutes", "0", "--adaptive_lr", "--adaptive_lr_patience", "1")
     part = train(checkout, script, *options, at_step=4, act=send(signal.SIGKILL))
     assert part.code == -signal.SIGKILL
     newest = resume.newest_state(part.folder, "tiny")
@@ -216,7 +216,7 @@ def test_killed_anyhow_at_any_step_it_ends_bit_for_bit(checkout, train, uninterr
         "--save_every_n_steps",
         "4",
         "--save_state",
-        "--checkpoint_every_minutes",
+        "--save_state_every_n_minutes",
         "0",
         "--ema",
     )
@@ -289,7 +289,7 @@ def interrupt_all(launcher):
 @posix
 @pytest.mark.parametrize(("act", "code"), [(send(signal.SIGTERM), 143), (interrupt_all, 130)], ids=["SIGTERM", "Ctrl-C"])
 def test_two_processes_stop_together_and_go_on(checkout, train, act, code):
-    options = ("--max_train_steps", "40", "--checkpoint_every_minutes", "0", "--ema")
+    options = ("--max_train_steps", "40", "--save_state_every_n_minutes", "0", "--ema")
     part = train(checkout, FULL, *options, at_step=2, act=act, **TWO)
     assert part.code == code, part.output[-5000:]
     assert not orphans(part.folder)
@@ -301,7 +301,7 @@ def test_two_processes_stop_together_and_go_on(checkout, train, act, code):
     assert sorted(part.folder.glob("*-rolling*-state"))[-1].name == f"tiny-rolling{step:08d}-state"
     assert_all_whole(part.folder)
 
-    more = ("--max_train_steps", str(step + 1), "--checkpoint_every_minutes", "0", "--ema")
+    more = ("--max_train_steps", str(step + 1), "--save_state_every_n_minutes", "0", "--ema")
     rest = train(checkout, FULL, *more, "--resume", "auto", output=part.folder, **TWO)
     assert rest.code == 0, rest.output[-5000:]
     assert f"going on after step {step}" in rest.output
@@ -346,7 +346,7 @@ def test_a_full_disk_leaves_the_earlier_file_whole(checkout, train, upstream, sm
     earlier = upstream(checkout, LORA).file
     disk = small_disk(earlier.stat().st_size * 3 // 2 // 1024)
     shutil.copy(earlier, disk / "tiny.safetensors")
-    options = ("--disk_full_wait", "0", "--no-preflight")  # which knows that there is no room
+    options = ("--disk_full_timeout", "0", "--no-preflight")  # which knows that there is no room
     run = train(checkout, LORA, *options, output=disk, env={"KOHYA_EXT_REPORT": str(tmp_path / "report.json")})
     assert run.code == 1
     assert "no room for tiny.safetensors: it needs" in run.output
@@ -359,7 +359,7 @@ def test_a_full_disk_leaves_the_earlier_file_whole(checkout, train, upstream, sm
 def test_a_full_disk_costs_a_rolling_state_but_not_the_run(checkout, train, upstream, small_disk, tmp_path):
     model = upstream(checkout, LORA).file.stat().st_size
     disk = small_disk(model * 9 // 2 // 1024)  # a state of some three models' size, and one model
-    options = ("--checkpoint_every_minutes", "0", "--disable_patch", "nonreentrant_checkpointing")
+    options = ("--save_state_every_n_minutes", "0", "--disable_patch", "nonreentrant_checkpointing")
     run = train(checkout, LORA, *options, output=disk, env={"KOHYA_EXT_REPORT": str(tmp_path / "report.json")})
     assert run.code == 0, run.output[-3000:]
     assert "what will be kept takes about" in run.output
@@ -396,7 +396,7 @@ def test_a_full_disk_sends_the_file_to_the_fallback(checkout, train, upstream, s
     run = train(
         *(checkout, FULL, "--fallback_dir", str(tmp_path / "else"), "--no-preflight"),
         output=disk,
-        env={"KOHYA_EXT_DISABLE": "nonreentrant_checkpointing", "KOHYA_EXT_REPORT": str(tmp_path / "report.json")},
+        env={"KOHYA_EXT_DISABLE_PATCH": "nonreentrant_checkpointing", "KOHYA_EXT_REPORT": str(tmp_path / "report.json")},
     )
     assert run.code == 0, run.output[-3000:]
     assert same(read(tmp_path / "else" / "tiny.safetensors"), upstream(checkout, FULL).tensors)
@@ -556,13 +556,13 @@ def rename_patches(source, target):
 @pytest.mark.slow
 def test_the_names_and_files_of_patches_change_nothing(checkout, train, upstream, tmp_path):
     renamed = rename_patches(ROOT, tmp_path)
-    options = ("--disable_patch", renamed["nonreentrant_checkpointing"], "--checkpoint_every_minutes", "0", "--ema")
+    options = ("--disable_patch", renamed["nonreentrant_checkpointing"], "--save_state_every_n_minutes", "0", "--ema")
     path = os.pathsep.join([str(tmp_path), environment.python_path(SITE)])
-    ours = train(checkout, LORA, *options, "--checkpoint_keep", "9", env={"PYTHONPATH": path}, bare=True)
+    ours = train(checkout, LORA, *options, "--save_last_n_timed_states", "9", env={"PYTHONPATH": path}, bare=True)
     assert same(ours.tensors, upstream(checkout, LORA).tensors)
     assert_nothing_failed(ours)
     stages = {row["patch"]: row["target"] for row in ours.report["patches"] if row["target"].startswith("training_loop:")}
-    assert stages[renamed["honest_resume"]] == "training_loop:COUNT"
+    assert stages[renamed["exact_resume"]] == "training_loop:COUNT"
     assert stages[renamed["rolling_states"]] == "training_loop:SAVE"
     states = sorted(ours.folder.glob("*-state"))
     assert [state.name for state in states] == [f"tiny-rolling0000000{step}-state" for step in (1, 2, 3, 4)]

@@ -50,7 +50,7 @@ def test_restarts_are_bounded(checkout, train):
         "--no-gradient_checkpointing",
         "--on_oom",
         "retry",
-        "--oom_restarts",
+        "--oom_max_retries",
         "1",
         env={"SPY_OUT_OF_MEMORY_AT": "1"},
         bare=True,

@@ -89,7 +89,7 @@ def test_a_start_by_the_gui_changes_nothing_that_is_on(checkout, train, tmp_path
     said = [line for line in run.output.splitlines() if line.startswith("kohya_ext: ")]
     assert not [line for line in said if "must be" in line or "unknown key" in line]
     assert [line for line in said if "preset sdxl-lora/12gb set" in line] == [
-        "kohya_ext: preset sdxl-lora/12gb set checkpoint_share=0.375"
+        "kohya_ext: preset sdxl-lora/12gb set gradient_checkpointing_ratio=0.375"
     ]
 
 

@@ -15,7 +15,7 @@ from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, TWO, assert_all_
 
 torch = pytest.importorskip("torch")
 
-EVERY_STEP = ("--checkpoint_every_minutes", "0")
+EVERY_STEP = ("--save_state_every_n_minutes", "0")
 
 
 @pytest.mark.oldest
@@ -92,7 +92,7 @@ def test_a_stop_that_upstream_swallows_stops_before_the_first_step(checkout, tra
 def test_what_is_printed_to_go_on_starts_the_same_run_in_a_fresh_shell(checkout, train, models):
     options = ("--max_train_steps", "6", "--shuffle_caption")
     # The preset is seen in the result: without it the learning rate would not rise slowly.
-    environ = {"KOHYA_EXT_PRESET": "quality", "KOHYA_EXT_CHECKPOINT_EVERY_MINUTES": "0"}
+    environ = {"KOHYA_EXT_PRESET": "quality", "KOHYA_EXT_SAVE_STATE_EVERY_N_MINUTES": "0"}
     whole = train(checkout, LORA, *options, start="environment", env=environ)
     part = train(checkout, LORA, *options, start="environment", env=environ, at_step=3, act=send(signal.SIGTERM))
     (command,) = re.findall(r"to go on: (.*)", part.output)

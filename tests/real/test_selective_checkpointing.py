@@ -35,7 +35,7 @@ def every(train):
 @pytest.mark.parametrize("script", [LORA, pytest.param(FLUX, marks=slow)])
 def test_the_file_is_that_of_a_run_with_every_block_checkpointed(checkout, train, every, script):
     whole = every(checkout, script)
-    some = train(checkout, script, "--checkpoint_share", "0.3")
+    some = train(checkout, script, "--gradient_checkpointing_ratio", "0.3")
     assert_identical(some, whole)
     covered, blocks = map(int, re.search(rf"covers (\d+) of (\d+) blocks of {MODELS[script]}", some.output).groups())
     assert 0 < covered < blocks
@@ -47,7 +47,7 @@ def test_the_file_is_that_of_a_run_with_every_block_checkpointed(checkout, train
 
 @slow
 def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
-    none = train(checkout, LORA, env={"KOHYA_EXT_CHECKPOINT_SHARE": "0"})
+    none = train(checkout, LORA, env={"KOHYA_EXT_GRADIENT_CHECKPOINTING_RATIO": "0"})
     assert_identical(none, train(checkout, LORA, "--no-gradient_checkpointing"))
     assert re.search(r"covers 0 of \d+ blocks of SdxlUNet2DConditionModel", none.output)
 

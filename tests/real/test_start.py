@@ -33,7 +33,7 @@ def test_a_checkout_that_only_the_variable_named_stays_known(checkout, monkeypat
 @pytest.mark.parametrize("start", STARTS)
 def test_with_patches_off_the_file_is_upstreams_bit_for_bit(checkout, train, upstream, start):
     script = SCRIPTS[0]
-    off = {"before": ("--disable-patch", "*")} if start == "launcher" else {"env": {"KOHYA_EXT_DISABLE": "*"}}
+    off = {"before": ("--disable-patch", "*")} if start == "launcher" else {"env": {"KOHYA_EXT_DISABLE_PATCH": "*"}}
     assert_patches_off(train(checkout, script, start=start, bare=True, **off), upstream(checkout, script))
 
 
@@ -41,7 +41,7 @@ def test_with_patches_off_the_file_is_upstreams_bit_for_bit(checkout, train, ups
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_so_it_is_for_every_script_in_every_start(checkout, train, upstream, script, start):
-    ours = train(checkout, script, start=start, bare=True, env={"KOHYA_EXT_DISABLE": "*"})
+    ours = train(checkout, script, start=start, bare=True, env={"KOHYA_EXT_DISABLE_PATCH": "*"})
     assert_patches_off(ours, upstream(checkout, script))
 
 

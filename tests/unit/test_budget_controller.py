@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.estimate.tracker import Allocations  # noqa: E402
 from kohya_ext.gpu import budget_controller  # noqa: E402
-from kohya_ext.gpu.budget_controller import Block, Spender, largest_batch, pixels_of  # noqa: E402
-from kohya_ext.gpu.memory_meter import HostGauge  # noqa: E402
+from kohya_ext.gpu.budget_controller import Block, BudgetController, largest_batch, pixels_of  # noqa: E402
+from kohya_ext.gpu.memory_meter import HostMemoryMeter  # noqa: E402
 from kohya_ext.patching.checkpointed_blocks import covered_blocks  # noqa: E402
 
 #: Two buckets, of which the second has pictures for half a batch.
@@ -40,7 +40,7 @@ class Reading:
 
 def spender(limit, gauge, *blocks, compile_at=None):
     """One whose blocks were weighed, with a batch of the first bucket, in its first step: (bytes kept, FLOPs) of each."""
-    made = Spender(limit, gauge, compile_at)
+    made = BudgetController(limit, gauge, compile_at)
     made.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
     made.steps, made._weighed = 1, 2 * 128 * 64
     return made
@@ -141,7 +141,7 @@ def test_allocations_are_what_is_new_and_alive():
 def test_without_a_card_every_tensor_counts():
     held = torch.zeros(1_000_000, requires_grad=True)
     held.grad = torch.zeros(1_000_000)
-    gauge = HostGauge()
+    gauge = HostMemoryMeter()
     before = gauge.begin()
     assert before >= 8_000_000
     torch.zeros(500_000) + 1
@@ -165,7 +165,7 @@ class Stage(torch.nn.Module):
 
 def test_a_stage_weighs_what_all_of_its_layers_do():
     model = torch.nn.Sequential(Stage(), Stage())
-    one = Spender(1000, Reading())
+    one = BudgetController(1000, Reading())
     one.take(model)
     model(torch.randn(4, 8, requires_grad=True)).sum().backward()
     assert [block.module for block in one.blocks] == list(model)

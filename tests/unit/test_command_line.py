@@ -179,7 +179,7 @@ def test_a_preset_that_names_its_family_needs_no_script(tmp_path):
 def test_help_is_a_command_too(words):
     done = call(*words)
     assert (done.returncode, done.stderr) == (0, "")
-    assert ("--checkpoint_every_minutes" in done.stdout) == ("estimate" not in words)
+    assert ("--save_state_every_n_minutes" in done.stdout) == ("estimate" not in words)
     assert done.stdout.startswith("usage: python -m kohya_ext")
 
 

@@ -16,7 +16,7 @@ from kohya_ext.estimate import cache, measurement
 from kohya_ext.estimate.memory_config import normalized, read
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.planning import tiers
-from kohya_ext.planning.checkpointing_ratio import smallest_share
+from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from tests.unit.test_console import Listener
 
 LORA = "sdxl_train_network.py"
@@ -152,7 +152,7 @@ def by_share(monkeypatch):
 
     def formula(checkout, script, run, argv, fresh):
         choices = normalized(read(script, run, argv)[0])
-        share = (choices.checkpoint_share or 1.0) if choices.gradient_checkpointing else 0.0
+        share = (choices.gradient_checkpointing_ratio or 1.0) if choices.gradient_checkpointing else 0.0
         size = round(15e9 - 8e9 * share)
         return Estimate(
             choices.key(), size, size, size, "forward", {}, {}, 1, 0, {"sd_scripts": "", "torch": "", "kohya_ext": ""}, ""
@@ -175,7 +175,13 @@ def test_prompts_that_cannot_be_read_are_named(checkout, capsys, tmp_path, by_sh
         ("12GB", (), True, 0.5, "12.00 GB leaves 11.40 GB for tensors; about 50% of the blocks stay checkpointed"),
         ("12GB", ("--no-gradient_checkpointing",), True, 0.5, "about 50% of the blocks stay checkpointed"),
         ("7GB", (), False, 1.0, "7.00 GB leaves 6.40 GB for tensors, and the run needs 7.00 GB: it would be out of memory"),
-        ("12GB", ("--checkpoint_share", "0.75"), True, None, "nothing of it is spent: --checkpoint_share says how"),
+        (
+            "12GB",
+            ("--gradient_checkpointing_ratio", "0.75"),
+            True,
+            None,
+            "nothing of it is spent: --gradient_checkpointing_ratio says how",
+        ),
         ("10GB", ("--selective_torch_compile",), True, None, "then 2.12 GB are left for what compiled blocks keep"),
         ("auto", ("--vram", "12"), True, 0.5, "auto leaves 11.64 GB for tensors"),
     ],
@@ -186,7 +192,7 @@ def test_a_budget_is_spent_on_paper_too(checkout, capsys, by_share, budget, more
     assert words in capsys.readouterr().out
     assert main([*given, "--json"]) == int(not fits)
     said = json.loads(capsys.readouterr().out)
-    assert (said["vram_budget"]["fits"], said["vram_budget"]["checkpoint_share"]) == (fits, share)
+    assert (said["vram_budget"]["fits"], said["vram_budget"]["gradient_checkpointing_ratio"]) == (fits, share)
 
 
 def test_a_budget_that_is_the_cards_own_needs_a_card(checkout, capsys):
@@ -220,10 +226,10 @@ def test_a_card_is_filled_with_the_smallest_share_that_fits():
 
     for room, expected in ((10_000, 0.0), (5_000, 0.5), (4_999, 0.5625), (600, 1.0), (0, 1.0)):
         asked.clear()
-        share, found = smallest_share(ask, room + CONTEXT_BYTES)
+        share, found = smallest_ratio(ask, room + CONTEXT_BYTES)
         assert (share, found.reserved) == (expected, 10_000 * (1 - expected))
         assert len(asked) <= 6
-    assert smallest_share(ask, CONTEXT_BYTES - 1) is None
+    assert smallest_ratio(ask, CONTEXT_BYTES - 1) is None
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from kohya_ext.patches import needless_gradients, selective_torch_compile
+from kohya_ext.patches import selective_torch_compile, skip_unused_gradients
 
 from benchmarks import families as benchmarks
 from kohya_ext.config import preset_files
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.preflight import numbers
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import BY_NAME, FAMILIES, Checkpoint
@@ -89,15 +89,15 @@ families.BY_NAME[row.name] = row
 
 from kohya_ext import preflight
 from kohya_ext.config import preset_conflicts, preset_files
-from kohya_ext.patches import needless_gradients, selective_checkpointing, selective_torch_compile
+from kohya_ext.patches import skip_unused_gradients, selective_checkpointing, selective_torch_compile
 from kohya_ext.preflight import models, options
 from kohya_ext.tiny import arguments, checkpoints
-from kohya_ext.estimate.memory_config import Choices
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.planning.memory_savings import Attempt, steps
 
 targets = {
     str(target.module) + ":" + target.attribute
-    for patch in (needless_gradients, selective_checkpointing, selective_torch_compile)
+    for patch in (skip_unused_gradients, selective_checkpointing, selective_torch_compile)
     for target in patch.PATCH.targets
 }
 assert targets >= {
@@ -107,8 +107,8 @@ assert targets >= {
 }, targets
 assert preset_files.FAMILIES[row.lora] == "qwen-image-lora"
 assert preset_files.FAMILIES["qwen_image_train.py"] == "qwen-image-finetune"
-assert Choices(row.lora).kind == "qwen-image-lora"
-assert Choices(row.lora).family is row
+assert MemoryConfig(row.lora).kind == "qwen-image-lora"
+assert MemoryConfig(row.lora).family is row
 run = Attempt(row.lora, {"mixed_precision": "bf16", "gradient_checkpointing": True}, lambda key: True)
 changes = {key: value for step in steps(run) for key, value in step.changes.items()}
 assert changes["fp8_scaled"] is True
@@ -136,7 +136,7 @@ def test_nothing_else_names_a_family_that_is_not_in_the_table():
     from kohya_ext.estimate import models
     from kohya_ext.tiny import weights
 
-    names = [*selective_torch_compile.INPUTS, *needless_gradients.REENTRANT, *models.BUILDERS, *weights.WRITERS]
+    names = [*selective_torch_compile.INPUTS, *skip_unused_gradients.REENTRANT, *models.BUILDERS, *weights.WRITERS]
     assert set(names) <= set(BY_NAME)
     for name, inputs in selective_torch_compile.INPUTS.items():
         assert set(inputs) == set(BY_NAME[name].blocks.classes)
@@ -160,8 +160,8 @@ def test_a_script_trains_one_family_unless_an_option_chooses_another():
     assert families.of("flux_train.py", {"model_type": "chroma"}) is BY_NAME["flux"]
     assert families.of("mine.py", {}) is None
     # The option of another script, in a preset of the user's own: it is read without the script's parser.
-    assert Choices("flux_train_network.py", model_type="chroma").kind == "chroma-lora"
-    assert Choices("sdxl_train_network.py", model_type="chroma").kind == "sdxl-lora"
+    assert MemoryConfig("flux_train_network.py", model_type="chroma").kind == "chroma-lora"
+    assert MemoryConfig("sdxl_train_network.py", model_type="chroma").kind == "sdxl-lora"
 
 
 def test_the_files_of_a_tiny_model_are_those_that_its_scripts_ask_for():

@@ -196,7 +196,7 @@ def test_what_says_that_it_runs_the_original_does(name):
     assert ways_without_the_original(target.replace) == []
 
 
-@pytest.mark.parametrize("patch", ["needless_scaling", "fused_operations", "single_process_reduce"])
+@pytest.mark.parametrize("patch", ["skip_unit_scaling", "fused_operations", "single_process_reduce"])
 def test_and_those_that_do_not_would_be_noticed(patch):
     own_work = [name for name, target in TARGETS.items() if name.startswith(patch) and target.body != "runs"]
     assert own_work

@@ -9,12 +9,12 @@ import pytest
 
 from kohya_ext.config.arguments import read_arguments
 from kohya_ext.errors import UserError
-from kohya_ext.estimate.memory_config import FP8, Choices, normalized, read, size, unread_samples
+from kohya_ext.estimate.memory_config import FP8, MemoryConfig, normalized, read, size, unread_samples
 
 LORA = "sdxl_train_network.py"
 
 
-def ask(*argv: str, script: str = LORA) -> Choices:
+def ask(*argv: str, script: str = LORA) -> MemoryConfig:
     return normalized(read(script, read_arguments(script, argv, {}), argv)[0])
 
 
@@ -174,7 +174,7 @@ def test_prompts_that_cannot_be_read_are_said(tmp_path: Path, name: str, text: s
     file = tmp_path / name
     if text is not None:
         file.write_text(text)
-    given = Choices("sdxl_train.py", sample_prompts=str(file))
+    given = MemoryConfig("sdxl_train.py", sample_prompts=str(file))
     assert unread_samples(given) is None, "prompts alone are not sampled"
     said = unread_samples(replace(given, sample_at_first=True))
     assert said is None if why is None else f"--sample_prompts {file}: {why}" in str(said)

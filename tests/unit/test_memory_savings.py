@@ -105,10 +105,10 @@ def test_compiled_blocks_stop_recomputing_what_is_checkpointed() -> None:
 
 
 def test_what_was_freed_from_checkpointing_is_covered_again() -> None:
-    share = attempt(LORA, gradient_checkpointing=True, checkpoint_share=0.4)
-    assert {"checkpoint_share": 1} in [step.changes for step in steps(share)]
+    share = attempt(LORA, gradient_checkpointing=True, gradient_checkpointing_ratio=0.4)
+    assert {"gradient_checkpointing_ratio": 1} in [step.changes for step in steps(share)]
     budget = attempt(LORA, gradient_checkpointing=True, vram_budget=14 * 10**9)
-    everything = {"gradient_checkpointing": True, "checkpoint_share": 1}
+    everything = {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}
     assert everything in [step.changes for step in steps(budget)]
     assert "checkpointing" not in {step.rung.name for step in steps(replace(budget, values={**budget.values, **everything}))}
 

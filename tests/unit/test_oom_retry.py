@@ -51,7 +51,7 @@ def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
 
 def test_restarts_are_bounded_and_the_last_code_counts(runs, capsys):
     started = runs(*[(1, outcome(full_bf16=True))] * 5)
-    assert oom_retry.supervise(BEFORE, [], Settings(on_oom="retry", oom_restarts=2)) == 1
+    assert oom_retry.supervise(BEFORE, [], Settings(on_oom="retry", oom_max_retries=2)) == 1
     assert len(started) == 3
     assert "after 2 restarts" in capsys.readouterr().err
 

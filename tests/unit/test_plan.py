@@ -28,7 +28,7 @@ def checkout(tmp_path: Path) -> checkouts.Checkout:
     """A folder that looks like sd-scripts v0.11 to whoever only reads it, with the options that the ladder asks for."""
     library = tmp_path / "sd-scripts" / "library"
     library.mkdir(parents=True)
-    keys = [*planning.Choices.__dataclass_fields__, "network_train_unet_only", "seed", "output_name"]
+    keys = [*planning.MemoryConfig.__dataclass_fields__, "network_train_unet_only", "seed", "output_name"]
     options = "\n".join(f'parser.add_argument("--{key}")' for key in keys)
     for name in ("train_util.py", "args.py", "accelerator_setup.py"):
         (library / name).write_text(options)
@@ -60,7 +60,7 @@ def test_the_usual_question_is_answered_from_the_table_with_the_two_next_best(ch
     assert list(tree)[-1] == "resolution"
     smaller = planning.plan(checkout, LORA, [], {}, 12 * GIB, pytest.fail)
     branch = next(branch for branch in smaller.tree if branch.rung.name == "checkpointing")
-    assert (branch.status, branch.words) == ("in part", ("--gradient_checkpointing", "--checkpoint_share", "0.375"))
+    assert (branch.status, branch.words) == ("in part", ("--gradient_checkpointing", "--gradient_checkpointing_ratio", "0.375"))
 
 
 def test_the_tree_says_what_is_copied_for_swapped_blocks(checkout):
@@ -96,7 +96,7 @@ def modelled(monkeypatch, tmp_path):
     def formula(checkout, script, run, argv):
         asked.append(list(argv))
         choices = choosing.normalized(choosing.read(script, run, argv)[0])
-        share = (choices.checkpoint_share or 1.0) if choices.gradient_checkpointing else 0.0
+        share = (choices.gradient_checkpointing_ratio or 1.0) if choices.gradient_checkpointing else 0.0
         rank = (choices.network_dim or 0) * 20_000_000
         width, height = choosing.size(choices)
         image = width * height * (1_000_000_000 + round(8_000_000_000 * (1 - share))) // 1024**2
@@ -221,8 +221,8 @@ def test_auto_says_that_a_script_has_no_presets(script, message):
 def test_auto_is_a_preset_like_any_other_and_says_what_it_chose(tmp_path):
     run = read_arguments(LORA, ["--preset", "auto", "--preset", "quality", "--vram", "12"], {})
     assert run.presets.label == "sdxl-lora/12gb + sdxl-lora/quality (auto: --vram, 12 GB GPU (12.88e9 bytes))"
-    assert run.presets.values["checkpoint_share"].preset == "sdxl-lora/12gb"
-    assert run.settings.checkpoint_share == 0.375
+    assert run.presets.values["gradient_checkpointing_ratio"].preset == "sdxl-lora/12gb"
+    assert run.settings.gradient_checkpointing_ratio == 0.375
     by_variable = read_arguments(LORA, [], {"KOHYA_EXT_PRESET": "auto", "KOHYA_EXT_VRAM": "16GiB"})
     assert by_variable.presets.label.startswith("sdxl-lora/16gb (auto")
 
@@ -261,8 +261,8 @@ def test_the_command_ends_with_a_line_to_paste_and_json_has_it_all(checkout, cap
 def test_a_faster_change_is_one_step_and_its_words_make_it():
     tier = TIERS["sdxl-lora/12gb"]
     better = tiers.faster(tier)
-    assert better == replace(tier.choices, checkpoint_share=0.125)
-    assert tiers.words(tier.choices, better) == ["--checkpoint_share", "0.125"]
+    assert better == replace(tier.choices, gradient_checkpointing_ratio=0.125)
+    assert tiers.words(tier.choices, better) == ["--gradient_checkpointing_ratio", "0.125"]
     argv = ["--preset", tier.name, *tiers.words(tier.choices, better)]
     assert tiers.read(LORA, argv) == better
 

@@ -18,10 +18,10 @@ from kohya_ext.run.safetensors_header import read_header
 image = pytest.importorskip("PIL.Image")
 
 
-def found(look, script="sdxl_train_network.py", settings=None, **args):
+def found(check, script="sdxl_train_network.py", settings=None, **args):
     findings = preflight.Findings()
-    more = {"settings": settings or Settings()} if look in (output.look, models.look) else {}
-    look(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
+    more = {"settings": settings or Settings()} if check in (output.check, models.check) else {}
+    check(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
 
 
@@ -81,14 +81,14 @@ def test_a_truncated_file_is_said(tmp_path):
 )
 def test_a_checkpoint_of_another_family_is_named(tmp_path, tensor, script, more, said):
     file = write_safetensors(tmp_path / "model.safetensors", [tensor])
-    errors = found(models.look, script, pretrained_model_name_or_path=str(file), **more).errors
+    errors = found(models.check, script, pretrained_model_name_or_path=str(file), **more).errors
     assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
 
 
 def test_a_model_that_is_not_there_is_told_from_a_repository(tmp_path):
-    assert found(models.look, pretrained_model_name_or_path=str(tmp_path / "no.safetensors")).errors
-    assert not found(models.look, pretrained_model_name_or_path="stabilityai/sdxl").errors
-    assert found(models.look, pretrained_model_name_or_path=None).errors
+    assert found(models.check, pretrained_model_name_or_path=str(tmp_path / "no.safetensors")).errors
+    assert not found(models.check, pretrained_model_name_or_path="stabilityai/sdxl").errors
+    assert found(models.check, pretrained_model_name_or_path=None).errors
 
 
 # --- the training set ------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ ARGS = {"resolution": "64", "caption_extension": ".txt", "max_train_steps": 20, 
 
 def test_steps_are_counted(tmp_path):
     write_pictures(tmp_path / "5_cat")
-    findings = found(data.look, train_data_dir=str(tmp_path), **ARGS)
+    findings = found(data.check, train_data_dir=str(tmp_path), **ARGS)
     assert not findings.errors
     assert not findings.warnings
     assert findings.notes == ["2 images, 10 with repeats, about 5 steps an epoch; 20 steps in all, 4 epochs"]
@@ -121,7 +121,7 @@ def test_steps_are_counted(tmp_path):
 def test_a_folder_that_upstream_would_train_nothing_from(tmp_path, folder, said):
     write_pictures(tmp_path / "no_number" / "cat")
     write_pictures(tmp_path / "inside")
-    (error,) = found(data.look, train_data_dir=str(tmp_path / folder), **ARGS).errors
+    (error,) = found(data.check, train_data_dir=str(tmp_path / folder), **ARGS).errors
     assert said in error
 
 
@@ -143,7 +143,7 @@ def test_an_empty_picture_and_one_that_is_none_are_found(tmp_path):
 
 def test_captions_are_counted_and_the_other_extension_is_offered(tmp_path):
     write_pictures(tmp_path / "1_cat", 3)
-    (warning,) = found(data.look, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
+    (warning,) = found(data.check, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
     assert "3 of 3 images" in warning
     assert "'cat' alone" in warning
     assert "--caption_extension .txt" in warning
@@ -157,7 +157,7 @@ def test_a_dataset_config_is_followed(tmp_path):
         f"[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'cats')!r}\nnum_repeats = 3\n"
         f"[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'dogs')!r}\n"
     )
-    (error,) = found(data.look, dataset_config=str(config), max_train_steps=3).errors
+    (error,) = found(data.check, dataset_config=str(config), max_train_steps=3).errors
     assert "dogs does not exist" in error
 
 
@@ -171,7 +171,7 @@ def write_images(folder, *sizes):
 
 def test_a_folder_that_is_itself_the_subset_is_answered_with_the_one_above(tmp_path):
     write_pictures(tmp_path / "2_sks")
-    (error,) = found(data.look, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
+    (error,) = found(data.check, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
     assert error.endswith(f"give --train_data_dir {tmp_path}")
 
 
@@ -179,21 +179,21 @@ def test_as_many_regularisation_images_are_drawn_as_there_are_trained_ones(tmp_p
     write_pictures(tmp_path / "train" / "5_cat", 2)
     write_pictures(tmp_path / "reg" / "1_cat", 3)
     args = {**ARGS, "train_data_dir": str(tmp_path / "train"), "reg_data_dir": str(tmp_path / "reg")}
-    assert found(data.look, **args).notes == ["5 images, 10 with repeats, about 10 steps an epoch; 20 steps in all, 2 epochs"]
+    assert found(data.check, **args).notes == ["5 images, 10 with repeats, about 10 steps an epoch; 20 steps in all, 2 epochs"]
     # The last draw of the first round may go beyond.
     write_pictures(tmp_path / "more" / "20_cat", 3)
     args["reg_data_dir"] = str(tmp_path / "more")
-    assert "about 15 steps an epoch" in found(data.look, **args).notes[0]
+    assert "about 15 steps an epoch" in found(data.check, **args).notes[0]
 
 
 def test_steps_are_counted_by_bucket(tmp_path):
     write_images(tmp_path / "1_cat", *[(64, 64)] * 3, *[(64, 128)] * 3)
     args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "128"}
     one = {"enable_bucket": False, "cache_latents": True}
-    assert "about 3 steps an epoch" in found(data.look, **args, **one).notes[0]
-    assert "about 4 steps an epoch" in found(data.look, **args, enable_bucket=True, min_bucket_reso=64).notes[0]
+    assert "about 3 steps an epoch" in found(data.check, **args, **one).notes[0]
+    assert "about 4 steps an epoch" in found(data.check, **args, enable_bucket=True, min_bucket_reso=64).notes[0]
     args["max_train_epochs"] = 2
-    assert found(data.look, **args, enable_bucket=True, min_bucket_reso=64).steps == 8
+    assert found(data.check, **args, enable_bucket=True, min_bucket_reso=64).steps == 8
 
 
 @pytest.mark.parametrize(
@@ -211,27 +211,27 @@ def test_steps_are_counted_by_bucket(tmp_path):
 )
 def test_images_that_sd_scripts_would_not_scale_are_found(tmp_path, sizes, args, said):
     write_images(tmp_path / "1_cat", *sizes)
-    errors = found(data.look, train_data_dir=str(tmp_path), **ARGS, **args).errors
+    errors = found(data.check, train_data_dir=str(tmp_path), **ARGS, **args).errors
     assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
 
 
 def test_limits_of_buckets_that_upstream_refuses_are_found(tmp_path):
     write_images(tmp_path / "1_cat", (64, 64))
     args = {**ARGS, "train_data_dir": str(tmp_path), "enable_bucket": True}
-    (error,) = found(data.look, **args).errors
+    (error,) = found(data.check, **args).errors
     assert error.endswith("give --min_bucket_reso 64")
-    (error,) = found(data.look, **{**args, "resolution": "1536"}).errors
+    (error,) = found(data.check, **{**args, "resolution": "1536"}).errors
     assert error.endswith("give --max_bucket_reso 3072")
 
 
 def test_images_that_lose_pixels_to_the_largest_bucket_are_counted(tmp_path):
     write_images(tmp_path / "1_cat", (832, 1216), (1024, 1024))
     args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "1024", "enable_bucket": True}
-    (warning,) = found(data.look, **args).warnings
+    (warning,) = found(data.check, **args).warnings
     assert "1 of 2 images" in warning
     assert warning.endswith("Give --max_bucket_reso 2048")
-    assert not found(data.look, **args, max_bucket_reso=2048).warnings
-    assert not found(data.look, **args, bucket_no_upscale=True).warnings
+    assert not found(data.check, **args, max_bucket_reso=2048).warnings
+    assert not found(data.check, **args, bucket_no_upscale=True).warnings
 
 
 def test_broken_caches_are_found_where_they_are_read(tmp_path):
@@ -240,14 +240,14 @@ def test_broken_caches_are_found_where_they_are_read(tmp_path):
     numpy.savez(folder / "0_0064x0064_sdxl.npz", latents=numpy.zeros(4))
     whole = (folder / "0_0064x0064_sdxl.npz").read_bytes()
     args = {**ARGS, "train_data_dir": str(tmp_path)}
-    assert not found(data.look, **args, cache_latents_to_disk=True).errors
+    assert not found(data.check, **args, cache_latents_to_disk=True).errors
     (folder / "0_te_outputs.npz").touch()
     (folder / "1.npz").write_bytes(whole[:-30])
     (folder / "1_0064x0064_sdxl.npz").write_text("garbage")
     (folder / "another.npz").write_text("not of these images")
-    (error,) = found(data.look, **args, cache_latents_to_disk=True).errors
+    (error,) = found(data.check, **args, cache_latents_to_disk=True).errors
     assert "0_te_outputs.npz, 1.npz, 1_0064x0064_sdxl.npz. Delete them" in error
-    assert not found(data.look, **args, cache_latents=True).errors
+    assert not found(data.check, **args, cache_latents=True).errors
 
 
 def test_a_dataset_config_in_json_is_read_and_one_that_upstream_cannot_read_is_named(tmp_path):
@@ -256,14 +256,14 @@ def test_a_dataset_config_in_json_is_read_and_one_that_upstream_cannot_read_is_n
     config = tmp_path / "data.json"
     config.write_text(json.dumps(document))
     args = {**ARGS, "dataset_config": str(config)}
-    assert not found(data.look, **args).errors
+    assert not found(data.check, **args).errors
     config.write_text("\ufeff" + json.dumps(document), encoding="utf-8")
-    (error,) = found(data.look, **args).errors
+    (error,) = found(data.check, **args).errors
     assert "save it as UTF-8 without BOM" in error
     config.write_bytes(b"\xff\xfe\x00")
-    assert found(data.look, **args).errors == [f"--dataset_config {config} is not a text file in UTF-8"]
+    assert found(data.check, **args).errors == [f"--dataset_config {config} is not a text file in UTF-8"]
     args["dataset_config"] = str(config.rename(tmp_path / "data.yaml"))
-    assert found(data.look, **args).errors[0].endswith("sd-scripts reads files that end in .toml or .json")
+    assert found(data.check, **args).errors[0].endswith("sd-scripts reads files that end in .toml or .json")
 
 
 # --- output and choices ----------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_an_earlier_output_is_named_and_nothing_is_removed(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     args = {"output_dir": str(tmp_path), "output_name": "cat", "pretrained_model_name_or_path": ""}
-    findings = found(output.look, **args)
+    findings = found(output.check, **args)
     (warning,) = findings.warnings
     assert warning.endswith("it becomes cat.previous.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -294,16 +294,16 @@ def write_lora_state(folder, rank):
 def test_a_state_of_another_rank_is_found_before_the_model_is_loaded(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "resume": str(state)}
-    assert not found(models.look, **args, network_dim=8).errors
-    (error,) = found(models.look, **args, network_dim=16).errors
+    assert not found(models.check, **args, network_dim=8).errors
+    (error,) = found(models.check, **args, network_dim=16).errors
     assert "has rank 8 and --network_dim is 16" in error
-    assert not found(models.look, **args, network_dim=16, network_args=["conv_dim=8"]).errors
+    assert not found(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
 
 
 def test_a_state_of_another_script_is_an_error(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     run_record.write(state, run_record.describe("sdxl_train.py", Namespace()), step=3)
-    (error,) = found(models.look, pretrained_model_name_or_path="a/b", resume=str(state)).errors
+    (error,) = found(models.check, pretrained_model_name_or_path="a/b", resume=str(state)).errors
     assert "was saved by sdxl_train.py, not sdxl_train_network.py" in error
 
 
@@ -312,18 +312,18 @@ def test_a_state_that_lacks_a_file_is_not_resumed(tmp_path, name):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     args = {"pretrained_model_name_or_path": "a/b", "output_dir": str(tmp_path), "output_name": "cat"}
     for resume in (str(state), "auto"):
-        assert not found(models.look, **args, resume=resume).errors
+        assert not found(models.check, **args, resume=resume).errors
     (state / name).unlink()
     for resume in (str(state), "auto"):
-        (error,) = found(models.look, **args, resume=resume).errors
+        (error,) = found(models.check, **args, resume=resume).errors
         assert name in error
 
 
 def test_an_output_folder_that_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").touch()
-    (error,) = found(output.look, output_dir=str(tmp_path / "file" / "out")).errors
+    (error,) = found(output.check, output_dir=str(tmp_path / "file" / "out")).errors
     assert "cannot be written to" in error
-    assert found(output.look, output_dir=None).errors
+    assert found(output.check, output_dir=None).errors
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_an_output_folder_that_cannot_be_made_is_said(tmp_path):
     ],
 )
 def test_what_cannot_work_is_said(script, args, said):
-    (error,) = found(options.look, script, **args).errors
+    (error,) = found(options.check, script, **args).errors
     assert said in error
 
 
@@ -388,13 +388,13 @@ def test_what_cannot_work_is_said(script, args, said):
     ],
 )
 def test_a_number_out_of_range_is_answered_with_the_range(args, said):
-    (error,) = found(options.look, "sdxl_train.py", **args).errors
+    (error,) = found(options.check, "sdxl_train.py", **args).errors
     assert error.startswith(said) or said in error
 
 
 def test_clip_skip_counts_for_sd15_alone():
-    assert found(options.look, "train_db.py", clip_skip=0).errors
-    assert not found(options.look, "sdxl_train.py", clip_skip=0).errors
+    assert found(options.check, "train_db.py", clip_skip=0).errors
+    assert not found(options.check, "sdxl_train.py", clip_skip=0).errors
 
 
 @pytest.mark.parametrize(
@@ -418,13 +418,13 @@ def test_clip_skip_counts_for_sd15_alone():
     ],
 )
 def test_a_number_that_upstream_takes_in_a_meaningful_way_is_let_through(args):
-    assert not found(options.look, "sdxl_train.py", **args).errors
+    assert not found(options.check, "sdxl_train.py", **args).errors
 
 
 def test_a_number_out_of_range_in_a_dataset_config_is_named(tmp_path):
     config = tmp_path / "data.toml"
     config.write_text('[[datasets]]\nbatch_size = 0\n[[datasets.subsets]]\nimage_dir = "cats"\ncaption_dropout_rate = 2\n')
-    errors = found(options.look, "sdxl_train.py", dataset_config=str(config)).errors
+    errors = found(options.check, "sdxl_train.py", dataset_config=str(config)).errors
     assert [error.partition(": ")[2].partition(":")[0] for error in errors] == ["train_batch_size 0", "caption_dropout_rate 2"]
 
 
@@ -443,7 +443,7 @@ def test_a_number_out_of_range_in_a_dataset_config_is_named(tmp_path):
     ],
 )
 def test_a_learning_rate_of_another_kind_of_optimizer_is_warned_about(args, said):
-    warnings = found(options.look, "sdxl_train.py", **args).warnings
+    warnings = found(options.check, "sdxl_train.py", **args).warnings
     assert (said is None and not warnings) or (len(warnings) == 1 and said in warnings[0])
 
 
@@ -464,7 +464,7 @@ def test_a_package_that_is_not_installed_is_named_as_it_is_installed(monkeypatch
         return None if name.partition(".")[0] in ("xformers", "lycoris", "no_such_thing") else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", absent)
-    errors = found(options.look, script, **args).errors
+    errors = found(options.check, script, **args).errors
     assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
 
 
@@ -472,7 +472,7 @@ def test_a_package_that_is_not_installed_is_named_as_it_is_installed(monkeypatch
     ("name", "said"), [("x" * 300, "too long"), ("ü" * 120, "too long"), ("no/cat", "not a name but a path")]
 )
 def test_an_output_name_that_no_file_can_have_is_said(tmp_path, name, said):
-    (error,) = found(output.look, output_dir=str(tmp_path / "new"), output_name=name).errors
+    (error,) = found(output.check, output_dir=str(tmp_path / "new"), output_name=name).errors
     assert said in error
 
 
@@ -484,7 +484,7 @@ def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
         '[[datasets.subsets]]\nimage_dir = "dogs"\ncolor_aug = true\n'
     )
     args = {"cache_text_encoder_outputs": True, "cache_latents": True, "shuffle_caption": True}
-    errors = found(options.look, "sdxl_train.py", dataset_config=str(config), **args).errors
+    errors = found(options.check, "sdxl_train.py", dataset_config=str(config), **args).errors
     assert [error.partition(": ")[0] for error in errors] == [f"{config}, dogs"] * 2
     assert "--shuffle_caption" in errors[0]
     assert "--color_aug" in errors[1]
@@ -493,7 +493,7 @@ def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
 def test_what_works_is_let_through():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
-    assert not found(options.look, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
+    assert not found(options.check, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_what_works_is_let_through():
 )
 def test_an_optimizers_and_a_schedulers_own_arguments_are_checked(package, args, said):
     pytest.importorskip(package)
-    (error,) = found(options.look, "sdxl_train.py", **args).errors
+    (error,) = found(options.check, "sdxl_train.py", **args).errors
     assert said in error
 
 
@@ -522,7 +522,7 @@ def test_what_a_network_would_ignore_is_said(tmp_path):
     script = tmp_path / "sdxl_train_network.py"
     findings = preflight.Findings()
     args = Namespace(network_module="networks.lora", network_args=["conv_dim=4", "conf_dim=4"])
-    options.look(script, args, findings)
+    options.check(script, args, findings)
     (warning,) = findings.warnings
     assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
 
@@ -532,7 +532,7 @@ def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
         raise RuntimeError("a bug")
 
     for module in (options, models, data, output):
-        monkeypatch.setattr(module, "look", broken)
+        monkeypatch.setattr(module, "check", broken)
     findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors
     assert all("a bug" in warning for warning in findings.warnings)
@@ -540,6 +540,6 @@ def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
 
 def test_a_dynamo_backend_that_sd_scripts_overrules_is_pointed_out(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    (said,) = found(options.look, "sdxl_train.py").notes
+    (said,) = found(options.check, "sdxl_train.py").notes
     assert said.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
-    assert not found(options.look, "sdxl_train.py", torch_compile=True).notes
+    assert not found(options.check, "sdxl_train.py", torch_compile=True).notes

@@ -33,7 +33,7 @@ def held_back(script, *argv):
         (LORA, "12gb", "--color_aug", {"cache_latents"}),
         (LORA, "12gb", "--color_aug --cache_latents", set()),
         (LORA, "12gb", "--xformers", {"sdpa"}),
-        (LORA, "12gb", "--no-gradient_checkpointing", {"checkpoint_share"}),
+        (LORA, "12gb", "--no-gradient_checkpointing", {"gradient_checkpointing_ratio"}),
         (LORA, "12gb", "--use_8bit_adam", {"optimizer_type"}),
         (LORA, "12gb", "--resolution 128", {"enable_bucket"}),
         (LORA, "12gb", "--resolution 128 --min_bucket_reso 64", set()),
@@ -98,7 +98,7 @@ def test_a_box_that_is_off_in_the_gui_stays_off():
         "network_train_unet_only": "text_encoder_lr = [0.0001, 0.0001]",
         "cache_text_encoder_outputs": "text_encoder_lr = [0.0001, 0.0001]",
         "sdpa": "xformers = True",
-        "checkpoint_share": "gradient_checkpointing = False",
+        "gradient_checkpointing_ratio": "gradient_checkpointing = False",
         "gradient_checkpointing": "off in the GUI",
     }
 
@@ -108,7 +108,7 @@ def test_nothing_that_is_on_in_the_gui_is_changed_and_no_advice_is_given_without
     presets = read_arguments(LORA, argv, {}).presets
     assert presets.held_back == {}
     on_screen = read_config_file(argv[-1]).values
-    assert {key for key in presets.values if key not in on_screen} == {"checkpoint_share"}
+    assert {key for key in presets.values if key not in on_screen} == {"gradient_checkpointing_ratio"}
 
 
 def test_the_gui_user_learns_what_to_turn_on():
@@ -121,8 +121,8 @@ def test_the_gui_user_learns_what_to_turn_on():
 def test_the_guis_additional_parameters_count_over_its_boxes():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"), "--gradient_checkpointing"]
     run = read_arguments(LORA, argv, {})
-    assert not {"gradient_checkpointing", "checkpoint_share"} & run.presets.held_back.keys()
-    assert run.settings.checkpoint_share == 0.375
+    assert not {"gradient_checkpointing", "gradient_checkpointing_ratio"} & run.presets.held_back.keys()
+    assert run.settings.gradient_checkpointing_ratio == 0.375
 
 
 def test_a_number_that_the_gui_writes_as_0_is_off_too():

@@ -38,7 +38,7 @@ def test_a_budget_of_0_is_a_budget_and_arms_plain_starts():
         ({"KOHYA_EXT_PRESET": "16gb"}, True),
         ({"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "1"}, True),
         ({"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "0"}, False),
-        ({"KOHYA_EXT_DISABLE": "*"}, False),
+        ({"KOHYA_EXT_DISABLE_PATCH": "*"}, False),
         ({"KOHYA_SD_SCRIPTS": "somewhere"}, False),
         ({"KOHYA_EXT": "maybe"}, True),
     ],

@@ -58,7 +58,9 @@ def test_a_start_that_never_meets_sd_scripts_imports_nothing_else(env):
     assert done.stdout == "['kohya_ext', 'kohya_ext.launch', 'kohya_ext.launch.autoload']\n"
 
 
-@pytest.mark.parametrize("env", [{"KOHYA_EXT": "0"}, {"KOHYA_EXT_DISABLE": "*"}, {"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "0"}])
+@pytest.mark.parametrize(
+    "env", [{"KOHYA_EXT": "0"}, {"KOHYA_EXT_DISABLE_PATCH": "*"}, {"SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "0"}]
+)
 def test_a_switch_that_is_off_begins_no_session(tree, env):
     done = start("import library, sys; print('kohya_ext.launch.session' in sys.modules)", ROOT, tree, **env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")

@@ -43,7 +43,7 @@ def test_preflight_says_it(monkeypatch):
     def count(script, args, found):
         found.steps = 5200
 
-    monkeypatch.setattr(data, "look", count)
+    monkeypatch.setattr(data, "check", count)
     step_times.remember(step_times.identify(SCRIPT, Namespace(), Settings()), 1.5, 100)
     assert any("about 2 h 10 min of training: a step with these settings took 1.5 s on" in line for line in notes())
 

@@ -126,7 +126,9 @@ def test_the_stage_decides_the_order_and_no_name_does(library, tmp_path, seed):
 
 
 #: Everything that takes part in training and needs neither a GPU nor a compiler.
-EVERYTHING = Settings(checkpoint_every_minutes=0.0, checkpoint_keep=99, ema=True, adaptive_lr=True, adaptive_lr_patience=1)
+EVERYTHING = Settings(
+    save_state_every_n_minutes=0.0, save_last_n_timed_states=99, ema=True, adaptive_lr=True, adaptive_lr_patience=1
+)
 
 
 def shuffled(seed):
@@ -250,7 +252,7 @@ def test_undo_ends_the_run_and_the_next_one_starts_clean(library, tmp_path):
         assert stop_request.stopper().stepping
         assert sys.excepthook != before[0]
         facts = {name: patch.facts() for name, patch in patcher.patches.items() if patch.facts is not None}
-        seen.append((weights[0].tolist(), len(stop_request.stopper().states), str(facts["needless_gradients"])))
+        seen.append((weights[0].tolist(), len(stop_request.stopper().states), str(facts["skip_unused_gradients"])))
         patcher.undo()
         assert resume.position() is None
         assert stop_request.stopper() is None

@@ -19,7 +19,7 @@ from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.sdscripts.checkouts import describe
 from kohya_ext.tiny import shrink, vocabulary
 
-PATCHES = ("nonreentrant_checkpointing", "lean_checkpointing")
+PATCHES = ("nonreentrant_checkpointing", "fast_checkpoint_hooks")
 checkout = describe(Path(sys.argv[1]), "named")
 sys.path.insert(0, str(checkout.path))
 shrink.install()

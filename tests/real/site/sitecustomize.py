@@ -50,9 +50,9 @@ def weigh(module):
     @contextlib.contextmanager
     def accumulate(self, *models):
         from kohya_ext.estimate.tracker import Allocations
-        from kohya_ext.gpu.memory_meter import HostGauge
+        from kohya_ext.gpu.memory_meter import HostMemoryMeter
 
-        gauge, scale = HostGauge(), Allocations()
+        gauge, scale = HostMemoryMeter(), Allocations()
         gauge.begin()
         if scales:
             left.append(scales.pop().alive)

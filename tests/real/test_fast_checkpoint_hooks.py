@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.patches import lean_checkpointing  # noqa: E402
+from kohya_ext.patches import fast_checkpoint_hooks  # noqa: E402
 from torch.utils import checkpoint as checkpointing  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
@@ -13,16 +13,16 @@ from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 
-NAME = lean_checkpointing.PATCH.name
+NAME = fast_checkpoint_hooks.PATCH.name
 
 
 @pytest.fixture
 def recomputed(monkeypatch, tmp_path):
     """Put the patch on; return the list that gets an entry for each block that it recomputes."""
     original, seen = checkpointing._checkpoint_hook, []
-    inputs = lean_checkpointing._inputs
-    monkeypatch.setattr(lean_checkpointing, "_inputs", lambda frame: seen.append("a block") or inputs(frame))
-    patcher = Patcher({NAME: lean_checkpointing.PATCH}, Settings(), Checkout(tmp_path, None, "v0.11", "made"))
+    inputs = fast_checkpoint_hooks._inputs
+    monkeypatch.setattr(fast_checkpoint_hooks, "_inputs", lambda frame: seen.append("a block") or inputs(frame))
+    patcher = Patcher({NAME: fast_checkpoint_hooks.PATCH}, Settings(), Checkout(tmp_path, None, "v0.11", "made"))
     patcher.arm()
     assert [outcome.status for outcome in patcher.outcomes.values()] == ["applied"]
     yield seen

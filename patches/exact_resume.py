@@ -100,7 +100,7 @@ def _is_slice(weight: Any) -> bool:
 
 
 PATCH = Patch(
-    name="honest_resume",
+    name="exact_resume",
     summary="--resume goes on at the same step, epoch, batch and random state; --resume auto takes the newest whole state",
     targets=(
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.utils.checkpoint as checkpointing  # noqa: E402
-from kohya_ext.patches.lean_checkpointing import PATCH  # noqa: E402
+from kohya_ext.patches.fast_checkpoint_hooks import PATCH  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.estimate.tracker import Allocations  # noqa: E402

@@ -67,7 +67,7 @@ def _scaled_where_it_is_narrow(original: Any, settings: Settings) -> Any:
 
 
 PATCH = Patch(
-    name="needless_scaling",
+    name="skip_unit_scaling",
     summary="a LoRA's change is not multiplied by 1, and by a power of two where it is as narrow as the rank",
     targets=tuple(
         Target(

@@ -38,7 +38,7 @@ class _Check(TrainingCallback):
         self.looked = True
         problems = [*_between_processes(accelerator), *_in_optimizers(accelerator), *self._in_network(accelerator)]
         if problems:
-            stop("\n".join([*problems, "stopped before the first step; --disable_patch trainable_check skips this"]))
+            stop("\n".join([*problems, "stopped before the first step; --disable_patch training_sanity_check skips this"]))
 
     def before_step(self, optimizer: Any) -> None:
         """Look at where gradients are, in the first step."""
@@ -145,7 +145,7 @@ def _holds_some(group: Any) -> bool:
 _OPTIMIZER = ("args", "trainable_params")
 
 PATCH = Patch(
-    name="trainable_check",
+    name="training_sanity_check",
     summary="at the first step: something is trained, it is the right thing, and gradients reach it",
     targets=(
         Target("library.config_util", "generate_dataset_group_by_blueprint", _make_data_sets, body="runs"),

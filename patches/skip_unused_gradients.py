@@ -3,8 +3,8 @@
 Reentrant checkpointing loses gradients when nothing that enters a block requires grad, so the LoRA scripts make latents, text
 embeddings, FLUX's guidance and the token embeddings require it. The non-reentrant kind needs none of that. The gradients are
 computed all the same, through every layer that text or guidance enters: 1.6 % of an SDXL LoRA's FLOPs at 1024, and 0.15 GB
-(``estimate --fresh``, with and without ``--disable_patch needless_gradients``). Those of the token embeddings, as large as the
-whole vocabulary, are in no optimizer and never freed.
+(``estimate --fresh``, with and without ``--disable_patch skip_unused_gradients``). The gradients of the token embeddings, as
+large as the whole vocabulary, are in no optimizer and never freed.
 
 Where checkpointing is still reentrant (nonreentrant_checkpointing is off), this leaves everything as it is. So it does with
 Anima, whose offloading checkpoint is of the reentrant kind.
@@ -127,7 +127,7 @@ def _embeddings(model: Any) -> Iterator[Any]:
 
 
 PATCH = Patch(
-    name="needless_gradients",
+    name="skip_unused_gradients",
     summary="no gradients for latents, text embeddings, guidance and token embeddings that nobody trains",
     targets=(
         *(

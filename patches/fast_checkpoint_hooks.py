@@ -163,7 +163,7 @@ _BODIES = known(
 )
 
 PATCH = Patch(
-    name="lean_checkpointing",
+    name="fast_checkpoint_hooks",
     summary="gradient checkpointing with half of its Python for each saved tensor",
     targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _lean, _unless_known, body=_BODIES),),
     exactness="exact",
