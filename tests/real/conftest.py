@@ -34,9 +34,10 @@ SITE = Path(__file__).parent / "site"
 REPORT = "report.json"
 SPIED = "checkpoint_calls.json"
 
-#: The environment as it is where people train. With ``CI`` set, transformers passes its warnings on to the root logger, where
-#: rich 14.1 draws random numbers for each line; one of them is logged only with gradient checkpointing.
-_WITHOUT_CI = {name: value for name, value in os.environ.items() if name != "CI"}
+# The environment as it is where people train. With ``CI`` set, transformers passes its warnings on to the root logger, where
+# rich 14.1 draws random numbers for each line; one of them is logged only with gradient checkpointing. The server that runs
+# are forked from imports transformers with this process's environment.
+os.environ.pop("CI", None)
 
 #: More arguments for a script, the same in every run of it.
 MORE = {
@@ -202,7 +203,7 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         usual = arguments.training_arguments(script, tiny, pictures, output)
         given = [*(part for part in usual if part not in without), *MORE.get(script, ()), *more]
         environ = {
-            **_WITHOUT_CI,
+            **os.environ,
             **environment.variables(tiny.tokenizers),
             "PYTHONPATH": environment.python_path(SITE),
             "SPY_FILE": str(output / SPIED),
