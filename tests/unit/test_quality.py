@@ -20,6 +20,17 @@ def test_the_code_is_checked(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_imports_between_rooms_point_downwards():
+    pytest.importorskip("importlinter")
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_readmes_tables_are_current():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert options.with_tables(text) == text, "run: python -m kohya_ext options --write README.md"
