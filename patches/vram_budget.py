@@ -115,11 +115,11 @@ def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.compiling.support import find_obstacle
 
-    if RUN.standing_aside or find_obstacle(device, backend):
+    if RUN.disabled_because or find_obstacle(device, backend):
         return  # they stay eager, and are freed one by one
 
     def compile_at(share: float) -> None:
-        RUN.waiting = False
+        RUN.paused = False
         try:
             set_budget(share)
         except Exception as error:  # torch's internals differ between versions; training goes on with what it has
@@ -127,7 +127,7 @@ def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
             return
         note(f"compiled blocks keep {share:.0%} of their activations")
 
-    RUN.waiting = True
+    RUN.paused = True
     spender.compile_at = compile_at
 
 

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.chroma_text_lengths import PATCH, Lengths  # noqa: E402
 
-from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
+from kohya_ext.compiling.tracing import apply_workarounds  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
@@ -77,7 +77,7 @@ def test_what_else_is_asked_is_answered_by_the_tensor():
 
 def test_the_blocks_are_traced_in_one_piece_whatever_the_lengths(models):
     module, _ = models
-    close_gaps()
+    apply_workarounds()
     torch._dynamo.reset()
     graphs = []
 

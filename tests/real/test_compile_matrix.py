@@ -167,14 +167,14 @@ def test_twenty_steps_are_those_of_eager(checkout, train, saw, row):
     assert numbers["file"] <= TOLERANCE
     assert numbers["breaks"] == 0
     assert numbers["last_compiled_in_step"] <= row.settled
-    assert facts(compiled)[0]["standing_aside"] is None
+    assert facts(compiled)[0]["disabled_because"] is None
     assert {block["eager_because"] for block in facts(compiled)[1].values()} == {None}
 
 
 ASIDE = {
-    "dylora": (network("networks.dylora"), "DyLoRA draws the rank"),
-    "lycoris-dylora": (lycoris("dylora"), "DyLoRA draws the rank"),
-    "module-dropout": (network("networks.lora", "module_dropout=0.5"), "module_dropout draws in every call"),
+    "dylora": (network("networks.dylora"), "DyLoRA draws a random rank"),
+    "lycoris-dylora": (lycoris("dylora"), "DyLoRA draws a random rank"),
+    "module-dropout": (network("networks.lora", "module_dropout=0.5"), "module_dropout skips layers at random"),
 }
 
 
