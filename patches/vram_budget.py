@@ -17,7 +17,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
 from kohya_ext.launch import session
-from kohya_ext.patching.checkpointed_blocks import on_enable
+from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.units import AUTO, index_of, said
@@ -151,7 +151,7 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="vram_budget",
     summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
-    targets=on_enable(_take),
+    targets=enable_checkpointing_targets(_take),
     exactness="exact",
     held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",

@@ -52,7 +52,7 @@ def _generations() -> dict[str, Checkout]:
 
     They are looked for while tests are collected, when the variable that names one is still set.
     """
-    found = [checkout for checkout in (checkouts.find(), *checkouts.known()) if checkout is not None]
+    found = [checkout for checkout in (checkouts.find(), *checkouts.registered()) if checkout is not None]
     return {checkout.layout: checkout for checkout in reversed(found) if checkout.layout in checkouts.KNOWN_LAYOUTS}
 
 
