@@ -40,7 +40,7 @@ def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(*args, **kwargs)
         except subprocess.CalledProcessError as error:
-            # The script has printed its error. A traceback of the launcher would add nothing but hide the exit code.
+            # The script has already printed its error, so exit with its code instead of a traceback.
             raise SystemExit(_exit_code(error.returncode)) from None
 
     return simple_launcher

@@ -37,15 +37,15 @@ def blocks_and_inputs(module, lengths):
     def modulation():
         return module.ModulationOut(*torch.randn(3, batch, 1, WIDTH))
 
-    picture, text = torch.randn(batch, PICTURE, WIDTH), torch.randn(batch, longest, WIDTH)
+    image, text = torch.randn(batch, PICTURE, WIDTH), torch.randn(batch, longest, WIDTH)
     positions = torch.randn(batch, 1, PICTURE + longest, WIDTH // HEADS // 2, 2, 2)
-    return double, single, (picture, text), positions, [[modulation(), modulation()] for _ in range(2)], modulation()
+    return double, single, (image, text), positions, [[modulation(), modulation()] for _ in range(2)], modulation()
 
 
 def run(module, forwards, lengths, txt_seq_len):
-    double, single, (picture, text), positions, modulations, modulation = blocks_and_inputs(module, lengths)
-    picture, text = forwards[0](double, img=picture, txt=text, pe=positions, distill_vec=modulations, txt_seq_len=txt_seq_len)
-    both = torch.cat([picture, text], 1)
+    double, single, (image, text), positions, modulations, modulation = blocks_and_inputs(module, lengths)
+    image, text = forwards[0](double, img=image, txt=text, pe=positions, distill_vec=modulations, txt_seq_len=txt_seq_len)
+    both = torch.cat([image, text], 1)
     return forwards[1](single, both, pe=positions, distill_vec=modulation, txt_seq_len=txt_seq_len)
 
 

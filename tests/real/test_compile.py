@@ -174,10 +174,10 @@ def test_sampling_and_validation_are_those_of_eager_and_compile_nothing(checkout
     eager, compiled = runs
     assert_close(compiled.tensors, eager.tensors, 1e-5)
     # Their names end with the time.
-    pictures = [{file.name[: len("tiny_000002_00")] for file in run.folder.glob("sample/*.png")} for run in runs]
-    assert pictures[0] == pictures[1] == {f"tiny_00000{step}_00" for step in (2, 4, 6, 8)}
+    images = [{file.name[: len("tiny_000002_00")] for file in run.folder.glob("sample/*.png")} for run in runs]
+    assert images[0] == images[1] == {f"tiny_00000{step}_00" for step in (2, 4, 6, 8)}
     assert facts(compiled)[0]["graph_breaks"] == 0
-    assert compiled.graphs[-1] == compiled.graphs[3], "both sizes have come by then, and pictures after it add nothing"
+    assert compiled.graphs[-1] == compiled.graphs[3], "both sizes have come by then, and images after it add nothing"
 
 
 @pytest.mark.slow
@@ -216,11 +216,11 @@ def test_cuda_graphs_are_refused_before_anything_is_loaded(checkout, train):
 
 
 @pytest.mark.slow
-def test_the_demos_own_unet_is_compiled_by_its_own_list_of_blocks(pictures, tmp_path):
+def test_the_demos_own_unet_is_compiled_by_its_own_list_of_blocks(images, tmp_path):
     from diffusers import UNet2DConditionModel
     from safetensors.torch import load_file
 
-    given = ["--train_data_dir", str(pictures), "--output_name", "tiny", "--max_train_steps", "4", "--gradient_checkpointing"]
+    given = ["--train_data_dir", str(images), "--output_name", "tiny", "--max_train_steps", "4", "--gradient_checkpointing"]
     for name, on in (("eager", ()), ("compiled", ON)):
         folder = tmp_path / name
         folder.mkdir()
