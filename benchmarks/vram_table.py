@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--layout", default=FIRST, choices=sorted(checkouts.KNOWN_LAYOUTS), help="a generation of sd-scripts")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no row after so many")
     given = parser.parse_args()
-    checkout = next(checkout for checkout in checkouts.known() if checkout.layout == given.layout)
+    checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == given.layout)
     end = time.monotonic() + 60 * given.minutes
     table = cache.read_table(TABLE)
     rows = {cache.text(row["choices"]): row for row in table["rows"]}

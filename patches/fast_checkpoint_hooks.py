@@ -22,7 +22,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.sdscripts.fingerprints import known
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _FRAME = ["recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"]
 
@@ -149,7 +149,7 @@ def _unless_known(original: Any) -> str | None:
 
 
 #: Every second release of torch changes something here: a message, how inputs are kept, what dynamo is told.
-_BODIES = known(
+_BODIES = known_bodies(
     "7a1d76b80427",  # 2.6, 2.7
     "64dcd818aa55",  # 2.8, 2.9
     "68d1850b444d",  # 2.10, 2.11

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kohya_ext.compiling.inputs import Inputs
-from kohya_ext.compiling.support import reason_to_stand_aside
+from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target
@@ -128,9 +128,9 @@ def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) ->
     from kohya_ext.compiling.blocks import RUN
 
     RUN.begin(partial(data_sets, accelerator))
-    reason = reason_to_stand_aside(args)
+    reason = reason_not_to_compile(args)
     if reason is not None:
-        RUN.stand_aside(reason)
+        RUN.disable(reason)
 
 
 def _wanted(settings: Settings) -> bool:

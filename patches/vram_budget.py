@@ -17,7 +17,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
 from kohya_ext.launch import session
-from kohya_ext.patching.checkpointed_blocks import on_enable
+from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.units import AUTO, index_of, said
@@ -115,11 +115,11 @@ def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.compiling.support import find_obstacle
 
-    if RUN.standing_aside or find_obstacle(device, backend):
+    if RUN.disabled_because or find_obstacle(device, backend):
         return  # they stay eager, and are freed one by one
 
     def compile_at(share: float) -> None:
-        RUN.waiting = False
+        RUN.paused = False
         try:
             set_budget(share)
         except Exception as error:  # torch's internals differ between versions; training goes on with what it has
@@ -127,7 +127,7 @@ def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
             return
         note(f"compiled blocks keep {share:.0%} of their activations")
 
-    RUN.waiting = True
+    RUN.paused = True
     spender.compile_at = compile_at
 
 
@@ -151,7 +151,7 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="vram_budget",
     summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
-    targets=on_enable(_take),
+    targets=enable_checkpointing_targets(_take),
     exactness="exact",
     held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",

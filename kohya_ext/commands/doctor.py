@@ -141,7 +141,7 @@ def _checkout(checkout: Checkout | None) -> dict[str, Any] | None:
         return None
     return {
         "path": str(checkout.path),
-        "found": checkout.found,
+        "found": checkout.source,
         "version": checkout.version,
         "layout": checkout.layout,
         "commit": checkout.commit,

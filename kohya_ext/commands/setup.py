@@ -78,7 +78,7 @@ def _add(console: Console, arguments: argparse.Namespace) -> Checkout:
 
 def _use(checkout: Checkout) -> list[str]:
     """Return which checkout is the default, how to change it, and which one is used in this folder if it is another."""
-    default = checkouts.known()[0]
+    default = checkouts.registered()[0]
     if default.path == checkout.path:
         lines = [f"{checkout.label} in {checkout.path} is the default"]
     else:
@@ -88,7 +88,7 @@ def _use(checkout: Checkout) -> list[str]:
     if problem:
         lines.append(f"but nothing can be used here: {problem}")
     elif used is not None and used.path != default.path:
-        lines.append(f"but here {used.label} in {used.path} is used, because of {used.found}")
+        lines.append(f"but here {used.label} in {used.path} is used, because of {used.source}")
     return lines
 
 
@@ -101,7 +101,7 @@ def _used() -> tuple[Checkout | None, str]:
 
 
 def _table() -> Table:
-    known = checkouts.known()
+    known = checkouts.registered()
     used, problem = _used()
     table = Table("used here", "version", "layout", "commit", "folder", title="sd-scripts checkouts", caption_justify="left")
     table.columns[-1].overflow = "fold"
@@ -109,7 +109,7 @@ def _table() -> Table:
     for checkout in [*elsewhere, *known]:
         why = "the default" if known and checkout.path == known[0].path else ""
         if used is not None and checkout.path == used.path:
-            why = f"yes: {why if why and used.found == checkout.found else used.found}"
+            why = f"yes: {why if why and used.source == checkout.source else used.source}"
         commit = (checkout.commit or "?")[:8]
         table.add_row(why, checkout.version or "?", checkout.layout, commit, escape(str(checkout.path)))
     if problem:

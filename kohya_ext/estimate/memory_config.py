@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kohya_ext.compiling.support import reason_to_stand_aside
+from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.arguments import QuietParser, RunArguments, find_problem
 from kohya_ext.config.preset_files import FAMILIES
 from kohya_ext.config.settings import negated_flags
@@ -228,7 +228,7 @@ def normalized(choices: MemoryConfig) -> MemoryConfig:
     """
     width, height, batch = _largest_batch(choices)
     lora = choices.trains_network
-    compiled = choices.selective_torch_compile and reason_to_stand_aside(choices) is None
+    compiled = choices.selective_torch_compile and reason_not_to_compile(choices) is None
     defaults = MemoryConfig(choices.script)
     return replace(
         choices,

@@ -22,7 +22,7 @@ from kohya_ext.console import note, warn
 from kohya_ext.estimate.tracker import Allocations
 from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
-from kohya_ext.patching.checkpointed_blocks import covered_blocks, recomputed
+from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, recomputed_methods
 from kohya_ext.patching.training_loop import current_batch, data_sets
 from kohya_ext.units import said
 
@@ -84,10 +84,10 @@ class BudgetController:
 
     def take(self, model: Any) -> None:
         """Take over the blocks of a model whose gradient checkpointing was just turned on."""
-        for module in covered_blocks(model):
+        for module in checkpointed_blocks(model):
             block = Block(module)
             self.blocks.append(block)
-            for layer, name in recomputed(module):
+            for layer, name in recomputed_methods(module):
                 self._weigh(block, layer, name)
             self._guard(block)
 
@@ -121,7 +121,7 @@ class BudgetController:
 
     def _end_weighing(self) -> None:
         for block in self.blocks:
-            for layer, name in recomputed(block.module):
+            for layer, name in recomputed_methods(block.module):
                 if name in vars(layer):
                     delattr(layer, name)
         self.blocks.sort(key=lambda block: block.turn)

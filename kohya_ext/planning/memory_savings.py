@@ -240,7 +240,7 @@ def _fp8(run: Attempt) -> Changes:
 
 
 def _swap(run: Attempt) -> Changes:
-    most = run.family.most_swapped if run.family is not None else 0
+    most = run.family.max_blocks_to_swap if run.family is not None else 0
     now = run.number("blocks_to_swap", 0)
     if now >= most or run.has("cpu_offload_checkpointing", "unsloth_offload_checkpointing"):
         return {}

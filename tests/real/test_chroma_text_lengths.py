@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.chroma_text_lengths import PATCH, Lengths  # noqa: E402
 
-from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
+from kohya_ext.compiling.tracing import apply_workarounds  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
@@ -37,15 +37,15 @@ def blocks_and_inputs(module, lengths):
     def modulation():
         return module.ModulationOut(*torch.randn(3, batch, 1, WIDTH))
 
-    picture, text = torch.randn(batch, PICTURE, WIDTH), torch.randn(batch, longest, WIDTH)
+    image, text = torch.randn(batch, PICTURE, WIDTH), torch.randn(batch, longest, WIDTH)
     positions = torch.randn(batch, 1, PICTURE + longest, WIDTH // HEADS // 2, 2, 2)
-    return double, single, (picture, text), positions, [[modulation(), modulation()] for _ in range(2)], modulation()
+    return double, single, (image, text), positions, [[modulation(), modulation()] for _ in range(2)], modulation()
 
 
 def run(module, forwards, lengths, txt_seq_len):
-    double, single, (picture, text), positions, modulations, modulation = blocks_and_inputs(module, lengths)
-    picture, text = forwards[0](double, img=picture, txt=text, pe=positions, distill_vec=modulations, txt_seq_len=txt_seq_len)
-    both = torch.cat([picture, text], 1)
+    double, single, (image, text), positions, modulations, modulation = blocks_and_inputs(module, lengths)
+    image, text = forwards[0](double, img=image, txt=text, pe=positions, distill_vec=modulations, txt_seq_len=txt_seq_len)
+    both = torch.cat([image, text], 1)
     return forwards[1](single, both, pe=positions, distill_vec=modulation, txt_seq_len=txt_seq_len)
 
 
@@ -77,7 +77,7 @@ def test_what_else_is_asked_is_answered_by_the_tensor():
 
 def test_the_blocks_are_traced_in_one_piece_whatever_the_lengths(models):
     module, _ = models
-    close_gaps()
+    apply_workarounds()
     torch._dynamo.reset()
     graphs = []
 

@@ -19,9 +19,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.compiling import blocks, budget, configuration, support
-from kohya_ext.compiling.fallback import falling_back
+from kohya_ext.compiling.fallback import with_fallback
 from kohya_ext.compiling.inputs import Inputs
-from kohya_ext.compiling.tracing import GAPS, close_gaps
+from kohya_ext.compiling.tracing import WORKAROUNDS, apply_workarounds
 from kohya_ext.config.settings import Settings
 
 EAGER = Settings(selective_torch_compile=True, compile_backend="eager")
@@ -244,7 +244,7 @@ def test_a_group_norm_of_dynamic_sizes_is_what_torch_finds_it_to_be(
 
 def test_a_product_in_bf16_times_a_number_is_not_taken_for_one_of_int8_weights(run: blocks.Run) -> None:
     """Multiplied by its ``alpha / rank``, as a LoRA's is; torch 2.6 takes the number for their scales, and raises."""
-    falling_back("inductor", None, SimpleNamespace())
+    with_fallback("inductor", None, SimpleNamespace())
     from torch._inductor.fx_passes import quantization
 
     number = {"x": SimpleNamespace(meta={"val": torch.empty(0)}), "scales": 0.5}
@@ -281,8 +281,8 @@ def test_settings_hold_on_threads_that_start_later(run: blocks.Run) -> None:
 
 
 def test_what_blocks_do_is_traced_in_one_piece() -> None:
-    close_gaps()
-    assert [gap.example.__name__ for gap in GAPS if gap.is_open()] == []
+    apply_workarounds()
+    assert [each.example.__name__ for each in WORKAROUNDS if each.is_needed()] == []
 
 
 def test_a_backend_that_raises_leaves_the_class_eager(
@@ -375,7 +375,7 @@ def test_an_unusable_device_is_said_before_anything_is_compiled(run: blocks.Run,
     monkeypatch.setattr(blocks, "find_obstacle", lambda device, backend: f"Triton is not installed for {device}")
     expected, model, block = pair(AOT)
     torch.testing.assert_close(gradients(model, 4, 6), expected, rtol=0, atol=0)
-    assert run.standing_aside == "Triton is not installed for cpu"
+    assert run.disabled_because == "Triton is not installed for cpu"
     assert block.calls == 0
 
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 COMMAND = "COMPILE_MATRIX=FILE python -m pytest tests/real/test_compile_matrix.py -m slow -n 0 -s -k twenty_steps"
 STEPS = 20
-#: Of the pictures' 8 batches in 2 sizes; each size comes at least twice in it.
+#: Of the images' 8 batches in 2 sizes; each size comes at least twice in it.
 EPOCH = 8
 TOLERANCE = 1e-5
 
@@ -167,14 +167,14 @@ def test_twenty_steps_are_those_of_eager(checkout, train, saw, row):
     assert numbers["file"] <= TOLERANCE
     assert numbers["breaks"] == 0
     assert numbers["last_compiled_in_step"] <= row.settled
-    assert facts(compiled)[0]["standing_aside"] is None
+    assert facts(compiled)[0]["disabled_because"] is None
     assert {block["eager_because"] for block in facts(compiled)[1].values()} == {None}
 
 
 ASIDE = {
-    "dylora": (network("networks.dylora"), "DyLoRA draws the rank"),
-    "lycoris-dylora": (lycoris("dylora"), "DyLoRA draws the rank"),
-    "module-dropout": (network("networks.lora", "module_dropout=0.5"), "module_dropout draws in every call"),
+    "dylora": (network("networks.dylora"), "DyLoRA draws a random rank"),
+    "lycoris-dylora": (lycoris("dylora"), "DyLoRA draws a random rank"),
+    "module-dropout": (network("networks.lora", "module_dropout=0.5"), "module_dropout skips layers at random"),
 }
 
 
@@ -258,7 +258,7 @@ def test_graphs_do_not_grow_with_depth(checkout, from_checkout, monkeypatch, tmp
 
 # --- five buckets -----------------------------------------------------------------------------------------------------
 
-#: Width x height of five pictures, each a bucket of its own.
+#: Width x height of five images, each a bucket of its own.
 SIZES = ((128, 128), (128, 64), (64, 128), (192, 64), (64, 192))
 
 
@@ -270,7 +270,7 @@ def five_sizes(tmp_path_factory):
     (folder / "1_sks").mkdir()
     for index, size in enumerate(SIZES):
         Image.linear_gradient("L").resize(size).rotate(90 * index).convert("RGB").save(folder / "1_sks" / f"{index}.png")
-        (folder / "1_sks" / f"{index}.txt").write_text(f"picture {index}")
+        (folder / "1_sks" / f"{index}.txt").write_text(f"image {index}")
     return folder
 
 

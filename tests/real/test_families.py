@@ -64,7 +64,7 @@ def test_options_of_a_row_are_the_scripts_own(checkout):
         options = [kind.option[0] for kind in family.checkpoints if kind.option is not None]
         assert {*family.files, *options, *filter(None, [family.fp8])} <= known
         assert ("attn_mode" in known) == family.attn_mode
-        assert not family.most_swapped or "blocks_to_swap" in known
+        assert not family.max_blocks_to_swap or "blocks_to_swap" in known
 
 
 @pytest.mark.newest

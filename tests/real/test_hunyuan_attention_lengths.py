@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 
-from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
+from kohya_ext.compiling.tracing import apply_workarounds  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
@@ -69,7 +69,7 @@ def test_nothing_is_left_to_ask_the_gpu_in_a_block(modules):
 def test_the_blocks_are_traced_in_one_piece_and_known_sizes_add_no_graphs(modules):
     params, blocks, _ = modules
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
-    close_gaps()
+    apply_workarounds()
     torch._dynamo.reset()
     graphs = []
 

@@ -404,7 +404,7 @@ def test_a_full_disk_sends_the_file_to_the_fallback(checkout, train, upstream, s
 
 
 def write_pictures_with_nan(folder):
-    """Four pictures, the first with latents of NaN, cached as sd-scripts does it, in the names of either generation."""
+    """Four images, the first with latents of NaN, cached as sd-scripts does it, in the names of either generation."""
     import numpy
 
     dataset.write(folder, 4, 128)
@@ -425,7 +425,7 @@ def test_a_batch_of_nan_is_skipped_and_named(checkout, train, scripts, tmp_path)
         *("--cache_latents_to_disk", "--nan_patience", "3"),
     )
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
-    # Two repeats of the one picture, in eight steps; upstream draws the first batch before it shuffles.
+    # Two repeats of the one image, in eight steps; upstream draws the first batch before it shuffles.
     skipped = [line for line in run.output.splitlines() if "is skipped, it is not finite: loss nan" in line]
     assert 1 <= len(skipped) <= 3
     assert all(line.endswith(str(Path(dataset.CLASS) / "000.png")) for line in skipped)
@@ -446,9 +446,9 @@ def test_weights_that_are_not_finite_are_never_written(checkout, train, upstream
 
 def test_preflight_says_everything_at_once_before_a_model_is_loaded(checkout, train, models, tmp_path):
     dataset.write(tmp_path, 2, 64)
-    pictures = tmp_path / dataset.CLASS
-    (pictures / "empty.png").touch()
-    (pictures / "cut.png").write_bytes((pictures / "000.png").read_bytes()[:300])
+    images = tmp_path / dataset.CLASS
+    (images / "empty.png").touch()
+    (images / "cut.png").write_bytes((images / "000.png").read_bytes()[:300])
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(models("sdxl").files["pretrained_model_name_or_path"].read_bytes()[:-5])
     run = train(
@@ -518,7 +518,7 @@ def test_a_data_set_without_pictures_is_an_error_without_a_preflight(checkout, t
     options = ("--no-preflight", "--train_data_dir", str(tmp_path))
     run = train(checkout, FULL, *options, start="environment")
     assert run.code == 2, run.output[-3000:]
-    assert "nothing would be trained: there are no pictures" in run.output
+    assert "nothing would be trained: there are no images" in run.output
 
 
 @pytest.mark.slow

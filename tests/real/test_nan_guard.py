@@ -29,5 +29,5 @@ def test_a_step_that_is_skipped_holds_no_memory(checkout, train, tmp_path, fused
     assert "is skipped" not in whole.output
     assert all(tensor.isfinite().all() for tensor in skipping.tensors.values())
     # Less where no optimizer's step has left something of its own.
-    assert len(whole.left_by_steps) == 7
-    assert all(ours <= theirs for ours, theirs in zip(skipping.left_by_steps, whole.left_by_steps, strict=True))
+    assert len(whole.bytes_left_by_steps) == 7
+    assert all(ours <= theirs for ours, theirs in zip(skipping.bytes_left_by_steps, whole.bytes_left_by_steps, strict=True))

@@ -78,7 +78,7 @@ def bounds(train):
 
 def weighed(run):
     """The highest peak of a run's steps in bytes, and every step's work."""
-    return max(peak for peak, _ in run.weighed_steps), [flops for _, flops in run.weighed_steps]
+    return max(peak for peak, _ in run.measured_steps), [flops for _, flops in run.measured_steps]
 
 
 @slow
@@ -117,7 +117,7 @@ def test_compiled_blocks_keep_the_share_of_their_activations_that_fits(checkout,
 
 def budget_between(whole, room=1.12):
     """A budget with a little room beside what every block checkpointed needs: the tiny model is mostly weights."""
-    return f"{room * max(peak for peak, _ in whole.weighed_steps) / 1e6:.2f}MB"
+    return f"{room * max(peak for peak, _ in whole.measured_steps) / 1e6:.2f}MB"
 
 
 def test_a_budget_is_spent_and_kept(checkout, train, every):
@@ -126,9 +126,9 @@ def test_a_budget_is_spent_and_kept(checkout, train, every):
     run = train(checkout, LORA, "--vram_budget", budget_between(whole), env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
     assert_identical(run, whole)
     facts = run.report["facts"]["vram_budget"]
-    assert max(peak for peak, _ in run.weighed_steps) <= facts["limit"]
+    assert max(peak for peak, _ in run.measured_steps) <= facts["limit"]
     # Two steps to weigh the blocks and the peak; then some of them are not computed twice any more.
-    work, without = [[flops for _, flops in each.weighed_steps] for each in (run, whole)]
+    work, without = [[flops for _, flops in each.measured_steps] for each in (run, whole)]
     assert work[:2] == without[:2]
     assert work[2] < without[2]
     assert 0 < facts["recomputed_flops"] < facts["recomputed_flops_at_first"]
@@ -143,4 +143,4 @@ def test_a_budget_for_everything_frees_every_block(checkout, train, every):
         assert_identical(run, every(checkout, script))
         facts = run.report["facts"]["vram_budget"]
         assert facts["recomputed_flops"] == 0 < facts["recomputed_flops_at_first"]
-        assert run.weighed_steps[-1][1] < every(checkout, script).weighed_steps[-1][1]
+        assert run.measured_steps[-1][1] < every(checkout, script).measured_steps[-1][1]

@@ -10,7 +10,7 @@ from kohya_ext.estimate.tracker import Allocations  # noqa: E402
 from kohya_ext.gpu import budget_controller  # noqa: E402
 from kohya_ext.gpu.budget_controller import Block, BudgetController, largest_batch, pixels_of  # noqa: E402
 from kohya_ext.gpu.memory_meter import HostMemoryMeter  # noqa: E402
-from kohya_ext.patching.checkpointed_blocks import covered_blocks  # noqa: E402
+from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks  # noqa: E402
 
 #: Two buckets, of which the second has pictures for half a batch.
 BUCKETS = SimpleNamespace(resos=[(128, 64), (256, 256), (512, 512)], buckets=[["a"] * 8, ["b"], []])
@@ -174,4 +174,4 @@ def test_a_stage_weighs_what_all_of_its_layers_do():
     one._end_weighing()
     assert not any("forward" in vars(layer) for stage in model for layer in (*stage.resnets, *stage.attentions))
     model[0].gradient_checkpointing = False
-    assert covered_blocks(model) == [model[1]]
+    assert checkpointed_blocks(model) == [model[1]]

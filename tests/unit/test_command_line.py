@@ -57,7 +57,7 @@ WRONG = [
     (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
     (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),
     (["demo", "--output", "README.md/demo"], "README.md/demo cannot be made: Not a directory; name another folder"),
-    (["library"], "library is a folder, not a script"),
+    (["library"], "library is a folder; name a script"),
     (["README.md"], "README.md is not a Python script"),
 ]
 
@@ -189,7 +189,7 @@ def test_a_script_of_another_checkout_is_refused_by_its_path_and_not_taken_by_it
     (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
     done = call("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
     assert done.returncode == 2
-    assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts names {other}" in done.stderr
+    assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts is {other}" in done.stderr
     assert f"ran {other} " in call("--sd-scripts", str(other), "sdxl_train.py", cwd=tree).stdout
 
 

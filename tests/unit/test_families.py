@@ -80,7 +80,7 @@ row = dataclasses.replace(
     first_input="latents",
     blocks=Blocks("library.qwen_image_models", ("QwenBlock",), "_forward"),
     networks=("networks.lora_qwen_image",),
-    most_swapped=58,
+    max_blocks_to_swap=58,
     fp8="fp8_scaled",
     bucket_steps=(16, 16),
 )

@@ -12,7 +12,7 @@ import pytest
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Patcher, Target, registry
 from kohya_ext.sdscripts import fingerprints
-from kohya_ext.sdscripts.fingerprints import fingerprint, known
+from kohya_ext.sdscripts.fingerprints import fingerprint, known_bodies
 from tests.unit.test_patch import CHECKOUT
 
 CODE = '''
@@ -92,7 +92,7 @@ def test_code_without_a_source_has_none(module):
     exec("def function(x):\n    return x\n", compiled)
     for original in (compiled["function"], len, 3, None):
         assert fingerprint(original) is None
-    assert known("a").surprise(sys.modules["math"], "sqrt") == "the source code of sqrt in math.py cannot be read"
+    assert known_bodies("a").surprise(sys.modules["math"], "sqrt") == "the source code of sqrt in math.py cannot be read"
 
 
 def tripled(original, settings):
@@ -113,7 +113,7 @@ def armed(*names: str, body, strict: bool = False) -> Patcher:
 
 def test_two_patches_of_one_target_both_know_the_body_beneath(module):
     made = module()
-    patcher = armed("one", "two", body=known(fingerprint(made.Thing.plain)))
+    patcher = armed("one", "two", body=known_bodies(fingerprint(made.Thing.plain)))
     assert made.Thing().plain(1) == 3 * 3 * 4
     patcher.undo()
     assert made.Thing().plain(1) == 4
@@ -121,7 +121,7 @@ def test_two_patches_of_one_target_both_know_the_body_beneath(module):
 
 def test_somebody_elses_wrapper_is_not_looked_through(module):
     made = module()
-    body = known(fingerprint(made.Thing.plain))
+    body = known_bodies(fingerprint(made.Thing.plain))
     made.Thing.plain = tripled(made.Thing.plain, None)
     armed("one", body=body)
     assert made.Thing().plain(1) == 3 * 4
@@ -130,7 +130,7 @@ def test_somebody_elses_wrapper_is_not_looked_through(module):
 @pytest.mark.parametrize(("edit", "named"), [(("* 2", "* 3"), "Thing.plain"), (("x + 1", "x + 2"), "helper")])
 def test_an_edited_body_is_left_alone_with_a_reason(module, capsys, edit, named):
     made = module()
-    body = known(fingerprint(made.Thing.plain), helpers={"helper": (fingerprint(made.helper),)}, releases="theirs v1")
+    body = known_bodies(fingerprint(made.Thing.plain), helpers={"helper": (fingerprint(made.helper),)}, releases="theirs v1")
     edited = module(CODE.replace(*edit))
     own = edited.Thing.plain
     outcome = armed("one", body=body).outcomes["one", "some_code:Thing.plain"]
@@ -186,7 +186,7 @@ TARGETS = {f"{patch.name}: {target.label}": target for patch in registry().value
 
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.body == "runs"])
 def test_what_says_that_it_runs_the_original_does(name):
-    """A replacement that does the work itself must state the bodies that it knows: ``body=known(...)``.
+    """A replacement that does the work itself must state the bodies that it knows: ``body=known_bodies(...)``.
 
     Doing nothing is allowed: a step that is skipped is not made by the original either.
     """

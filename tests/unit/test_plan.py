@@ -141,7 +141,7 @@ def test_the_fewest_swapped_blocks_that_fit_are_the_answer_and_every_row_says_wh
     assert swapped == sorted(swapped)
     assert len({one.name for one in rows}) == len(rows)
     assert made.answer.name == "--blocks_to_swap 11"
-    assert made.answer.traded.startswith("captions are fixed once cached: no shuffling, no dropout; checkpointing, ")
+    assert made.answer.traded.startswith("cached captions cannot be shuffled or dropped; checkpointing, ")
     assert made.answer.traded.endswith(", fp8 base, block swap")
     assert all(one.traded for one in rows)
 

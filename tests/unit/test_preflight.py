@@ -541,5 +541,5 @@ def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
 def test_a_dynamo_backend_that_sd_scripts_overrules_is_pointed_out(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     (said,) = found(options.check, "sdxl_train.py").notes
-    assert said.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
+    assert said.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR has no effect with sd-scripts; use --selective_torch")
     assert not found(options.check, "sdxl_train.py", torch_compile=True).notes
