@@ -151,7 +151,7 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
         run_record.begin(run_record.describe(script.name, args))
         if speaks():
             try:
-                output_lock.claim(args)
+                output_lock.acquire(args)
             except UserError as error:
                 stop(str(error))
             if run.settings.preflight:

@@ -52,11 +52,11 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
 
 
 def _note_time(script: Path, args: Namespace, settings: Settings, findings: Findings) -> None:
-    key = step_times.identify(script, args, settings)
-    step_times.begin(key)
-    if findings.steps is not None and (measured := step_times.known(key)) is not None:
+    key = step_times.cache_key(script, args, settings)
+    step_times.set_current_key(key)
+    if findings.steps is not None and (measured := step_times.load(key)) is not None:
         seconds, day = measured
-        expected = step_times.in_words(seconds * findings.steps)
+        expected = step_times.format_duration(seconds * findings.steps)
         findings.notes.append(f"about {expected} of training: a step with these settings took {seconds:.3g} s on {day}")
 
 

@@ -41,8 +41,8 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     except OSError as error:
         findings.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
         return
-    if (owner := output_lock.other_run(args)) is not None:
-        findings.errors.append(output_lock.in_use(args, owner))
+    if (owner := output_lock.other_owner(args)) is not None:
+        findings.errors.append(output_lock.conflict_message(args, owner))
     _check_older(folder, name, findings, settings)
     size = sizes.check(script, args)
     if size is not None:

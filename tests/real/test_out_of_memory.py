@@ -23,7 +23,7 @@ def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout,
     assert "nothing is lost: the state after step 2 is saved" in run.output
     assert "the cheapest next step: gradient checkpointing of every block (--gradient_checkpointing)" in run.output
     assert "restart 1 of 3, from tiny-rolling00000002-state, with gradient checkpointing" in run.output
-    assert "going on after step 2" in run.output
+    assert "resumed after step 2" in run.output
     assert "restart 2" not in run.output
     # Recomputing changes no bit, and no step was lost or made twice.
     assert same(run.tensors, train(checkout, script, *ARGUMENTS).tensors)
