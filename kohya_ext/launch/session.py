@@ -155,7 +155,7 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
             except UserError as error:
                 stop(str(error))
             if run.settings.preflight:
-                preflight.say(preflight.inspect(script, args, run.settings), run.settings.strict)
+                preflight.report(preflight.inspect(script, args, run.settings), run.settings.strict)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)

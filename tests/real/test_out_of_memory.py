@@ -68,7 +68,7 @@ def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, 
     options = ("--max_train_steps", "500", "--on_oom", "retry")
     run = train(checkout, scripts[checkout.layout], *options, at_step=2, act=send(signal.SIGTERM), bare=True)
     assert run.code == 128 + signal.SIGTERM, run.output[-3000:]
-    assert "to go on: " in run.output
+    assert "to resume: " in run.output
     assert not orphans(run.folder)
     assert_all_whole(run.folder)
 

@@ -159,6 +159,6 @@ def test_the_steps_of_an_epoch_with_regularisation_images_are_upstreams(checkout
     more = ("--reg_data_dir", str(tmp_path), "--train_batch_size", "2", "--max_train_epochs", "1")
     run = train(checkout, "sdxl_train_network.py", *more)
     assert run.code == 0, run.output[-4000:]
-    (counted,) = re.findall(r"about (\d+) steps an epoch", run.output)
+    (counted,) = re.findall(r"about (\d+) steps per epoch", run.output)
     (made,) = re.findall(r"total optimization steps / \S+: (\d+)", run.output)
     assert counted == made

@@ -45,7 +45,7 @@ def test_preflight_notes_the_expected_duration(monkeypatch):
 
     monkeypatch.setattr(data, "check", count)
     step_times.store(step_times.cache_key(SCRIPT, Namespace(), Settings()), 1.5, 100)
-    assert any("about 2 h 10 min of training: a step with these settings took 1.5 s on" in line for line in notes())
+    assert any("expected training time: 2 h 10 min (1.5 s per step with these settings on" in line for line in notes())
 
 
 def notes():
