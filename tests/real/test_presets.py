@@ -98,7 +98,7 @@ def test_a_preset_gives_way_to_a_text_encoder_that_is_trained_and_captions_that_
     (tmp_path / "mine.toml").write_text("text_encoder_lr = [1e-5]\nshuffle_caption = true\n")
     run = train(checkout, "sdxl_train_network.py", "--preset", "12gb", "--config_file", str(tmp_path / "mine.toml"))
     assert run.code == 0, run.output[-4000:]
-    assert "left out network_train_unet_only, cache_text_encoder_outputs (text_encoder_lr = [1e-05])" in run.output
+    assert "skipped network_train_unet_only, cache_text_encoder_outputs (text_encoder_lr = [1e-05])" in run.output
     assert {name.split("_")[1] for name in run.tensors} == {"unet", "te1", "te2"}
 
 

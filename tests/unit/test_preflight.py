@@ -272,9 +272,9 @@ def test_json_dataset_config_is_read_and_invalid_ones_are_errors(tmp_path):
     (error,) = run_check(data.check, **args).errors
     assert "save it as UTF-8 without BOM" in error
     config.write_bytes(b"\xff\xfe\x00")
-    assert run_check(data.check, **args).errors == [f"--dataset_config {config} is not a text file in UTF-8"]
+    assert run_check(data.check, **args).errors == [f"--dataset_config {config} is not UTF-8 text; save it as UTF-8"]
     args["dataset_config"] = str(config.rename(tmp_path / "data.yaml"))
-    assert run_check(data.check, **args).errors[0].endswith("sd-scripts reads files that end in .toml or .json")
+    assert run_check(data.check, **args).errors[0].endswith("the file name must end in .toml or .json")
 
 
 # --- output and options ----------------------------------------------------------------------------------------------
