@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_all_whole, orphans, posix, same, send
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_all_complete, orphans, posix, same, send
 
 #: So that checkpointing is the next thing to give up.
 ARGUMENTS = ("--mixed_precision", "bf16")
@@ -27,7 +27,7 @@ def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout,
     assert "restart 2" not in run.output
     # Recomputing changes no bit, and no step was lost or made twice.
     assert same(run.tensors, train(checkout, script, *ARGUMENTS).tensors)
-    assert_all_whole(run.folder)
+    assert_all_complete(run.folder)
 
 
 @slow
@@ -70,7 +70,7 @@ def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, 
     assert run.code == 128 + signal.SIGTERM, run.output[-3000:]
     assert "to resume: " in run.output
     assert not orphans(run.folder)
-    assert_all_whole(run.folder)
+    assert_all_complete(run.folder)
 
 
 @slow
