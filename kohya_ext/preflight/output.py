@@ -44,7 +44,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     if (owner := output_lock.other_owner(args)) is not None:
         findings.errors.append(output_lock.conflict_message(args, owner))
     _check_earlier(folder, name, findings, settings)
-    size = sizes.check(script, args)
+    size = sizes.predict(script, args)
     if size is not None:
         _check_free_space(args, folder, size, findings, settings)
 

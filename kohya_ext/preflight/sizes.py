@@ -30,7 +30,7 @@ class Size:
     trained: int
 
 
-def check(script: Path, args: Namespace) -> Size | None:
+def predict(script: Path, args: Namespace) -> Size | None:
     """Return the sizes, or None when they are unknown (other networks, Diffusers models)."""
     file = Path(getattr(args, "pretrained_model_name_or_path", None) or "")
     if not file.is_file() or "textual_inversion" in script.name or "control_net" in script.name:

@@ -15,19 +15,19 @@ DEFAULT_NAME = "last"
 _MODEL = r"\.(safetensors|ckpt|pt|bin)"
 
 
-def stem(name: str | None) -> str:
+def _prefix(name: str | None) -> str:
     """Return the regular expression for the start of a run's file names. Without ``--output_name`` upstream uses three."""
     return re.escape(name) if name else "(?:last|epoch|at)"
 
 
 def models(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield a run's models, including those of single epochs and steps and EMA weights. Diffusers models are folders."""
-    return _matching(folder, rf"{stem(name)}(-\d{{6}}|-step\d{{8}})?(-ema)?", _MODEL)
+    return _matching(folder, rf"{_prefix(name)}(-\d{{6}}|-step\d{{8}})?(-ema)?", _MODEL)
 
 
 def final_models(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield the models that are written at the end of a run."""
-    return _matching(folder, rf"{stem(name)}(-ema)?", _MODEL)
+    return _matching(folder, rf"{_prefix(name)}(-ema)?", _MODEL)
 
 
 def rolling_state(folder: Path, name: str | None, step: int) -> Path:
@@ -46,13 +46,13 @@ def previous_states(folder: Path, name: str | None) -> Iterator[Path]:
 
 
 def _states(folder: Path, name: str | None, suffix: str) -> Iterator[Path]:
-    kind = re.compile(rf"{stem(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}")
+    kind = re.compile(rf"{_prefix(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}")
     return (path for path in folder.glob(f"*-state{suffix}") if kind.fullmatch(path.name) and path.is_dir())
 
 
-def unfinished(folder: Path, name: str | None, suffix: str) -> list[Path]:
+def temporary_paths(folder: Path, name: str | None, suffix: str) -> list[Path]:
     """Return temporary files and folders of a run's models and states, which end in ``suffix``."""
-    kind = rf"{stem(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
+    kind = rf"{_prefix(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
     return [path for path in folder.iterdir() if re.fullmatch(kind, path.name)]
 
 

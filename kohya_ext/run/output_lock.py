@@ -20,7 +20,7 @@ from typing import IO, Any
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.run.atomic_write import PARTIAL, remove, truncated
-from kohya_ext.run.output_files import DEFAULT_NAME, unfinished
+from kohya_ext.run.output_files import DEFAULT_NAME, temporary_paths
 
 _LOCKED_BYTE = 1 << 30
 """The byte that is locked on Windows. Others cannot read a locked byte, so it is far behind the owner's description."""
@@ -64,7 +64,7 @@ def acquire(args: Namespace) -> None:
     json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}, stream)
     stream.flush()
     _locks[file] = stream, os.getpid()
-    for path in unfinished(file.parent, getattr(args, "output_name", None), PARTIAL):
+    for path in temporary_paths(file.parent, getattr(args, "output_name", None), PARTIAL):
         remove(path)
         note(f"removed {path.name}, an incomplete file of a killed run")
 

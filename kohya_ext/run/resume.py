@@ -226,11 +226,11 @@ class Position(TrainingCallback):
             if target is not None:
                 self._finish_resume(target, loop)
             self.batch, self.finished = 0, False
-            self._began = {"random": random_state(), **_data_state(loader)}
+            self._began = {"random": random_state(), **_dataset_state(loader)}
             yield from self._after_each(batches())
         else:
             self._began = {name: target[name] for name in ("random", "counters", "seeds", "generator")}
-            _set_data_state(loader, target)
+            _set_dataset_state(loader, target)
             set_random_state(target["random"])
             drawn = batches()
             for _ in itertools.islice(drawn, target["batch"]):
@@ -261,7 +261,7 @@ class Position(TrainingCallback):
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _set_initial_step(bar, self.step)
         set_random_state(self._random)
-        note(f"resumed after step {self.step}: epoch {self.epoch + 1}, batch {self.batch}")
+        note(f"resumed after step {self.step}, in epoch {self.epoch + 1} after {self.batch} batches")
 
     def _skip_epoch(self) -> None:
         if not self._original:
@@ -282,7 +282,7 @@ def _datasets(loader: Any) -> list[Any]:
     return list(getattr(loader.dataset, "datasets", [loader.dataset]))
 
 
-def _data_state(loader: Any) -> dict[str, Any]:
+def _dataset_state(loader: Any) -> dict[str, Any]:
     """Return the values that determine the order of an epoch: the datasets' epoch, step and seeds, the sampler's generator.
 
     Without data-loader workers this process holds epoch and step. The sampler has a generator only with several processes.
@@ -296,8 +296,8 @@ def _data_state(loader: Any) -> dict[str, Any]:
     }
 
 
-def _set_data_state(loader: Any, state: Mapping[str, Any]) -> None:
-    sets, now = _datasets(loader), _data_state(loader)
+def _set_dataset_state(loader: Any, state: Mapping[str, Any]) -> None:
+    sets, now = _datasets(loader), _dataset_state(loader)
     if len(state["seeds"]) == len(sets):
         for dataset, seed in zip(sets, state["seeds"], strict=True):
             if seed is not None and hasattr(dataset, "set_seed"):

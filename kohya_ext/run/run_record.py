@@ -47,7 +47,7 @@ class RunRecord:
     files: Mapping[str, int] = field(default_factory=dict)
     """The state's files and their sizes in bytes."""
 
-    def continues(self, earlier: RunRecord) -> RunRecord:
+    def as_continuation_of(self, earlier: RunRecord) -> RunRecord:
         """Return this run as the continuation of an earlier one, with the earlier id and start time."""
         return replace(self, id=earlier.id, started=earlier.started)
 

@@ -60,7 +60,7 @@ class Stopper(TrainingCallback):
     _handlers: dict[int, Any] = field(default_factory=dict)
     """Signal -> its handler before this run."""
 
-    def listen(self) -> None:
+    def install_handlers(self) -> None:
         """Install handlers for SIGINT and SIGTERM; only possible in the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -179,7 +179,7 @@ def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) ->
     if accelerator.is_main_process and file.exists():
         file.unlink()
         note(f"removed {file}, left over from an earlier run")
-    stopper.listen()
+    stopper.install_handlers()
     return stopper
 
 

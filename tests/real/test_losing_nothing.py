@@ -100,7 +100,7 @@ def test_run_without_faults_is_bit_identical_to_upstream(checkout, train, upstre
     trained = sum(tensor.numel() for name, tensor in ours.tensors.items() if not name.endswith("alpha"))
     model = str(models("sdxl").files["pretrained_model_name_or_path"])
     args = Namespace(pretrained_model_name_or_path=model, network_module="networks.lora", network_dim=4)
-    assert sizes.check(Path(LORA), args).trained == trained, "preflight predicts another size"
+    assert sizes.predict(Path(LORA), args).trained == trained, "preflight predicts another size"
     applied = {row["patch"] for row in ours.report["patches"] if row["status"] == "applied"}
     assert applied >= {"atomic_saves", "exact_resume", "nan_guard", "rolling_states", "safe_stop", "training_sanity_check"}
     assert_nothing_failed(ours)
