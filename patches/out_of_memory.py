@@ -28,7 +28,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.planning.memory_savings import TRAINING, Phase
 from kohya_ext.run import resume
-from kohya_ext.run.atomic_write import impatient
+from kohya_ext.run.atomic_write import fail_fast
 from kohya_ext.run.output_files import rolling_state
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
@@ -42,8 +42,8 @@ class _Watch(TrainingCallback):
     began: float = field(default_factory=time.time)
     stepping: bool = False
     """Whether a first step has begun."""
-    place: resume.Place | None = None
-    """Where the run stood after its last whole step."""
+    snapshot: resume.Snapshot | None = None
+    """The position after the last complete step."""
     ended: bool = False
     _before: Callable[..., Any] | None = None
     """``sys.excepthook`` before this run."""
@@ -73,7 +73,7 @@ class _Watch(TrainingCallback):
     def after_batch(self, accelerator: Any) -> None:
         current = resume.position()
         if accelerator.sync_gradients and current is not None and accelerator.num_processes == 1:
-            self.place = current.place()
+            self.snapshot = current.snapshot()
 
     def report(self, problem: BaseException) -> None:
         """Save what is whole, and say what happened and what to do."""
@@ -112,20 +112,20 @@ class _Watch(TrainingCallback):
         """Save the state after the last whole step; None where there is none, or where it may not be whole any more."""
         fused = any(getattr(self.args, name, None) for name in _FUSED)
         current = resume.position()
-        if phase not in ("forward", "backward", "sampling") or fused or self.place is None or current is None:
+        if phase not in ("forward", "backward", "sampling") or fused or self.snapshot is None or current is None:
             return None
-        state = rolling_state(Path(self.args.output_dir), self.args.output_name, self.place.step)
+        state = rolling_state(Path(self.args.output_dir), self.args.output_name, self.snapshot.step)
         if state.is_dir() and state.stat().st_mtime >= self.began:  # not an earlier run's
             return state
         try:
-            current.return_to(self.place)
-            current.hold()
-            with impatient():
+            current.restore(self.snapshot)
+            current.fix_random_state()
+            with fail_fast():
                 self.accelerator.save_state(str(state))
         except (Exception, SystemExit) as problem:  # a full disk, weights that are not finite: the advice is worth more
             warn(f"the state could not be saved: {type(problem).__name__}: {problem}")
             return None
-        note(f"nothing is lost: the state after step {self.place.step} is saved in {state}")
+        note(f"nothing is lost: the state after step {self.snapshot.step} is saved in {state}")
         return state
 
     def _newest_state(self) -> Path | None:

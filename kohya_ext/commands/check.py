@@ -36,6 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
         library: Any = sys.modules.get("library.args") or sys.modules["library.train_util"]
         library.read_config_from_file(parser.parse_args(), parser)
         found = preflight.inspect(script, final[-1], resolved.settings)
-    preflight.say(found, resolved.settings.strict)
+    preflight.report(found, resolved.settings.strict)
     note(f"{script.name} can start: nothing was found that would stop it")
     return 0

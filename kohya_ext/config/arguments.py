@@ -174,7 +174,7 @@ def _without_contradictions(presets: Overlay, script: str, argv: Sequence[str], 
         with contextlib.suppress(UserError):  # reported where the training set is checked
             its_subsets = list(subsets(read_dataset_config(Path(dataset))))
     filled = {key: value.value for key, value in presets.values.items()}
-    off_in_gui = gui_files.off(config.values) - typed.keys() if config is not None else frozenset[str]()
+    off_in_gui = gui_files.options_off(config.values) - typed.keys() if config is not None else frozenset[str]()
     return replace(presets, held_back=preset_conflicts.held_back(script, filled, given, its_subsets, off_in_gui))
 
 
@@ -323,7 +323,7 @@ def find_problems(parser: argparse.ArgumentParser, config: ConfigFile) -> list[P
     checked = dict(config.values)
     for name, _ in options("training"):
         checked.pop(name, None)  # read, and checked, with the other settings
-    if gui_files.wrote(config.values):
+    if gui_files.is_from_gui(config.values):
         # The GUI writes some keys for scripts that do not know them; none of its keys is misspelt.
         known = {action.dest for action in parser._actions}
         checked = {key: value for key, value in checked.items() if key in known}
@@ -412,7 +412,7 @@ def preset_line(run: RunArguments, parser: argparse.ArgumentParser, argv: Sequen
         for key, value in run.presets.values.items()
         if key not in given and run.origins.get(key, "preset") == "preset"
     }
-    return preset_conflicts.in_words(run.presets.label, filled, run.presets.held_back)
+    return preset_conflicts.summary(run.presets.label, filled, run.presets.held_back)
 
 
 def _plain(values: Mapping[str, preset_files.Value]) -> dict[str, object]:

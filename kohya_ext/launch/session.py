@@ -151,11 +151,11 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
         run_record.begin(run_record.describe(script.name, args))
         if speaks():
             try:
-                output_lock.claim(args)
+                output_lock.acquire(args)
             except UserError as error:
                 stop(str(error))
             if run.settings.preflight:
-                preflight.say(preflight.inspect(script, args, run.settings), run.settings.strict)
+                preflight.report(preflight.inspect(script, args, run.settings), run.settings.strict)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)

@@ -157,7 +157,7 @@ def test_a_compiled_run_that_goes_on_is_the_one_that_was_not_interrupted(checkou
     whole = train(checkout, LUMINA, *ON, "--max_train_steps", "8")
     part = train(checkout, LUMINA, *ON, "--max_train_steps", "4", "--save_state_on_train_end")
     rest = train(checkout, LUMINA, *ON, "--max_train_steps", "8", "--resume", "auto", output=part.folder)
-    assert "going on after step 4" in rest.output
+    assert "resumed after step 4" in rest.output
     assert_close(rest.tensors, whole.tensors, 0)
     assert facts(rest)[1]["JointTransformerBlock"]["graphs"] > 0
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_all_whole, orphans, posix, same, send
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_all_complete, orphans, posix, same, send
 
 #: So that checkpointing is the next thing to give up.
 ARGUMENTS = ("--mixed_precision", "bf16")
@@ -23,11 +23,11 @@ def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout,
     assert "nothing is lost: the state after step 2 is saved" in run.output
     assert "the cheapest next step: gradient checkpointing of every block (--gradient_checkpointing)" in run.output
     assert "restart 1 of 3, from tiny-rolling00000002-state, with gradient checkpointing" in run.output
-    assert "going on after step 2" in run.output
+    assert "resumed after step 2" in run.output
     assert "restart 2" not in run.output
     # Recomputing changes no bit, and no step was lost or made twice.
     assert same(run.tensors, train(checkout, script, *ARGUMENTS).tensors)
-    assert_all_whole(run.folder)
+    assert_all_complete(run.folder)
 
 
 @slow
@@ -68,9 +68,9 @@ def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, 
     options = ("--max_train_steps", "500", "--on_oom", "retry")
     run = train(checkout, scripts[checkout.layout], *options, at_step=2, act=send(signal.SIGTERM), bare=True)
     assert run.code == 128 + signal.SIGTERM, run.output[-3000:]
-    assert "to go on: " in run.output
+    assert "to resume: " in run.output
     assert not orphans(run.folder)
-    assert_all_whole(run.folder)
+    assert_all_complete(run.folder)
 
 
 @slow

@@ -52,7 +52,7 @@ WRONG = [
     (["--sd-scripts", "nowhere", "estimate", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["--sd_scripts", "nowhere", "presets", "show", "sdxl-lora/16gb", "--explain"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "nonsense/16gb"], "no preset nonsense/16gb"),
-    (["presets", "show", "nowhere/mine.toml"], "no preset file nowhere/mine.toml"),
+    (["presets", "show", "nowhere/mine.toml"], "preset file nowhere/mine.toml does not exist"),
     (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or the full name"),
     (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
     (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),

@@ -149,7 +149,7 @@ def run_everything(seed, folder):
     watch = importlib.import_module("kohya_ext.patches.out_of_memory")._Watch
 
     def look():
-        places.append((resume.position().step, current(watch).place.step if current(watch).place else 0))
+        places.append((resume.position().step, current(watch).snapshot.step if current(watch).snapshot else 0))
 
     patcher.arm()
     try:
