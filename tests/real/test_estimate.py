@@ -46,7 +46,7 @@ def test_the_choices_have_the_names_and_defaults_of_the_scripts_own_parsers(chec
         }
 
     for script, wanted in RUNGS.items():
-        assert {step.rung.name for step in climb(Attempt(script, parsers[script], parsers[script].__contains__))} >= wanted
+        assert {step.saving.name for step in climb(Attempt(script, parsers[script], parsers[script].__contains__))} >= wanted
 
 
 #: Rungs that a script's own arguments allow, from its defaults on: those that not every script has.
