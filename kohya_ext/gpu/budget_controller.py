@@ -2,8 +2,8 @@
 
 A freed block keeps its activations and is not recomputed, so the peak rises by at most their size. The controller frees the
 blocks with the most FLOPs per byte while that bound fits, measures the next step's peak, and repeats until nothing more fits
-(:class:`Phase`). Sizes are scaled from the measured batch to the dataset's largest batch, because activations grow with the number
-of pixels.
+(:class:`Phase`). Sizes are scaled from the measured batch to the dataset's largest batch, because activations grow with its
+pixels.
 
 Gradients are bit for bit those with every block checkpointed: recomputing gives the same values.
 """

@@ -102,7 +102,7 @@ TIERS = {tier.name: tier for tier in tiers.tiers()}
     ],
 )
 def test_the_table_says_what_an_estimate_says_today(checkout: Checkout, name: str) -> None:
-    """Or python benchmarks/vram_table.py: a patch that is on by default has changed what a step needs."""
+    """Or python tools/make_estimate_table.py: a patch that is on by default has changed what a step needs."""
     script = preset_files.scripts(name.partition("/")[0])[0]
     asked = ("--fresh", "--json", script, "--preset", name)
     done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), *asked)

@@ -1,4 +1,4 @@
-"""What lean checkpointing keeps: nothing outlives the backward pass."""
+"""The fast hooks keep no tensor alive after the backward pass."""
 
 import gc
 
@@ -14,11 +14,11 @@ from kohya_ext.estimate.tracker import Allocations  # noqa: E402
 
 
 def test_nothing_outlives_backward(monkeypatch):
-    """These operators save their own output: a hook that hands it back as it is would make it keep itself alive."""
+    """These operators save their own output: a hook that returns it unchanged would make it keep itself alive."""
     (target,) = PATCH.targets
     assert target.expect(checkpointing._checkpoint_hook) is None
-    lean = target.replace(checkpointing._checkpoint_hook, Settings())
-    monkeypatch.setattr(checkpointing, "_checkpoint_hook", lean)
+    hook = target.replace(checkpointing._checkpoint_hook, Settings())
+    monkeypatch.setattr(checkpointing, "_checkpoint_hook", hook)
     x = torch.randn(64, 64, requires_grad=True)
     with Allocations() as scale:
         for _ in range(3):
