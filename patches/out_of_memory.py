@@ -103,9 +103,9 @@ class _Watch(TrainingCallback):
         if phase == "sampling":
             note("or sample smaller pictures: --w 512 --h 512 in the prompts' file, or leave out --sample_prompts")
         if (file := oom_retry.handed_over()) is not None and step is not None:
-            going_on = str(state) if state is not None and step.rung.resumes else None
+            going_on = str(state) if state is not None and step.saving.resumes else None
             file.write_text(
-                json.dumps({"changes": dict(step.changes), "what": step.rung.what, "state": going_on}), encoding="utf-8"
+                json.dumps({"changes": dict(step.changes), "what": step.saving.what, "state": going_on}), encoding="utf-8"
             )
 
     def _save(self, phase: Phase) -> Path | None:

@@ -75,7 +75,7 @@ def _show(console: Console, made: Plan, name: str, script: str, words: Sequence[
     tree = Table("", "step", "sets", "what it costs", title="the decision tree, the cheapest step first")
     tree.columns[2].overflow = "fold"  # a word of a command line is of no use cut short
     for branch in made.tree:
-        tree.add_row(branch.status, branch.rung.name, " ".join(branch.words), branch.costs)
+        tree.add_row(branch.status, branch.saving.name, " ".join(branch.words), branch.costs)
     console.print(tree)
     for line in (
         f"Room: {gigabytes(room(made.card))} GB, 5 percent are left free; {NOT_CALIBRATED}. Fewer swapped blocks rank first, "
@@ -106,8 +106,8 @@ def _as_json(made: Plan, words: Sequence[str]) -> dict[str, Any]:
         "others": [row(one) for one in made.others],
         "too_big": [row(one) for one in made.too_big],
         "tree": [
-            {"step": branch.rung.name, "status": branch.status, "sets": list(branch.words), "costs": branch.costs,
-             "exact": branch.rung.exact}
+            {"step": branch.saving.name, "status": branch.status, "sets": list(branch.words), "costs": branch.costs,
+             "exact": branch.saving.exact}
             for branch in made.tree
         ],
         "command": quoted(words),

@@ -191,7 +191,7 @@ class Settings:
     compile_mode: str = _option(
         "default",
         "torch.compile's mode for the blocks, for the inductor backend: default, or max-autotune-no-cudagraphs",
-        one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        one_of("default", "max-autotune-no-cudagraphs"),
         environment="KOHYA_EXT_COMPILE_MODE",
         metavar="MODE",
         patch="selective_torch_compile",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Raised whenever the way of measuring changes, so that older figures are made again.
 METHOD = 2
 
-#: Beside this module; written by benchmarks/vram_table.py.
+#: Beside this module; written by tools/make_estimate_table.py.
 TABLE = "table.json"
 
 
@@ -75,7 +75,7 @@ def read_table(file: Path) -> dict[str, Any]:
 def write_table(file: Path, rows: Sequence[Mapping[str, Any]], alike: Sequence[Sequence[str]]) -> None:
     """Write a table, a row a line."""
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    head = f'"made_by":"python benchmarks/vram_table.py","method":{METHOD},"alike":{json.dumps(alike)}'
+    head = f'"made_by":"python tools/make_estimate_table.py","method":{METHOD},"alike":{json.dumps(alike)}'
     file.write_text(f'{{{head},"rows":[\n{lines}\n]}}\n', encoding="utf-8")
 
 

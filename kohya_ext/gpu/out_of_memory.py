@@ -104,20 +104,20 @@ def next_step(script: str, args: Namespace, run: RunArguments, phase: Phase, kee
     known = vars(args)
     values = {**known, **{name: value for name, value in asdict(run.settings).items() if value is not None}}
     found = list(steps(Attempt(script, values, known.__contains__), phase))
-    going_on = [step for step in found if step.rung.resumes] if keep_state else []
+    going_on = [step for step in found if step.saving.resumes] if keep_state else []
     return next(iter(going_on or found), None)
 
 
 def advice(step: Step, state: Path | None) -> list[str]:
     """Return what to say of a rung: what it does and costs, and the command line that takes it."""
-    exact = "The result stays the same, bit for bit" if step.rung.exact else "The result changes a little"
+    exact = "The result stays the same, bit for bit" if step.saving.exact else "The result changes a little"
     changes = dict(step.changes)
-    if state is not None and step.rung.resumes:
+    if state is not None and step.saving.resumes:
         changes["resume"] = str(state)
         going_on = f"go on from {state.name}"
     else:
         changes["resume"], going_on = None, "begin again"
     return [
-        f"the cheapest next step: {step.rung.what} ({' '.join(step.words)}). It costs: {step.rung.costs}. {exact}",
+        f"the cheapest next step: {step.saving.what} ({' '.join(step.words)}). It costs: {step.saving.costs}. {exact}",
         f"to {going_on} with it: {again(changes)}",
     ]

@@ -18,7 +18,7 @@ from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate, estimate
-from kohya_ext.planning.memory_savings import LADDER, Attempt, Changes, MemorySaving, Step, after, steps
+from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, MemorySaving, Step, after, steps
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import gigabytes, label
@@ -43,8 +43,8 @@ class Candidate:
 class Branch:
     """One step of the decision tree."""
 
-    rung: MemorySaving
-    status: Literal["taken", "in part", "not needed", "yours", "not estimated"]
+    saving: MemorySaving
+    status: Literal["taken", "in part", "not needed", "yours"]
     """``yours``: what the user has said stands in its way."""
     words: tuple[str, ...]
     """What it sets in the answer, or would set."""
@@ -54,8 +54,8 @@ class Branch:
     @property
     def costs(self) -> str:
         """What it costs, in words."""
-        same = "; the result stays the same, bit for bit" if self.rung.exact else ""
-        return f"{self.rung.costs}{same}{self.figures and f'. Here: {self.figures}'}"
+        same = "; the result stays the same, bit for bit" if self.saving.exact else ""
+        return f"{self.saving.costs}{same}{self.figures and f'. Here: {self.figures}'}"
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class _Point:
 
     def after(self, step: Step) -> _Point:
         """Return the next one."""
-        taken = self.taken if step.rung.name in self.taken else (*self.taken, step.rung.name)
+        taken = self.taken if step.saving.name in self.taken else (*self.taken, step.saving.name)
         return _Point(" ".join(step.words), {**self.changes, **step.changes}, self.recipe, taken)
 
     @property
@@ -305,23 +305,21 @@ def _tree(
     offered: dict[str, dict[str, object]] = {}
     while (step := next(steps(run), None)) is not None:
         run = after(run, step)
-        offered[step.rung.name] = {**offered.get(step.rung.name, {}), **step.changes}
-    for rung in LADDER:
-        if rung.named_only and start.takes(rung.named_only[0].removeprefix("--")):
-            yield Branch(rung, "not estimated", rung.named_only)
-        if (offer := offered.get(rung.name)) is None:
+        offered[step.saving.name] = {**offered.get(step.saving.name, {}), **step.changes}
+    for saving in MEMORY_SAVINGS:
+        if (offer := offered.get(saving.name)) is None:
             continue
-        left = rung.changes(chosen)
+        left = saving.changes(chosen)
         used = {key: chosen.values[key] for key, value in offer.items() if chosen.values.get(key) == value}
         some = {key: chosen.values[key] for key in left if _is_part(start.values.get(key), chosen.values.get(key))}
         if not left and used:
-            yield Branch(rung, "taken", _words(used))
+            yield Branch(saving, "taken", _words(used))
         elif used or some:
-            yield Branch(rung, "in part", _words({**used, **some}))
+            yield Branch(saving, "in part", _words({**used, **some}))
         elif values_of(mine).keys() & offer.keys():
-            yield Branch(rung, "yours", ())
+            yield Branch(saving, "yours", ())
         elif left:
-            yield Branch(rung, "not needed", _words(left))
+            yield Branch(saving, "not needed", _words(left))
 
 
 def _at_full_size(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Attempt:

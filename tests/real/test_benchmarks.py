@@ -53,15 +53,3 @@ def test_patched_steps_do_less_work_than_upstreams(checkout, tmp_path):
     assert moved.summary()["patched"]["ratio"]["of_medians"] > 1.15
     assert moved.summary()["fused"]["ratio"]["of_medians"] > 1.5
     assert flops.variants[1].rounds == flops.variants[2].rounds, "skip_unit_scaling must not remove a matrix product"
-
-
-@pytest.mark.slow
-def test_presets_of_a_family_train_with_their_values(checkout, tmp_path):
-    """Include the values of extended presets: a preset in bf16 must not start in float32."""
-    _, result = run("tiers", checkout, tmp_path, "--family", "sdxl-lora", "--steps", "1")
-    assert result.complete
-    (comparison,) = result.comparisons
-    assert len(comparison.variants) >= 8
-    assert {variant.name: variant.status for variant in comparison.variants if variant.status != "measured"} == {
-        "sdxl-lora/6gb": "left out"
-    }

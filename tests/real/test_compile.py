@@ -209,12 +209,6 @@ def test_a_mode_of_inductor(checkout, train, upstream):
     assert facts(run)[1]["JointTransformerBlock"]["eager_because"] is None
 
 
-def test_cuda_graphs_are_refused_before_anything_is_loaded(checkout, train):
-    run = train(checkout, LUMINA, "--selective_torch_compile", "--compile_mode", "reduce-overhead")
-    assert run.code == 2
-    assert "--compile_mode reduce-overhead cannot be used with --selective_torch_compile" in run.output
-
-
 @pytest.mark.slow
 def test_the_demos_own_unet_is_compiled_by_its_own_list_of_blocks(images, tmp_path):
     from diffusers import UNet2DConditionModel

@@ -46,7 +46,7 @@ def test_the_choices_have_the_names_and_defaults_of_the_scripts_own_parsers(chec
         }
 
     for script, wanted in RUNGS.items():
-        assert {step.rung.name for step in climb(Attempt(script, parsers[script], parsers[script].__contains__))} >= wanted
+        assert {step.saving.name for step in climb(Attempt(script, parsers[script], parsers[script].__contains__))} >= wanted
 
 
 #: Rungs that a script's own arguments allow, from its defaults on: those that not every script has.
@@ -102,7 +102,7 @@ TIERS = {tier.name: tier for tier in tiers.tiers()}
     ],
 )
 def test_the_table_says_what_an_estimate_says_today(checkout: Checkout, name: str) -> None:
-    """Or python benchmarks/vram_table.py: a patch that is on by default has changed what a step needs."""
+    """Or python tools/make_estimate_table.py: a patch that is on by default has changed what a step needs."""
     script = preset_files.scripts(name.partition("/")[0])[0]
     asked = ("--fresh", "--json", script, "--preset", name)
     done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), *asked)

@@ -133,7 +133,7 @@ def test_budget_frees_blocks_and_is_not_exceeded(checkout, train, fully_checkpoi
     assert work[2] < without[2]
     assert 0 < facts["recomputed_flops"] < facts["recomputed_flops_at_first"]
     assert (facts["rerun"], facts["settled"]) == (1, True)
-    assert "out of memory in a BasicTransformerBlock in forward: it runs again checkpointed" in run.output
+    assert "out of memory in forward of a BasicTransformerBlock; it runs again checkpointed" in run.output
 
 
 @slow

@@ -44,7 +44,7 @@ def shipped(family: str, *argv: str) -> Estimate:
 @pytest.mark.parametrize("name", TIERS)
 def test_every_tier_fits_its_card_and_leaves_no_room_for_a_faster_choice(name):
     tier = TIERS[name]
-    assert tiers.problem(tier) is None  # else: another preset, or python benchmarks/vram_table.py
+    assert tiers.problem(tier) is None  # else: another preset, or python tools/make_estimate_table.py
     assert sum(tier.found.parts.values()) == tier.found.allocated
     assert tier.found.allocated in tier.found.moments.values()
 
@@ -52,7 +52,7 @@ def test_every_tier_fits_its_card_and_leaves_no_room_for_a_faster_choice(name):
 @pytest.mark.parametrize("layout", ["v0.10", "v0.11"])
 def test_the_table_answers_on_a_generation_where_it_was_made_or_came_out_the_same(layout):
     missing = [tier.name for tier in TIERS.values() if cache.shipped(tier.choices, layout) is None]
-    assert not missing  # else: python benchmarks/vram_table.py --layout v0.10
+    assert not missing  # else: python tools/make_estimate_table.py --layout v0.10
 
 
 @pytest.mark.parametrize("name", ["sdxl-lora/12gb", "flux-lora/16gb", "flux-lora/24gb"])

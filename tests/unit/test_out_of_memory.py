@@ -10,7 +10,7 @@ import pytest
 from kohya_ext.config.arguments import read_arguments
 from kohya_ext.estimate import memory_config
 from kohya_ext.gpu import out_of_memory
-from kohya_ext.planning.memory_savings import LADDER, Step
+from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Step
 from kohya_ext.sdscripts.checkouts import Checkout
 
 LORA = "sdxl_train_network.py"
@@ -97,7 +97,7 @@ def test_the_advice_goes_on_from_the_state_or_says_that_it_begins_again(monkeypa
     monkeypatch.setattr("sys.argv", words)
     monkeypatch.setattr("sys.orig_argv", ["python", *words])
     state = Path("a-state")
-    by_name = {rung.name: rung for rung in LADDER}
+    by_name = {saving.name: saving for saving in MEMORY_SAVINGS}
 
     what, line = out_of_memory.advice(Step(by_name["checkpointing"], {"gradient_checkpointing": True}), state)
     assert "every block's forward runs twice" in what

@@ -53,19 +53,18 @@ def test_the_usual_question_is_answered_from_the_table_with_the_two_next_best(ch
     assert made.answer.argv == ("--preset", "16gb", "--output_name", "mine")
     assert [one.name for one in made.others] == ["preset sdxl-lora/12gb", "preset sdxl-lora/10gb"]
     assert made.too_big[0].found.on_the_card > tiers.room(16 * GIB)
-    tree = {branch.rung.name: branch.status for branch in made.tree}
+    tree = {branch.saving.name: branch.status for branch in made.tree}
     assert tree["mixed precision"] == tree["cached latents"] == "taken"
     assert tree["checkpointing"] == tree["fp8 base"] == tree["resolution"] == "not needed"
-    assert tree["ZeRO offload"] == "not estimated"
     assert list(tree)[-1] == "resolution"
     smaller = planning.plan(checkout, LORA, [], {}, 12 * GIB, pytest.fail)
-    branch = next(branch for branch in smaller.tree if branch.rung.name == "checkpointing")
+    branch = next(branch for branch in smaller.tree if branch.saving.name == "checkpointing")
     assert (branch.status, branch.words) == ("in part", ("--gradient_checkpointing", "--gradient_checkpointing_ratio", "0.375"))
 
 
 def test_the_tree_says_what_is_copied_for_swapped_blocks(checkout):
     made = planning.plan(checkout, FLUX, [], {}, 12 * GIB, pytest.fail)
-    (branch,) = [branch for branch in made.tree if branch.rung.name == "block swap"]
+    (branch,) = [branch for branch in made.tree if branch.saving.name == "block swap"]
     assert (branch.status, branch.words) == ("in part", ("--blocks_to_swap", "18"))
     waiting = TIERS["flux-lora/24gb"].found.parts["weights"] - made.answer.found.parts["weights"]
     assert (
@@ -79,7 +78,7 @@ def test_the_tree_says_what_is_copied_for_swapped_blocks(checkout):
 )
 def test_resolution_is_given_up_last_and_said(checkout, modelled, argv, size, status):
     made = planning.plan(checkout, FULL, argv, {}, size * GIB, lambda line: None)
-    assert (made.tree[-1].rung.name, made.tree[-1].status) == ("resolution", status)
+    assert (made.tree[-1].saving.name, made.tree[-1].status) == ("resolution", status)
 
 
 def test_chroma_is_planned_with_its_own_tiers(checkout):

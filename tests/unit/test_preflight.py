@@ -442,11 +442,11 @@ def test_number_out_of_range_in_a_dataset_config_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ({"optimizer_type": "Prodigy", "learning_rate": 1e-4}, "Give --learning_rate 1"),
-        ({"optimizer_type": "DAdaptAdam", "unet_lr": 1e-4}, "Give --learning_rate 1"),
-        ({"optimizer_type": "AdamW", "learning_rate": 1.0}, "Give --learning_rate 1e-4"),
-        ({"optimizer_type": "torch.optim.AdamW", "learning_rate": 1.0}, "Give --learning_rate 1e-4"),
-        ({"learning_rate": 1.0}, "Give --learning_rate 1e-4"),
+        ({"optimizer_type": "Prodigy", "learning_rate": 1e-4}, "Use --learning_rate 1"),
+        ({"optimizer_type": "DAdaptAdam", "unet_lr": 1e-4}, "Use --learning_rate 1"),
+        ({"optimizer_type": "AdamW", "learning_rate": 1.0}, "Use --learning_rate 1e-4"),
+        ({"optimizer_type": "torch.optim.AdamW", "learning_rate": 1.0}, "Use --learning_rate 1e-4"),
+        ({"learning_rate": 1.0}, "Use --learning_rate 1e-4"),
         ({"optimizer_type": "Prodigy", "learning_rate": 1.0}, None),
         ({"optimizer_type": "AdamW", "learning_rate": 1e-2}, None),
         ({"optimizer_type": "SGDNesterov", "learning_rate": 1.0}, None),
@@ -514,7 +514,7 @@ def test_valid_options_are_accepted():
     ("package", "args", "expected"),
     [
         ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["weight_decy=0.1"]}, "Did you mean weight_decay?"),
-        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["lr=0.1"]}, "--learning_rate says it"),
+        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["lr=0.1"]}, "--learning_rate sets it"),
         ("prodigyopt", {"optimizer_type": "prodigy", "optimizer_args": ["d_coeff=2"]}, "Did you mean d_coef?"),
         ("bitsandbytes", {"optimizer_type": "PagedLion8bit", "optimizer_args": ["wight_decay=2"]}, "weight_decay?"),
         ("transformers", {"optimizer_type": "Adafactor", "optimizer_args": ["relative=True"]}, "relative_step?"),

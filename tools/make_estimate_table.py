@@ -1,13 +1,13 @@
-"""Make the package's table of estimates: every shipped preset, and for each the next faster choice.
+"""Write the package's table of estimates: every shipped preset, and for each the next faster choice.
 
-    python benchmarks/vram_table.py [--layout v0.11] [--minutes 5]
+    python tools/make_estimate_table.py [--layout v0.11] [--minutes 5]
 
-Writes kohya_ext/estimate/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. To be run
-again whenever a preset, a patch that changes memory, or the estimator changes; a test says so when it is not. About 15 seconds
-a row; rows that are there already are kept (delete the file to begin anew), so that an interrupted run goes on.
+Writes kohya_ext/estimate/table.json, from which `estimate`, `presets list` and `plan` answer without importing torch. Run it
+after a change of a preset, of a patch that changes memory, or of the estimator; a test fails until then. A row takes about 15
+seconds. Existing rows are kept, so an interrupted run continues; delete the file to recompute all of them.
 
-Every row is made on one generation of sd-scripts; on the others one row of each family is, and the table notes which families
-came out the same there, byte for byte: the models are.
+All rows are computed on one generation of sd-scripts. On the others one row of each family is computed, and the table lists the
+families whose figures are equal there.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from kohya_ext.sdscripts import checkouts
 
 TABLE = Path(cache.__file__).parent / cache.TABLE
 
-#: The generation that every row is made on.
+#: The generation that all rows are computed on.
 FIRST = "v0.11"
 
 
 def questions() -> Iterator[tuple[str, list[str]]]:
-    """Yield (script, arguments) of every tier, then of the choices that would be faster."""
+    """Yield (script, arguments) of every tier, then of the next faster choices."""
     asked = [(preset_files.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
     yield from asked
     for tier, (script, argv) in zip(tiers(), asked, strict=True):
-        if (next_one := faster(tier)) is not None and not tier.choices.blocks_to_swap:  # a block's weights are known
+        if (next_one := faster(tier)) is not None and not tier.choices.blocks_to_swap:  # the weights of a block are known
             yield script, [*argv, *words(tier.choices, next_one)]
 
 
 def main() -> int:
-    """Make the rows that are missing, as far as the time goes; return 1 when some are missing still."""
+    """Add missing rows until the time is up; return 1 when some are still missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default=FIRST, choices=sorted(checkouts.KNOWN_LAYOUTS), help="a generation of sd-scripts")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no row after so many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no row after this many")
     given = parser.parse_args()
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == given.layout)
     end = time.monotonic() + 60 * given.minutes
@@ -63,16 +63,14 @@ def main() -> int:
         compared.add(pair)
         if time.monotonic() > end:
             return 1
-        made = asdict(make(checkout, script, run, argv))
-        print(
-            f"{given.layout} {script} {' '.join(argv)}: {made['reserved'] / 1e9:.2f} GB reserved", file=sys.stderr, flush=True
-        )
+        row = asdict(make(checkout, script, run, argv))
+        print(f"{given.layout} {script} {' '.join(argv)}: {row['reserved'] / 1e9:.2f} GB reserved", file=sys.stderr, flush=True)
         if given.layout == FIRST:
-            rows[name] = made
-        elif cache.figures(made) == cache.figures(rows[name]):
+            rows[name] = row
+        elif cache.figures(row) == cache.figures(rows[name]):
             alike.add(pair)
         else:
-            print(f"{pair} differs: {made}", file=sys.stderr)
+            print(f"{pair} differs: {row}", file=sys.stderr)
         cache.write_table(TABLE, list(rows.values()), sorted(alike))
     return 0
 

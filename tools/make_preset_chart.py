@@ -1,4 +1,9 @@
-"""One picture of what fits which card: every family at every size of card, with the presets' predicted needs."""
+"""Draw the chart of presets: every family at every GPU memory size, with the predicted memory.
+
+    python tools/make_preset_chart.py
+
+Writes benchmarks/results/cards.png. Run it after tools/make_estimate_table.py.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,11 @@ from kohya_ext.planning import tiers
 from kohya_ext.planning.tiers import Tier
 from kohya_ext.units import GIB, gigabytes
 
-PICTURE = "cards.png"
+CHART = Path(__file__).parent.parent / "benchmarks" / "results" / "cards.png"
 
 
 def draw(file: Path) -> None:
-    """Draw families against cards; a cell says how, and its colour how fast beside the family's fastest preset."""
+    """Draw families against memory sizes; a cell names the settings, its color the speed relative to the fastest preset."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,7 +33,7 @@ def draw(file: Path) -> None:
             fitting = [tier for tier in known if tier.family == family and tier.card <= size * GIB]
             if not fitting:
                 continue
-            tier = max(fitting, key=lambda one: one.card)
+            tier = max(fitting, key=lambda candidate: candidate.card)
             share = tiers.speed(tier, known)
             assert share is not None, "only tiers with figures are drawn"
             own = tier.card == size * GIB
@@ -45,8 +50,8 @@ def draw(file: Path) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_xlabel(
-        "The preset for each card: what is traded, GB (1e9 bytes) that it is predicted to need, speed by operations beside the "
-        "family's fastest at that resolution.\nPredicted, not measured on a GPU; empty: no preset fits.",
+        "The preset for each size of GPU memory: settings, predicted memory in GB (1e9 bytes), and speed by FLOPs relative to "
+        "the family's fastest preset at that resolution.\nPredicted, not measured on a GPU. Empty: no preset fits.",
         fontsize=8,
     )
     # No date and no version inside: the same figures give the same file.
@@ -58,16 +63,20 @@ def _words(tier: Tier, share: float) -> str:
     assert tier.found is not None
     choices = tier.choices
     side = str(choices.resolution).partition(",")[0]
-    said = [f"{side} px, batch {choices.train_batch_size}"]
+    lines = [f"{side} px, batch {choices.train_batch_size}"]
     base = "fp8, " if choices.fp8_base or choices.fp8_scaled else ""
     if choices.blocks_to_swap:
-        said.append(f"{base}{choices.blocks_to_swap} blocks swapped")
+        lines.append(f"{base}{choices.blocks_to_swap} blocks swapped")
     elif not choices.gradient_checkpointing:
-        said.append(f"{base}no checkpointing")
+        lines.append(f"{base}no checkpointing")
     else:
         part = (
             f" of {choices.gradient_checkpointing_ratio:.0%}" if choices.gradient_checkpointing_ratio not in (None, 1.0) else ""
         )
-        said.append(f"{base}checkpointing{part}")
-    said.append(f"{gigabytes(tier.found.on_the_card)} GB, {share:.0%}")
-    return "\n".join(said)
+        lines.append(f"{base}checkpointing{part}")
+    lines.append(f"{gigabytes(tier.found.on_the_card)} GB, {share:.0%}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    draw(CHART)
