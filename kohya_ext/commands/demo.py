@@ -1,4 +1,4 @@
-"""Train a LoRA on a tiny SDXL model with the real script and a preset.
+"""Train a LoRA on a tiny SDXL model with the real script.
 
 The model and a dozen images are generated; the loss is printed and drawn.
 """

@@ -1,4 +1,4 @@
-"""Find the fastest configuration that fits a GPU, and its command line."""
+"""Find the fastest settings that fit a GPU, and their command line."""
 
 from __future__ import annotations
 
