@@ -1,4 +1,7 @@
-"""Show what --activation_memory_budget saves and what it recomputes, block by block, without a GPU and without weights."""
+"""Show what each activation memory budget saves and recomputes.
+
+The blocks are traced at full size, without a GPU and without weights.
+"""
 
 from __future__ import annotations
 

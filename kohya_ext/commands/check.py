@@ -1,6 +1,6 @@
-"""Check a training script's arguments, pictures, captions, model files and output folder, without training.
+"""Check arguments, data, models and output folder without training.
 
-The same is done at the start of every run; takes as long as the script's imports.
+Every run starts with the same checks. Takes as long as the script's imports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Make a tiny SDXL model and a dozen pictures, train a LoRA with the real script and a preset, and show what came of it."""
+"""Train a LoRA on a tiny SDXL model with the real script.
+
+The model and a dozen images are generated; the loss is printed and drawn.
+"""
 
 from __future__ import annotations
 

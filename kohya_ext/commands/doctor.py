@@ -1,4 +1,4 @@
-"""Show installed packages, the GPU, the sd-scripts checkout and the patches that work there. Paste it into a bug report."""
+"""Show packages, GPU, sd-scripts and patches, for a bug report."""
 
 from __future__ import annotations
 

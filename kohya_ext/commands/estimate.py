@@ -1,4 +1,4 @@
-"""Predict the GPU memory of a training command line, without a GPU and without weights."""
+"""Predict the GPU memory of a command line, without GPU or weights."""
 
 from __future__ import annotations
 

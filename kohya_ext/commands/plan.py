@@ -1,4 +1,4 @@
-"""The fastest configuration of a script that fits a card, what it gives up, and the command line for it."""
+"""Find the fastest settings that fit a GPU, and their command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List the presets, show one, and explain where every value of a command line comes from."""
+"""List presets, show one, and explain where each value comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a script of sd-scripts, untouched, in this process, with the patches armed."""
+"""Run a script of sd-scripts with the patches applied."""
 
 from __future__ import annotations
 
@@ -21,14 +21,34 @@ from kohya_ext.launch.autoload import watch
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
-USAGE = """python -m kohya_ext [options] SCRIPT [script arguments]
+HELP = """\
+usage: python -m kohya_ext [options] SCRIPT [script arguments]
        python -m kohya_ext COMMAND [--help]
-       python -m kohya_ext help COMMAND"""
 
-EPILOG = """commands:
+Train with kohya-ss/sd-scripts: presets by GPU memory, patches and checks.
+
+examples:
+  python -m kohya_ext demo
+  python -m kohya_ext plan sdxl_train_network.py --vram 12
+  python -m kohya_ext sdxl_train_network.py --preset 16gb --config_file my.toml
+
+commands:
 {commands}
 
-The options may be given before SCRIPT or after it. `python -m kohya_ext SCRIPT --help` also shows the script's own."""
+options, before SCRIPT or after it:
+  presets     --preset, --vram, --strict
+  memory      --vram_budget, --gradient_checkpointing_ratio, --on_oom
+  speed       --selective_torch_compile, --activation_memory_budget,
+              --fused_operations
+  recovery    --save_state_every_n_minutes, --stop_file, --keep_previous
+  training    --ema, --adaptive_lr, --nan_patience
+  start       --sd_scripts, --num_processes, --multi_gpu, --accelerate_config
+  patches     --disable_patch; --report FILE writes what was applied
+  general     --help, --version
+
+All options:                   python -m kohya_ext options
+All options of a script, too:  python -m kohya_ext SCRIPT --help
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,24 +86,16 @@ class _Parser(QuietParser):
     """The launcher's parser."""
 
     def format_help(self) -> str:
-        """As argparse's, with the commands listed; their files are read for it, so not at every start of a script."""
-        self.epilog = EPILOG.format(commands="\n".join(f"  {name:10} {commands.summary(name)}" for name in commands.names()))
-        return super().format_help()
+        """Return the one-screen help. The commands' files are read only for it, not at every start of a script."""
+        return HELP.format(commands="\n".join(f"  {name:10}  {commands.summary(name)}" for name in commands.names()))
 
 
 def _parser() -> QuietParser:
-    parser = _Parser(
-        prog="python -m kohya_ext",
-        usage=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="python -m kohya_ext", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kohya_ext {__version__}")
     add_to(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a script of sd-scripts: sdxl_train.py, networks/merge_lora.py, ...")
-    parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments"
-    ).required = False
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER).required = False
     return parser
 
 

@@ -1,4 +1,7 @@
-"""Fetch sd-scripts into the user cache, next to others that are there, or register a copy you have, and choose the default."""
+"""Fetch sd-scripts or register a copy, and choose the default.
+
+Checkouts are kept next to each other in the user cache.
+"""
 
 from __future__ import annotations
 

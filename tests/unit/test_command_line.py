@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext.config.settings import flags, options
 from tests.unit.test_checkouts import make_tree
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,7 +46,6 @@ WRONG = [
     (["--num_processes", "0", "sdxl_train.py"], "must be a whole number of 1 or more"),
     (["--sd-scripts", "nowhere", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "6gb", "--script", "sdxl_train.py"], "no preset 6gb"),
-    (["options", "--write", "absent.md"], "--write absent.md: No such file"),
     (["setup", "--repo", "nowhere", "--ref", "v1"], "could not fetch v1 of nowhere"),
     (["run", "sdxl_trian.py"], "Did you mean sdxl_train.py?"),
     (["estimte", "sdxl_train.py"], "no command or script estimte. Did you mean estimate?"),
@@ -181,6 +181,14 @@ def test_help_is_a_command_too(words):
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--save_state_every_n_minutes" in done.stdout) == ("estimate" not in words)
     assert done.stdout.startswith("usage: python -m kohya_ext")
+
+
+def test_the_help_fits_a_screen_and_names_only_options_that_exist():
+    lines = call("--help").stdout.splitlines()
+    assert 24 <= len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    known = {flag for name, _ in options() for flag in flags(name)} | {"--help", "--version", "--config_file"}
+    assert set(re.findall(r"--[a-z][\w-]+", "\n".join(lines))) <= known
 
 
 @pytest.mark.parametrize("command", [[], ["estimate"]])
