@@ -18,7 +18,7 @@ def draw(file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    known = [tier for tier in tiers.tiers() if tier.found is not None]
+    known = [tier for tier in tiers.tiers() if tier.estimate is not None]
     families = sorted({tier.family for tier in known})
     sizes = sorted({tier.card // GIB for tier in known})
     figure, axes = pyplot.subplots(figsize=(1.6 * len(sizes) + 1.6, 0.8 * len(families) + 1.4), layout="constrained")
@@ -55,8 +55,8 @@ def draw(file: Path) -> None:
 
 
 def _words(tier: Tier, share: float) -> str:
-    assert tier.found is not None
-    choices = tier.choices
+    assert tier.estimate is not None
+    choices = tier.config
     side = str(choices.resolution).partition(",")[0]
     said = [f"{side} px, batch {choices.train_batch_size}"]
     base = "fp8, " if choices.fp8_base or choices.fp8_scaled else ""
@@ -69,5 +69,5 @@ def _words(tier: Tier, share: float) -> str:
             f" of {choices.gradient_checkpointing_ratio:.0%}" if choices.gradient_checkpointing_ratio not in (None, 1.0) else ""
         )
         said.append(f"{base}checkpointing{part}")
-    said.append(f"{gigabytes(tier.found.on_the_card)} GB, {share:.0%}")
+    said.append(f"{gigabytes(tier.estimate.total)} GB, {share:.0%}")
     return "\n".join(said)

@@ -1,4 +1,4 @@
-"""Show every option of the extension, its variable and its meaning."""
+"""Show every option of the extension, its environment variable and its meaning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kohya_ext.patching.patch import registry
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the tables between the marks in a Markdown file anew")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="regenerate the tables between the marks of a Markdown file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield (flag, variable, default, meaning) for every option; the master switch, which has no flag, first."""
-    yield "", MASTER_SWITCH, "", "1: arm the extension in every plain start of a script; 0: keep it out of every start"
+    yield "", MASTER_SWITCH, "", "1: load the extension in every plain start of a script; 0: disable it everywhere"
     defaults = Settings()
     for name, option in options():
         default = getattr(defaults, name)
@@ -45,7 +45,7 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 
 
 def with_tables(text: str) -> str:
-    """Return a Markdown text with the tables of options, presets and patches between their marks as they are now."""
+    """Return a Markdown text with regenerated tables of options, presets and patches between their marks."""
     tables = {"options": _options(), "presets": _presets(), "patches": _patches()}
     for name, table in tables.items():
         before, mark, rest = text.partition(f"<!-- {name} -->")

@@ -24,7 +24,7 @@ from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
 from kohya_ext.patching.checkpointed_blocks import covered_blocks, recomputed
 from kohya_ext.patching.training_loop import current_batch, data_sets
-from kohya_ext.units import said
+from kohya_ext.units import format_size
 
 #: Compiled blocks that may keep less than this share recompute nearly everything: then single blocks are freed, as without.
 LEAST_SHARE = 0.1
@@ -212,7 +212,7 @@ class BudgetController:
         self.settled = True
         self._compile(1.0)  # what is checkpointed keeps nothing anyway
         covered = sum(block.checkpointed for block in self.blocks)
-        peak = f", peak {said(self.peaks[-1])} of {said(self.limit)}" if self.peaks else ""
+        peak = f", peak {format_size(self.peaks[-1])} of {format_size(self.limit)}" if self.peaks else ""
         if not reason and self.peaks and self.peaks[-1] > self.limit and covered == len(self.blocks):
             reason = "the step needs that much with every block checkpointed"
         why = f" ({reason})" if reason else ""

@@ -14,7 +14,7 @@ from kohya_ext.compiling.budget import set_budget  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.estimate import activation_budgets, compiled  # noqa: E402
 from kohya_ext.estimate.events import Kind, peak_by_phase  # noqa: E402
-from kohya_ext.estimate.step import faking  # noqa: E402
+from kohya_ext.estimate.step import fake_tensors  # noqa: E402
 from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.tiny import environment  # noqa: E402
 
@@ -48,7 +48,7 @@ def compile_with(monkeypatch, tmp_path):
 def test_each_way_is_counted_by_hand(compile_with):
     compile_with(activation_budgets.BACKEND)
     mode = compiled.traceable()
-    with faking(mode), activation_budgets._collecting(mode) as graphs:
+    with fake_tensors(mode), activation_budgets._collecting(mode) as graphs:
         torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
     (graph,) = graphs
     assert (graph.block, graph.enters, graph.calls) == ("Block", (ROWS, WIDTH), 3)
@@ -67,7 +67,7 @@ def test_a_compiled_step_is_weighed_by_hand(compile_with, budget, kept, held):
     compile_with(compiled.BACKEND)
     set_budget(budget)
     mode, tracker = compiled.traceable(), Tracker()
-    with faking(mode), compiled.weighing(mode, tracker):
+    with fake_tensors(mode), compiled.logging_to(mode, tracker):
         model, x = torch.nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH, requires_grad=True)
         model.requires_grad_(False)  # so that only what enters the activation is wanted in backward
         model(x).sum().backward()

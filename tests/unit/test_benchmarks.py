@@ -203,7 +203,7 @@ def test_the_agenda_goes_on_where_it_was_cut_off(tmp_path):
 def test_every_tier_has_its_place_in_the_picture_of_cards(tmp_path):
     pytest.importorskip("matplotlib")
     known = list(tiers.tiers())
-    recipes = Counter((tier.family, tier.choices.resolution) for tier in known)
+    recipes = Counter((tier.family, tier.config.resolution) for tier in known)
     assert 1 not in recipes.values(), "a tier that is alone at its resolution has nothing to be faster or slower than"
     assert all(cards._words(tier, 0.5).endswith(" GB, 50%") for tier in known)
     cards.draw(tmp_path / "cards.png")

@@ -125,7 +125,7 @@ def test_what_is_added_later_is_not_the_default_until_it_is_chosen(cache, reposi
     second = setup("--repo", str(mine))
     assert checkouts.find().path == fetched
     assert (
-        f"the default is still sd-scripts v0.11.1 in {fetched}; to change it: python -m kohya_ext setup --default {mine}"
+        f"the default is still sd-scripts v0.11.1 in {fetched}; to change it, run: python -m kohya_ext setup --default {mine}"
         in second
     )
     assert f"sd-scripts v0.10.1 in {mine} is the default" in setup("--default", "v0.10.1")
@@ -160,7 +160,7 @@ def test_the_list_marks_the_one_that_is_used_here_and_says_why(cache, tmp_path, 
     if why != "the default":
         assert rows[1][0] == "the default"
         assert main(["setup", "--repo", str(cached)]) == 0
-        assert f"but here sd-scripts v0.10.1 in {other} is used, because of {why}" in capsys.readouterr().out
+        assert f"but this folder uses sd-scripts v0.10.1 in {other}, because of {why}" in capsys.readouterr().out
 
 
 def test_a_variable_that_names_no_checkout_is_shown_in_the_list(cache, tmp_path, monkeypatch, capsys):
