@@ -273,7 +273,7 @@ def _draw(figure: Any, prediction: Estimate, card: int | None) -> None:
         axes.barh([0], [size / GB], left=left, label=f"{name} {gigabytes(size)}")
         left += size / GB
     if card is not None:
-        axes.axvline(card / GB, color="black", linestyle="--", label=f"card {gigabytes(card)}")
+        axes.axvline(card / GB, color="black", linestyle="--", label=f"GPU {gigabytes(card)}")
     axes.set(
         yticks=[],
         xlabel="GB (1e9 bytes), not calibrated on CUDA",

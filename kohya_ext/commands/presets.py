@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_checkout(parser: argparse.ArgumentParser) -> None:
-    """Add ``--sd-scripts``, which may be given before the action and after it."""
+    """Add ``--sd-scripts``, accepted before and after the action."""
     parser.add_argument(
         *flags("sd_scripts"),
         type=Path,
@@ -131,11 +131,11 @@ def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
         yield family, name, needs, left, speed, str(about.get("summary", "")), str(about.get("traded", ""))
 
 
-def _path(wanted: str) -> str:
-    family, _, name = wanted.partition("/")
+def _path(preset: str) -> str:
+    family, _, name = preset.partition("/")
     file = preset_files.file_of(family, name)
     if file is None:
-        raise UserError(f"no preset {wanted}; `presets list` shows all")
+        raise UserError(f"no preset {preset}; `presets list` shows all")
     return str(file)
 
 

@@ -110,7 +110,7 @@ def _collecting(mode: Any) -> Iterator[list[Graph]]:
 
 
 def _newest_class(seen: dict[str, int]) -> str:
-    """Return the class whose graph is being compiled: the one whose count has grown."""
+    """Return the class of the graph being compiled: its count of graphs has grown."""
     from kohya_ext.compiling.blocks import RUN
 
     newest = next(block for block in RUN.blocks.values() if block.graphs != seen.get(block.label, 0))

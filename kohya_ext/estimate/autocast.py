@@ -20,7 +20,7 @@ FP32_INPUT = (
     "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d",
 )  # fmt: skip
 
-#: Operators whose result CUDA's autocast makes fp32, without casting their input.
+#: Operators whose result CUDA's autocast returns in fp32, without casting their input.
 FP32_RESULT = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "cumsum", "cumprod")
 
 

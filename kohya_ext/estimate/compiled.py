@@ -117,10 +117,8 @@ class _Half:
             for node in self.nodes:
                 if node.op == "output":
                     outputs = interpreter.run_node(node)
-                    interpreter.env, interpreter.args_iter = (
-                        {},
-                        iter(()),
-                    )  # the interpreter outlives the call; its tensors must not
+                    # The interpreter outlives the call; its tensors must not.
+                    interpreter.env, interpreter.args_iter = {}, iter(())
                     return outputs
                 copies = [_channels_last(env[used]) for used in node.all_input_nodes if _needs_copy(node, used, env[used])]
                 tracker.record(copies, kind)
