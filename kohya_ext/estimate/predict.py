@@ -25,7 +25,7 @@ def estimate(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[
         if known is not None:
             return Estimate(**known)
     with progress(f"estimating the memory of {script} (usually 10 to 60 s)"):
-        from kohya_ext.estimate import measurement  # imports torch
+        from kohya_ext.estimate import measurement  # slow to import
 
         result = measurement.measure(checkout, script, run, argv)
     cache.keep(checkout, result, run.settings.disable_patch)

@@ -25,7 +25,7 @@ def tensor_limit(budget: int | str, free: float, total: float) -> float:
 
 
 def reason_unused(script: str, arguments: Any, settings: Settings) -> str | None:
-    """Return why a script (its file name) recomputes blocks as without a budget; None if the budget frees blocks.
+    """Return why a budget frees no blocks of a script (its file name); None if it frees some.
 
     ``arguments`` has the script's own arguments as attributes; missing ones count as off.
     """

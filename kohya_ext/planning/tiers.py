@@ -78,8 +78,8 @@ def read(script: str, argv: list[str]) -> MemoryConfig:
 def faster(tier: Tier) -> MemoryConfig | None:
     """Return the smallest change that makes a tier faster, None if there is none; the tier's GPU must be too small for it.
 
-    The order is fewer swapped blocks, then fewer checkpointed ones, then a larger batch. Batches come last, since Lumina's step
-    takes as long per image at batch 2 as at 6 (https://github.com/kohya-ss/sd-scripts/pull/2217).
+    The order is fewer swapped blocks, then fewer checkpointed ones while the batch size is 1, then a larger batch. Lumina's
+    step takes as long per image at batch 2 as at 6 (https://github.com/kohya-ss/sd-scripts/pull/2217).
     """
     config = tier.config
     if config.blocks_to_swap:
