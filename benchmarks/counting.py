@@ -67,15 +67,15 @@ def count(checkout: Checkout, script: str, argv: Sequence[str], without: Sequenc
     run = read_arguments(script, argv, {})
     with importable(checkout), measurement.patched(checkout, replace(run.settings, disable_patch=tuple(without))):
         choices, arguments, trainer = measurement.read(checkout, script, run, argv)
-        step.settle(choices, arguments, trainer)
-        with step.faking() as assumptions:
+        step.configure(choices, arguments, trainer)
+        with step.fake_tensors() as assumptions:
             training = step.prepare(choices, arguments, trainer)
             assumptions.integer = training.models.caption_tokens
             tracker = Tracker()
             with tracker:
-                step.lay_out(training, tracker)
+                step.allocate_resident(training, tracker)
                 with Traffic(tracker) as traffic:
-                    flops = step.take(training, tracker)
+                    flops = step.run_step(training, tracker)
     operators = {name: {"kernels": traffic.kernels[name], "moved_bytes": size} for name, size in traffic.moved.most_common()}
     return {
         "kernels": traffic.kernels.total(),

@@ -29,7 +29,7 @@ from kohya_ext.config.arguments import read_arguments
 from kohya_ext.estimate import measurement
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import build
-from kohya_ext.estimate.step import Training, forward, make_batch, prepare, settle, step_in_backward
+from kohya_ext.estimate.step import Training, configure, forward, make_batch, prepare, step_in_backward
 from kohya_ext.launch.session import peak_memory
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.sdscripts.checkouts import Checkout, describe
@@ -56,7 +56,7 @@ class Step:
         """Take one step as the training loop does, including reading the loss; return its seconds."""
         start = time.perf_counter()
         training = self.training
-        accelerator, choices = training.accelerator, training.choices
+        accelerator, choices = training.accelerator, training.config
         with accelerator.accumulate(training.network or training.models.unet):
             loss = forward(training, dict(self.batch), self.scheduler)
             accelerator.backward(loss)
@@ -75,7 +75,7 @@ class Step:
     def resize(self, width: int, height: int) -> None:
         """Use another size, in pixels, for the next steps."""
         if (width, height) not in self.by_size:
-            self.training.choices = replace(self.training.choices, resolution=f"{width},{height}")
+            self.training.config = replace(self.training.config, resolution=f"{width},{height}")
             with torch.device(self.device):
                 self.by_size[width, height] = make_batch(self.training)
         self.batch = self.by_size[width, height]
@@ -99,7 +99,7 @@ def ready(spec: dict[str, Any]) -> Step:
         patcher.arm()
     sys.path.insert(0, str(checkout.path))
     choices, arguments, trainer = measurement.read(checkout, spec["script"], run, spec["arguments"])
-    settle(choices, arguments, trainer)
+    configure(choices, arguments, trainer)
     accelerator = _accelerator(arguments)
     with torch.device(accelerator.device):
         with _default_dtype(choices):
@@ -121,7 +121,7 @@ def ready(spec: dict[str, Any]) -> Step:
         training.optimizer = accelerator.prepare(training.optimizer)
     scheduler = trainer.get_noise_scheduler(arguments, accelerator.device)
     _clear()
-    return Step(training, scheduler, batch, patcher, {size(training.choices): batch})
+    return Step(training, scheduler, batch, patcher, {size(training.config): batch})
 
 
 def _checkout(spec: dict[str, Any]) -> Checkout:
@@ -225,7 +225,7 @@ def _compiled() -> dict[str, int]:
 
 def bucket_set(step: Step, aspects: list[float]) -> dict[str, Any]:
     """Return sd-scripts' buckets for some aspect ratios (width / height), and use them from now on."""
-    arguments, (width, height) = step.training.arguments, size(step.training.choices)
+    arguments, (width, height) = step.training.arguments, size(step.training.config)
     steps = arguments.bucket_reso_steps or 64
     make = importlib.import_module("library.model_util").make_bucket_resolutions
     buckets = make((width, height), min(arguments.min_bucket_reso, min(width, height) // 2), 2 * max(width, height), steps)
@@ -304,7 +304,7 @@ def count_flops(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the FLOPs of one step, from the estimate's run on fake tensors."""
     checkout = _checkout(spec)
     run = read_arguments(spec["script"], spec["arguments"], {})
-    return {"flops": measurement.make(checkout, spec["script"], run, spec["arguments"]).flops}
+    return {"flops": measurement.measure(checkout, spec["script"], run, spec["arguments"]).flops}
 
 
 def count_work(spec: dict[str, Any]) -> dict[str, Any]:

@@ -77,12 +77,12 @@ class _Watch(TrainingCallback):
 
     def report(self, problem: BaseException) -> None:
         """Save what is whole, and say what happened and what to do."""
-        phase = out_of_memory.moment(problem, self.stepping)
+        phase = out_of_memory.phase_of(problem, self.stepping)
         current = resume.position()
         step = f"step {current.step + (phase in TRAINING)}, " if current is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
         say(f"out of memory ({step}{phase}): {first}")
-        say(out_of_memory.measured(self.accelerator.device))
+        say(out_of_memory.usage(self.accelerator.device))
         # What the failed step holds is in the way of saving, and its frames are all that holds it.
         traceback.clear_frames(problem.__traceback__)
         gc.collect()
@@ -93,7 +93,7 @@ class _Watch(TrainingCallback):
         if running is None or running.script is None:
             return
         script = running.script.name
-        if predicted := out_of_memory.predicted(running.checkout, script, self.args, running.run):
+        if predicted := out_of_memory.prediction(running.checkout, script, self.args, running.run):
             note(predicted)
         step = out_of_memory.next_step(script, self.args, running.run, phase, state is not None)
         for line in (

@@ -15,12 +15,12 @@ from typing import Any
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, stop, warn
 from kohya_ext.estimate.result import CONTEXT_BYTES
-from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
+from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.launch import session
 from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
-from kohya_ext.units import AUTO, index_of, said
+from kohya_ext.units import AUTO, format_size, index_of
 
 
 @dataclass
@@ -57,7 +57,9 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
     from kohya_ext.gpu.memory_meter import GPUMemoryMeter, HostMemoryMeter
 
     on_card = accelerator.device.type == "cuda"
-    spender = BudgetController(round(limit * FILLED), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter())
+    spender = BudgetController(
+        round(limit * USABLE_FRACTION), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter()
+    )
     if settings.selective_torch_compile:
         _wait_with_compiling(spender, accelerator.device.type, settings.compile_backend)
     if not args.gradient_checkpointing:
@@ -75,33 +77,33 @@ def _cap(budget: int | str, device: Any) -> int | None:
             warn("--vram_budget auto: no CUDA card is used here, so there is no free memory to go by and nothing to cap")
             return None
         note(
-            f"--vram_budget {said(float(budget))}: no CUDA card is used here, so nothing is capped; "
+            f"--vram_budget {format_size(float(budget))}: no CUDA card is used here, so nothing is capped; "
             "the tensors of the training steps are kept below it as measured"
         )
         return int(budget)
     card = index_of(device)
     free, total = torch.cuda.mem_get_info(card)
-    wanted = for_tensors(budget, free, total)
+    wanted = tensor_limit(budget, free, total)
     if wanted <= 0:
         stop(
-            f"--vram_budget: {said(free)} of the card's {said(total)} are free, and CUDA's context alone takes about "
-            f"{said(CONTEXT_BYTES)}: give more, or end what else uses the card"
+            f"--vram_budget: {format_size(free)} of the card's {format_size(total)} are free, and CUDA's context alone takes "
+            f"about {format_size(CONTEXT_BYTES)}: give more, or end what else uses the card"
         )
     if budget != AUTO and wanted > free:
         warn(
-            f"--vram_budget {said(float(budget))} is more than the {said(free)} that are free on this card: "
+            f"--vram_budget {format_size(float(budget))} is more than the {format_size(free)} that are free on this card: "
             "--vram_budget auto takes what is there"
         )
     limit = min(round(wanted), int(total))
     torch.cuda.set_per_process_memory_fraction(limit / total, card)
-    note(f"memory budget: {said(limit)} for tensors on a card of {said(total)}, {said(free)} of them free")
+    note(f"memory budget: {format_size(limit)} for tensors on a card of {format_size(total)}, {format_size(free)} of them free")
     return limit
 
 
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
     running = session.current()
     script = running.script.name if running is not None and running.script is not None else ""
-    reason = reason_not_to_spend(script, args, settings)
+    reason = reason_unused(script, args, settings)
     if reason is not None:
         return reason
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):

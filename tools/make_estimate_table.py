@@ -21,9 +21,8 @@ from pathlib import Path
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.arguments import read_arguments
-from kohya_ext.estimate import cache
-from kohya_ext.estimate import memory_config as choosing
-from kohya_ext.estimate.measurement import make
+from kohya_ext.estimate import cache, memory_config
+from kohya_ext.estimate.measurement import measure
 from kohya_ext.planning.tiers import faster, tiers, words
 from kohya_ext.sdscripts import checkouts
 
@@ -38,8 +37,8 @@ def questions() -> Iterator[tuple[str, list[str]]]:
     asked = [(preset_files.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
     yield from asked
     for tier, (script, argv) in zip(tiers(), asked, strict=True):
-        if (next_one := faster(tier)) is not None and not tier.choices.blocks_to_swap:  # the weights of a block are known
-            yield script, [*argv, *words(tier.choices, next_one)]
+        if (next_one := faster(tier)) is not None and not tier.config.blocks_to_swap:  # a block's weights are known
+            yield script, [*argv, *words(tier.config, next_one)]
 
 
 def main() -> int:
@@ -51,19 +50,19 @@ def main() -> int:
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == given.layout)
     end = time.monotonic() + 60 * given.minutes
     table = cache.read_table(TABLE)
-    rows = {cache.text(row["choices"]): row for row in table["rows"]}
+    rows = {cache.text(row["config"]): row for row in table["rows"]}
     alike = {tuple(pair) for pair in table["alike"]}
     compared = set(alike)
     for script, argv in questions():
         run = read_arguments(script, argv, {})
-        choices = choosing.normalized(choosing.read(script, run, argv)[0])
+        choices = memory_config.normalized(memory_config.read(script, run, argv)[0])
         name, pair = cache.text(choices.key()), (given.layout, choices.kind)
         if (name in rows) if given.layout == FIRST else (pair in compared or name not in rows):
             continue
         compared.add(pair)
         if time.monotonic() > end:
             return 1
-        row = asdict(make(checkout, script, run, argv))
+        row = asdict(measure(checkout, script, run, argv))
         print(f"{given.layout} {script} {' '.join(argv)}: {row['reserved'] / 1e9:.2f} GB reserved", file=sys.stderr, flush=True)
         if given.layout == FIRST:
             rows[name] = row

@@ -23,19 +23,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look and say; leave with exit code 2 when the run would fail."""
-    asked = training_command.read(arguments, "there is nothing to check")
-    checkout, script = asked.checkout, asked.script
-    resolved = read_arguments(script.name, asked.argv, os.environ)
+    """Run the checks; exit with code 2 if the run would fail."""
+    request = training_command.read(arguments, "there is nothing to check")
+    checkout, script = request.checkout, request.script
+    resolved = read_arguments(script.name, request.argv, os.environ)
     final: list[argparse.Namespace] = []
-    sys.argv = [str(script), *asked.argv]
+    sys.argv = [str(script), *request.argv]
     with progress(f"importing {script.name} and checking its arguments"), importable(checkout):
         parser = script_parser(checkout, script)
         take_over(parser, resolved, final.append)
-        # The script's own reading of the config file, on top of which the command line is read once more.
+        # The script reads the config file itself, then the command line again.
         library: Any = sys.modules.get("library.args") or sys.modules["library.train_util"]
         library.read_config_from_file(parser.parse_args(), parser)
-        found = preflight.inspect(script, final[-1], resolved.settings)
-    preflight.report(found, resolved.settings.strict)
-    note(f"{script.name} can start: nothing was found that would stop it")
+        findings = preflight.inspect(script, final[-1], resolved.settings)
+    preflight.report(findings, resolved.settings.strict)
+    note(f"{script.name} can start; all checks passed")
     return 0

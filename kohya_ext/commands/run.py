@@ -52,29 +52,29 @@ All options of a script, too:  python -m kohya_ext SCRIPT --help
 
 
 def main(argv: Sequence[str]) -> int:
-    """Find the script, check what can be checked before anything is imported, then run it or hand it to accelerate."""
+    """Check a script's arguments before any import, then run it or launch it with accelerate; return the exit code."""
     parser = _parser()
     if not argv:
         parser.print_help()
         return 0
-    given = parser.parse_args(argv)
-    before = list(argv[: len(argv) - len(given.arguments) - 1])
-    launch, after = _launcher_options(given.arguments)
-    chosen = {**from_environment(os.environ), **vars(given), **launch}
+    parsed = parser.parse_args(argv)
+    before = list(argv[: len(argv) - len(parsed.arguments) - 1])
+    launch, after = _launcher_options(parsed.arguments)
+    chosen = {**from_environment(os.environ), **vars(parsed), **launch}
     settings = Settings(**{name: chosen[name] for name, _ in options("launcher") if name in chosen})
     switched_off = not checked(MASTER_SWITCH, boolean, os.environ.get(MASTER_SWITCH, "1"), f"the variable {MASTER_SWITCH}")
 
-    checkout, script = _find_script({**vars(given), **launch}.get("sd_scripts"), given.script)
+    checkout, script = _find_script({**vars(parsed), **launch}.get("sd_scripts"), parsed.script)
     own = _launcher_options(before)[1]
     if not is_training_script(script) and own:
-        raise UserError(f"{own[0]} has no meaning for {script.name}, which is not a training script: leave it out")
+        raise UserError(f"{own[0]} only applies to training scripts, not to {script.name}; remove it")
     arguments = [*own, *after]
     if not switched_off:
         resolved = _check(checkout, script, arguments, settings)
         if resolved.on_oom == "retry" and is_training_script(script) and oom_retry.handed_over() is None:
-            return oom_retry.supervise(argv[: len(argv) - len(given.arguments)], given.arguments, resolved)
+            return oom_retry.supervise(argv[: len(argv) - len(parsed.arguments)], parsed.arguments, resolved)
     elif own:
-        raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is given: leave out one of the two")
+        raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is set; remove one of the two")
 
     if settings.num_processes is not None or settings.multi_gpu or settings.accelerate_config is not None:
         return _hand_over(settings, checkout, script, arguments)
@@ -99,18 +99,18 @@ def _parser() -> QuietParser:
     return parser
 
 
-def _find_script(named: Path | None, word: str) -> tuple[Checkout, Path]:
-    """Return the checkout and the script; raise UserError for a misspelled command, before anything is fetched."""
-    checkout = find(named, word)
-    command = "" if Path(word).suffix or Path(word).exists() else did_you_mean(word, commands.names())
-    if command and (checkout is None or not checkout.has(word)):
-        raise UserError(f"no command or script {word}.{command}")
-    checkout = checkout or find_or_fetch(named, word)
-    return checkout, checkout.script(word)
+def _find_script(folder: Path | None, name: str) -> tuple[Checkout, Path]:
+    """Return the checkout and the script. Raises UserError for a misspelled command, before a checkout is fetched."""
+    checkout = find(folder, name)
+    command = "" if Path(name).suffix or Path(name).exists() else did_you_mean(name, commands.names())
+    if command and (checkout is None or not checkout.has(name)):
+        raise UserError(f"no command or script {name}.{command}")
+    checkout = checkout or find_or_fetch(folder, name)
+    return checkout, checkout.script(name)
 
 
 def _launcher_options(arguments: Sequence[str]) -> tuple[Mapping[str, object], list[str]]:
-    """Take the launcher's own options out of a list of arguments; return them and what is left, in order."""
+    """Return the launcher's own options among some arguments, and the remaining arguments in order."""
     parser = QuietParser(add_help=False, allow_abbrev=False)
     add_to(parser, "launcher")
     known, rest = parser.parse_known_args(list(arguments))
@@ -118,11 +118,11 @@ def _launcher_options(arguments: Sequence[str]) -> tuple[Mapping[str, object], l
 
 
 def _check(checkout: Checkout, script: Path, arguments: Sequence[str], settings: Settings) -> Settings:
-    """Return a run's settings; raise UserError for what would otherwise be found only after ten seconds of imports."""
+    """Return a run's settings. Raises UserError for errors that would otherwise appear after ten seconds of imports."""
     if checkout.layout == "unknown" and not settings.allow_unknown_version:
         raise UserError(
-            f"{checkout.path} ({checkout.label}) has a layout that kohya_ext {__version__} does not know: it knows v0.10 and "
-            "v0.11. Run `python -m kohya_ext setup` for one it knows and name it with --sd-scripts, or try this one with "
+            f"{checkout.path} ({checkout.label}) has an unknown layout; kohya_ext {__version__} supports v0.10 and v0.11. "
+            "Run `python -m kohya_ext setup` for a supported one and select it with --sd-scripts, or try this one with "
             f"{flags('allow_unknown_version')[1]}"
         )
     return read_arguments(script.name if is_training_script(script) else None, arguments, os.environ).settings
@@ -133,18 +133,18 @@ def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_of
         os.environ[MASTER_SWITCH] = "1"
         watch()
     sys.argv = [str(script), *arguments]
-    # A plain start puts the script's folder first; under `python -m` the working directory stands there instead.
+    # Python puts a script's folder first on sys.path, but the working directory under `python -m`.
     sys.path[0] = str(script.parent)
     if str(checkout.path) not in sys.path:
-        # For scripts in subfolders, upstream counts on its requirements.txt, which installs ``library`` with -e.
+        # For scripts in subfolders, upstream relies on its requirements.txt, which installs ``library`` with -e.
         sys.path.append(str(checkout.path))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("accelerate") is None:
-        raise UserError("several processes need accelerate: `pip install accelerate`, or leave out --num_processes")
-    # Not accelerate.commands.launch: run as __main__, that module is out of reach for kohya_ext.launch.accelerate_signals.
+        raise UserError("several processes need accelerate; run `pip install accelerate` or remove --num_processes")
+    # Not accelerate.commands.launch: as __main__, kohya_ext.launch.accelerate_signals could not patch that module.
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if settings.accelerate_config is not None:
         command += ["--config_file", str(settings.accelerate_config)]
@@ -155,7 +155,7 @@ def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: 
     command += ["-m", "kohya_ext", str(script), *arguments]
     environ = {MASTER_SWITCH: "1", **os.environ, checkouts.VARIABLE: str(checkout.path)}
     if os.name == "posix":
-        os.execve(sys.executable, command, environ)  # the same process: signals and the exit code need no passing on
+        os.execve(sys.executable, command, environ)  # the same process, so signals and the exit code need no forwarding
     process = subprocess.Popen(command, env=environ)
     with pass_signals_on(process):
         return process.wait()

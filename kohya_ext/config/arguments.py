@@ -154,7 +154,7 @@ def _load(
         from kohya_ext.planning import plan
 
         said = next((layer["vram"] for layer in layers.values() if "vram" in layer), None)
-        found = ("--vram", said) if said is not None else units.find()
+        found = ("--vram", said) if said is not None else units.first_gpu()
         if found is None:
             raise UserError("--preset auto: no NVIDIA GPU found: give its size, --vram 16, or name a preset, --preset 16gb")
         auto = (plan.automatic(script, argv, environ, found[1]),)

@@ -24,7 +24,7 @@ from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
 from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, recomputed_methods
 from kohya_ext.patching.training_loop import current_batch, data_sets
-from kohya_ext.units import said
+from kohya_ext.units import format_size
 
 #: Below this share compiled blocks recompute nearly everything; single blocks are freed instead, as without compiling.
 LEAST_SHARE = 0.1
@@ -216,7 +216,7 @@ class BudgetController:
         self.phase = Phase.SETTLED
         self._compile(1.0)  # a checkpointed block keeps nothing anyway
         covered = sum(block.checkpointed for block in self.blocks)
-        peak = f", peak {said(self.peaks[-1])} of {said(self.limit)}" if self.peaks else ""
+        peak = f", peak {format_size(self.peaks[-1])} of {format_size(self.limit)}" if self.peaks else ""
         if not reason and self.peaks and self.peaks[-1] > self.limit and covered == len(self.blocks):
             reason = "the step needs that much with every block checkpointed"
         why = f" ({reason})" if reason else ""

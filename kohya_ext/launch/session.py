@@ -18,7 +18,7 @@ from typing import Any
 from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import RunArguments, read_arguments, take_over
 from kohya_ext.config.settings import Settings, options
-from kohya_ext.console import note, speaks, stop, warn
+from kohya_ext.console import note, should_print, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Patcher, Target, registry, takes
 from kohya_ext.run import output_lock, run_record
@@ -62,7 +62,7 @@ class Session:
         session.patcher.arm()
         if script is not None:
             session._announce()
-            if run.settings.report is not None and speaks():
+            if run.settings.report is not None and should_print():
                 atexit.register(session.write_report, run.settings.report)
         return session
 
@@ -149,7 +149,7 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
         if script is None:
             return
         run_record.begin(run_record.describe(script.name, args))
-        if speaks():
+        if should_print():
             try:
                 output_lock.acquire(args)
             except UserError as error:

@@ -14,7 +14,7 @@ from kohya_ext.compiling.budget import set_budget  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.estimate import activation_budgets, compiled  # noqa: E402
 from kohya_ext.estimate.events import Kind, peak_by_phase  # noqa: E402
-from kohya_ext.estimate.step import faking  # noqa: E402
+from kohya_ext.estimate.step import fake_tensors  # noqa: E402
 from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.tiny import environment  # noqa: E402
 
@@ -48,7 +48,7 @@ def compile_with(monkeypatch, tmp_path):
 def test_costs_of_eager_checkpointed_and_budgets(compile_with):
     compile_with(activation_budgets.BACKEND)
     mode = compiled.traceable()
-    with faking(mode), activation_budgets._collecting(mode) as graphs:
+    with fake_tensors(mode), activation_budgets._collecting(mode) as graphs:
         torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
     (graph,) = graphs
     assert (graph.block, graph.enters, graph.calls) == ("Block", (ROWS, WIDTH), 3)
@@ -67,7 +67,7 @@ def test_peak_memory_of_a_compiled_step(compile_with, budget, kept, held):
     compile_with(compiled.BACKEND)
     set_budget(budget)
     mode, tracker = compiled.traceable(), Tracker()
-    with faking(mode), compiled.weighing(mode, tracker):
+    with fake_tensors(mode), compiled.logging_to(mode, tracker):
         model, x = torch.nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH, requires_grad=True)
         model.requires_grad_(False)  # then backward needs only the input of the activation
         model(x).sum().backward()

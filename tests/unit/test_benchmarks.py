@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ from benchmarks.processes import Bench
 from benchmarks.ratios import quartiles, ratio
 from benchmarks.results import Comparison, Result, Variant, kept, read, without_paths
 from kohya_ext.errors import UserError
-from kohya_ext.planning import tiers
 from kohya_ext.sdscripts.checkouts import Checkout
-from tools import make_preset_chart
 
 
 def test_a_ratio_is_of_medians_and_its_spread_that_of_rounds():
@@ -174,16 +171,6 @@ def test_a_variant_without_its_patch_is_left_out(monkeypatch):
 def test_upstream_is_upstream():
     for name, recipe in families.RECIPES.items():
         assert name.startswith("upstream") is not recipe.patched, name
-
-
-def test_every_tier_is_in_the_chart_of_presets(tmp_path):
-    pytest.importorskip("matplotlib")
-    known = list(tiers.tiers())
-    recipes = Counter((tier.family, tier.choices.resolution) for tier in known)
-    assert 1 not in recipes.values(), "a tier that is alone at its resolution has nothing to be faster or slower than"
-    assert all(make_preset_chart._words(tier, 0.5).endswith(" GB, 50%") for tier in known)
-    make_preset_chart.draw(tmp_path / "cards.png")
-    assert (tmp_path / "cards.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_best_variants_at_equal_memory_and_at_equal_time():

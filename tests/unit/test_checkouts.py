@@ -125,7 +125,7 @@ def test_a_checkout_added_later_is_not_the_default_until_it_is_chosen(cache, rep
     second = setup("--repo", str(mine))
     assert checkouts.find().path == fetched
     assert (
-        f"the default is still sd-scripts v0.11.1 in {fetched}; to change it: python -m kohya_ext setup --default {mine}"
+        f"the default is still sd-scripts v0.11.1 in {fetched}; to change it, run: python -m kohya_ext setup --default {mine}"
         in second
     )
     assert f"sd-scripts v0.10.1 in {mine} is the default" in setup("--default", "v0.10.1")
@@ -160,7 +160,7 @@ def test_the_list_marks_the_checkout_in_use_and_why(cache, tmp_path, monkeypatch
     if reason != "the default":
         assert rows[1][0] == "the default"
         assert main(["setup", "--repo", str(cached)]) == 0
-        assert f"but here sd-scripts v0.10.1 in {other} is used, because of {reason}" in capsys.readouterr().out
+        assert f"but this folder uses sd-scripts v0.10.1 in {other}, because of {reason}" in capsys.readouterr().out
 
 
 def test_the_list_reports_a_variable_without_a_checkout(cache, tmp_path, monkeypatch, capsys):

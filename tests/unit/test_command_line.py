@@ -42,7 +42,7 @@ WRONG = [
     (["sdxl_train.py", "--config_file", "broken.toml"], "broken.toml is not valid TOML"),
     (["sdxl_train.py", "--config_file", "absent"], "--config_file absent.toml: No such file"),
     (["--presett", "16gb", "sdxl_train.py"], "Did you mean --preset?"),
-    (["--preset", "16gb", "tools/merge_models.py"], "--preset has no meaning for merge_models.py"),
+    (["--preset", "16gb", "tools/merge_models.py"], "--preset only applies to training scripts, not to merge_models.py"),
     (["--num_processes", "0", "sdxl_train.py"], "must be a whole number of 1 or more"),
     (["--sd-scripts", "nowhere", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "6gb", "--script", "sdxl_train.py"], "no preset 6gb"),
@@ -52,12 +52,12 @@ WRONG = [
     (["--sd-scripts", "nowhere", "estimate", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["--sd_scripts", "nowhere", "presets", "show", "sdxl-lora/16gb", "--explain"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "nonsense/16gb"], "no preset nonsense/16gb"),
-    (["presets", "show", "nowhere/mine.toml"], "preset file nowhere/mine.toml does not exist"),
-    (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or the full name"),
+    (["presets", "show", "nowhere/mine.toml"], "no preset file nowhere/mine.toml"),
+    (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or a full name"),
     (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
     (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),
-    (["demo", "--output", "README.md/demo"], "README.md/demo cannot be made: Not a directory; name another folder"),
-    (["library"], "library is a folder; name a script"),
+    (["demo", "--output", "README.md/demo"], "README.md/demo cannot be created: Not a directory; use another folder"),
+    (["library"], "library is a folder, not a script"),
     (["README.md"], "README.md is not a Python script"),
 ]
 
@@ -77,7 +77,7 @@ def test_an_unknown_layout_is_refused_with_the_ways_out(tmp_path):
     old = make_tree(tmp_path / "old", "unknown", "0.9.1")
     done = call("train_network.py", cwd=old)
     assert done.returncode == 2
-    assert "layout that kohya_ext" in done.stderr
+    assert "has an unknown layout; kohya_ext" in done.stderr
     assert "--allow-unknown-version" in done.stderr
     assert call("--allow-unknown-version", "networks/merge_lora.py", cwd=old).returncode == 0
 
@@ -138,7 +138,7 @@ def test_the_master_switch_keeps_the_extension_out(tree):
     assert done.returncode == 0
     done = call("--preset", "16gb", "sdxl_train.py", cwd=tree, KOHYA_EXT="0")
     assert done.returncode == 2
-    assert "KOHYA_EXT=0 turns the extension off, but --preset is given" in done.stderr
+    assert "KOHYA_EXT=0 turns the extension off, but --preset is set" in done.stderr
 
 
 COMMANDS_ANYWHERE = [

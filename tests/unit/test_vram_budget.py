@@ -62,9 +62,9 @@ def test_without_a_gpu_the_cap_is_skipped_with_a_warning(capsys):
 
 def test_memory_report_lists_reserved_and_free_memory(gpu):
     gpu.reserved, gpu.free = 12 * GB, 3 * GB
-    assert out_of_memory.measured(gpu.device) == (
-        "of the card's 16.00 GB, 12.00 are reserved by this run (11.00 by tensors now, 12.00 at most), "
-        "1.00 are other programs' and CUDA's own, 3.00 are free"
+    assert out_of_memory.usage(gpu.device) == (
+        "GPU memory: 16.00 GB; this run reserves 12.00 (11.00 in tensors, peak 12.00), "
+        "other programs and CUDA use 1.00, and 3.00 are free"
     )
 
 
@@ -80,7 +80,7 @@ def test_slow_steps_on_a_full_gpu_are_a_warning_once(gpu, capsys, monkeypatch):
         gpu.reserved, gpu.free = 15 * GB, GB // 10
         watch.after_batch(accelerator)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "steps take 53.0 s, and the fastest one took 1.1 s" in line
+    assert "steps take 53.0 s, the fastest took 1.1 s" in line
     assert "--vram_budget auto --resume auto" in line
 
 
