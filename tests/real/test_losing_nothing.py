@@ -518,7 +518,7 @@ def test_dataset_without_images_is_an_error_without_preflight(checkout, train, t
     options = ("--no-preflight", "--train_data_dir", str(tmp_path))
     run = train(checkout, FULL, *options, start="environment")
     assert run.code == 2, run.output[-3000:]
-    assert "nothing would be trained: there are no images" in run.output
+    assert "nothing would be trained: there are no pictures" in run.output
 
 
 @pytest.mark.slow
