@@ -110,9 +110,8 @@ def _subfolders(
     """Yield the subfolders named ``N_words`` (N repeats, class ``words``); sd-scripts ignores all others."""
     option = "--reg_data_dir" if regularisation else "--train_data_dir"
     if not parent.is_dir():
-        findings.errors.append(
-            f"{option} {parent} does not exist" if not parent.exists() else f"{option} {parent} is not a folder"
-        )
+        problem = "is not a folder" if parent.exists() else "does not exist"
+        findings.errors.append(f"{option} {parent} {problem}")
         return
     ignored = []
     is_empty = True

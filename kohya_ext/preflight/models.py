@@ -73,11 +73,10 @@ def _check_family(script: Path, args: Namespace, file: Path, header: Header, fin
         findings.errors.append(f"{file.name} is a LoRA, but {script.name} trains {wanted.title}; give the base model")
     elif (recognized := families.recognize(header.shapes)) is not None and recognized[1] != wanted:
         family, checkpoint = recognized
-        right_script = " ".join(
-            [_script_for(family, script), *(spelt(*checkpoint.option) if checkpoint.option is not None else ())]
-        )
+        option = spelt(*checkpoint.option) if checkpoint.option is not None else []
+        command = " ".join([_script_for(family, script), *option])
         findings.errors.append(
-            f"{file.name} is a {checkpoint.title} model, but {script.name} trains {wanted.title}; use {right_script}"
+            f"{file.name} is a checkpoint of {checkpoint.title}, but {script.name} trains {wanted.title}; use {command}"
         )
 
 

@@ -18,10 +18,10 @@ from kohya_ext.run.safetensors_header import read_header
 image = pytest.importorskip("PIL.Image")
 
 
-def run_check(check, script="sdxl_train_network.py", settings=None, **args):
+def check(run, script="sdxl_train_network.py", settings=None, **args):
     findings = preflight.Findings()
-    more = {"settings": settings or Settings()} if check in (output.check, models.check) else {}
-    check(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
+    more = {"settings": settings or Settings()} if run in (output.check, models.check) else {}
+    run(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
 
 
@@ -59,24 +59,19 @@ def test_truncated_safetensors_file_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("tensor", "script", "more", "expected"),
     [
-        (
-            "cond_stage_model.transformer.x",
-            "sdxl_train.py",
-            {},
-            "is a SD 1.5 model, but sdxl_train.py trains SDXL; use fine_tune.py",
-        ),
+        ("cond_stage_model.transformer.x", "sdxl_train.py", {}, "of SD 1.5, but sdxl_train.py trains SDXL; use fine_tune.py"),
         ("conditioner.embedders.1.model.x", "train_network.py", {}, "trains SD 1.5; use sdxl_train_network.py"),
-        ("cond_stage_model.model.x", "train_network.py", {"v2": False}, "is a SD 2 model, but train_network.py trains SD 1.5"),
+        ("cond_stage_model.model.x", "train_network.py", {"v2": False}, "of SD 2, but train_network.py trains SD 1.5"),
         ("cond_stage_model.model.x", "train_network.py", {"v2": True}, None),
         ("model.diffusion_model.double_blocks.0.img_attn.x", "flux_train_network.py", {}, None),
         ("distilled_guidance_layer.x", "flux_train_network.py", {}, "Chroma"),
         ("distilled_guidance_layer.x", "flux_train_network.py", {"model_type": "chroma"}, None),
         ("distilled_guidance_layer.x", "sdxl_train.py", {}, "use flux_train_network.py --model_type chroma"),
         ("double_blocks.0.img_attn.x", "flux_train_network.py", {"model_type": "chroma"}, "trains Chroma"),
-        ("byt5_in.x", "anima_train_network.py", {}, "is a HunyuanImage model, but anima_train_network.py trains Anima"),
+        ("byt5_in.x", "anima_train_network.py", {}, "of HunyuanImage, but anima_train_network.py trains Anima"),
         ("byt5_in.x", "sdxl_train.py", {}, "trains SDXL; use hunyuan_image_train_network.py"),
         ("byt5_in.x", "hunyuan_image_train_network.py", {}, None),
-        ("net.llm_adapter.x", "lumina_train.py", {}, "Anima model, but lumina_train.py trains Lumina; use anima_train.py"),
+        ("net.llm_adapter.x", "lumina_train.py", {}, "of Anima, but lumina_train.py trains Lumina; use anima_train.py"),
         ("net.llm_adapter.x", "anima_train.py", {}, None),
         ("conditioner.embedders.1.model.x", "hunyuan_image_train_network.py", {}, "trains HunyuanImage"),
         ("conditioner.embedders.1.model.x", "train_textual_inversion.py", {}, "trains SD 1.5; use sdxl_train.py"),
@@ -86,25 +81,24 @@ def test_truncated_safetensors_file_is_an_error(tmp_path):
 )
 def test_checkpoint_of_another_family_is_an_error(tmp_path, tensor, script, more, expected):
     file = write_safetensors(tmp_path / "model.safetensors", [tensor])
-    errors = run_check(models.check, script, pretrained_model_name_or_path=str(file), **more).errors
+    errors = check(models.check, script, pretrained_model_name_or_path=str(file), **more).errors
     assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
 def test_missing_model_file_is_an_error_but_a_repository_is_not(tmp_path):
-    assert run_check(models.check, pretrained_model_name_or_path=str(tmp_path / "no.safetensors")).errors
-    assert not run_check(models.check, pretrained_model_name_or_path="stabilityai/sdxl").errors
-    assert run_check(models.check, pretrained_model_name_or_path=None).errors
+    assert check(models.check, pretrained_model_name_or_path=str(tmp_path / "no.safetensors")).errors
+    assert not check(models.check, pretrained_model_name_or_path="stabilityai/sdxl").errors
+    assert check(models.check, pretrained_model_name_or_path=None).errors
 
 
 # --- the training set ------------------------------------------------------------------------------------------------
 
 
-def write_dataset(folder, count=2, captions=True):
+def write_images(folder, *sizes):
     folder.mkdir(parents=True)
-    for at in range(count):
-        image.new("RGB", (64, 64), (at, 0, 0)).save(folder / f"{at}.png")
-        if captions:
-            (folder / f"{at}.txt").write_text("a cat")
+    for index, size in enumerate(sizes or [(64, 64)] * 2):
+        image.new("RGB", size).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text("a cat")
     return folder
 
 
@@ -112,8 +106,8 @@ ARGS = {"resolution": "64", "caption_extension": ".txt", "max_train_steps": 20, 
 
 
 def test_steps_are_counted(tmp_path):
-    write_dataset(tmp_path / "5_cat")
-    findings = run_check(data.check, train_data_dir=str(tmp_path), **ARGS)
+    write_images(tmp_path / "5_cat")
+    findings = check(data.check, train_data_dir=str(tmp_path), **ARGS)
     assert not findings.errors
     assert not findings.warnings
     assert findings.notes == ["2 images, 10 with repeats, about 5 steps per epoch; 20 steps in total, 4 epochs"]
@@ -128,9 +122,9 @@ def test_steps_are_counted(tmp_path):
     ],
 )
 def test_data_folder_without_images_for_upstream_is_an_error(tmp_path, folder, expected):
-    write_dataset(tmp_path / "no_number" / "cat")
-    write_dataset(tmp_path / "inside")
-    (error,) = run_check(data.check, train_data_dir=str(tmp_path / folder), **ARGS).errors
+    write_images(tmp_path / "no_number" / "cat")
+    write_images(tmp_path / "inside")
+    (error,) = check(data.check, train_data_dir=str(tmp_path / folder), **ARGS).errors
     assert expected in error
 
 
@@ -151,60 +145,52 @@ def test_empty_and_invalid_images_are_problems(tmp_path):
 
 
 def test_missing_captions_are_counted_and_the_other_extension_is_suggested(tmp_path):
-    write_dataset(tmp_path / "1_cat", 3)
-    (warning,) = run_check(data.check, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
+    write_images(tmp_path / "1_cat", *[(64, 64)] * 3)
+    (warning,) = check(data.check, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
     assert "3 of 3 images" in warning
     assert "caption 'cat'" in warning
     assert "--caption_extension .txt" in warning
 
 
 def test_dataset_config_is_read(tmp_path):
-    write_dataset(tmp_path / "cats")
+    write_images(tmp_path / "cats")
     config = tmp_path / "data.toml"
     config.write_text(
         f'[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 64\n'
         f"[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'cats')!r}\nnum_repeats = 3\n"
         f"[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'dogs')!r}\n"
     )
-    (error,) = run_check(data.check, dataset_config=str(config), max_train_steps=3).errors
+    (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
     assert "dogs does not exist" in error
 
 
-def write_images(folder, *sizes):
-    folder.mkdir(parents=True)
-    for at, size in enumerate(sizes):
-        image.new("RGB", size).save(folder / f"{at}.png")
-        (folder / f"{at}.txt").write_text("a cat")
-    return folder
-
-
 def test_parent_of_a_subset_folder_is_suggested(tmp_path):
-    write_dataset(tmp_path / "2_sks")
-    (error,) = run_check(data.check, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
+    write_images(tmp_path / "2_sks")
+    (error,) = check(data.check, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
     assert error.endswith(f"use --train_data_dir {tmp_path}")
 
 
 def test_regularisation_images_are_counted_as_often_as_training_images(tmp_path):
-    write_dataset(tmp_path / "train" / "5_cat", 2)
-    write_dataset(tmp_path / "reg" / "1_cat", 3)
+    write_images(tmp_path / "train" / "5_cat")
+    write_images(tmp_path / "reg" / "1_cat", *[(64, 64)] * 3)
     args = {**ARGS, "train_data_dir": str(tmp_path / "train"), "reg_data_dir": str(tmp_path / "reg")}
-    assert run_check(data.check, **args).notes == [
+    assert check(data.check, **args).notes == [
         "5 images, 10 with repeats, about 10 steps per epoch; 20 steps in total, 2 epochs"
     ]
     # The first round may draw more than needed.
-    write_dataset(tmp_path / "more" / "20_cat", 3)
+    write_images(tmp_path / "more" / "20_cat", *[(64, 64)] * 3)
     args["reg_data_dir"] = str(tmp_path / "more")
-    assert "about 15 steps per epoch" in run_check(data.check, **args).notes[0]
+    assert "about 15 steps per epoch" in check(data.check, **args).notes[0]
 
 
 def test_steps_are_counted_per_bucket(tmp_path):
     write_images(tmp_path / "1_cat", *[(64, 64)] * 3, *[(64, 128)] * 3)
     args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "128"}
     no_buckets = {"enable_bucket": False, "cache_latents": True}
-    assert "about 3 steps per epoch" in run_check(data.check, **args, **no_buckets).notes[0]
-    assert "about 4 steps per epoch" in run_check(data.check, **args, enable_bucket=True, min_bucket_reso=64).notes[0]
+    assert "about 3 steps per epoch" in check(data.check, **args, **no_buckets).notes[0]
+    assert "about 4 steps per epoch" in check(data.check, **args, enable_bucket=True, min_bucket_reso=64).notes[0]
     args["max_train_epochs"] = 2
-    assert run_check(data.check, **args, enable_bucket=True, min_bucket_reso=64).steps == 8
+    assert check(data.check, **args, enable_bucket=True, min_bucket_reso=64).steps == 8
 
 
 @pytest.mark.parametrize(
@@ -222,59 +208,59 @@ def test_steps_are_counted_per_bucket(tmp_path):
 )
 def test_images_that_sd_scripts_does_not_scale_are_an_error(tmp_path, sizes, args, expected):
     write_images(tmp_path / "1_cat", *sizes)
-    errors = run_check(data.check, train_data_dir=str(tmp_path), **ARGS, **args).errors
+    errors = check(data.check, train_data_dir=str(tmp_path), **ARGS, **args).errors
     assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
 def test_bucket_limits_that_upstream_rejects_are_an_error(tmp_path):
     write_images(tmp_path / "1_cat", (64, 64))
     args = {**ARGS, "train_data_dir": str(tmp_path), "enable_bucket": True}
-    (error,) = run_check(data.check, **args).errors
+    (error,) = check(data.check, **args).errors
     assert error.endswith("use --min_bucket_reso 64")
-    (error,) = run_check(data.check, **{**args, "resolution": "1536"}).errors
+    (error,) = check(data.check, **{**args, "resolution": "1536"}).errors
     assert error.endswith("use --max_bucket_reso 3072")
 
 
 def test_images_limited_by_max_bucket_reso_are_counted(tmp_path):
     write_images(tmp_path / "1_cat", (832, 1216), (1024, 1024))
     args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "1024", "enable_bucket": True}
-    (warning,) = run_check(data.check, **args).warnings
+    (warning,) = check(data.check, **args).warnings
     assert "1 of 2 images" in warning
     assert warning.endswith("use --max_bucket_reso 2048")
-    assert not run_check(data.check, **args, max_bucket_reso=2048).warnings
-    assert not run_check(data.check, **args, bucket_no_upscale=True).warnings
+    assert not check(data.check, **args, max_bucket_reso=2048).warnings
+    assert not check(data.check, **args, bucket_no_upscale=True).warnings
 
 
 def test_damaged_caches_are_errors_when_the_run_reads_caches(tmp_path):
-    folder = write_dataset(tmp_path / "1_cat")
+    folder = write_images(tmp_path / "1_cat")
     numpy = pytest.importorskip("numpy")
     numpy.savez(folder / "0_0064x0064_sdxl.npz", latents=numpy.zeros(4))
     complete = (folder / "0_0064x0064_sdxl.npz").read_bytes()
     args = {**ARGS, "train_data_dir": str(tmp_path)}
-    assert not run_check(data.check, **args, cache_latents_to_disk=True).errors
+    assert not check(data.check, **args, cache_latents_to_disk=True).errors
     (folder / "0_te_outputs.npz").touch()
     (folder / "1.npz").write_bytes(complete[:-30])
     (folder / "1_0064x0064_sdxl.npz").write_text("garbage")
     (folder / "another.npz").write_text("of another image")
-    (error,) = run_check(data.check, **args, cache_latents_to_disk=True).errors
+    (error,) = check(data.check, **args, cache_latents_to_disk=True).errors
     assert "0_te_outputs.npz, 1.npz, 1_0064x0064_sdxl.npz. Delete them" in error
-    assert not run_check(data.check, **args, cache_latents=True).errors
+    assert not check(data.check, **args, cache_latents=True).errors
 
 
 def test_json_dataset_config_is_read_and_invalid_ones_are_errors(tmp_path):
-    write_dataset(tmp_path / "cats")
+    write_images(tmp_path / "cats")
     document = {"general": {"caption_extension": ".txt"}, "datasets": [{"subsets": [{"image_dir": str(tmp_path / "cats")}]}]}
     config = tmp_path / "data.json"
     config.write_text(json.dumps(document))
     args = {**ARGS, "dataset_config": str(config)}
-    assert not run_check(data.check, **args).errors
+    assert not check(data.check, **args).errors
     config.write_text("\ufeff" + json.dumps(document), encoding="utf-8")
-    (error,) = run_check(data.check, **args).errors
+    (error,) = check(data.check, **args).errors
     assert "save it as UTF-8 without BOM" in error
     config.write_bytes(b"\xff\xfe\x00")
-    assert run_check(data.check, **args).errors == [f"--dataset_config {config} is not UTF-8 text; save it as UTF-8"]
+    assert check(data.check, **args).errors == [f"--dataset_config {config} is not UTF-8 text; save it as UTF-8"]
     args["dataset_config"] = str(config.rename(tmp_path / "data.yaml"))
-    assert run_check(data.check, **args).errors[0].endswith("the file name must end in .toml or .json")
+    assert check(data.check, **args).errors[0].endswith("the file name must end in .toml or .json")
 
 
 # --- output and options ----------------------------------------------------------------------------------------------
@@ -285,7 +271,7 @@ def test_earlier_output_is_a_warning_and_is_not_removed(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     args = {"output_dir": str(tmp_path), "output_name": "cat", "pretrained_model_name_or_path": ""}
-    findings = run_check(output.check, **args)
+    findings = check(output.check, **args)
     (warning,) = findings.warnings
     assert warning.endswith("will be renamed to cat.previous.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -305,16 +291,16 @@ def write_lora_state(folder, rank):
 def test_state_of_another_rank_is_an_error(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "resume": str(state)}
-    assert not run_check(models.check, **args, network_dim=8).errors
-    (error,) = run_check(models.check, **args, network_dim=16).errors
+    assert not check(models.check, **args, network_dim=8).errors
+    (error,) = check(models.check, **args, network_dim=16).errors
     assert "has rank 8, but --network_dim is 16" in error
-    assert not run_check(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
+    assert not check(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
 
 
 def test_state_of_another_script_is_an_error(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     run_record.write(state, run_record.describe("sdxl_train.py", Namespace()), step=3)
-    (error,) = run_check(models.check, pretrained_model_name_or_path="a/b", resume=str(state)).errors
+    (error,) = check(models.check, pretrained_model_name_or_path="a/b", resume=str(state)).errors
     assert "was saved by sdxl_train.py, not sdxl_train_network.py" in error
 
 
@@ -323,18 +309,18 @@ def test_state_with_a_missing_file_is_an_error(tmp_path, name):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     args = {"pretrained_model_name_or_path": "a/b", "output_dir": str(tmp_path), "output_name": "cat"}
     for resume in (str(state), "auto"):
-        assert not run_check(models.check, **args, resume=resume).errors
+        assert not check(models.check, **args, resume=resume).errors
     (state / name).unlink()
     for resume in (str(state), "auto"):
-        (error,) = run_check(models.check, **args, resume=resume).errors
+        (error,) = check(models.check, **args, resume=resume).errors
         assert name in error
 
 
 def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    (error,) = run_check(output.check, output_dir=str(tmp_path / "file" / "out")).errors
+    (error,) = check(output.check, output_dir=str(tmp_path / "file" / "out")).errors
     assert "cannot be written to" in error
-    assert run_check(output.check, output_dir=None).errors
+    assert check(output.check, output_dir=None).errors
 
 
 @pytest.mark.parametrize(
@@ -362,7 +348,7 @@ def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
     ],
 )
 def test_options_that_contradict_are_an_error(script, args, expected):
-    (error,) = run_check(options.check, script, **args).errors
+    (error,) = check(options.check, script, **args).errors
     assert expected in error
 
 
@@ -399,13 +385,13 @@ def test_options_that_contradict_are_an_error(script, args, expected):
     ],
 )
 def test_number_out_of_range_is_an_error_with_the_range(args, expected):
-    (error,) = run_check(options.check, "sdxl_train.py", **args).errors
+    (error,) = check(options.check, "sdxl_train.py", **args).errors
     assert error.startswith(expected) or expected in error
 
 
 def test_clip_skip_is_checked_for_sd15_only():
-    assert run_check(options.check, "train_db.py", clip_skip=0).errors
-    assert not run_check(options.check, "sdxl_train.py", clip_skip=0).errors
+    assert check(options.check, "train_db.py", clip_skip=0).errors
+    assert not check(options.check, "sdxl_train.py", clip_skip=0).errors
 
 
 @pytest.mark.parametrize(
@@ -429,13 +415,13 @@ def test_clip_skip_is_checked_for_sd15_only():
     ],
 )
 def test_numbers_with_a_meaning_are_accepted(args):
-    assert not run_check(options.check, "sdxl_train.py", **args).errors
+    assert not check(options.check, "sdxl_train.py", **args).errors
 
 
 def test_number_out_of_range_in_a_dataset_config_is_an_error(tmp_path):
     config = tmp_path / "data.toml"
     config.write_text('[[datasets]]\nbatch_size = 0\n[[datasets.subsets]]\nimage_dir = "cats"\ncaption_dropout_rate = 2\n')
-    errors = run_check(options.check, "sdxl_train.py", dataset_config=str(config)).errors
+    errors = check(options.check, "sdxl_train.py", dataset_config=str(config)).errors
     assert [error.partition(": ")[2].partition(":")[0] for error in errors] == ["train_batch_size 0", "caption_dropout_rate 2"]
 
 
@@ -454,7 +440,7 @@ def test_number_out_of_range_in_a_dataset_config_is_an_error(tmp_path):
     ],
 )
 def test_unusual_learning_rate_for_the_optimizer_is_a_warning(args, expected):
-    warnings = run_check(options.check, "sdxl_train.py", **args).warnings
+    warnings = check(options.check, "sdxl_train.py", **args).warnings
     assert (expected is None and not warnings) or (len(warnings) == 1 and expected in warnings[0])
 
 
@@ -475,7 +461,7 @@ def test_missing_package_is_an_error_with_the_install_command(monkeypatch, scrip
         return None if name.partition(".")[0] in ("xformers", "lycoris", "no_such_thing") else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", absent)
-    errors = run_check(options.check, script, **args).errors
+    errors = check(options.check, script, **args).errors
     assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
@@ -484,7 +470,7 @@ def test_missing_package_is_an_error_with_the_install_command(monkeypatch, scrip
     [("x" * 300, "too long"), ("ü" * 120, "too long"), ("no/cat", "is a path in a folder that does not exist")],
 )
 def test_invalid_output_name_is_an_error(tmp_path, name, expected):
-    (error,) = run_check(output.check, output_dir=str(tmp_path / "new"), output_name=name).errors
+    (error,) = check(output.check, output_dir=str(tmp_path / "new"), output_name=name).errors
     assert expected in error
 
 
@@ -496,7 +482,7 @@ def test_contradicting_options_of_one_subset_are_an_error(tmp_path):
         '[[datasets.subsets]]\nimage_dir = "dogs"\ncolor_aug = true\n'
     )
     args = {"cache_text_encoder_outputs": True, "cache_latents": True, "shuffle_caption": True}
-    errors = run_check(options.check, "sdxl_train.py", dataset_config=str(config), **args).errors
+    errors = check(options.check, "sdxl_train.py", dataset_config=str(config), **args).errors
     assert [error.partition(": ")[0] for error in errors] == [f"{config}, dogs"] * 2
     assert "--shuffle_caption" in errors[0]
     assert "--color_aug" in errors[1]
@@ -505,9 +491,7 @@ def test_contradicting_options_of_one_subset_are_an_error(tmp_path):
 def test_valid_options_are_accepted():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
-    assert not run_check(
-        options.check, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args
-    ).errors
+    assert not check(options.check, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
 
 
 @pytest.mark.parametrize(
@@ -525,7 +509,7 @@ def test_valid_options_are_accepted():
 )
 def test_arguments_of_optimizers_and_schedulers_are_checked(package, args, expected):
     pytest.importorskip(package)
-    (error,) = run_check(options.check, "sdxl_train.py", **args).errors
+    (error,) = check(options.check, "sdxl_train.py", **args).errors
     assert expected in error
 
 
@@ -554,6 +538,6 @@ def test_failing_check_does_not_stop_the_run(monkeypatch):
 
 def test_dynamo_backend_that_sd_scripts_overrides_is_noted(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    (note,) = run_check(options.check, "sdxl_train.py").notes
+    (note,) = check(options.check, "sdxl_train.py").notes
     assert note.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
-    assert not run_check(options.check, "sdxl_train.py", torch_compile=True).notes
+    assert not check(options.check, "sdxl_train.py", torch_compile=True).notes
