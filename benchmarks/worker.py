@@ -84,8 +84,9 @@ class Step:
 def ready(spec: dict[str, Any]) -> Step:
     """Build the training of a variant with random weights.
 
-    ``spec``: script, arguments, patched, sd_scripts; for a reduced SDXL U-Net also its ``width`` (channels at the first resolution) and ``every_block`` (as many transformer layers as the real one), for a
-    reduced FLUX its ``flux_blocks`` (double, single).
+    ``spec``: script, arguments, patched, sd_scripts; for a reduced SDXL U-Net also its ``width`` (channels at the first
+    resolution) and ``every_block`` (as many transformer layers as the real one), for a reduced FLUX its ``flux_blocks``
+    (double, single).
     """
     shrink.UNET_WIDTH = spec.get("width", shrink.UNET_WIDTH)
     if spec.get("every_block"):

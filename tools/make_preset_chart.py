@@ -50,8 +50,8 @@ def draw(file: Path) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_xlabel(
-        "The preset for each size of GPU memory: its settings, predicted memory in GB (1e9 bytes), and speed by FLOPs relative to "
-        "the family's fastest preset at that resolution.\nPredicted, not measured on a GPU. Empty: no preset fits.",
+        "The preset for each size of GPU memory: its settings, predicted memory in GB (1e9 bytes), and speed by FLOPs relative "
+        "to the family's fastest preset at that resolution.\nPredicted, not measured on a GPU. Empty: no preset fits.",
         fontsize=8,
     )
     # No date and no version inside: the same figures give the same file.
