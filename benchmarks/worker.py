@@ -84,9 +84,9 @@ class Step:
 def ready(spec: dict[str, Any]) -> Step:
     """Build the training of a variant with random weights.
 
-    ``spec``: script, arguments, patched, sd_scripts. For a reduced SDXL U-Net also ``width`` (channels at the first resolution)
+        ``spec``: script, arguments, patched, sd_scripts. For a reduced SDXL U-Net also ``width`` (channels at the first resolution)
     and ``every_block`` (as many transformer layers as the real one); for a reduced FLUX ``flux_blocks`` (double, single).
-    """
+        """
     shrink.UNET_WIDTH = spec.get("width", shrink.UNET_WIDTH)
     if spec.get("every_block"):
         shrink.UNET_DEPTHS.update({depth: depth for depth in shrink.UNET_DEPTHS})

@@ -68,6 +68,6 @@ def test_real_script_uses_non_reentrant_checkpointing_and_trains_upstreams_tenso
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, tensor in theirs.tensors.items():
         torch.testing.assert_close(ours.tensors[name], tensor, rtol=0, atol=1e-6)
-    names = ("nonreentrant_checkpointing", "fast_checkpoint_hooks", "selective_checkpointing")
-    statuses = {row["patch"]: row["status"] for row in ours.report["patches"] if row["patch"] in names}
-    assert statuses == dict(zip(names, ("applied", "applied", "skipped"), strict=True))
+    statuses = {row["patch"]: row["status"] for row in ours.report["patches"]}
+    assert statuses["selective_checkpointing"] == "skipped"
+    assert statuses["nonreentrant_checkpointing"] == statuses["fast_checkpoint_hooks"] == "applied"
