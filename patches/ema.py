@@ -19,7 +19,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean, fraction, one_of
 from kohya_ext.console import note, stop, warn
 from kohya_ext.launch import session
 from kohya_ext.patching.patch import Patch, Target
@@ -30,6 +30,29 @@ FILE = "kohya_ext_ema.safetensors"
 
 _AT_ONCE = 8
 """How many weights are averaged in one call; copies of as many are made where their type or device is another."""
+
+
+EMA = Option(
+    "ema",
+    False,
+    boolean,
+    "keep an average of the trained weights over the steps, in float32, and save it beside each model as NAME-ema",
+    activates=True,
+)
+EMA_DECAY = Option(
+    "ema_decay",
+    0.999,
+    fraction,
+    "how much of --ema's average stays at each step, from 0 to 1; less in the first steps",
+    metavar="FRACTION",
+)
+EMA_DEVICE = Option(
+    "ema_device",
+    "cpu",
+    one_of("cpu", "gpu"),
+    "where --ema's average lies: cpu costs a copy of the trained weights at each step, gpu their memory, 4 bytes a weight",
+    metavar="cpu|gpu",
+)
 
 
 @dataclass
@@ -158,7 +181,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Average | 
         stop("--ema and a schedule-free optimizer cannot go together: it averages the weights itself")
     if not accelerator.is_main_process:
         return None
-    return _Average(accelerator, settings.ema_decay, accelerator.device if settings.ema_device == "gpu" else "cpu")
+    return _Average(accelerator, settings[EMA_DECAY], accelerator.device if settings[EMA_DEVICE] == "gpu" else "cpu")
 
 
 def _save_model(original: Any, settings: Settings) -> Any:
@@ -200,10 +223,11 @@ PATCH = Patch(
             for name in _MAKERS
         ),
     ),
+    options=(EMA, EMA_DECAY, EMA_DEVICE),
     exactness="exact",
     held_to="the model saved without it; the average itself to one made of the files of every step, within 1e-6",
     idea="https://github.com/kohya-ss/sd-scripts/pull/893",
-    wanted=lambda settings: settings.ema,
+    wanted=lambda settings: settings[EMA],
     stage=Stage.COMPUTE,
     on_start=_start,
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, count, one_of
 from kohya_ext.console import error as say
 from kohya_ext.console import note, warn
 from kohya_ext.gpu import out_of_memory
@@ -32,6 +32,23 @@ from kohya_ext.run.atomic_write import impatient
 from kohya_ext.run.output_files import rolling_state
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+
+ON_OOM = Option(
+    "on_oom",
+    "stop",
+    one_of("stop", "retry"),
+    "when a run is out of memory: stop, or retry, which starts it anew from its newest state with the cheapest change that "
+    "helps (launcher only)",
+    metavar="stop|retry",
+)
+OOM_MAX_RETRIES = Option(
+    "oom_max_retries",
+    3,
+    count,
+    "how often --on_oom retry starts a run anew at most",
+    metavar="N",
+)
 
 
 @dataclass
@@ -138,7 +155,7 @@ class _Watch(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
-    if settings.on_oom == "retry" and oom_retry.handed_over() is None:
+    if settings[ON_OOM] == "retry" and oom_retry.handed_over() is None:
         warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
     watch = _Watch(args, accelerator, settings)
     watch.listen()
@@ -149,6 +166,7 @@ PATCH = Patch(
     name="out_of_memory",
     summary="out of memory: the state is saved, and the run ends with what lay where and the cheapest next step to paste",
     targets=(),
+    options=(ON_OOM, OOM_MAX_RETRIES),
     exactness="exact",
     held_to="the same run without it; going on from the saved state, the run that was not interrupted",
     idea="https://pytorch.org/docs/stable/notes/faq.html",

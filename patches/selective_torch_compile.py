@@ -17,12 +17,56 @@ from typing import Any
 
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.support import reason_to_stand_aside
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean, count, name, one_of
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target
 from kohya_ext.patching.training_loop import Stage, data_sets
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
+
+
+SELECTIVE_TORCH_COMPILE = Option(
+    "selective_torch_compile",
+    False,
+    boolean,
+    "compile the model's repeated blocks instead of the whole model",
+    environment="SDSCRIPTS_SELECTIVE_TORCH_COMPILE",
+    activates=True,
+)
+COMPILE_BACKEND = Option(
+    "compile_backend",
+    "inductor",
+    name,
+    "torch.compile's backend for the blocks",
+    metavar="NAME",
+)
+COMPILE_MODE = Option(
+    "compile_mode",
+    "default",
+    one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    "torch.compile's mode for the blocks, for the inductor backend: default, or max-autotune-no-cudagraphs",
+    metavar="MODE",
+)
+COMPILE_DYNAMIC = Option(
+    "compile_dynamic",
+    "auto",
+    one_of("auto", "true", "false"),
+    "whether one graph serves pictures of all sizes: true, false (a graph for each size), or auto (after the second size)",
+    metavar="auto|true|false",
+)
+COMPILE_FULLGRAPH = Option(
+    "compile_fullgraph",
+    False,
+    boolean,
+    "leave a kind of block eager that cannot be compiled in one piece, instead of compiling its parts",
+)
+COMPILE_CACHE_SIZE_LIMIT = Option[int | None](
+    "compile_cache_size_limit",
+    None,
+    count,
+    "how many graphs one kind of block may have before further ones run eager (64 if not given)",
+    metavar="N",
+)
 
 
 @dataclass(frozen=True)
@@ -134,13 +178,13 @@ def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) ->
 
 
 def _wanted(settings: Settings) -> bool:
-    if settings.selective_torch_compile and settings.compile_mode in ("reduce-overhead", "max-autotune"):
+    if settings[SELECTIVE_TORCH_COMPILE] and settings[COMPILE_MODE] in ("reduce-overhead", "max-autotune"):
         raise UserError(
-            f"--compile_mode {settings.compile_mode} cannot be used with --selective_torch_compile: it records CUDA graphs, "
+            f"--compile_mode {settings[COMPILE_MODE]} cannot be used with --selective_torch_compile: it records CUDA graphs, "
             "and blocks that share their code would be recorded once each, with memory of their own. Use default or "
             "max-autotune-no-cudagraphs"
         )
-    return settings.selective_torch_compile
+    return settings[SELECTIVE_TORCH_COMPILE]
 
 
 def _facts() -> Mapping[str, object]:
@@ -153,6 +197,14 @@ PATCH = Patch(
     name="selective_torch_compile",
     summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
     targets=_targets(),
+    options=(
+        SELECTIVE_TORCH_COMPILE,
+        COMPILE_BACKEND,
+        COMPILE_MODE,
+        COMPILE_DYNAMIC,
+        COMPILE_FULLGRAPH,
+        COMPILE_CACHE_SIZE_LIMIT,
+    ),
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings
 from kohya_ext.console import note, stop, warn
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
@@ -20,7 +20,19 @@ from kohya_ext.launch import session
 from kohya_ext.patching.checkpointed_blocks import on_enable
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
-from kohya_ext.units import AUTO, index_of, said
+from kohya_ext.units import AUTO, index_of, read_budget, said
+
+
+VRAM_BUDGET = Option[int | str | None](
+    "vram_budget",
+    None,
+    read_budget,
+    "cap the process at this many bytes, unlike --vram, which names a GPU (14GB is 14e9 bytes, 13GiB is 13 * 2**30; a "
+    "16 GB GPU has 17.2e9; auto takes the free memory less 5 percent), checkpoint every block, "
+    "then free as many from it as the measured peak leaves room for",
+    metavar="SIZE|auto",
+    activates=True,
+)
 
 
 @dataclass
@@ -46,8 +58,8 @@ class _Budget(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
-    assert settings.vram_budget is not None, "wanted without a value"
-    limit = _cap(settings.vram_budget, accelerator.device)
+    assert settings[VRAM_BUDGET] is not None, "wanted without a value"
+    limit = _cap(settings[VRAM_BUDGET], accelerator.device)
     reason = _reason_not_to_spend(args, accelerator, settings)
     if limit is None or reason is not None:
         if reason is not None:
@@ -152,10 +164,11 @@ PATCH = Patch(
     name="vram_budget",
     summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
     targets=on_enable(_take),
+    options=(VRAM_BUDGET,),
     exactness="exact",
     held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
-    wanted=lambda settings: settings.vram_budget is not None,
+    wanted=lambda settings: settings[VRAM_BUDGET] is not None,
     facts=_facts,
     stage=Stage.OBSERVE,
     on_start=_start,
