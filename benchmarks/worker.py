@@ -31,7 +31,7 @@ from kohya_ext.estimate import measurement
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import build
 from kohya_ext.estimate.step import Training, forward, make_batch, prepare, settle, step_in_backward
-from kohya_ext.launch.session import peak_memory
+from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.sdscripts.checkouts import Checkout, describe
 from kohya_ext.tiny import shrink
@@ -215,7 +215,7 @@ def _rearm(step: Step, without: list[str]) -> None:
     patcher = step.patcher
     assert patcher is not None, "a step of upstream's has no patches"
     patcher.undo()
-    step.patcher = Patcher(patcher.patches, replace(patcher.settings, disable_patch=tuple(without)), patcher.checkout)
+    step.patcher = Patcher(patcher.patches, patcher.settings.with_(disable_patch=tuple(without)), patcher.checkout)
     step.patcher.arm()
 
 

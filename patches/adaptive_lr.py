@@ -38,7 +38,6 @@ _FEW_NORMS = 20
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
-
 ADAPTIVE_LR = Option(
     "adaptive_lr",
     False,

@@ -25,7 +25,6 @@ from kohya_ext.run.atomic_write import WhenFull, in_own_folder, set_aside, spare
 from kohya_ext.run.output_files import final_models, kept_states, models
 from kohya_ext.run.resume import leftovers, position
 
-
 DISK_FULL_TIMEOUT = Option(
     "disk_full_timeout",
     10.0,

@@ -19,7 +19,6 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.run import resume, run_record
 
-
 INEXACT_RESUME = Option(
     "inexact_resume",
     False,

@@ -23,7 +23,6 @@ from kohya_ext.sdscripts.fingerprints import known
 
 _done: Counter[str] = Counter()
 
-
 FUSED_OPERATIONS = Option(
     "fused_operations",
     False,

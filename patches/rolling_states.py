@@ -21,7 +21,6 @@ from kohya_ext.run import resume, run_record
 from kohya_ext.run.atomic_write import DiskFullError, impatient, remove_whole
 from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
 
-
 SAVE_STATE_EVERY_N_MINUTES = Option[float | None](
     "save_state_every_n_minutes",
     None,

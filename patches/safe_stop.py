@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, path
@@ -21,7 +22,6 @@ from kohya_ext.run import stop_request
 _PARENT = os.getppid()
 
 _PR_SET_PDEATHSIG = 1
-
 
 STOP_FILE = Option[Path | None](
     "stop_file",

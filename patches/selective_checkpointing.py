@@ -20,7 +20,6 @@ from kohya_ext.patching.patch import Patch
 #: The kinds with the most work per byte, the best first; every other kind comes after them.
 FIRST = ("Upsample2D", "Downsample2D", "MLPEmbedder", "ResnetBlock2D", "SingleStreamBlock")
 
-
 GRADIENT_CHECKPOINTING_RATIO = Option[float | None](
     "gradient_checkpointing_ratio",
     None,
@@ -33,7 +32,8 @@ GRADIENT_CHECKPOINTING_RATIO = Option[float | None](
 
 
 def _in_part(original: Any, settings: Settings) -> Any:
-    share = 1.0 if settings[GRADIENT_CHECKPOINTING_RATIO] is None else settings[GRADIENT_CHECKPOINTING_RATIO]
+    share = settings[GRADIENT_CHECKPOINTING_RATIO]
+    assert share is not None, "wanted without a value"
 
     @wraps(original)
     def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kohya_ext.compiling.budget import WEIGH_ACTIVATIONS_ONLY
+from kohya_ext.compiling.configuration import time_no_guards
 from kohya_ext.compiling.inputs import Inputs
+from kohya_ext.compiling.lowering import survive_scaled_products
 from kohya_ext.compiling.support import reason_to_stand_aside
 from kohya_ext.config.settings import Option, Settings, boolean, count, name, one_of
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target
-from kohya_ext.patching.training_loop import Stage, data_sets
+from kohya_ext.patching.training_loop import Stage, command, data_sets
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
-
 
 SELECTIVE_TORCH_COMPILE = Option(
     "selective_torch_compile",
@@ -171,7 +173,8 @@ def _unless_a_method(original: Any) -> str | None:
 def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
-    RUN.begin(partial(data_sets, accelerator))
+    checkout = command().checkout
+    RUN.begin(partial(data_sets, accelerator), checkout.commit if checkout is not None else None)
     reason = reason_to_stand_aside(args)
     if reason is not None:
         RUN.stand_aside(reason)
@@ -193,10 +196,22 @@ def _facts() -> Mapping[str, object]:
     return RUN.facts()
 
 
+_COMPILER = (
+    Target(
+        "torch._inductor.fx_passes.quantization",
+        "_is_valid_woq_optimization_pattern",
+        survive_scaled_products,
+        optional=True,
+        body="runs",
+    ),
+    # What it measures is for statistics only, so that any body may be left out.
+    Target("torch._dynamo.guards", "profile_guard_manager", time_no_guards, optional=True, body="runs"),
+)
+
 PATCH = Patch(
     name="selective_torch_compile",
     summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
-    targets=_targets(),
+    targets=(*_targets(), *_COMPILER, WEIGH_ACTIVATIONS_ONLY),
     options=(
         SELECTIVE_TORCH_COMPILE,
         COMPILE_BACKEND,

@@ -16,12 +16,10 @@ from kohya_ext.config.settings import Option, Settings
 from kohya_ext.console import note, stop, warn
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
-from kohya_ext.launch import session
 from kohya_ext.patching.checkpointed_blocks import on_enable
 from kohya_ext.patching.patch import Patch
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, command, current
 from kohya_ext.units import AUTO, index_of, read_budget, said
-
 
 VRAM_BUDGET = Option[int | str | None](
     "vram_budget",
@@ -58,8 +56,9 @@ class _Budget(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
-    assert settings[VRAM_BUDGET] is not None, "wanted without a value"
-    limit = _cap(settings[VRAM_BUDGET], accelerator.device)
+    budget = settings[VRAM_BUDGET]
+    assert budget is not None, "wanted without a value"
+    limit = _cap(budget, accelerator.device)
     reason = _reason_not_to_spend(args, accelerator, settings)
     if limit is None or reason is not None:
         if reason is not None:
@@ -70,8 +69,8 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
 
     on_card = accelerator.device.type == "cuda"
     spender = BudgetController(round(limit * FILLED), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter())
-    if settings.selective_torch_compile:
-        _wait_with_compiling(spender, accelerator.device.type, settings.compile_backend)
+    if settings["selective_torch_compile"]:
+        _wait_with_compiling(spender, accelerator.device.type, settings["compile_backend"])
     if not args.gradient_checkpointing:
         args.gradient_checkpointing = True
         note("memory budget: gradient checkpointing is on for the first steps, and for the blocks that have no room after them")
@@ -111,9 +110,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
 
 
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
-    running = session.current()
-    script = running.script.name if running is not None and running.script is not None else ""
-    reason = reason_not_to_spend(script, args, settings)
+    reason = reason_not_to_spend(command().script, args, settings)
     if reason is not None:
         return reason
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):

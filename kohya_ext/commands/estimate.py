@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     budget: Budget | None = None
     if own.get("fill"):
         found, resolved = _fill(checkout, script, argv, card, fresh)
-    elif resolved.settings.vram_budget is not None:
+    elif resolved.settings["vram_budget"] is not None:
         found, budget = _with_budget(checkout, script, argv, choices, resolved, card, fresh)
     else:
         found = estimate(checkout, script, resolved, argv, fresh)
@@ -134,7 +134,7 @@ def _with_budget(
     fresh: bool,
 ) -> tuple[Estimate, Budget]:
     """Return the estimate of a run once its ``--vram_budget`` is spent, and what was spent."""
-    budget = run.settings.vram_budget
+    budget = run.settings["vram_budget"]
     assert budget is not None, "asked with one"
     if budget == AUTO and card is None:
         raise UserError("--vram_budget auto needs the GPU's size: give --vram 16, or a preset for a size")

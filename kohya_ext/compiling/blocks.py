@@ -34,22 +34,24 @@ class Run:
     """Whether the blocks still run eager because something of the run measures them first."""
     data_sets: Callable[[], Sequence[Any]] = tuple
     """sd-scripts' data sets of the run, once it has made them."""
+    commit: str | None = None
+    """That of sd-scripts, whose code is compiled."""
     prepared: bool = False
     several_sizes: bool = False
     """Whether the data sets have pictures of several sizes, by the time of the first compilation."""
     _breaks_before: int = 0
 
-    def begin(self, data_sets: Callable[[], Sequence[Any]]) -> None:
-        """Start a training run: nothing is known of it yet."""
-        self.data_sets = data_sets
+    def begin(self, data_sets: Callable[[], Sequence[Any]], commit: str | None) -> None:
+        """Start a training run: nothing else is known of it yet."""
+        self.data_sets, self.commit = data_sets, commit
         self.standing_aside, self.waiting, self.prepared, self.several_sizes = None, False, False, False
 
     def prepare(self, settings: Settings, device: str) -> None:
         """Set up torch before the first compilation of a run. Safe to repeat."""
         if not self.prepared:
             self.prepared = True
-            keep_compiled_code(device)
-            prepare_torch(settings.compile_cache_size_limit)
+            keep_compiled_code(device, self.commit)
+            prepare_torch(settings["compile_cache_size_limit"])
             self.several_sizes = has_several_sizes(self.data_sets())
             self._breaks_before = _graph_breaks()
             atexit.unregister(self.summarize)
@@ -135,7 +137,7 @@ class Block:
         """How many graphs dynamo keeps for the method."""
         from kohya_ext.compiling.configuration import DEFAULT_RECOMPILE_LIMIT
 
-        return self.settings.compile_cache_size_limit or DEFAULT_RECOMPILE_LIMIT
+        return self.settings["compile_cache_size_limit"] or DEFAULT_RECOMPILE_LIMIT
 
     @property
     def recompiles(self) -> int:
@@ -236,16 +238,16 @@ def _start(block: Block, arguments: Sequence[Any]) -> bool:
     settings = block.settings
     device = next((argument.device.type for argument in arguments if isinstance(argument, torch.Tensor)), "cpu")
     try:
-        obstacle = find_obstacle(device, settings.compile_backend)
+        obstacle = find_obstacle(device, settings["compile_backend"])
         if obstacle is not None:
             RUN.stand_aside(obstacle)
             return False
         RUN.prepare(settings, device)
         block.compiled = torch.compile(
             block.original,
-            backend=falling_back(settings.compile_backend, settings.compile_mode, block),
-            dynamic={"auto": None, "true": True, "false": False}[settings.compile_dynamic],
-            fullgraph=settings.compile_fullgraph,
+            backend=falling_back(settings["compile_backend"], settings["compile_mode"], block),
+            dynamic={"auto": None, "true": True, "false": False}[settings["compile_dynamic"]],
+            fullgraph=settings["compile_fullgraph"],
         )
     except Exception as error:  # torch's internals differ between versions; training goes on without them
         block.failed(error)
@@ -282,7 +284,7 @@ def _made_alike(
         args = [replaced.get(name, value) for name, value in zip(names, args, strict=False)]
         kwargs = {name: replaced.get(name, value) for name, value in kwargs.items()}
         arguments |= replaced
-    if RUN.several_sizes and block.settings.compile_dynamic == "auto":
+    if RUN.several_sizes and block.settings["compile_dynamic"] == "auto":
         mark_sizes(block.inputs, arguments)
     return args, kwargs
 

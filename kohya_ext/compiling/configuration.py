@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext import cache
-from kohya_ext.compiling.tracing import close_gaps, take_einops_whole, take_group_norm_whole
-from kohya_ext.launch.session import current
+from kohya_ext.compiling.tracing import take_einops_whole, take_group_norm_whole
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import apply_needed
 
 #: SDXL's ResnetBlock2D alone has 12 variants by its channels; torch's 8 would leave the rest eager without a word. With a
 #: memory budget of 0 a reduced SDXL then kept 1.6 times what checkpointing keeps; with all of them compiled, less than it.
@@ -61,8 +62,7 @@ def prepare_torch(recompile_limit: int | None) -> None:
     import torch._inductor.config as inductor
 
     _collect_no_garbage_while_compiling()
-    _time_no_guards()
-    close_gaps()
+    apply_needed()
     take_einops_whole()
     take_group_norm_whole()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
@@ -94,26 +94,24 @@ def _collect_no_garbage_while_compiling() -> None:
     callback_handler.register_end_callback(lambda *about: gc.enable())
 
 
-def _time_no_guards() -> None:
+def time_no_guards(original: Any, settings: Settings) -> Any:
     """Spare the emptying of the processor's caches with which newer versions time every graph's guards, for their statistics.
 
     https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/guards.py (``guard_latency_us``)
     """
-    import torch._dynamo.guards as guards
-
-    if hasattr(guards, "profile_guard_manager"):
-        guards.profile_guard_manager = lambda *about: 0.0
+    return lambda *about: 0.0
 
 
-def keep_compiled_code(device: str) -> Path:
-    """Point torch's caches of compiled code to a folder that lasts, and return it; the user's own choice of one wins."""
+def keep_compiled_code(device: str, commit: str | None) -> Path:
+    """Point torch's caches of compiled code to a folder that lasts, and return it; the user's own choice of one wins.
+
+    ``commit`` is that of sd-scripts, whose code is compiled.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
     import torch
 
-    session = current()
-    commit = session.checkout.commit if session is not None else None
     kind = torch.cuda.get_device_name() if device == "cuda" else device
     name = f"{(commit or 'unversioned')[:8]}-torch{torch.__version__}-{kind}"
     root = cache.folder()

@@ -1,35 +1,31 @@
-"""What an older inductor stumbles over in blocks, mended where a probe fails."""
+"""What an older inductor fails at in blocks."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+from kohya_ext.config.settings import Settings
+
 #: What `_is_valid_woq_optimization_pattern` reads of a match.
 _PARTS = ("x", "weight", "scales")
 
 
-def survive_scaled_products() -> None:
+def survive_scaled_products(original: Any, settings: Settings) -> Any:
     """Let inductor meet a 16-bit product that is multiplied by a number, as LoRA's is by ``alpha / rank``.
 
     In older versions, torch 2.6 among them, a pattern for int8 weights takes every such factor for a tensor of scales, and
-    raises: on every device, for the whole graph. To be done before the first graph is compiled, when patterns are registered.
-    https://github.com/huggingface/peft/issues/2901
+    raises: on every device, for the whole graph. To be replaced before the first graph is compiled, when patterns are
+    registered. https://github.com/huggingface/peft/issues/2901
     """
-    try:
-        from torch._inductor.fx_passes import quantization
-
-        original = quantization._is_valid_woq_optimization_pattern
-    except (ImportError, AttributeError):  # another version, without the pattern
-        return
     if not _raises_on_a_number(original()):
-        return
+        return original
 
     def with_numbers_refused() -> Any:
         check = original()
         return lambda match: all(hasattr(match.kwargs.get(part), "meta") for part in _PARTS) and check(match)
 
-    quantization._is_valid_woq_optimization_pattern = with_numbers_refused
+    return with_numbers_refused
 
 
 def _raises_on_a_number(check: Any) -> bool:

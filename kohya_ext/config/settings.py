@@ -328,7 +328,7 @@ def add_to(parser: argparse._ActionsContainer, scope: Scope | None = None, only:
             )
 
 
-def _argument_type(option: Option) -> Callable[[str], Any]:
+def _argument_type(option: Option[Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             return option.parse(text)

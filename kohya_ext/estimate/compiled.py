@@ -67,12 +67,8 @@ def one_mode(mode: Any) -> Iterator[None]:
     """Let AOTAutograd trace in the mode that the tensors are of: before torch 2.7 or so dynamo has one of its own."""
     from torch._guards import TracingContext
 
-    context = TracingContext.get()
-    before, context.fake_mode = context.fake_mode, mode
-    try:
+    with replaced(TracingContext.get(), "fake_mode", mode):
         yield
-    finally:
-        context.fake_mode = before
 
 
 @contextmanager

@@ -49,8 +49,8 @@ def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Seque
     from kohya_ext.estimate.activation_budgets import BACKEND, measure
 
     _refuse(choosing.read(script, run, argv)[0])
-    settings = replace(_compiling_with(BACKEND, run.settings), gradient_checkpointing_ratio=None)
-    set_budget(1.0)  # with what makes shares mean activations
+    settings = _compiling_with(BACKEND, run.settings).with_(gradient_checkpointing_ratio=None)
+    set_budget(1.0)
     with _prepared(checkout, settings):
         choices, arguments, trainer = read(checkout, script, run, argv)
         arguments.gradient_checkpointing = False
@@ -64,8 +64,8 @@ def tracing(settings: Settings, choices: MemoryConfig) -> Settings:
     """Return a run's settings with blocks compiled as far as tensors without data can be: traced and divided, by the budget."""
     if not choices.selective_torch_compile:
         return eager(settings)
-    if settings.compile_backend != DEFAULT_BACKEND:
-        raise UserError(f"estimates with --compile_backend {settings.compile_backend} are not modelled: {DEFAULT_BACKEND} is")
+    if (backend := settings["compile_backend"]) != DEFAULT_BACKEND:
+        raise UserError(f"estimates with --compile_backend {backend} are not modelled: {DEFAULT_BACKEND} is")
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.estimate.compiled import BACKEND
 
@@ -75,15 +75,15 @@ def tracing(settings: Settings, choices: MemoryConfig) -> Settings:
 
 
 def _compiling_with(backend: str, settings: Settings) -> Settings:
-    return replace(
-        settings, selective_torch_compile=True, compile_backend=backend, compile_mode="default", compile_dynamic="false",
+    return settings.with_(
+        selective_torch_compile=True, compile_backend=backend, compile_mode="default", compile_dynamic="false",
         activation_memory_budget=None,
     )  # fmt: skip
 
 
 def eager(settings: Settings) -> Settings:
     """Return a run's settings without compiling."""
-    return replace(settings, selective_torch_compile=False, activation_memory_budget=None)
+    return settings.with_(selective_torch_compile=False, activation_memory_budget=None)
 
 
 @contextlib.contextmanager

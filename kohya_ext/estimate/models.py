@@ -361,13 +361,10 @@ def _constructed(module: Any, name: str, load: Callable[[], Any]) -> Any:
         given.update(sizes)
         raise _SeenError
 
-    setattr(module, name, note)
-    try:
+    with replaced(module, name, note), contextlib.suppress(_SeenError):
         load()
-    except _SeenError:
+    if given:
         return kind(**given)
-    finally:
-        setattr(module, name, kind)
     raise RuntimeError(f"the loader of {name} did not construct one")
 
 
@@ -379,15 +376,11 @@ def _assembled(load: Callable[[], Any]) -> Any:
         filled.append(self)
         raise _SeenError
 
-    original = torch.nn.Module.load_state_dict
-    torch.nn.Module.load_state_dict = note
-    try:
+    with replaced(torch.nn.Module, "load_state_dict", note), contextlib.suppress(_SeenError):
         with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
             load()
-    except _SeenError:
+    if filled:
         return filled[0]
-    finally:
-        torch.nn.Module.load_state_dict = original
     raise RuntimeError("the loader did not fill a model")
 
 

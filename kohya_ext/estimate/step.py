@@ -401,15 +401,10 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
     except ImportError:
         yield
         return
-    names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
-    kept = {name: getattr(functional, name) for name in names}
-    try:
-        for name in names:
-            setattr(functional, name, lambda *args, **kwargs: None)
+    with contextlib.ExitStack() as stack:
+        for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
+            stack.enter_context(replaced(functional, name, lambda *args, **kwargs: None))
         yield
-    finally:
-        for name, original in kept.items():
-            setattr(functional, name, original)
 
 
 # --- one step --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def reason_not_to_spend(script: str, arguments: Any, settings: Settings) -> str 
     if script not in FAMILIES:
         return "this script's model has no blocks that are checkpointed one by one"
     for name in ("gradient_checkpointing_ratio", "activation_memory_budget"):
-        if getattr(settings, name) is not None:
+        if settings[name] is not None:
             return f"--{name} says how"
     for name in ("torch_compile", "compile", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed"):
         if getattr(arguments, name, False):

@@ -6,7 +6,6 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.launch.session import peak_memory
+from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import GB, gigabytes, index_of, said
@@ -102,7 +101,7 @@ def predicted(checkout: Checkout, script: str, args: Namespace, run: RunArgument
 def next_step(script: str, args: Namespace, run: RunArguments, phase: Phase, keep_state: bool) -> Step | None:
     """Return the cheapest rung that helps at a moment; with ``keep_state``, one that a state can be gone on from, if any."""
     known = vars(args)
-    values = {**known, **{name: value for name, value in asdict(run.settings).items() if value is not None}}
+    values = {**known, **{name: value for name, value in run.settings.values().items() if value is not None}}
     found = list(steps(Attempt(script, values, known.__contains__), phase))
     going_on = [step for step in found if step.rung.resumes] if keep_state else []
     return next(iter(going_on or found), None)

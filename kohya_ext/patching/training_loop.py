@@ -20,7 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from kohya_ext.config.arguments import RunArguments
 from kohya_ext.config.settings import Settings
+from kohya_ext.sdscripts.checkouts import Checkout
 
 
 class Stage(IntEnum):
@@ -98,11 +100,22 @@ yet.
 C = TypeVar("C", bound=TrainingCallback)
 
 
+@dataclass(frozen=True)
+class Command:
+    """What runs in this process."""
+
+    checkout: Checkout | None = None
+    script: str = ""
+    """The training script's file name; empty in another program."""
+    arguments: RunArguments | None = None
+
+
 @dataclass
 class TrainingRun:
     """One run of a training loop."""
 
     accelerator: Any
+    command: Command = field(default_factory=Command)
     callbacks: list[TrainingCallback] = field(default_factory=list)
     """In the order of their stages."""
     batch: object = None
@@ -157,13 +170,14 @@ class TrainingLoop:
 
     starts: Callable[[], Iterable[OnStart]]
     """Returns what the patches that are on do when a run starts, in the order of their stages."""
+    command: Command = field(default_factory=Command)
     run: TrainingRun | None = None
 
     def begin(self, args: Namespace, accelerator: Any, settings: Settings) -> None:
         """Start a run: make its callbacks. A run that went on before is ended."""
         global _current
         self.end()
-        self.run = _current = run = TrainingRun(accelerator)
+        self.run = _current = run = TrainingRun(accelerator, self.command)
         for start in self.starts():
             if (callback := start(args, accelerator, settings)) is not None:
                 run.callbacks.append(callback)
@@ -232,6 +246,11 @@ class TrainingLoop:
 def current(kind: type[C]) -> C | None:
     """Return the callback of a class in this process's run; None when there is no run or its patch takes no part."""
     return _current.callback(kind) if _current is not None else None
+
+
+def command() -> Command:
+    """Return what the run in this process was started with; an empty one when there is no run."""
+    return _current.command if _current is not None else Command()
 
 
 def current_batch() -> dict[str, Any]:

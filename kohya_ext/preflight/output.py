@@ -81,10 +81,10 @@ def _check_room(args: Namespace, folder: Path, size: Size, findings: Findings, s
         states = _saves(args, "_state") + 1
     elif getattr(args, "save_state_on_train_end", False):
         states = 1
-    if settings.save_state_every_n_minutes is not None:
-        states += settings.save_last_n_timed_states + 1  # a new one is whole before an old one goes
-    average = 4 * size.trained if settings.ema else 0
-    needed = models * size.model * (2 if settings.ema else 1) + states * (size.state + average)
+    if settings["save_state_every_n_minutes"] is not None:
+        states += settings["save_last_n_timed_states"] + 1  # a new one is whole before an old one goes
+    average = 4 * size.trained if settings["ema"] else 0
+    needed = models * size.model * (2 if settings["ema"] else 1) + states * (size.state + average)
     if free < needed:
         findings.warnings.append(
             f"what will be kept takes about {_size(needed)} ({models} models of {_size(size.model)}, {states} states of at "
@@ -114,7 +114,7 @@ def _size(count: float) -> str:
 def _check_older(folder: Path, name: str | None, findings: Findings, settings: Settings) -> None:
     for older in final_models(folder, name):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(older.stat().st_mtime))
-        if not settings.keep_previous:
+        if not settings["keep_previous"]:
             findings.warnings.append(f"{older} of {when} is there and will be replaced at the end")
             continue
         kept = previous(older)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kohya_ext import cache
-from kohya_ext.config.settings import Settings, options
+from kohya_ext.config.settings import Settings, patch_options
 
 FEWEST = 5
 """Steps that make a measurement."""
@@ -33,7 +33,7 @@ _NO_MATTER = (
 def identify(script: Path, args: Namespace, settings: Settings) -> str:
     """Return what two runs have in common whose steps take the same time."""
     said = {name: value for name, value in vars(args).items() if not any(piece in name for piece in _NO_MATTER)}
-    ours = {name: getattr(settings, name) for name, option in options("training") if option.patch}
+    ours = {option.name: settings[option] for option in patch_options()}
     cards = os.environ.get("CUDA_VISIBLE_DEVICES")
     text = json.dumps([script.name, said, ours, cards], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -174,7 +174,7 @@ def continuation(state: Path, processes: int = 1) -> str:
 def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) -> Stopper:
     """Begin to wait for reasons to stop: signals (in the main thread only), the stop file, the launcher's end."""
     name = getattr(args, "output_name", None) or DEFAULT_NAME
-    file = settings.stop_file or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
+    file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
     waiting = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():
         file.unlink()

@@ -93,16 +93,17 @@ def _look_up(module: ModuleType, name: str) -> Any:
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    return found
+    return found.fget if isinstance(found, property) else found
 
 
 def _functions(original: Any) -> Iterator[FunctionType]:
+    original = getattr(original, "__func__", original)  # static and class methods have it
     while isinstance(original, (FunctionType, type)) and original in _beneath:
         original = _beneath[original]
     if isinstance(original, type):
         for member in vars(original).values():
             if not isinstance(member, type):
-                yield from _functions(getattr(member, "__func__", member))  # static and class methods have it
+                yield from _functions(member)
         return
     if isinstance(original, FunctionType):
         yield original

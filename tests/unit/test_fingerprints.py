@@ -191,8 +191,8 @@ def test_what_says_that_it_runs_the_original_does(name):
     Doing nothing is allowed: a step that is skipped is not made by the original either.
     """
     target = TARGETS[name]
-    if target.attribute.isupper():
-        return  # a constant
+    if target.attribute.isupper() or target.attribute == "profile_guard_manager":
+        return  # a constant; a measurement for statistics
     assert ways_without_the_original(target.replace) == []
 
 

@@ -55,7 +55,7 @@ def test_a_variable_that_cannot_be_read_is_named():
 def test_every_row_has_a_meaning_and_reads_its_own_default_back():
     for name, option in settings.options():
         assert option.help
-        default = getattr(Settings(), name)
+        default = Settings()[name]
         if isinstance(default, (bool, tuple)):
             assert option.parse(list(default) if isinstance(default, tuple) else default) == default
 
