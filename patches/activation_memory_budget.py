@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from kohya_ext.compiling.budget import WEIGH_ACTIVATIONS_ONLY, set_budget
+from kohya_ext.compiling.budget import set_budget
 from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch
@@ -52,8 +52,8 @@ def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
 
 PATCH = Patch(
     name="activation_memory_budget",
-    summary="what compiled blocks keep for backward, as a share; float32 weights at batch 1 no longer make it do nothing",
-    targets=(WEIGH_ACTIVATIONS_ONLY,),
+    summary="what compiled blocks keep for backward, as a share of their activations",
+    targets=(),
     options=(ACTIVATION_MEMORY_BUDGET,),
     exactness="close",
     held_to="the same training with a budget of 1: in float32, weights within 1e-5 after the first steps",

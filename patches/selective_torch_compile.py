@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kohya_ext.compiling.budget import WEIGH_ACTIVATIONS_ONLY
 from kohya_ext.compiling.configuration import time_no_guards
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.lowering import survive_scaled_products
@@ -211,7 +210,7 @@ _COMPILER = (
 PATCH = Patch(
     name="selective_torch_compile",
     summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
-    targets=(*_targets(), *_COMPILER, WEIGH_ACTIVATIONS_ONLY),
+    targets=(*_targets(), *_COMPILER),
     options=(
         SELECTIVE_TORCH_COMPILE,
         COMPILE_BACKEND,

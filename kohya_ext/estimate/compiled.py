@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from kohya_ext.console import silent
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
+from kohya_ext.patching.attributes import replaced
 
 #: The backend's name for torch.compile.
 BACKEND = "kohya_ext_estimate"

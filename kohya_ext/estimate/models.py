@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kohya_ext.estimate.memory_config import FP8, SD3_LARGE, SD3_MEDIUM, MemoryConfig, size
+from kohya_ext.patching.attributes import replaced
 
 CLIP_TOKENS = 77
 
@@ -376,9 +377,9 @@ def _assembled(load: Callable[[], Any]) -> Any:
         filled.append(self)
         raise _SeenError
 
-    with replaced(torch.nn.Module, "load_state_dict", note), contextlib.suppress(_SeenError):
-        with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
-            load()
+    # accelerate 1.6 cannot make empty weights from fake ones.
+    with replaced(torch.nn.Module, "load_state_dict", note), contextlib.suppress(_SeenError), unset_fake_temporarily():
+        load()
     if filled:
         return filled[0]
     raise RuntimeError("the loader did not fill a model")

@@ -28,6 +28,7 @@ from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
+from kohya_ext.patching.attributes import replaced
 
 CACHING, SAMPLING = "caching", "sampling"
 

@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-import wrapt
-from packaging.version import Version
-
 from kohya_ext.config.settings import Option, Settings, patch_modules
 from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
@@ -182,6 +179,8 @@ class Patcher:
 
         Raises UserError for a name in ``disable_patch`` that no patch has.
         """
+        import wrapt  # imports asyncio, which a launcher that only reads options does without
+
         disabled = self._disabled()
         self._armed = True
         if self not in _armed:
@@ -262,6 +261,8 @@ class Patcher:
             return "not asked for"
         if self.checkout is None:
             return None
+        from packaging.version import Version
+
         version, layout = self.checkout.version, self.checkout.layout
         if patch.until is not None and version is not None and Version(version) >= Version(patch.until):
             return f"sd-scripts does it itself since v{patch.until}"

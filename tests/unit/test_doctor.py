@@ -10,7 +10,14 @@ from kohya_ext.patching.patch import registry
 
 
 def row(patch, target, status="applied", reason="", surprise=False):
-    about = {"summary": f"what {patch} does", "exactness": "exact", "held_to": "upstream"}
+    about = {
+        "summary": f"what {patch} does",
+        "exactness": "exact",
+        "held_to": "upstream",
+        "engine": False,
+        "options": [],
+        "until": None,
+    }
     return {"patch": patch, "target": target, "status": status, "reason": reason, "surprise": surprise, **about}
 
 
