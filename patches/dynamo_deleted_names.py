@@ -1,4 +1,4 @@
-"""Let torch.compile trace ``del`` of a name that a comprehension or a lambda reads, as torch does from 2.14 on.
+"""Let torch.compile trace ``del`` of a name that a comprehension or a lambda reads, where dynamo gives up at it.
 
 Attention of HunyuanImage and Anima does it, below Python 3.12 in every call (from 3.12 on a comprehension is no closure).
 """
@@ -53,13 +53,13 @@ def _example() -> tuple[Any, tuple[Any, ...]]:
 
 PATCH = Patch(
     name="dynamo_deleted_names",
-    summary="torch before 2.14: torch.compile traces the deletion of a name that a nested function reads",
+    summary="torch.compile traces the deletion of a name that a nested function reads, where dynamo gives up at it",
     targets=tuple(
         Target("torch._dynamo.symbolic_convert", f"{translator}.dispatch_table", _with_deletions, body="runs")
         for translator in _TRANSLATORS
     ),
     exactness="exact",
-    held_to="the same graph in one piece, as later versions of torch trace it",
+    held_to="the same graph in one piece, as without the deletion",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/symbolic_convert.py",
     wanted=lambda settings: settings["selective_torch_compile"],
     needed=partial(breaks_the_graph, _example),

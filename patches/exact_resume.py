@@ -44,7 +44,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Posi
     elif getattr(args, "resume", None):
         note(f"resuming from {args.resume}")
     run_record.begin(run)
-    return resume.Position(args, accelerator)
+    return resume.Position(args, accelerator, "--disable_patch exact_resume")
 
 
 def _load_state(original: Any, settings: Settings) -> Any:

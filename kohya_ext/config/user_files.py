@@ -69,7 +69,7 @@ def _decoded(content: bytes, label: str) -> str:
 def _parsed(file: Path, label: str, kind: str, parse: Callable[[str], Any]) -> Any:
     content = _content(file, label)
     if kind == "JSON" and content.startswith(codecs.BOM_UTF8):
-        # In TOML the patch toml_byte_order_mark lets upstream read it.
+        # In TOML a patch lets upstream read it.
         raise UserError(f"{label} begins with a byte order mark, which sd-scripts cannot read: save it as UTF-8 without BOM")
     try:
         return parse(_decoded(content, label))

@@ -31,6 +31,9 @@ from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 #: options would then be rejected by the script.
 OPTIONS = "options"
 
+#: The engine's patches whose outcomes ``doctor`` shows and a run's report leaves out.
+_IN_EVERY_RUN = (OPTIONS, accelerate_signals.PATCH.name)
+
 
 @dataclass
 class Session:
@@ -105,7 +108,7 @@ class Session:
             "presets": [preset.name for preset in self.run.presets.presets],
             "settings": {key: _plain(value) for key, value in self.run.settings.values().items()},
             "origins": dict(self.run.origins),
-            "patches": [asdict(outcome) for outcome in self.patcher.outcomes.values()],
+            "patches": [asdict(each) for each in self.patcher.outcomes.values() if each.patch not in _IN_EVERY_RUN],
             "facts": {patch.name: dict(patch.facts()) for patch in self.patcher.active() if patch.facts is not None},
             "seconds": round(time.monotonic() - self.started, 3),
             "memory": peak_memory(),

@@ -18,11 +18,13 @@ from enum import IntEnum, auto
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kohya_ext.config.arguments import RunArguments
 from kohya_ext.config.settings import Settings
 from kohya_ext.sdscripts.checkouts import Checkout
+
+if TYPE_CHECKING:  # its import takes longer than that of all patches
+    from kohya_ext.config.arguments import RunArguments
 
 
 class Stage(IntEnum):

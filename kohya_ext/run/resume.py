@@ -70,6 +70,8 @@ class Position(TrainingCallback):
 
     args: Namespace
     accelerator: Any
+    way_out: str = ""
+    """What to do where a script's training loop is not known."""
     step: int = 0
     """Optimizer steps made, those before a resume included."""
     epoch: int = -1
@@ -259,7 +261,7 @@ class Position(TrainingCallback):
         while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
             frame = frame.f_back
         if frame is None or not _set_local(frame, "global_step", self.step):
-            stop("this script counts its steps in a way that is not known, so it cannot go on: --disable_patch exact_resume")
+            stop(f"this script counts its steps in a way that is not known, so it cannot go on: {self.way_out}")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _begin_at(bar, self.step)
         set_random_state(self._random)
@@ -496,5 +498,5 @@ def random_state_problem(folder: Path, process: int) -> str | None:
 
 
 def position() -> Position | None:
-    """Return where this process's run stands; None where nothing keeps it (exact_resume is off)."""
+    """Return where this process's run stands; None where nothing keeps it."""
     return current(Position)

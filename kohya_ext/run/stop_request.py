@@ -184,5 +184,5 @@ def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) ->
 
 
 def stopper() -> Stopper | None:
-    """Return the stopper of this process's run; None where nothing waits for a reason to stop (safe_stop is off)."""
+    """Return the stopper of this process's run; None where nothing waits for a reason to stop."""
     return current(Stopper)

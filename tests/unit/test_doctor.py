@@ -73,3 +73,16 @@ def test_a_problem_is_shown_with_what_to_do(shown):
     assert not doctor._is_well({"patches": rows})
     assert doctor._is_well({"patches": ALL})
     assert not doctor._is_well({"patches": []})
+
+
+def test_the_options_of_a_patch_and_its_last_release_are_shown(shown):
+    one = {**row("one", "library.a:f"), "options": ["depth", "width"], "until": "0.12.0"}
+    said = shown(doctor._show_targets, [one])
+    assert "  options  --depth, --width" in said
+    assert "  until    sd-scripts v0.12.0" in said
+
+
+def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(shown):
+    rows = [{**row("options", "library.args:f"), "engine": True}, row("one", "library.a:f")]
+    assert "1 patches on one" in " ".join(" ".join(shown(doctor._show_patches, rows)).split())
+    assert "  applied  library.args:f" in shown(doctor._show_targets, rows)
