@@ -1,8 +1,8 @@
 """Compiling the repeated blocks of a model: the engine behind ``--selective_torch_compile``.
 
 - `support`: whether torch.compile can work on this machine at all;
-- `tracing`: what an older dynamo has to be taught before blocks are traced in one piece, and what none need go through;
-- `lowering`: what an older inductor stumbles over;
+- `tracing`: what dynamo need not trace, and how to find out what it cannot;
+- `lowering`: what an older inductor fails at;
 - `configuration`: torch's own settings, put where every thread sees them;
 - `inputs`: arguments made alike, so that one graph does for what would take several;
 - `fallback`: a backend that goes back to eager when a graph cannot be compiled;

@@ -165,10 +165,12 @@ class Patcher:
     _armed: bool = False
 
     def __post_init__(self) -> None:
-        starts = lambda: (patch.on_start for patch in self._taking_part() if patch.on_start is not None)  # noqa: E731
-        self._loop = TrainingLoop(starts, self.command)
+        self._loop = TrainingLoop(self._starts, self.command)
         if any(patch.on_start is not None for patch in self.patches.values()):
             self.engine = (*self.engine, _training_loop(self._loop, lambda settings: bool(self._taking_part())))
+
+    def _starts(self) -> list[OnStart]:
+        return [patch.on_start for patch in self._taking_part() if patch.on_start is not None]
 
     def all_patches(self) -> list[Patch]:
         """Return the engine's patches, then the others."""
@@ -230,15 +232,21 @@ class Patcher:
             waiting = [target for target in patch.targets if self.outcomes[patch.name, target.label].status == "waiting"]
             if patch.needed is None or not waiting:
                 continue
-            if not patch.needed():
-                for target in waiting:
-                    outcome = self.outcomes[patch.name, target.label]
-                    outcome.status, outcome.reason = "skipped", "this torch does without it"
-                continue
+            status: Status
+            try:
+                if patch.needed():
+                    for target in waiting:
+                        self._apply(patch, target, importlib.import_module(target.module))
+                    if patch.needed():
+                        self._take_back([key for key in self._applied if key[0] == patch.name], "it does not help this torch")
+                    continue
+                status, reason = "skipped", "this torch does without it"
+            except Exception as error:  # as for any patch that fails
+                status, reason = "failed", f"{type(error).__name__}: {error}"
+                warn(f"patch {patch.name} failed and is left out: {reason}")
             for target in waiting:
-                self._apply(patch, target, importlib.import_module(target.module))
-            if patch.needed():
-                self._take_back([key for key in self._applied if key[0] == patch.name], "it does not help this torch")
+                outcome = self.outcomes[patch.name, target.label]
+                outcome.status, outcome.reason = status, reason
 
     def active(self) -> list[Patch]:
         """The patches of which at least one target is applied."""

@@ -6,7 +6,6 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.chroma_text_lengths import PATCH, Lengths  # noqa: E402
 
-from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
@@ -75,9 +74,8 @@ def test_what_else_is_asked_is_answered_by_the_tensor():
     assert lengths.shape == (2,)
 
 
-def test_the_blocks_are_traced_in_one_piece_whatever_the_lengths(models):
+def test_the_blocks_are_traced_in_one_piece_whatever_the_lengths(models, compiler_patches):
     module, _ = models
-    close_gaps()
     torch._dynamo.reset()
     graphs = []
 

@@ -6,7 +6,6 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 
-from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
@@ -66,10 +65,9 @@ def test_nothing_is_left_to_ask_the_gpu_in_a_block(modules):
     assert params.create_attention_params_from_mask("torch", True, PICTURE, mask).seqlens is not None, "split by them"
 
 
-def test_the_blocks_are_traced_in_one_piece_and_known_sizes_add_no_graphs(modules):
+def test_the_blocks_are_traced_in_one_piece_and_known_sizes_add_no_graphs(modules, compiler_patches):
     params, blocks, _ = modules
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
-    close_gaps()
     torch._dynamo.reset()
     graphs = []
 
