@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def count(checkout: Checkout, script: str, argv: Sequence[str], without: Sequenc
     ``kernels``, ``moved_bytes`` and ``flops`` (a multiply-add is two), and the first two by operator.
     """
     run = read_arguments(script, argv, {})
-    with importable(checkout), measurement.patched(checkout, replace(run.settings, disable_patch=tuple(without))):
+    with importable(checkout), measurement.patched(checkout, run.settings.with_(disable_patch=tuple(without))):
         choices, arguments, trainer = measurement.read(checkout, script, run, argv)
         step.configure(choices, arguments, trainer)
         with step.fake_tensors() as assumptions:

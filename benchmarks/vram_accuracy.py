@@ -19,7 +19,6 @@ import logging
 import platform
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
         log = measure(choices, arguments, trainer)
     estimated = peak(log.events, log.kinds).bytes
     before = sum(event.bytes for event in log.events[: log.start])
-    with measurement.patched(checkout, replace(run.settings, compile_dynamic="false", activation_memory_budget=None)):
+    with measurement.patched(checkout, run.settings.with_(compile_dynamic="false", activation_memory_budget=None)):
         above, tensors = _measured(choices, arguments, trainer)
     return {
         "before the step": before,

@@ -30,7 +30,7 @@ from kohya_ext.estimate import measurement
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import build
 from kohya_ext.estimate.step import Training, configure, forward, make_batch, prepare, step_in_backward
-from kohya_ext.launch.session import peak_memory
+from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.sdscripts.checkouts import Checkout, describe
 from kohya_ext.tiny import shrink
@@ -84,9 +84,9 @@ class Step:
 def ready(spec: dict[str, Any]) -> Step:
     """Build the training of a variant with random weights.
 
-        ``spec``: script, arguments, patched, sd_scripts. For a reduced SDXL U-Net also ``width`` (channels at the first resolution)
+    ``spec``: script, arguments, patched, sd_scripts. For a reduced SDXL U-Net also ``width`` (channels at the first resolution)
     and ``every_block`` (as many transformer layers as the real one); for a reduced FLUX ``flux_blocks`` (double, single).
-        """
+    """
     shrink.UNET_WIDTH = spec.get("width", shrink.UNET_WIDTH)
     if spec.get("every_block"):
         shrink.UNET_DEPTHS.update({depth: depth for depth in shrink.UNET_DEPTHS})
@@ -211,7 +211,7 @@ def _rearm(step: Step, without: list[str]) -> None:
     patcher = step.patcher
     assert patcher is not None, "an upstream step has no patches"
     patcher.undo()
-    step.patcher = Patcher(patcher.patches, replace(patcher.settings, disable_patch=tuple(without)), patcher.checkout)
+    step.patcher = Patcher(patcher.patches, patcher.settings.with_(disable_patch=tuple(without)), patcher.checkout)
     step.patcher.arm()
 
 

@@ -10,22 +10,31 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.compiling.budget import set_budget
+from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage
 
+ACTIVATION_MEMORY_BUDGET = Option[float | None](
+    "activation_memory_budget",
+    None,
+    fraction,
+    "share of the activations that compiled blocks may keep for backward, from 0 (recompute all) to 1 (keep all)",
+    environment="SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET",
+    metavar="FRACTION",
+    activates=True,
+)
+
 
 def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
-    from kohya_ext.compiling.budget import set_budget
-
-    share = settings.activation_memory_budget
+    share = settings[ACTIVATION_MEMORY_BUDGET]
     assert share is not None, "wanted without a value"
     whole_model = getattr(args, "torch_compile", False) or getattr(args, "compile", False)
-    if not whole_model and not settings.selective_torch_compile:
+    if not whole_model and not settings["selective_torch_compile"]:
         warn(f"--activation_memory_budget {share} does nothing without --selective_torch_compile (or --torch_compile)")
         return
-    if not whole_model and settings.compile_backend == "eager":
+    if not whole_model and settings["compile_backend"] == "eager":
         warn(f"--activation_memory_budget {share} does nothing with --compile_backend eager, which partitions no graph")
         return
     if share < 1 and getattr(args, "gradient_checkpointing", False):
@@ -43,12 +52,13 @@ def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
 
 PATCH = Patch(
     name="activation_memory_budget",
-    summary="what compiled blocks keep for backward, as a share; float32 weights at batch 1 no longer make it do nothing",
+    summary="what compiled blocks keep for backward, as a share of their activations",
     targets=(),
+    options=(ACTIVATION_MEMORY_BUDGET,),
     exactness="close",
     held_to="the same training with a budget of 1: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
-    wanted=lambda settings: settings.activation_memory_budget is not None,
+    wanted=lambda settings: settings[ACTIVATION_MEMORY_BUDGET] is not None,
     stage=Stage.COMPUTE,
     on_start=_set,
 )

@@ -21,7 +21,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean, count
 from kohya_ext.console import note, stop
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
@@ -37,6 +37,21 @@ _FEW_NORMS = 20
 """With fewer than these nothing is said to be usual."""
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+ADAPTIVE_LR = Option(
+    "adaptive_lr",
+    False,
+    boolean,
+    "halve the learning rate when the loss no longer falls, and clip a gradient of an unusual norm to the usual one",
+    activates=True,
+)
+ADAPTIVE_LR_PATIENCE = Option(
+    "adaptive_lr_patience",
+    500,
+    count,
+    "of how many steps --adaptive_lr compares the mean loss; few steps' means differ by chance",
+    metavar="STEPS",
+)
 
 
 @dataclass
@@ -165,11 +180,11 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> Adaptive:
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
         stop("--adaptive_lr does not work with DeepSpeed, which steps its scheduler itself: leave it out")
     note(
-        f"--adaptive_lr: halved when {settings.adaptive_lr_patience} steps' mean loss is not {_BETTER:.0%} below the best; "
+        f"--adaptive_lr: halved when {settings[ADAPTIVE_LR_PATIENCE]} steps' mean loss is not {_BETTER:.0%} below the best; "
         "the script's own log shows the schedule's rate"
     )
     fused = any(getattr(args, name, None) for name in _FUSED)
-    return Adaptive(accelerator, settings.adaptive_lr_patience, getattr(args, "max_grad_norm", None) or 0.0, fused)
+    return Adaptive(accelerator, settings[ADAPTIVE_LR_PATIENCE], getattr(args, "max_grad_norm", None) or 0.0, fused)
 
 
 def _backward(original: Any, settings: Settings) -> Any:
@@ -225,10 +240,11 @@ PATCH = Patch(
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _optimizer_step, takes("self", "closure"), body="runs"),
         Target("accelerate.scheduler", "AcceleratedScheduler.step", _scheduler_step, takes("self"), body="runs"),
     ),
+    options=(ADAPTIVE_LR, ADAPTIVE_LR_PATIENCE),
     exactness="exact",
     held_to="upstream's run with the same rates as a schedule of its own (piecewise_constant)",
     idea="https://pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.ReduceLROnPlateau.html",
-    wanted=lambda settings: settings.adaptive_lr,
+    wanted=lambda settings: settings[ADAPTIVE_LR],
     stage=Stage.COMPUTE,
     on_start=_start,
 )

@@ -17,13 +17,34 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean, minutes, path
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, trained_weights
 from kohya_ext.run import run_record
 from kohya_ext.run.atomic_write import DiskFullPolicy, in_temporary_folder, preserve, rename_to_previous, write_atomically
 from kohya_ext.run.output_files import final_models, models, previous_states
 from kohya_ext.run.resume import position, stale_states
+
+DISK_FULL_TIMEOUT = Option(
+    "disk_full_timeout",
+    10.0,
+    minutes,
+    "when a save finds the disk full, keep the weights in memory and try again for this many minutes before giving up",
+    metavar="MINUTES",
+)
+FALLBACK_DIR = Option[Path | None](
+    "fallback_dir",
+    None,
+    path,
+    "a folder, on another disk, that a save goes to when there is no room in --output_dir",
+    metavar="FOLDER",
+)
+KEEP_PREVIOUS = Option(
+    "keep_previous",
+    True,
+    boolean,
+    "keep a model of the same name that was there before the run as NAME.previous, instead of replacing it",
+)
 
 
 @dataclass
@@ -52,13 +73,13 @@ class _Earlier(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Earlier | None:
-    if not settings.keep_previous or not getattr(args, "output_dir", None):
+    if not settings[KEEP_PREVIOUS] or not getattr(args, "output_dir", None):
         return None
     return _Earlier(Path(args.output_dir), getattr(args, "output_name", None), args)
 
 
 def _policy(settings: Settings) -> DiskFullPolicy:
-    return DiskFullPolicy(settings.disk_full_timeout * 60, settings.fallback_dir)
+    return DiskFullPolicy(settings[DISK_FULL_TIMEOUT] * 60, settings[FALLBACK_DIR])
 
 
 def _is_path(value: object) -> bool:
@@ -209,6 +230,7 @@ PATCH = Patch(
         Target("library.sdxl_model_util", "save_diffusers_checkpoint", _save_diffusers, _expect_output_dir, body="runs"),
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state, takes("self", "output_dir"), body="runs"),
     ),
+    options=(DISK_FULL_TIMEOUT, FALLBACK_DIR, KEEP_PREVIOUS),
     exactness="exact",
     held_to="the tensors that upstream writes",
     idea="https://lwn.net/Articles/457667/",

@@ -19,17 +19,39 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean, fraction, one_of
 from kohya_ext.console import note, stop, warn
-from kohya_ext.launch import session
-from kohya_ext.patching.patch import Patch, Target
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.attributes import Replacement, replace_attribute
+from kohya_ext.patching.patch import Patch, moved
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, command, current, trained_weights
 
 FILE = "kohya_ext_ema.safetensors"
 """The average in a state's folder."""
 
 _AT_ONCE = 8
 """How many weights are averaged in one call; copies of as many are made where their type or device is another."""
+
+EMA = Option(
+    "ema",
+    False,
+    boolean,
+    "keep an average of the trained weights over the steps, in float32, and save it beside each model as NAME-ema",
+    activates=True,
+)
+EMA_DECAY = Option(
+    "ema_decay",
+    0.999,
+    fraction,
+    "how much of --ema's average stays at each step, from 0 to 1; less in the first steps",
+    metavar="FRACTION",
+)
+EMA_DEVICE = Option(
+    "ema_device",
+    "cpu",
+    one_of("cpu", "gpu"),
+    "where --ema's average lies: cpu costs a copy of the trained weights at each step, gpu their memory, 4 bytes a weight",
+    metavar="cpu|gpu",
+)
 
 
 @dataclass
@@ -46,6 +68,8 @@ class _Average(TrainingCallback):
     """Name -> the trained weight; known from the first step on, when everything has been prepared."""
     written: dict[Path, Path] = field(default_factory=dict)
     """Model file or folder -> its average's, as saved in this process."""
+    replaced: list[Replacement] = field(default_factory=list)
+    """The networks' methods that save."""
 
     def before_batch(self, accelerator: Any) -> None:
         if self.weights:
@@ -61,7 +85,8 @@ class _Average(TrainingCallback):
             stop("the state's EMA is of other weights than those that are trained: resume without --ema, or from another state")
         for model in models:
             if hasattr(model, "save_weights"):  # a network; full models are saved by functions
-                model.save_weights = self.also(model.save_weights, _file_beside)
+                also = replace_attribute(model, "save_weights", self.also(model.save_weights, _file_beside))
+                self.replaced.append(also)
         size = sum(weight.numel() for weight in self.weights.values()) * 4
         note(f"EMA of {len(self.weights)} weights, {size / 1e9:.2f} GB on {self.device}, decay {self.decay:g}")
 
@@ -117,6 +142,11 @@ class _Average(TrainingCallback):
                 if average.is_file():
                     average.unlink()
 
+    def on_end(self) -> None:
+        """Put the networks' methods back."""
+        while self.replaced:
+            self.replaced.pop().undo()
+
     def on_state_save(self, folder: Path) -> None:
         """Write the average into a state."""
         if self.values:
@@ -150,15 +180,14 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Average | 
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         stop(f"--ema does not work with {kind}, where no process has whole weights: leave it out")
-    running = session.current()
-    script = running.script.name if running is not None and running.script is not None else ""
+    script = command().script
     if "control_net" in script or "textual_inversion" in script:
         stop(f"--ema is for networks (LoRA) and full fine-tuning, not for {script}: leave it out")
     if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):
         stop("--ema and a schedule-free optimizer cannot go together: it averages the weights itself")
     if not accelerator.is_main_process:
         return None
-    return _Average(accelerator, settings.ema_decay, accelerator.device if settings.ema_device == "gpu" else "cpu")
+    return _Average(accelerator, settings[EMA_DECAY], accelerator.device if settings[EMA_DEVICE] == "gpu" else "cpu")
 
 
 def _save_model(original: Any, settings: Settings) -> Any:
@@ -190,20 +219,14 @@ _MAKERS = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_tr
 PATCH = Patch(
     name="ema",
     summary="--ema: an average of the trained weights, saved beside the model and resumed with it",
-    targets=(
-        *(
-            Target("library.checkpoint_io", name, _save_model, _expect_savers, frozenset({"v0.11"}), body="runs")
-            for name in _MAKERS
-        ),
-        *(
-            Target("library.train_util", name, _save_model, _expect_savers, frozenset({"v0.10", "unknown"}), body="runs")
-            for name in _MAKERS
-        ),
+    targets=tuple(
+        target for name in _MAKERS for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
     ),
+    options=(EMA, EMA_DECAY, EMA_DEVICE),
     exactness="exact",
     held_to="the model saved without it; the average itself to one made of the files of every step, within 1e-6",
     idea="https://github.com/kohya-ss/sd-scripts/pull/893",
-    wanted=lambda settings: settings.ema,
+    wanted=lambda settings: settings[EMA],
     stage=Stage.COMPUTE,
     on_start=_start,
 )

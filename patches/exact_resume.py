@@ -12,19 +12,26 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.console import note, stop
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.run import resume, run_record
 
+INEXACT_RESUME = Option(
+    "inexact_resume",
+    False,
+    boolean,
+    "resume even from a state whose random numbers cannot be restored; the result then differs from the whole run",
+)
+
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Position:
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     if getattr(args, "resume", None) == resume.AUTO:
         try:
-            state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
+            state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings[INEXACT_RESUME])
         except UserError as error:
             stop(str(error))
         args.resume = str(state) if state is not None else None
@@ -37,14 +44,14 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Posi
     elif getattr(args, "resume", None):
         note(f"resuming from {args.resume}")
     run_record.begin(run)
-    return resume.Position(args, accelerator)
+    return resume.Position(args, accelerator, "--disable_patch exact_resume")
 
 
 def _load_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         folder = args[0] if args else kwargs.get("input_dir")
-        if folder is not None and not settings.inexact_resume:
+        if folder is not None and not settings[INEXACT_RESUME]:
             problem = resume.random_state_problem(Path(folder), self.process_index)
             if problem is not None:
                 stop(
@@ -107,6 +114,7 @@ PATCH = Patch(
         Target("accelerate.checkpointing", "load_model", _load_model, takes("model"), body="runs"),
         Target("accelerate.utils.other", "clean_state_dict_for_safetensors", _clean, takes("state_dict"), body="runs"),
     ),
+    options=(INEXACT_RESUME,),
     exactness="exact",
     held_to="the run that was not interrupted: the same final tensors (fp32, one process)",
     idea="https://github.com/kohya-ss/sd-scripts/issues/1999",

@@ -15,13 +15,22 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.patching.lora_modules import FORWARD_WITHOUT_BIAS, NETWORKS, used_attributes
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _done: Counter[str] = Counter()
+
+FUSED_OPERATIONS = Option(
+    "fused_operations",
+    False,
+    boolean,
+    "do in few passes over memory what eager blocks do in many: LoRA's sums, gates, norms, rotary embedding; "
+    "results differ in the last digits",
+    activates=True,
+)
 
 
 def _facts() -> Mapping[str, object]:
@@ -178,10 +187,11 @@ PATCH = Patch(
             for module in ("library.sdxl_original_unet", "library.original_unet")
         ),
     ),
+    options=(FUSED_OPERATIONS,),
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/unslothai/unsloth/blob/main/unsloth/kernels/fast_lora.py",
-    wanted=lambda settings: settings.fused_operations,
+    wanted=lambda settings: settings[FUSED_OPERATIONS],
     facts=_facts,
     stage=Stage.FUSE,
 )

@@ -30,7 +30,7 @@ def _decide_once(original: Any, settings: Settings) -> Any:
             return replace(params, seqlens=None)
         return params  # padded alike, which does not happen here: the blocks would cut the padding off
 
-    return staticmethod(create_attention_params_from_mask)
+    return create_attention_params_from_mask
 
 
 PATCH = Patch(

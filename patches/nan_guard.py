@@ -17,9 +17,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, count
 from kohya_ext.console import error, warn
-from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
 from kohya_ext.run import resume, stop_request
 
@@ -30,6 +30,14 @@ _FILES = "kohya_ext_files"
 """The key of a batch under which the paths of its images are kept."""
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+NAN_PATIENCE = Option(
+    "nan_patience",
+    10,
+    count,
+    "end the run, its last finite weights saved, after so many steps in a row whose loss or gradient is not finite",
+    metavar="N",
+)
 
 
 @dataclass
@@ -115,7 +123,7 @@ class _Guard(TrainingCallback):
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Guard | None:
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
         return None
-    return _Guard(args, accelerator, any(getattr(args, name, None) for name in _FUSED), settings.nan_patience)
+    return _Guard(args, accelerator, any(getattr(args, name, None) for name in _FUSED), settings[NAN_PATIENCE])
 
 
 def _backward(original: Any, settings: Settings) -> Any:
@@ -246,15 +254,10 @@ PATCH = Patch(
         Target("safetensors.torch", "serialize_file", _before_saving, body="runs"),
         Target("torch", "save", _before_saving, body="runs"),
         Target("library.safetensors_utils", "mem_eff_save_file", _before_saving, body="runs"),
-        Target("library.logging_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.11"}), body="runs"),
-        Target("library.train_util", "LossRecorder.add", _add, takes("self", "epoch"), frozenset({"v0.10"}), body="runs"),
-        Target(
-            "library.dataset", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.11"}), body="runs"
-        ),
-        Target(
-            "library.train_util", "BaseDataset.__getitem__", _getitem, takes("self", "index"), frozenset({"v0.10"}), body="runs"
-        ),
+        *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
+        *moved("BaseDataset.__getitem__", "library.dataset", _getitem, takes("self", "index"), body="runs"),
     ),
+    options=(NAN_PATIENCE,),
     exactness="exact",
     held_to="the same run without it, while everything is finite",
     idea="https://github.com/kohya-ss/sd-scripts/issues/201",

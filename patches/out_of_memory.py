@@ -19,13 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, count, one_of
 from kohya_ext.console import error as say
 from kohya_ext.console import note, warn
 from kohya_ext.gpu import out_of_memory
-from kohya_ext.launch import oom_retry, session
+from kohya_ext.launch import oom_retry
 from kohya_ext.patching.patch import Patch
-from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.patching.training_loop import Command, Stage, TrainingCallback, command
 from kohya_ext.planning.memory_savings import TRAINING, Phase
 from kohya_ext.run import resume
 from kohya_ext.run.atomic_write import fail_fast
@@ -33,12 +33,28 @@ from kohya_ext.run.output_files import rolling_state
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
+ON_OOM = Option(
+    "on_oom",
+    "stop",
+    one_of("stop", "retry"),
+    "when a run is out of memory: stop, or retry, which starts it anew from its newest state with the cheapest change that "
+    "helps (launcher only)",
+    metavar="stop|retry",
+)
+OOM_MAX_RETRIES = Option(
+    "oom_max_retries",
+    3,
+    count,
+    "how often --on_oom retry starts a run anew at most",
+    metavar="N",
+)
+
 
 @dataclass
 class _Watch(TrainingCallback):
     args: Namespace
     accelerator: Any
-    settings: Settings
+    command: Command
     began: float = field(default_factory=time.time)
     stepping: bool = False
     """Whether a first step has begun."""
@@ -89,13 +105,12 @@ class _Watch(TrainingCallback):
         self._advise(phase, self._save(phase) or self._newest_state())
 
     def _advise(self, phase: Phase, state: Path | None) -> None:
-        running = session.current()
-        if running is None or running.script is None:
+        script, checkout, arguments = self.command.script, self.command.checkout, self.command.arguments
+        if not script or checkout is None or arguments is None:
             return
-        script = running.script.name
-        if predicted := out_of_memory.prediction(running.checkout, script, self.args, running.run):
+        if predicted := out_of_memory.prediction(checkout, script, self.args, arguments):
             note(predicted)
-        step = out_of_memory.next_step(script, self.args, running.run, phase, state is not None)
+        step = out_of_memory.next_step(script, self.args, arguments, phase, state is not None)
         for line in (
             out_of_memory.advice(step, state) if step is not None else ["nothing is left to give up: it needs a larger card"]
         ):
@@ -138,9 +153,9 @@ class _Watch(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
-    if settings.on_oom == "retry" and oom_retry.handed_over() is None:
+    if settings[ON_OOM] == "retry" and oom_retry.handed_over() is None:
         warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
-    watch = _Watch(args, accelerator, settings)
+    watch = _Watch(args, accelerator, command())
     watch.listen()
     return watch
 
@@ -149,6 +164,7 @@ PATCH = Patch(
     name="out_of_memory",
     summary="out of memory: the state is saved, and the run ends with what lay where and the cheapest next step to paste",
     targets=(),
+    options=(ON_OOM, OOM_MAX_RETRIES),
     exactness="exact",
     held_to="the same run without it; going on from the saved state, the run that was not interrupted",
     idea="https://pytorch.org/docs/stable/notes/faq.html",

@@ -13,13 +13,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, count, minutes
 from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.run import resume, run_record
 from kohya_ext.run.atomic_write import DiskFullError, fail_fast, remove_atomically
 from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
+
+SAVE_STATE_EVERY_N_MINUTES = Option[float | None](
+    "save_state_every_n_minutes",
+    None,
+    minutes,
+    "save the full state every so many minutes, so that a kill or a power cut costs no more; 0: after every step",
+    metavar="MINUTES",
+    activates=True,
+)
+SAVE_LAST_N_TIMED_STATES = Option(
+    "save_last_n_timed_states",
+    2,
+    count,
+    "how many states of --save_state_every_n_minutes to keep, the newest",
+    metavar="N",
+)
 
 
 @dataclass
@@ -90,9 +106,9 @@ class _Rolling(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Rolling:
-    minutes = settings.save_state_every_n_minutes or 0.0
+    minutes = settings[SAVE_STATE_EVERY_N_MINUTES] or 0.0
     return _Rolling(
-        Path(args.output_dir or "."), args.output_name or DEFAULT_NAME, minutes * 60, settings.save_last_n_timed_states
+        Path(args.output_dir or "."), args.output_name or DEFAULT_NAME, minutes * 60, settings[SAVE_LAST_N_TIMED_STATES]
     )
 
 
@@ -100,10 +116,11 @@ PATCH = Patch(
     name="rolling_states",
     summary="a full state every --save_state_every_n_minutes, the newest --save_last_n_timed_states are kept",
     targets=(),
+    options=(SAVE_STATE_EVERY_N_MINUTES, SAVE_LAST_N_TIMED_STATES),
     exactness="exact",
     held_to="the same run without it",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
-    wanted=lambda settings: settings.save_state_every_n_minutes is not None,
+    wanted=lambda settings: settings[SAVE_STATE_EVERY_N_MINUTES] is not None,
     stage=Stage.SAVE,
     on_start=_start,
 )

@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, path
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.run import stop_request
@@ -21,6 +22,14 @@ from kohya_ext.run import stop_request
 _PARENT = os.getppid()
 
 _PR_SET_PDEATHSIG = 1
+
+STOP_FILE = Option[Path | None](
+    "stop_file",
+    None,
+    path,
+    "stop after the current step, model and state saved, when this file appears; default: OUTPUT_NAME.stop in --output_dir",
+    metavar="FILE",
+)
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> stop_request.Stopper:
@@ -58,6 +67,7 @@ PATCH = Patch(
     name="safe_stop",
     summary="Ctrl-C, SIGTERM or a stop file: finish the step, save model and state, say how to go on",
     targets=(),
+    options=(STOP_FILE,),
     exactness="exact",
     held_to="the same steps of a run that is not stopped",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note
 from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
@@ -20,9 +20,20 @@ from kohya_ext.patching.patch import Patch
 #: The kinds with the most work per byte, the best first; every other kind comes after them.
 FIRST = ("Upsample2D", "Downsample2D", "MLPEmbedder", "ResnetBlock2D", "SingleStreamBlock")
 
+GRADIENT_CHECKPOINTING_RATIO = Option[float | None](
+    "gradient_checkpointing_ratio",
+    None,
+    fraction,
+    "share of the blocks that --gradient_checkpointing covers, from 0 (none) to 1 (all): what memory is left saves "
+    "recomputing; `estimate` says what a share costs",
+    metavar="FRACTION",
+    activates=True,
+)
+
 
 def _in_part(original: Any, settings: Settings) -> Any:
-    share = 1.0 if settings.gradient_checkpointing_ratio is None else settings.gradient_checkpointing_ratio
+    share = settings[GRADIENT_CHECKPOINTING_RATIO]
+    assert share is not None, "wanted without a value"
 
     @wraps(original)
     def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,8 +59,9 @@ PATCH = Patch(
     name="selective_checkpointing",
     summary="gradient checkpointing for some blocks (--gradient_checkpointing_ratio), those with the least work per byte",
     targets=enable_checkpointing_targets(_in_part),
+    options=(GRADIENT_CHECKPOINTING_RATIO,),
     exactness="exact",
     held_to="the trained file with every block checkpointed and with none",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
-    wanted=lambda settings: settings.gradient_checkpointing_ratio is not None,
+    wanted=lambda settings: settings[GRADIENT_CHECKPOINTING_RATIO] is not None,
 )

@@ -15,13 +15,58 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kohya_ext.compiling.configuration import skip_guard_timing
 from kohya_ext.compiling.inputs import Inputs
+from kohya_ext.compiling.lowering import accept_scaled_products
 from kohya_ext.compiling.support import reason_not_to_compile
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, boolean, count, name, one_of
 from kohya_ext.patching.patch import Patch, Target
-from kohya_ext.patching.training_loop import Stage, data_sets
+from kohya_ext.patching.training_loop import Stage, command, data_sets
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
+
+SELECTIVE_TORCH_COMPILE = Option(
+    "selective_torch_compile",
+    False,
+    boolean,
+    "compile the model's repeated blocks instead of the whole model",
+    environment="SDSCRIPTS_SELECTIVE_TORCH_COMPILE",
+    activates=True,
+)
+COMPILE_BACKEND = Option(
+    "compile_backend",
+    "inductor",
+    name,
+    "torch.compile's backend for the blocks",
+    metavar="NAME",
+)
+COMPILE_MODE = Option(
+    "compile_mode",
+    "default",
+    one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    "torch.compile's mode for the blocks, for the inductor backend: default, or max-autotune-no-cudagraphs",
+    metavar="MODE",
+)
+COMPILE_DYNAMIC = Option(
+    "compile_dynamic",
+    "auto",
+    one_of("auto", "true", "false"),
+    "whether one graph serves pictures of all sizes: true, false (a graph for each size), or auto (after the second size)",
+    metavar="auto|true|false",
+)
+COMPILE_FULLGRAPH = Option(
+    "compile_fullgraph",
+    False,
+    boolean,
+    "leave a kind of block eager that cannot be compiled in one piece, instead of compiling its parts",
+)
+COMPILE_CACHE_SIZE_LIMIT = Option[int | None](
+    "compile_cache_size_limit",
+    None,
+    count,
+    "how many graphs one kind of block may have before further ones run eager (64 if not given)",
+    metavar="N",
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +171,8 @@ def _unless_a_method(original: Any) -> str | None:
 def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
-    RUN.begin(partial(data_sets, accelerator))
+    checkout = command().checkout
+    RUN.begin(partial(data_sets, accelerator), checkout.commit if checkout is not None else None)
     reason = reason_not_to_compile(args)
     if reason is not None:
         RUN.disable(reason)
@@ -138,14 +184,34 @@ def _facts() -> Mapping[str, object]:
     return RUN.facts()
 
 
+_COMPILER = (
+    Target(
+        "torch._inductor.fx_passes.quantization",
+        "_is_valid_woq_optimization_pattern",
+        accept_scaled_products,
+        optional=True,
+        body="runs",
+    ),
+    # What it measures is for statistics only, so that any body may be left out.
+    Target("torch._dynamo.guards", "profile_guard_manager", skip_guard_timing, optional=True, body="runs"),
+)
+
 PATCH = Patch(
     name="selective_torch_compile",
     summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
-    targets=_targets(),
+    targets=(*_targets(), *_COMPILER),
+    options=(
+        SELECTIVE_TORCH_COMPILE,
+        COMPILE_BACKEND,
+        COMPILE_MODE,
+        COMPILE_DYNAMIC,
+        COMPILE_FULLGRAPH,
+        COMPILE_CACHE_SIZE_LIMIT,
+    ),
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
-    wanted=lambda settings: settings.selective_torch_compile,
+    wanted=lambda settings: settings[SELECTIVE_TORCH_COMPILE],
     facts=_facts,
     stage=Stage.COMPUTE,
     on_start=_look_at_arguments,

@@ -16,7 +16,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import stop, warn
-from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 
 #: The last layers of text encoders are not read in SDXL, Lumina 2 and with --clip_skip: their LoRA has no gradient by design.
@@ -142,28 +142,17 @@ def _holds_some(group: Any) -> bool:
     return not isinstance(weights, list) or bool(weights)
 
 
-_OPTIMIZER = ("args", "trainable_params")
-
 PATCH = Patch(
     name="training_sanity_check",
     summary="at the first step: something is trained, it is the right thing, and gradients reach it",
     targets=(
         Target("library.config_util", "generate_dataset_group_by_blueprint", _make_data_sets, body="runs"),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure", exactly=True), body="runs"),
-        Target(
+        *moved(
+            "get_optimizer",
             "library.optimizer",
-            "get_optimizer",
             _get_optimizer,
-            takes(*_OPTIMIZER, exactly=True),
-            frozenset({"v0.11"}),
-            body="runs",
-        ),
-        Target(
-            "library.train_util",
-            "get_optimizer",
-            _get_optimizer,
-            takes(*_OPTIMIZER, exactly=True),
-            frozenset({"v0.10", "unknown"}),
+            takes("args", "trainable_params", exactly=True),
             body="runs",
         ),
     ),

@@ -12,15 +12,25 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings
 from kohya_ext.console import note, stop, warn
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
-from kohya_ext.launch import session
 from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
-from kohya_ext.units import AUTO, format_size, index_of
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, command, current
+from kohya_ext.units import AUTO, format_size, index_of, read_budget
+
+VRAM_BUDGET = Option[int | str | None](
+    "vram_budget",
+    None,
+    read_budget,
+    "limit the process to this much GPU memory, unlike --vram, which names a GPU (14GB is 14e9 bytes, 13GiB is 13 * 2**30; "
+    "a 16 GB GPU has 17.2e9; auto takes the free memory less 5 percent): checkpoint every block, then stop checkpointing as "
+    "many blocks as the measured peak leaves room for",
+    metavar="SIZE|auto",
+    activates=True,
+)
 
 
 @dataclass
@@ -46,8 +56,9 @@ class _Budget(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
-    assert settings.vram_budget is not None, "wanted without a value"
-    limit = _cap(settings.vram_budget, accelerator.device)
+    budget = settings[VRAM_BUDGET]
+    assert budget is not None, "wanted without a value"
+    limit = _cap(budget, accelerator.device)
     reason = _reason_not_to_spend(args, accelerator, settings)
     if limit is None or reason is not None:
         if reason is not None:
@@ -60,8 +71,8 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
     spender = BudgetController(
         round(limit * USABLE_FRACTION), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter()
     )
-    if settings.selective_torch_compile:
-        _wait_with_compiling(spender, accelerator.device.type, settings.compile_backend)
+    if settings["selective_torch_compile"]:
+        _wait_with_compiling(spender, accelerator.device.type, settings["compile_backend"])
     if not args.gradient_checkpointing:
         args.gradient_checkpointing = True
         note("memory budget: gradient checkpointing is on for the first steps, and for the blocks that have no room after them")
@@ -101,9 +112,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
 
 
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
-    running = session.current()
-    script = running.script.name if running is not None and running.script is not None else ""
-    reason = reason_unused(script, args, settings)
+    reason = reason_unused(command().script, args, settings)
     if reason is not None:
         return reason
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):
@@ -154,10 +163,11 @@ PATCH = Patch(
     name="vram_budget",
     summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
     targets=enable_checkpointing_targets(_take),
+    options=(VRAM_BUDGET,),
     exactness="exact",
     held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
-    wanted=lambda settings: settings.vram_budget is not None,
+    wanted=lambda settings: settings[VRAM_BUDGET] is not None,
     facts=_facts,
     stage=Stage.OBSERVE,
     on_start=_start,

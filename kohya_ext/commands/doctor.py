@@ -24,8 +24,8 @@ from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
 from kohya_ext.config.settings import flags, switched_on, variables
 from kohya_ext.console import progress
-from kohya_ext.launch.session import OPTIONS, begin
-from kohya_ext.patching.patch import TRAINING_LOOP, Outcome, Target
+from kohya_ext.launch.session import begin
+from kohya_ext.patching.patch import Outcome, Patch, Patcher, Target, apply_needed
 from kohya_ext.sdscripts.checkouts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.sdscripts.introspect import importable
 
@@ -150,19 +150,26 @@ def _checkout(checkout: Checkout | None) -> dict[str, Any] | None:
 
 def _patches(checkout: Checkout) -> list[dict[str, Any]]:
     session = begin(checkout)
-    training_loop = session.patcher.training_loop
-    patches = {**session.options_hook.patches, training_loop.name: training_loop, **session.patcher.patches}
-    outcomes = [*session.options_hook.outcomes.values(), *session.patcher.outcomes.values()]
+    patches = {patch.name: patch for patch in session.patcher.all_patches()}
+    outcomes = list(session.patcher.outcomes.values())
     targets = {target.label: target for patch in patches.values() for target in patch.targets}
     with importable(checkout):
         for outcome in outcomes:
             if outcome.status == "waiting" and outcome.target in targets:
                 _import(targets[outcome.target], outcome)
-    rows = []
-    for outcome in outcomes:
-        patch = patches[outcome.patch]
-        rows.append({**asdict(outcome), "summary": patch.summary, "exactness": patch.exactness, "held_to": patch.held_to})
-    return rows
+        apply_needed()
+    return [{**asdict(outcome), **_about(patches[outcome.patch], session.patcher)} for outcome in outcomes]
+
+
+def _about(patch: Patch, patcher: Patcher) -> dict[str, Any]:
+    return {
+        "summary": patch.summary,
+        "exactness": patch.exactness,
+        "held_to": patch.held_to,
+        "engine": patch in patcher.engine,
+        "options": [option.name for option in patch.options],
+        "until": patch.until,
+    }
 
 
 def _import(target: Target, outcome: Outcome) -> None:
@@ -205,7 +212,7 @@ def _show_patches(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     on: list[str] = []
     off: dict[str, list[str]] = {}
     for patch, targets in _by_patch(rows).items():
-        if patch in (OPTIONS, TRAINING_LOOP):
+        if targets[0]["engine"]:
             continue
         if any(row["status"] == "applied" for row in targets):
             on.append(patch)
@@ -236,8 +243,12 @@ def _fix(row: Mapping[str, Any]) -> str:
 def _show_targets(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print every patch with its summary and the outcome of each target."""
     for patch, targets in _by_patch(rows).items():
-        held = "" if patch == OPTIONS else f" ({targets[0]['exactness']}: {targets[0]['held_to']})"
-        console.print(f"\n[bold]{patch}[/]: {escape(targets[0]['summary'] + held)}")
+        about = targets[0]
+        console.print(f"\n[bold]{patch}[/]: {escape(about['summary'])} ({about['exactness']}: {escape(about['held_to'])})")
+        if about["options"]:
+            console.print(f"  options  {', '.join(f'--{name}' for name in about['options'])}")
+        if about["until"]:
+            console.print(f"  until    sd-scripts v{about['until']}")
         for row in targets:
             colour = "red" if _is_problem(row) else "green" if row["status"] == "applied" else "dim"
             reason = f": {row['reason']}" if row["reason"] else ""

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     budget: Budget | None = None
     if own.get("fit"):
         prediction, resolved = _fit(checkout, script, argv, card, fresh)
-    elif resolved.settings.vram_budget is not None:
+    elif resolved.settings["vram_budget"] is not None:
         prediction, budget = _with_budget(checkout, script, argv, config, resolved, card, fresh)
     else:
         prediction = predict.estimate(checkout, script, resolved, argv, fresh)
@@ -141,7 +141,7 @@ def _with_budget(
     fresh: bool,
 ) -> tuple[Estimate, Budget]:
     """Return the estimate of a run with its ``--vram_budget``, and the budget's effect."""
-    budget = run.settings.vram_budget
+    budget = run.settings["vram_budget"]
     assert budget is not None, "called with a budget"
     if budget == AUTO and card is None:
         raise UserError("--vram_budget auto needs the GPU's size; give --vram 16 or a preset for a size")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext.config.settings import MASTER_SWITCH, Settings, options
+from kohya_ext.config.settings import MASTER_SWITCH, options
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield (flag, variable, default, meaning) for every option; the master switch, which has no flag, first."""
     yield "", MASTER_SWITCH, "", "1: apply the extension in every plain start of a script; 0: never apply it"
-    defaults = Settings()
     for name, option in options():
-        default = getattr(defaults, name)
+        default = option.default
         shown = {False: "off", True: "on"}.get(default, default) if isinstance(default, bool) else default
         flag = f"--{name}" + (f" {option.metavar}" if option.metavar else "")
-        yield flag, option.environment or "", "" if shown in (None, ()) else str(shown), option.help
+        yield flag, option.variable or "", "" if shown in (None, ()) else str(shown), option.help

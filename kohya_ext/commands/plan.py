@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if own.get("json"):
         print(json.dumps(_as_json(result, words), indent=1))
     else:
-        _show(Console(), result, name, script, words, settings.selective_torch_compile)
+        _show(Console(), result, name, script, words, settings["selective_torch_compile"])
     return 0
 
 

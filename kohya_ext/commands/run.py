@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = [*own, *after]
     if not switched_off:
         resolved = _check(checkout, script, arguments, settings)
-        if resolved.on_oom == "retry" and is_training_script(script) and oom_retry.handed_over() is None:
+        if resolved["on_oom"] == "retry" and is_training_script(script) and oom_retry.handed_over() is None:
             return oom_retry.supervise(argv[: len(argv) - len(parsed.arguments)], parsed.arguments, resolved)
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is set; remove one of the two")

@@ -34,22 +34,24 @@ class Run:
     """Whether the blocks run eager for now, because another patch measures them first."""
     data_sets: Callable[[], Sequence[Any]] = tuple
     """Return sd-scripts' data sets of the run; empty until the script has created them."""
+    commit: str | None = None
+    """The commit of sd-scripts, whose code is compiled."""
     prepared: bool = False
     several_sizes: bool = False
     """Whether the data sets have images of several sizes. Set before the first compilation."""
     _breaks_before: int = 0
 
-    def begin(self, data_sets: Callable[[], Sequence[Any]]) -> None:
+    def begin(self, data_sets: Callable[[], Sequence[Any]], commit: str | None) -> None:
         """Reset everything for a new training run."""
-        self.data_sets = data_sets
+        self.data_sets, self.commit = data_sets, commit
         self.disabled_because, self.paused, self.prepared, self.several_sizes = None, False, False, False
 
     def prepare(self, settings: Settings, device: str) -> None:
         """Set up torch before the first compilation of a run. Repeated calls do nothing."""
         if not self.prepared:
             self.prepared = True
-            keep_compiled_code(device)
-            prepare_torch(settings.compile_cache_size_limit)
+            keep_compiled_code(device, self.commit)
+            prepare_torch(settings["compile_cache_size_limit"])
             self.several_sizes = has_several_sizes(self.data_sets())
             self._breaks_before = _graph_breaks()
             atexit.unregister(self.summarize)
@@ -135,7 +137,7 @@ class Block:
         """The number of graphs that dynamo keeps for the method."""
         from kohya_ext.compiling.configuration import DEFAULT_RECOMPILE_LIMIT
 
-        return self.settings.compile_cache_size_limit or DEFAULT_RECOMPILE_LIMIT
+        return self.settings["compile_cache_size_limit"] or DEFAULT_RECOMPILE_LIMIT
 
     @property
     def recompiles(self) -> int:
@@ -236,16 +238,16 @@ def _start(block: Block, arguments: Sequence[Any]) -> bool:
     settings = block.settings
     device = next((argument.device.type for argument in arguments if isinstance(argument, torch.Tensor)), "cpu")
     try:
-        obstacle = find_obstacle(device, settings.compile_backend)
+        obstacle = find_obstacle(device, settings["compile_backend"])
         if obstacle is not None:
             RUN.disable(obstacle)
             return False
         RUN.prepare(settings, device)
         block.compiled = torch.compile(
             block.original,
-            backend=with_fallback(settings.compile_backend, settings.compile_mode, block),
-            dynamic={"auto": None, "true": True, "false": False}[settings.compile_dynamic],
-            fullgraph=settings.compile_fullgraph,
+            backend=with_fallback(settings["compile_backend"], settings["compile_mode"], block),
+            dynamic={"auto": None, "true": True, "false": False}[settings["compile_dynamic"]],
+            fullgraph=settings["compile_fullgraph"],
         )
     except Exception as error:  # torch's internals differ between versions; train in eager mode instead
         block.failed(error)
@@ -282,7 +284,7 @@ def _unified_arguments(
         args = [replaced.get(name, value) for name, value in zip(names, args, strict=False)]
         kwargs = {name: replaced.get(name, value) for name, value in kwargs.items()}
         arguments |= replaced
-    if RUN.several_sizes and block.settings.compile_dynamic == "auto":
+    if RUN.several_sizes and block.settings["compile_dynamic"] == "auto":
         mark_sizes(block.inputs, arguments)
     return args, kwargs
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext import cache
-from kohya_ext.compiling.tracing import allow_einops_in_graph, apply_workarounds, register_group_norm_shapes
-from kohya_ext.launch.session import current
+from kohya_ext.compiling.tracing import allow_einops_in_graph, register_group_norm_shapes
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import apply_needed
 
 #: SDXL's ResnetBlock2D alone has 12 variants of channels. With torch's default of 8, the others silently run eager: with a
 #: memory budget of 0, a reduced SDXL then kept 1.6 times as much as checkpointing, and less with all variants compiled.
@@ -61,8 +62,7 @@ def prepare_torch(recompile_limit: int | None) -> None:
     import torch._inductor.config as inductor
 
     _disable_gc_while_compiling()
-    _disable_guard_timing()
-    apply_workarounds()
+    apply_needed()
     allow_einops_in_graph()
     register_group_norm_shapes()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
@@ -94,26 +94,24 @@ def _disable_gc_while_compiling() -> None:
     callback_handler.register_end_callback(lambda *about: gc.enable())
 
 
-def _disable_guard_timing() -> None:
+def skip_guard_timing(original: Any, settings: Settings) -> Any:
     """Disable the timing of guards. Newer versions flush the CPU caches for it, only to collect statistics.
 
     https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/guards.py (``guard_latency_us``)
     """
-    import torch._dynamo.guards as guards
-
-    if hasattr(guards, "profile_guard_manager"):
-        guards.profile_guard_manager = lambda *about: 0.0
+    return lambda *about: 0.0
 
 
-def keep_compiled_code(device: str) -> Path:
-    """Return the folder of compiled code. Unless the user has set one, point torch to a persistent folder."""
+def keep_compiled_code(device: str, commit: str | None) -> Path:
+    """Return the folder of compiled code. Unless the user has set one, point torch to a persistent folder.
+
+    ``commit`` is the commit of sd-scripts, whose code is compiled.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
     import torch
 
-    session = current()
-    commit = session.checkout.commit if session is not None else None
     kind = torch.cuda.get_device_name() if device == "cuda" else device
     name = f"{(commit or 'unversioned')[:8]}-torch{torch.__version__}-{kind}"
     root = cache.folder()

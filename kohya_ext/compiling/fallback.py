@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from kohya_ext.compiling.lowering import fix_int8_pattern
 from kohya_ext.compiling.support import DEFAULT_BACKEND
 
 Backend = Callable[[Any, Sequence[Any]], Any]
@@ -69,8 +68,6 @@ def _lookup(name: str) -> Backend:
 def _inductor(mode: str | None, observer: Observer) -> Backend:
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    fix_int8_pattern()
 
     def compile_inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):

@@ -1,44 +1,28 @@
-"""Dynamo workarounds, applied if a probe fails, and shortcuts for code that is slow to trace."""
+"""Shortcuts for code that is slow to trace, and a probe for code that some versions of dynamo cannot trace."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Workaround:
-    """A patch of dynamo for code that some versions cannot trace."""
+def breaks_the_graph(example: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> bool:
+    """Return whether dynamo breaks the graph in, or fails to trace, a function.
 
-    example: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-    """Return a function with such code, and its arguments."""
-    apply: Callable[[], Callable[[], None]]
-    """Patch dynamo; return a function that undoes the patch."""
+    ``example`` returns the function and its arguments.
+    """
+    import torch
+    from torch._dynamo.exc import TorchDynamoException
 
-    def is_needed(self) -> bool:
-        """Return whether dynamo breaks the graph in, or fails to trace, the example."""
-        import torch
-        from torch._dynamo.exc import TorchDynamoException
-
-        function, inputs = self.example()
-        try:
-            # Without gradients, because this may run inside a checkpoint, which would count tensors saved here.
-            with torch.no_grad():
-                torch.compile(function, backend="eager", fullgraph=True)(*inputs)
-        except TorchDynamoException:
-            return True
-        return False
-
-
-def apply_workarounds() -> None:
-    """Apply every workaround that is needed, and undo those that do not help."""
-    for workaround in WORKAROUNDS:
-        if workaround.is_needed():
-            undo = workaround.apply()
-            if workaround.is_needed():
-                undo()
+    function, inputs = example()
+    try:
+        # Without gradients, because this may run inside a checkpoint, which would count tensors saved here.
+        with torch.no_grad():
+            torch.compile(function, backend="eager", fullgraph=True)(*inputs)
+    except TorchDynamoException:
+        return True
+    return False
 
 
 def allow_einops_in_graph() -> None:
@@ -74,99 +58,3 @@ def register_group_norm_shapes() -> None:
             return torch.empty_like(x, memory_format=suggest_memory_format(x)), mean, rstd
 
     fake_impls.register_fast_op_impl(torch.ops.aten.native_group_norm.default)(fake)
-
-
-# --- a method of another module stored as an attribute: needed up to torch 2.6 ----------------------------------------
-#
-# LoRA stores the original method of a layer (``self.org_forward = layer.forward``). Dynamo loses the source of the layer in
-# such a method. It cannot turn the layer's parameters into graph inputs then, and breaks the graph at every layer.
-
-
-def _stored_method_example() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    import torch
-
-    holder = torch.nn.Identity()
-    holder.method = torch.nn.LayerNorm(1).forward  # has parameters, and its initialization draws no random numbers
-    return lambda module, x: module.method(x), (holder, torch.zeros(1, 1))
-
-
-def _track_method_owner() -> Callable[[], None]:
-    from types import MethodType
-
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables import UserMethodVariable
-    from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-    from torch.nn import Module
-
-    original = UnspecializedNNModuleVariable.var_getattr
-
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        method = self.value.__dict__.get(name)
-        owner = method.__self__ if isinstance(method, MethodType) else None
-        if not self.source or not isinstance(owner, Module) or owner is self.value:
-            return original(self, tx, name)
-        # Guard on the function, because each layer has another method object.
-        source = AttrSource(self.source, name)
-        install_guard(AttrSource(source, "__func__").make_guard(GuardBuilder.CLOSURE_MATCH))
-        instance = VariableBuilder(tx, AttrSource(source, "__self__"))(owner)
-        return UserMethodVariable(method.__func__, instance, source=source)
-
-    UnspecializedNNModuleVariable.var_getattr = var_getattr
-    return lambda: setattr(UnspecializedNNModuleVariable, "var_getattr", original)
-
-
-# --- ``del`` of a variable that a comprehension or a lambda reads: needed up to torch 2.13 ------------------------------
-#
-# The attention of HunyuanImage and Anima does this in every call on Python before 3.12, where comprehensions are closures.
-
-
-def _deleted_closure_variable_example() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    import torch
-
-    def attention(x: Any) -> Any:
-        query = x + 1
-
-        def scores() -> Any:
-            return query * 2  # noqa: F821  called before the variable is deleted
-
-        out = scores()
-        del query
-        return out
-
-    return lambda x: attention(x), (torch.zeros(1, 1),)
-
-
-def _support_delete_deref() -> Callable[[], None]:
-    import dis
-
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables import DeletedVariable
-
-    def delete_deref(self: Any, instruction: Any) -> None:
-        self.push(DeletedVariable())
-        self.STORE_DEREF(instruction)
-
-    # Each translator class has its own dispatch table.
-    translators = [InstructionTranslatorBase, *_all_subclasses(InstructionTranslatorBase)]
-    instruction = dis.opmap["DELETE_DEREF"]
-    before = [translator.dispatch_table[instruction] for translator in translators]
-    for translator in translators:
-        translator.dispatch_table[instruction] = delete_deref
-
-    def undo() -> None:
-        for translator, original in zip(translators, before, strict=True):
-            translator.dispatch_table[instruction] = original
-
-    return undo
-
-
-def _all_subclasses(kind: Any) -> list[Any]:
-    return [each for subclass in kind.__subclasses__() for each in (subclass, *_all_subclasses(subclass))]
-
-
-WORKAROUNDS = (
-    Workaround(_stored_method_example, _track_method_owner),
-    Workaround(_deleted_closure_variable_example, _support_delete_deref),
-)

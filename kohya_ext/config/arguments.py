@@ -247,12 +247,14 @@ def take_over(
     parser: argparse.ArgumentParser,
     run: RunArguments,
     when_final: Callable[[argparse.Namespace], None] = lambda args: None,
-) -> None:
-    """Turn a plain parser into a :class:`TrainingParser`. One of another class is left as it is."""
-    if type(parser) is argparse.ArgumentParser:
-        parser.__class__ = TrainingParser
-        assert isinstance(parser, TrainingParser)
-        parser.run, parser.completed, parser.when_final = run, False, when_final
+) -> bool:
+    """Turn a plain parser into a :class:`TrainingParser`; return False for one of another class, which is left as it is."""
+    if type(parser) is not argparse.ArgumentParser:
+        return False
+    parser.__class__ = TrainingParser
+    assert isinstance(parser, TrainingParser)
+    parser.run, parser.completed, parser.when_final = run, False, when_final
+    return True
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
@@ -395,7 +397,7 @@ def trace(parser: argparse.ArgumentParser, run: RunArguments, argv: Sequence[str
     keys = dict.fromkeys(key for layer in reversed(layers.values()) for key in layer)
     for key in [*(key for key in keys if key not in own), *(key for key in run.origins if key in own)]:
         if key in own:
-            yield Traced(key, getattr(run.settings, key), run.origins[key], "")
+            yield Traced(key, run.settings[key], run.origins[key], "")
             continue
         origin, *hidden = [name for name, layer in layers.items() if key in layer]
         over = f", over {hidden[0]}'s {layers[hidden[0]][key]!r}" if hidden else ""
@@ -408,7 +410,7 @@ def preset_line(run: RunArguments, parser: argparse.ArgumentParser, argv: Sequen
     """Return one line: the values that the presets filled, and those that they left out because of the user's own."""
     given = {*_said_on_command_line(parser, argv), *(run.config.values if run.config is not None else ())}
     filled = {
-        key: getattr(run.settings, key) if run.origins.get(key) == "preset" else value.value
+        key: run.settings[key] if run.origins.get(key) == "preset" else value.value
         for key, value in run.presets.values.items()
         if key not in given and run.origins.get(key, "preset") == "preset"
     }

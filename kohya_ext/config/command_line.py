@@ -45,7 +45,7 @@ def _from_environment(given: Sequence[str]) -> list[str]:
     spelled = {word.split("=")[0] for word in given}
     words: list[str] = []
     for name, option in options("training"):
-        text = os.environ.get(option.environment) if option.environment else None
+        text = os.environ.get(option.variable) if option.variable else None
         if text is None or spelled.intersection([*flags(name), *negated_flags(name)]):
             continue
         if option.is_switch:

@@ -69,7 +69,7 @@ def _decoded(content: bytes, label: str) -> str:
 def _parsed(file: Path, label: str, kind: str, parse: Callable[[str], Any]) -> Any:
     content = _content(file, label)
     if kind == "JSON" and content.startswith(codecs.BOM_UTF8):
-        # For TOML, the patch toml_byte_order_mark makes upstream accept it.
+        # For TOML, a patch makes upstream accept it.
         raise UserError(f"{label} starts with a byte order mark, which sd-scripts rejects; save it as UTF-8 without BOM")
     try:
         return parse(_decoded(content, label))

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from kohya_ext.console import silent
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
+from kohya_ext.patching.attributes import replaced
 
 #: The backend's name for torch.compile.
 BACKEND = "kohya_ext_estimate"
@@ -64,12 +65,8 @@ def tracing_in(mode: Any) -> Iterator[None]:
     """Trace AOTAutograd in the tensors' own fake mode: dynamo creates another one before about torch 2.7."""
     from torch._guards import TracingContext
 
-    context = TracingContext.get()
-    before, context.fake_mode = context.fake_mode, mode
-    try:
+    with replaced(TracingContext.get(), "fake_mode", mode):
         yield
-    finally:
-        context.fake_mode = before
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def measure_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Se
     from kohya_ext.estimate import activation_budgets
 
     _check_supported(memory_config.read(script, run, argv)[0])
-    settings = replace(_compiling_with(activation_budgets.BACKEND, run.settings), gradient_checkpointing_ratio=None)
-    set_budget(1.0)  # also configures budgets as fractions of the activations
+    settings = _compiling_with(activation_budgets.BACKEND, run.settings).with_(gradient_checkpointing_ratio=None)
+    set_budget(1.0)
     with _prepared(checkout, settings):
         config, arguments, trainer = read(checkout, script, run, argv)
         arguments.gradient_checkpointing = False
@@ -63,8 +63,8 @@ def tracing(settings: Settings, config: MemoryConfig) -> Settings:
     """Return a run's settings with its blocks traced and partitioned by the budget, without code generation."""
     if not config.selective_torch_compile:
         return eager(settings)
-    if settings.compile_backend != DEFAULT_BACKEND:
-        raise UserError(f"--compile_backend {settings.compile_backend} cannot be estimated; use {DEFAULT_BACKEND}")
+    if (backend := settings["compile_backend"]) != DEFAULT_BACKEND:
+        raise UserError(f"--compile_backend {backend} cannot be estimated; use {DEFAULT_BACKEND}")
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.estimate.compiled import BACKEND
 
@@ -74,15 +74,15 @@ def tracing(settings: Settings, config: MemoryConfig) -> Settings:
 
 
 def _compiling_with(backend: str, settings: Settings) -> Settings:
-    return replace(
-        settings, selective_torch_compile=True, compile_backend=backend, compile_mode="default", compile_dynamic="false",
+    return settings.with_(
+        selective_torch_compile=True, compile_backend=backend, compile_mode="default", compile_dynamic="false",
         activation_memory_budget=None,
     )  # fmt: skip
 
 
 def eager(settings: Settings) -> Settings:
     """Return a run's settings without compiled blocks."""
-    return replace(settings, selective_torch_compile=False, activation_memory_budget=None)
+    return settings.with_(selective_torch_compile=False, activation_memory_budget=None)
 
 
 @contextlib.contextmanager

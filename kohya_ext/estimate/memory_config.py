@@ -217,7 +217,7 @@ def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> Me
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return MemoryConfig(script, **given, **{name: getattr(run.settings, name) for name in OWN})
+    return MemoryConfig(script, **given, **{name: run.settings[name] for name in OWN})
 
 
 def normalized(config: MemoryConfig) -> MemoryConfig:

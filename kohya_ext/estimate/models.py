@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kohya_ext.estimate.memory_config import FP8, SD3_LARGE, SD3_MEDIUM, MemoryConfig, size
+from kohya_ext.patching.attributes import replaced
 
 CLIP_TOKENS = 77
 
@@ -361,13 +362,10 @@ def _construct(module: Any, name: str, load: Callable[[], Any]) -> Any:
         sizes.update(arguments)
         raise _LoadingStoppedError
 
-    setattr(module, name, record)
-    try:
+    with replaced(module, name, record), contextlib.suppress(_LoadingStoppedError):
         load()
-    except _LoadingStoppedError:
+    if sizes:
         return kind(**sizes)
-    finally:
-        setattr(module, name, kind)
     raise RuntimeError(f"the loader did not construct {name}")
 
 
@@ -379,15 +377,15 @@ def _build_on_meta(load: Callable[[], Any]) -> Any:
         models.append(self)
         raise _LoadingStoppedError
 
-    original = torch.nn.Module.load_state_dict
-    torch.nn.Module.load_state_dict = record
-    try:
-        with unset_fake_temporarily():  # accelerate 1.6 cannot create empty weights from fake ones
-            load()
-    except _LoadingStoppedError:
+    # accelerate 1.6 cannot create empty weights from fake ones.
+    with (
+        replaced(torch.nn.Module, "load_state_dict", record),
+        contextlib.suppress(_LoadingStoppedError),
+        unset_fake_temporarily(),
+    ):
+        load()
+    if models:
         return models[0]
-    finally:
-        torch.nn.Module.load_state_dict = original
     raise RuntimeError("the loader did not load weights")
 
 

@@ -28,6 +28,7 @@ from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
+from kohya_ext.patching.attributes import replaced
 
 CACHING, SAMPLING = "caching", "sampling"
 
@@ -400,15 +401,10 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
     except ImportError:
         yield
         return
-    names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
-    originals = {name: getattr(functional, name) for name in names}
-    try:
-        for name in names:
-            setattr(functional, name, lambda *args, **kwargs: None)
+    with contextlib.ExitStack() as stack:
+        for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
+            stack.enter_context(replaced(functional, name, lambda *args, **kwargs: None))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(functional, name, original)
 
 
 # --- one step --------------------------------------------------------------------------------------------------------

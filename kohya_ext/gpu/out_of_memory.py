@@ -6,7 +6,6 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from kohya_ext.config.command_line import again
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.launch.session import peak_memory
+from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import GB, format_size, gigabytes, index_of
@@ -101,7 +100,7 @@ def prediction(checkout: Checkout, script: str, args: Namespace, run: RunArgumen
 def next_step(script: str, args: Namespace, run: RunArguments, phase: Phase, keep_state: bool) -> Step | None:
     """Return the cheapest change that helps in a phase; with ``keep_state``, one that can resume a saved state, if any."""
     known = vars(args)
-    values = {**known, **{name: value for name, value in asdict(run.settings).items() if value is not None}}
+    values = {**known, **{name: value for name, value in run.settings.values().items() if value is not None}}
     helpful = list(steps(Attempt(script, values, known.__contains__), phase))
     resumable = [step for step in helpful if step.saving.resumes] if keep_state else []
     return next(iter(resumable or helpful), None)

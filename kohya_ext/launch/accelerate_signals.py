@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from types import FrameType, ModuleType
+from functools import cache, wraps
+from types import FrameType
 from typing import Any
+
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patch, Patcher, Target
 
 _HAS_SIGTERM = os.name == "posix"
 
@@ -22,17 +25,7 @@ _SHUTDOWN_TIMEOUT = 24 * 3600
 """Seconds that stopping processes may take. A second signal ends them at once."""
 
 
-def mend(module: ModuleType) -> None:
-    """Patch a module after its import: accelerate's launcher or torch's elastic agent."""
-    for name, mended in (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain)):
-        if hasattr(module, name):
-            setattr(module, name, mended(getattr(module, name)))
-    agent: Any = getattr(module, "LocalElasticAgent", None)
-    if hasattr(agent, "_shutdown"):
-        agent._shutdown = _gentle(agent._shutdown)
-
-
-def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
+def _patient(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def simple_launcher(*args: Any, **kwargs: Any) -> Any:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -46,7 +39,7 @@ def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
     return simple_launcher
 
 
-def _plain(original: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(original: Any, settings: Settings) -> Any:
     """Make a launcher of several processes exit with their exit code instead of a traceback."""
 
     @wraps(original)
@@ -69,7 +62,7 @@ def _exit_code(code: int) -> int:
     return code if code > 0 else 128 - code
 
 
-def _gentle(original: Callable[..., Any]) -> Callable[..., Any]:
+def _gentle(original: Any, settings: Settings) -> Any:
     """Make the agent wait for all processes when it stops them because of a signal, which is then its argument."""
 
     @wraps(original)
@@ -112,3 +105,30 @@ def _ask_to_stop(process: Any) -> None:
     """
     if _HAS_SIGTERM:
         process.terminate()
+
+
+_LAUNCHERS = (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain))
+
+PATCH = Patch(
+    name="launcher_signals",
+    summary="`accelerate launch` passes signals on, waits for the training process, and has its exit code",
+    targets=(
+        *(Target("accelerate.commands.launch", name, replace, optional=True, body="runs") for name, replace in _LAUNCHERS),
+        Target(
+            "torch.distributed.elastic.agent.server.local_elastic_agent",
+            "LocalElasticAgent._shutdown",
+            _gentle,
+            optional=True,
+            body="runs",
+        ),
+    ),
+    exactness="exact",
+    held_to="the launcher without it, when no signal comes and no process fails",
+    idea="https://github.com/huggingface/accelerate/blob/main/src/accelerate/commands/launch.py",
+)
+
+
+@cache
+def arm() -> None:
+    """Apply it in a process that is a launcher and imports no sd-scripts."""
+    Patcher({}, Settings(), None, (PATCH,)).arm()

@@ -70,14 +70,14 @@ class _Finder:
 def _on_library(module: ModuleType) -> None:
     folder = next(iter(getattr(module, "__path__", [])), None)
     try:
-        if folder is None or not _is_switched_on():
+        if folder is None:
             return
         from pathlib import Path
 
         from kohya_ext.sdscripts.checkouts import describe
 
         checkout = describe(Path(folder).parent, "imported by this process")
-        if checkout is not None:
+        if checkout is not None and _is_switched_on():
             from kohya_ext.launch.session import begin
 
             begin(checkout)
@@ -90,7 +90,7 @@ def _on_launcher(module: ModuleType) -> None:
         if _is_switched_on():
             from kohya_ext.launch import accelerate_signals
 
-            accelerate_signals.mend(module)
+            accelerate_signals.arm()
     except Exception as error:
         _give_up(error)
 

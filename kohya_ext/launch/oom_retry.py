@@ -34,27 +34,28 @@ def handed_over() -> Path | None:
 def supervise(before: Sequence[str], arguments: Sequence[str], settings: Settings) -> int:
     """Run ``python -m kohya_ext`` with the words ``before`` (the launcher's options and the script) and the script's arguments.
 
-    When the run is out of memory, start it again with other arguments, at most ``settings.oom_max_retries`` times. Return the
+    When the run is out of memory, start it again with other arguments, at most ``--oom_max_retries`` times. Return the
     exit code of the last run, 128 + N if signal N ended it.
     """
-    if settings.save_state_every_n_minutes is None:
+    if settings["save_state_every_n_minutes"] is None:
         note(
             "--on_oom retry: the state cannot be saved when the optimizer step runs out of memory; "
             "add --save_state_every_n_minutes 10 to restart from a recent state"
         )
     words = list(arguments)
-    for restart in range(settings.oom_max_retries + 1):
+    most = settings["oom_max_retries"]
+    for restart in range(most + 1):
         code, request = _run([*before, *words])
         if not request:
             return code
-        if restart == settings.oom_max_retries:
+        if restart == most:
             note(f"out of memory after {restart} restarts; --oom_max_retries allows no more")
             return code
         state = request["state"]
         position = "from the beginning" if state is None else f"from {Path(state).name}"
         changes = {**request["changes"], "resume": state}
         words, said = rewritten(words, changes), " ".join(rewritten([], changes))
-        note(f"restart {restart + 1} of {settings.oom_max_retries}, {position}, with {request['what']}: {said}")
+        note(f"restart {restart + 1} of {most}, {position}, with {request['what']}: {said}")
     raise AssertionError("the last round returns")
 
 

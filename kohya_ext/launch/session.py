@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
@@ -17,16 +17,22 @@ from typing import Any
 
 from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import RunArguments, read_arguments, take_over
-from kohya_ext.config.settings import Settings, options
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, should_print, stop, warn
 from kohya_ext.errors import UserError
-from kohya_ext.patching.patch import Patch, Patcher, Target, registry, takes
+from kohya_ext.gpu.peak_memory import peak_memory
+from kohya_ext.launch import accelerate_signals
+from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
+from kohya_ext.patching.training_loop import Command
 from kohya_ext.run import output_lock, run_record
 from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 
 #: The engine's own hook, applied with the same mechanism as a patch; it cannot be turned off by name, since presets and
 #: options would then be rejected by the script.
 OPTIONS = "options"
+
+#: The engine's patches whose outcomes ``doctor`` shows and a run's report leaves out.
+_IN_EVERY_RUN = (OPTIONS, accelerate_signals.PATCH.name)
 
 
 @dataclass
@@ -38,8 +44,6 @@ class Session:
     """The training script that is running; None in any other program that imports sd-scripts."""
     run: RunArguments
     patcher: Patcher
-    """The patches in ``patches/``."""
-    options_hook: Patcher
     started: float
 
     @classmethod
@@ -49,16 +53,9 @@ class Session:
         Raises UserError for anything wrong in them.
         """
         run = read_arguments(script.name if script else None, argv, environ)
-        patches = registry()
-        session = cls(
-            checkout,
-            script,
-            run,
-            Patcher(patches, run.settings, checkout),
-            Patcher({OPTIONS: _options_patch(run, script)}, Settings(allow_unknown_version=True), checkout),
-            time.monotonic(),
-        )
-        session.options_hook.arm()
+        engine = (_options_patch(run, script), accelerate_signals.PATCH)
+        command = Command(checkout, script.name if script else "", run)
+        session = cls(checkout, script, run, Patcher(registry(), run.settings, checkout, engine, command), time.monotonic())
         session.patcher.arm()
         if script is not None:
             session._announce()
@@ -67,11 +64,11 @@ class Session:
         return session
 
     def _announce(self) -> None:
-        for name, option in options("training"):
-            if option.patch and name in self.run.origins and _asked_for(self.run.settings, name):
-                patch = self.patcher.patches[option.patch]
-                if not self._is_on(patch):
-                    warn(f"--{name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
+        for patch in self.patcher.patches.values():
+            for option in patch.options:
+                asked_for = option.name in self.run.origins and self.run.settings[option] not in (None, False)
+                if asked_for and not self._is_on(patch):
+                    warn(f"--{option.name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
         presets = f"preset {self.run.presets.label}" if self.run.presets.presets else "no preset"
         note(f"{__version__}, {self.checkout.label}, {presets}, {self._patches_in_short()}")
 
@@ -109,9 +106,9 @@ class Session:
             },
             "script": self.script.name if self.script else None,
             "presets": [preset.name for preset in self.run.presets.presets],
-            "settings": {key: _plain(value) for key, value in asdict(self.run.settings).items()},
+            "settings": {key: _plain(value) for key, value in self.run.settings.values().items()},
             "origins": dict(self.run.origins),
-            "patches": [asdict(outcome) for outcome in self.patcher.outcomes.values()],
+            "patches": [asdict(each) for each in self.patcher.outcomes.values() if each.patch not in _IN_EVERY_RUN],
             "facts": {patch.name: dict(patch.facts()) for patch in self.patcher.active() if patch.facts is not None},
             "seconds": round(time.monotonic() - self.started, 3),
             "memory": peak_memory(),
@@ -135,16 +132,13 @@ def _training_script(checkout: Checkout, argv: Sequence[str]) -> Path | None:
     return script if checkout.path in script.parents and is_training_script(script) else None
 
 
-def _asked_for(settings: Settings, name: str) -> bool:
-    value = getattr(settings, name)
-    return value is not None and value is not False
-
-
 def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
 def _options_patch(run: RunArguments, script: Path | None) -> Patch:
+    taken: list[ArgumentParser] = []
+
     def check(args: Namespace) -> None:
         if script is None:
             return
@@ -160,42 +154,25 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)
         def add_training_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            take_over(parser, run, check)
+            if take_over(parser, run, check):
+                taken.append(parser)
             return original(parser, *args, **kwargs)
 
         return add_training_arguments
 
-    split, whole = "library.args", "library.train_util"
+    def give_back() -> None:
+        while taken:
+            taken.pop().__class__ = ArgumentParser
+
     return Patch(
         name=OPTIONS,
         summary="the extension's options and presets on the script's command line and in its config file",
-        targets=(
-            Target(split, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.11"}), body="runs"),
-            Target(whole, "add_training_arguments", add_options, takes("parser"), frozenset({"v0.10", "unknown"}), body="runs"),
-        ),
+        targets=moved("add_training_arguments", "library.args", add_options, takes("parser"), body="runs"),
         exactness="exact",
         held_to="the script without the extension, when none of its options is given",
         idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
+        on_undo=give_back,
     )
-
-
-def peak_memory() -> dict[str, int]:
-    """Peak memory of this process in bytes: ``host_resident``; with CUDA in use ``cuda_allocated``, ``cuda_reserved``."""
-    peak: dict[str, int] = {}
-    try:
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak["host_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    except ImportError:  # Windows
-        import psutil
-
-        peak["host_resident"] = psutil.Process().memory_info().peak_wset
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        peak["cuda_allocated"] = torch.cuda.max_memory_allocated()
-        peak["cuda_reserved"] = torch.cuda.max_memory_reserved()
-    return peak
 
 
 _current: Session | None = None

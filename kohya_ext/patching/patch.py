@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-import wrapt
-
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.settings import Option, Settings, patch_modules
 from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
-from kohya_ext.patching.training_loop import OnStart, Stage, TrainingLoop
+from kohya_ext.patching.attributes import ABSENT, Replacement, function_of, replace_attribute
+from kohya_ext.patching.training_loop import Command, OnStart, Stage, TrainingLoop
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Checkout, Layout
 from kohya_ext.sdscripts.fingerprints import Body, remember
 
@@ -31,7 +29,9 @@ TRAINING_LOOP = "training_loop"
 
 _START = "prepare_accelerator"
 
-_ABSENT = object()
+#: The module that v0.11 divided, and the layouts that have the parts.
+_WHOLE = "library.train_util"
+_DIVIDED: frozenset[Layout] = frozenset({"v0.11"})
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class Target:
     attribute: str
     """Its name in the module, dotted for a method: ``PreTrainedModel.gradient_checkpointing_enable``."""
     replace: Callable[[Any, Settings], Any]
-    """(original, the run's settings) -> replacement. Runs once, when the module is imported."""
+    """(original, the run's settings) -> replacement. Runs once, when the module is imported.
+
+    For a static method, a class method or a property the original is its plain function, and so must the replacement be.
+    """
     body: Body = field(kw_only=True)
     """``"runs"`` when the replacement runs the original, whatever its code is; else the code that it was written for."""
     expect: Callable[[Any], str | None] = lambda original: None
@@ -51,12 +54,27 @@ class Target:
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
     """The layouts of sd-scripts that have it."""
     optional: bool = False
-    """Whether its package is one that sd-scripts can do without (LyCORIS, say)."""
+    """Whether sd-scripts can do without its package (LyCORIS, for example), or some of its versions lack the attribute."""
 
     @property
     def label(self) -> str:
         """``module:attribute``."""
         return f"{self.module}:{self.attribute}"
+
+
+def moved(
+    attribute: str,
+    to: str,
+    replace: Callable[[Any, Settings], Any],
+    expect: Callable[[Any], str | None] = lambda original: None,
+    *,
+    body: Body,
+) -> tuple[Target, Target]:
+    """Return the targets for an attribute of ``library.train_util`` that is in the module ``to`` since v0.11."""
+    return (
+        Target(to, attribute, replace, expect, _DIVIDED, body=body),
+        Target(_WHOLE, attribute, replace, expect, KNOWN_LAYOUTS - _DIVIDED, body=body),
+    )
 
 
 def takes(*names: str, exactly: bool = False) -> Callable[[Any], str | None]:
@@ -87,6 +105,13 @@ class Patch:
     """What its results are compared with, and for a close one the tolerance."""
     idea: str
     """A link to who introduced it."""
+    options: tuple[Option[Any], ...] = ()
+    """Its own options, from which the flags, variables, keys and tables of options follow."""
+    until: str | None = None
+    """The release of sd-scripts that no longer needs it."""
+    needed: Callable[[], bool] | None = None
+    """Tries out whether this torch needs it. Such a patch is applied by :func:`apply_needed` instead of at the import of its
+    targets. It is undone when torch still needs it afterwards."""
     wanted: Callable[[Settings], bool] = lambda settings: True
     """Raises UserError for settings that cannot work together."""
     facts: Callable[[], Mapping[str, object]] | None = None
@@ -95,6 +120,8 @@ class Patch:
     """How it is nested with the other patches; needed by one that takes part in training. None counts as COMPUTE."""
     on_start: OnStart | None = None
     """Makes its callback when a training run starts."""
+    on_undo: Callable[[], None] | None = None
+    """Takes back what its replacements have changed in objects of the run."""
 
     def __post_init__(self) -> None:
         if self.on_start is not None and self.stage is None:
@@ -118,43 +145,49 @@ class Outcome:
     """Skipped because the target looks different from what the patch knows: an error under ``--strict``."""
 
 
-@dataclass
-class _Applied:
-    owner: Any
-    name: str
-    original: Any
-    """What the owner's own namespace held; _ABSENT when the attribute was inherited."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Patcher:
     """Applies patches to one checkout in this process, and keeps what it needs to undo them."""
 
     patches: Mapping[str, Patch]
+    """Those that a user can turn off."""
     settings: Settings
-    checkout: Checkout
+    checkout: Checkout | None
+    """None in a process that does not import sd-scripts: accelerate's launcher."""
+    engine: tuple[Patch, ...] = ()
+    """The engine's own patches, which are on in every layout."""
+    command: Command = field(default_factory=Command)
+    """What runs in this process, for the patches that take part in training."""
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
-    training_loop: Patch = field(init=False)
-    """The engine's own patch, by which the others take part in training."""
     _loop: TrainingLoop = field(init=False)
-    _applied: dict[tuple[str, str], _Applied] = field(default_factory=dict)
+    _applied: dict[tuple[str, str], Replacement] = field(default_factory=dict)
     _hooked: set[tuple[str, str]] = field(default_factory=set)
     _armed: bool = False
 
     def __post_init__(self) -> None:
-        self._loop = TrainingLoop(lambda: (patch.on_start for patch in self._taking_part() if patch.on_start is not None))
-        self.training_loop = _training_loop(self._loop, lambda settings: bool(self._taking_part()))
+        self._loop = TrainingLoop(self._starts, self.command)
+        if any(patch.on_start is not None for patch in self.patches.values()):
+            self.engine = (*self.engine, _training_loop(self._loop, lambda settings: bool(self._taking_part())))
+
+    def _starts(self) -> list[OnStart]:
+        return [patch.on_start for patch in self._taking_part() if patch.on_start is not None]
+
+    def all_patches(self) -> list[Patch]:
+        """Return the engine's patches, then the others."""
+        return [*self.engine, *self.patches.values()]
 
     def arm(self) -> None:
         """Hook every target: it is replaced when its module is imported, at once if it already is. Safe to repeat.
 
         Raises UserError for a name in ``disable_patch`` that no patch has.
         """
+        import wrapt  # imports asyncio, which a launcher that only reads options does without
+
         disabled = self._disabled()
         self._armed = True
-        patches = list(self.patches.values())
-        if any(patch.on_start is not None for patch in patches):
-            patches.insert(0, self.training_loop)
+        if self not in _armed:
+            _armed.append(self)
+        patches = self.all_patches()
         for patch in patches:
             places = [(target.label, target.layouts) for target in patch.targets]
             if patch.callback_label is not None:
@@ -165,7 +198,7 @@ class Patcher:
                     status: Status = "waiting" if reason is None else "skipped"
                     self.outcomes[patch.name, label] = Outcome(patch.name, label, status, reason or "")
         for patch in sorted(patches, key=_stage):
-            for target in patch.targets:
+            for target in patch.targets if patch.needed is None else ():
                 key = (patch.name, target.label)
                 if self.outcomes[key].status != "waiting":
                     continue
@@ -179,15 +212,41 @@ class Patcher:
     def undo(self) -> None:
         """Put the identical original objects back, end the training run and stop answering imports."""
         self._armed = False
+        if self in _armed:
+            _armed.remove(self)
         self._loop.end()
-        for key, applied in reversed(self._applied.items()):
-            if applied.original is _ABSENT:
-                delattr(applied.owner, applied.name)
-            else:
-                setattr(applied.owner, applied.name, applied.original)
-            self.outcomes[key].status, self.outcomes[key].reason = "skipped", "undone"
-        self._applied.clear()
+        for patch in self.all_patches():
+            if patch.on_undo is not None:
+                patch.on_undo()
+        self._take_back(list(self._applied), "undone")
         self._follow()
+
+    def _take_back(self, keys: Sequence[tuple[str, str]], reason: str) -> None:
+        for key in reversed(keys):
+            self._applied.pop(key).undo()
+            self.outcomes[key].status, self.outcomes[key].reason = "skipped", reason
+
+    def apply_needed(self) -> None:
+        """Apply the patches that this torch needs (:attr:`Patch.needed`). Safe to repeat."""
+        for patch in self.all_patches():
+            waiting = [target for target in patch.targets if self.outcomes[patch.name, target.label].status == "waiting"]
+            if patch.needed is None or not waiting:
+                continue
+            status: Status
+            try:
+                if patch.needed():
+                    for target in waiting:
+                        self._apply(patch, target, importlib.import_module(target.module))
+                    if patch.needed():
+                        self._take_back([key for key in self._applied if key[0] == patch.name], "it does not help this torch")
+                    continue
+                status, reason = "skipped", "this torch does without it"
+            except Exception as error:  # as for any patch that fails
+                status, reason = "failed", f"{type(error).__name__}: {error}"
+                warn(f"patch {patch.name} failed and is left out: {reason}")
+            for target in waiting:
+                outcome = self.outcomes[patch.name, target.label]
+                outcome.status, outcome.reason = status, reason
 
     def active(self) -> list[Patch]:
         """The patches of which at least one target is applied."""
@@ -208,9 +267,16 @@ class Patcher:
             return "disabled by the user"
         if not patch.wanted(self.settings):
             return "not asked for"
-        layout = self.checkout.layout
+        if self.checkout is None:
+            return None
+        from packaging.version import Version
+
+        version, layout = self.checkout.version, self.checkout.layout
+        if patch.until is not None and version is not None and Version(version) >= Version(patch.until):
+            return f"sd-scripts does it itself since v{patch.until}"
         if layout == "unknown":
-            return None if self.settings.allow_unknown_version else f"{self.checkout.label} has a layout it does not know"
+            tried = patch in self.engine or self.settings.allow_unknown_version
+            return None if tried else f"{self.checkout.label} has a layout it does not know"
         return None if layout in layouts else f"nothing to do there in layout {layout}"
 
     def _taking_part(self) -> list[Patch]:
@@ -224,8 +290,7 @@ class Patcher:
 
     def _follow(self) -> None:
         """Give the callbacks that are on the outcome of ``prepare_accelerator``, which makes them."""
-        starts = [target.label for target in self.training_loop.targets if target.attribute == _START]
-        made = [outcome for label in starts if (outcome := self.outcomes.get((TRAINING_LOOP, label))) is not None]
+        made = [outcome for (name, label), outcome in self.outcomes.items() if name == TRAINING_LOOP and label.endswith(_START)]
         status: Status = "waiting" if self._armed else "skipped"
         reason = "" if self._armed else "undone"
         if any(outcome.status == "applied" for outcome in made):
@@ -252,15 +317,19 @@ class Patcher:
             return
         try:
             owner, name = _owner(module, target.attribute)
-            original = getattr(owner, name, _ABSENT)
-            surprise = "it is not there" if original is _ABSENT else target.expect(original)
+            original, as_it_was = function_of(owner, name)
+            # In a fork it may be in any of the places where the releases have it.
+            elsewhere = target.layouts != KNOWN_LAYOUTS and self.checkout is not None and self.checkout.layout == "unknown"
+            if original is ABSENT and (target.optional or elsewhere):
+                outcome.status, outcome.reason = "skipped", f"this version of {target.module} does not have it"
+                return
+            surprise = "it is not there" if original is ABSENT else target.expect(original)
             if surprise is None and target.body != "runs":
                 surprise = target.body.surprise(module, target.attribute)
             if surprise is None:
-                own = vars(owner).get(name, _ABSENT)
-                setattr(owner, name, target.replace(original, self.settings))
-                remember(getattr(owner, name), original)
-                self._applied[key] = _Applied(owner, name, own)
+                replacement = target.replace(original, self.settings)
+                self._applied[key] = replace_attribute(owner, name, as_it_was(replacement))
+                remember(replacement, original)
                 outcome.status = "applied"
         except Exception as error:  # a patch that fails must not take the training down with it
             outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {error}"
@@ -280,14 +349,12 @@ def _stage(patch: Patch) -> Stage:
 
 def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Patch:
     """Return the patch by which a training loop's callbacks are called, on every layout."""
-    split, whole, accelerate = "library.accelerator_setup", "library.train_util", "accelerate.accelerator"
-    start, old = takes("args", exactly=True), frozenset[Layout]({"v0.10", "unknown"})
+    accelerate = "accelerate.accelerator"
     return Patch(
         TRAINING_LOOP,
         "calls the patches that take part in training, in the order of their stages",
         (
-            Target(split, _START, loop.prepare_accelerator, start, frozenset({"v0.11"}), body="runs"),
-            Target(whole, _START, loop.prepare_accelerator, start, old, body="runs"),
+            *moved(_START, "library.accelerator_setup", loop.prepare_accelerator, takes("args", exactly=True), body="runs"),
             Target(accelerate, "Accelerator.accumulate", loop.accumulate, takes("self"), body="runs"),
             Target(
                 "accelerate.data_loader", "DataLoaderShard.__iter__", loop.iterate, takes("self", exactly=True), body="runs"
@@ -311,10 +378,13 @@ def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
 
 def registry() -> dict[str, Patch]:
     """Every patch in ``patches/``, by name: each of its modules has one ``PATCH``."""
-    package = importlib.import_module("kohya_ext.patches")
-    modules = (importlib.import_module(f"{package.__name__}.{info.name}") for info in _modules(package.__path__))
-    return {module.PATCH.name: module.PATCH for module in modules}
+    return {module.PATCH.name: module.PATCH for module in patch_modules()}
 
 
-def _modules(path: Iterable[str]) -> list[pkgutil.ModuleInfo]:
-    return sorted(pkgutil.iter_modules(path), key=lambda info: info.name)
+_armed: list[Patcher] = []
+
+
+def apply_needed() -> None:
+    """Apply the armed patches that first have to be tried out. To be called when all of torch can be imported."""
+    for patcher in _armed:
+        patcher.apply_needed()

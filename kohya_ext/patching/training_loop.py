@@ -18,9 +18,13 @@ from enum import IntEnum, auto
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kohya_ext.config.settings import Settings
+from kohya_ext.sdscripts.checkouts import Checkout
+
+if TYPE_CHECKING:  # its import takes longer than that of all patches
+    from kohya_ext.config.arguments import RunArguments
 
 
 class Stage(IntEnum):
@@ -97,11 +101,22 @@ Called when the script has created its accelerator, before it loads models. The 
 C = TypeVar("C", bound=TrainingCallback)
 
 
+@dataclass(frozen=True)
+class Command:
+    """What runs in this process."""
+
+    checkout: Checkout | None = None
+    script: str = ""
+    """The training script's file name; empty in another program."""
+    arguments: RunArguments | None = None
+
+
 @dataclass
 class TrainingRun:
     """One run of a training loop."""
 
     accelerator: Any
+    command: Command = field(default_factory=Command)
     callbacks: list[TrainingCallback] = field(default_factory=list)
     """Callbacks in the order of their stages."""
     batch: object = None
@@ -156,13 +171,14 @@ class TrainingLoop:
 
     starts: Callable[[], Iterable[OnStart]]
     """Returns the start functions of the enabled patches, in the order of their stages."""
+    command: Command = field(default_factory=Command)
     run: TrainingRun | None = None
 
     def begin(self, args: Namespace, accelerator: Any, settings: Settings) -> None:
         """Start a run and create its callbacks. Ends the previous run."""
         global _current
         self.end()
-        self.run = _current = run = TrainingRun(accelerator)
+        self.run = _current = run = TrainingRun(accelerator, self.command)
         for start in self.starts():
             if (callback := start(args, accelerator, settings)) is not None:
                 run.callbacks.append(callback)
@@ -231,6 +247,11 @@ class TrainingLoop:
 def current(kind: type[C]) -> C | None:
     """Return the callback of a class in this process's run; None without a run or if its patch has no callback."""
     return _current.callback(kind) if _current is not None else None
+
+
+def command() -> Command:
+    """Return what the run in this process was started with; an empty one when there is no run."""
+    return _current.command if _current is not None else Command()
 
 
 def current_batch() -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _tiers_with(script: str, argv: Sequence[str], environ: Mapping[str, str]) ->
 def _read(script: str, argv: Sequence[str], environ: Mapping[str, str], auto: Sequence[str] | None = None) -> RunArguments:
     """Read a command line with compiling off: compiled blocks need less memory, but three times as long to estimate."""
     run = read_arguments(script, argv, environ, auto)
-    return replace(run, settings=replace(run.settings, selective_torch_compile=False, activation_memory_budget=None))
+    return replace(run, settings=run.settings.with_(selective_torch_compile=False, activation_memory_budget=None))
 
 
 def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> list[Candidate]:

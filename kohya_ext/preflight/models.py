@@ -94,7 +94,7 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
         run = run_record.current() or run_record.describe(script.name, args)
         try:
             with silent():  # the run itself logs which state it resumes
-                state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
+                state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings["inexact_resume"])
         except UserError as error:
             findings.errors.append(str(error))
             return
@@ -103,7 +103,7 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
     assert state is not None
     if not state.is_dir():
         findings.errors.append(f"--resume {state} does not exist")
-    elif (problem := resume.state_problem(state, settings.inexact_resume)) is not None:
+    elif (problem := resume.state_problem(state, settings["inexact_resume"])) is not None:
         findings.errors.append(f"--resume {state} is damaged: {problem}. Use another state, or --resume auto")
     else:
         record = run_record.read(state)

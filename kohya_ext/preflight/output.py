@@ -81,10 +81,10 @@ def _check_free_space(args: Namespace, folder: Path, size: Size, findings: Findi
         states = _saves(args, "_state") + 1
     elif getattr(args, "save_state_on_train_end", False):
         states = 1
-    if settings.save_state_every_n_minutes is not None:
-        states += settings.save_last_n_timed_states + 1  # an old one is removed after the new one is complete
-    ema = 4 * size.trained if settings.ema else 0
-    needed = models * size.model * (2 if settings.ema else 1) + states * (size.state + ema)
+    if settings["save_state_every_n_minutes"] is not None:
+        states += settings["save_last_n_timed_states"] + 1  # an old one is removed after the new one is complete
+    ema = 4 * size.trained if settings["ema"] else 0
+    needed = models * size.model * (2 if settings["ema"] else 1) + states * (size.state + ema)
     if free < needed:
         findings.warnings.append(
             f"saves will need about {_format(needed)} ({models} models of {_format(size.model)}, {states} states of at least "
@@ -112,7 +112,7 @@ def _format(count: float) -> str:
 def _check_earlier(folder: Path, name: str | None, findings: Findings, settings: Settings) -> None:
     for earlier in final_models(folder, name):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(earlier.stat().st_mtime))
-        if not settings.keep_previous:
+        if not settings["keep_previous"]:
             findings.warnings.append(f"{earlier} of {when} will be replaced at the end")
             continue
         backup = previous(earlier)

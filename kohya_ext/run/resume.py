@@ -71,6 +71,8 @@ class Position(TrainingCallback):
 
     args: Namespace
     accelerator: Any
+    way_out: str = ""
+    """What to do where a script's training loop is not known."""
     step: int = 0
     """Optimizer steps, including those before a resume."""
     epoch: int = -1

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kohya_ext import cache
-from kohya_ext.config.settings import Settings, options
+from kohya_ext.config.settings import Settings, patch_options
 
 MIN_STEPS = 5
 """Fewest steps of a measurement that is stored."""
@@ -33,7 +33,7 @@ _IGNORED = (
 def cache_key(script: Path, args: Namespace, settings: Settings) -> str:
     """Return a hash of all settings that affect the time of a step."""
     script_values = {name: value for name, value in vars(args).items() if not any(part in name for part in _IGNORED)}
-    patch_values = {name: getattr(settings, name) for name, option in options("training") if option.patch}
+    patch_values = {option.name: settings[option] for option in patch_options()}
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     text = json.dumps([script.name, script_values, patch_values, gpus], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

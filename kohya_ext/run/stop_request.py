@@ -174,7 +174,7 @@ def resume_command(state: Path, processes: int = 1) -> str:
 def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) -> Stopper:
     """Start to watch for signals (in the main thread only), the stop file and the end of the launcher."""
     name = getattr(args, "output_name", None) or DEFAULT_NAME
-    file = settings.stop_file or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
+    file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
     stopper = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():
         file.unlink()

@@ -94,16 +94,17 @@ def _attribute(module: ModuleType, name: str) -> Any:
     value: Any = module
     for part in name.split("."):
         value = getattr(value, part, None)
-    return value
+    return value.fget if isinstance(value, property) else value
 
 
 def _functions(original: Any) -> Iterator[FunctionType]:
+    original = getattr(original, "__func__", original)  # static and class methods have it
     while isinstance(original, (FunctionType, type)) and original in _originals:
         original = _originals[original]
     if isinstance(original, type):
         for member in vars(original).values():
             if not isinstance(member, type):
-                yield from _functions(getattr(member, "__func__", member))  # of static and class methods
+                yield from _functions(member)
         return
     if isinstance(original, FunctionType):
         yield original

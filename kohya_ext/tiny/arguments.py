@@ -36,8 +36,7 @@ _SCRIPT_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sdxl_train_control_net.py": (),
     "sdxl_train_control_net_lllite.py": ("--cond_emb_dim", "8", "--network_dim", "4"),
     "flux_train_control_net.py": (),
-    # Its text encoders are bf16, which without autocast requires cached outputs on disk; for a cache in memory see the
-    # patch hunyuan_cached_texts.
+    # Its text encoders are bf16, which without autocast requires cached outputs on disk; a cache in memory needs a patch.
     "hunyuan_image_train_network.py": ("--network_train_unet_only", "--cache_text_encoder_outputs_to_disk"),
     "anima_train_network.py": ("--network_train_unet_only",),
     "anima_train.py": ("--attn_mode", "torch"),  # v0.11 does not infer it there

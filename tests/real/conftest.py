@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import pytest
 
+from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import Patcher, apply_needed, registry
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import arguments, checkpoints, dataset, environment
@@ -261,3 +263,18 @@ def upstream(train: Callable[..., Run]) -> Callable[[Checkout, str], Run]:
         return runs[checkout.layout, script]
 
     return of
+
+
+@pytest.fixture
+def compiler_patches() -> Iterator[None]:
+    """The patches of torch's compiler, as in a run with --selective_torch_compile."""
+    whole = registry()
+    blocks = whole["selective_torch_compile"]
+    of_torch = tuple(target for target in blocks.targets if target.module.startswith("torch."))
+    names = ("dynamo_bound_methods", "dynamo_deleted_names", "partition_by_activations")
+    patches = {blocks.name: replace(blocks, targets=of_torch, on_start=None), **{name: whole[name] for name in names}}
+    patcher = Patcher(patches, Settings(selective_torch_compile=True), None)
+    patcher.arm()
+    apply_needed()
+    yield
+    patcher.undo()

@@ -6,7 +6,6 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.chroma_text_lengths import PATCH, Lengths  # noqa: E402
 
-from kohya_ext.compiling.tracing import apply_workarounds  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
@@ -75,9 +74,8 @@ def test_lengths_behave_like_their_tensor():
     assert lengths.shape == (2,)
 
 
-def test_blocks_compile_to_one_graph_for_all_lengths(models):
+def test_blocks_compile_to_one_graph_for_all_lengths(models, compiler_patches):
     module, _ = models
-    apply_workarounds()
     torch._dynamo.reset()
     graphs = []
 

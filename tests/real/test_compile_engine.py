@@ -6,7 +6,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from kohya_ext.compiling import blocks, budget, configuration, support
 from kohya_ext.compiling.fallback import with_fallback
 from kohya_ext.compiling.inputs import Inputs
-from kohya_ext.compiling.tracing import WORKAROUNDS, apply_workarounds
 from kohya_ext.config.settings import Settings
+from kohya_ext.patching.patch import registry
 
 EAGER = Settings(selective_torch_compile=True, compile_backend="eager")
-AOT = replace(EAGER, compile_backend="aot_eager")
-INDUCTOR = replace(EAGER, compile_backend="inductor")
+AOT = EAGER.with_(compile_backend="aot_eager")
+INDUCTOR = EAGER.with_(compile_backend="inductor")
 
 
 class Lora(torch.nn.Module):
@@ -272,7 +271,7 @@ def test_settings_apply_to_later_threads(run: blocks.Run) -> None:
     import torch._dynamo.config as dynamo
 
     name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
-    run.prepare(replace(AOT, compile_cache_size_limit=77), "cpu")
+    run.prepare(AOT.with_(compile_cache_size_limit=77), "cpu")
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(getattr(dynamo, name)))
     thread.start()
@@ -280,9 +279,8 @@ def test_settings_apply_to_later_threads(run: blocks.Run) -> None:
     assert seen == [getattr(dynamo, name)] == [77]
 
 
-def test_workarounds_remove_graph_breaks() -> None:
-    apply_workarounds()
-    assert [each.example.__name__ for each in WORKAROUNDS if each.is_needed()] == []
+def test_patches_remove_graph_breaks(compiler_patches: None) -> None:
+    assert [patch.name for patch in registry().values() if patch.needed is not None and patch.needed()] == []
 
 
 def test_a_backend_that_raises_leaves_the_class_eager(
@@ -354,7 +352,7 @@ def test_untraceable_code_runs_eager(run: blocks.Run) -> None:
     x = torch.randn(2, 4)
     expected = layer(x)
     Untraceable.forward = blocks.compile_method(  # type: ignore[method-assign]
-        Untraceable.forward, "here:Untraceable.forward", "1 of 1", replace(AOT, compile_fullgraph=True)
+        Untraceable.forward, "here:Untraceable.forward", "1 of 1", AOT.with_(compile_fullgraph=True)
     )
     assert torch.equal(layer(x), expected)
     assert torch.equal(layer(x), expected)
@@ -379,7 +377,7 @@ def test_an_unusable_device_is_detected_before_compiling(run: blocks.Run, monkey
     assert block.calls == 0
 
 
-def test_a_budget_counts_only_activations(run: blocks.Run) -> None:
+def test_a_budget_counts_only_activations(run: blocks.Run, compiler_patches: None) -> None:
     """With float32 weights under autocast at batch 1, torch alone keeps the same for every budget above 0."""
     layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64), torch.nn.GELU()]
     model = torch.nn.Sequential(*layers, *copy.deepcopy(layers))

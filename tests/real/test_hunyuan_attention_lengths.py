@@ -6,7 +6,6 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 
-from kohya_ext.compiling.tracing import apply_workarounds  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
@@ -68,10 +67,9 @@ def test_blocks_have_no_lengths_to_read(modules):
     )
 
 
-def test_blocks_compile_to_one_graph_per_size(modules):
+def test_blocks_compile_to_one_graph_per_size(modules, compiler_patches):
     params, blocks, _ = modules
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
-    apply_workarounds()
     torch._dynamo.reset()
     graphs = []
 

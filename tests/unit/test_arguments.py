@@ -76,12 +76,12 @@ def test_extension_options_obey_config_then_environment_then_command_line(config
     file = config("activation_memory_budget = 0.2\nselective_torch_compile = true\n")
     environ = {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0.4"}
     run = read_arguments(SCRIPT, ["--config_file", file], {})
-    assert (run.settings.activation_memory_budget, run.origins["activation_memory_budget"]) == (0.2, "config file")
+    assert (run.settings["activation_memory_budget"], run.origins["activation_memory_budget"]) == (0.2, "config file")
     run = read_arguments(SCRIPT, ["--config_file", file], environ)
-    assert (run.settings.activation_memory_budget, run.origins["activation_memory_budget"]) == (0.4, "environment")
+    assert (run.settings["activation_memory_budget"], run.origins["activation_memory_budget"]) == (0.4, "environment")
     argv = ["--config_file", file, "--activation-memory-budget=0.6", "--no-selective_torch_compile"]
     run = read_arguments(SCRIPT, argv, environ)
-    assert (run.settings.activation_memory_budget, run.settings.selective_torch_compile) == (0.6, False)
+    assert (run.settings["activation_memory_budget"], run.settings["selective_torch_compile"]) == (0.6, False)
 
 
 def test_help_shows_the_extension(monkeypatch, capsys):

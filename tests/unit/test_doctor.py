@@ -10,7 +10,14 @@ from kohya_ext.patching.patch import registry
 
 
 def row(patch, target, status="applied", reason="", surprise=False):
-    about = {"summary": f"what {patch} does", "exactness": "exact", "held_to": "upstream"}
+    about = {
+        "summary": f"what {patch} does",
+        "exactness": "exact",
+        "held_to": "upstream",
+        "engine": False,
+        "options": [],
+        "until": None,
+    }
     return {"patch": patch, "target": target, "status": status, "reason": reason, "surprise": surprise, **about}
 
 
@@ -66,3 +73,16 @@ def test_a_problem_is_shown_with_what_to_do(shown):
     assert not doctor._is_healthy({"patches": rows})
     assert doctor._is_healthy({"patches": ALL})
     assert not doctor._is_healthy({"patches": []})
+
+
+def test_the_options_of_a_patch_and_its_last_release_are_shown(shown):
+    one = {**row("one", "library.a:f"), "options": ["depth", "width"], "until": "0.12.0"}
+    said = shown(doctor._show_targets, [one])
+    assert "  options  --depth, --width" in said
+    assert "  until    sd-scripts v0.12.0" in said
+
+
+def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(shown):
+    rows = [{**row("options", "library.args:f"), "engine": True}, row("one", "library.a:f")]
+    assert "1 patches on one" in " ".join(" ".join(shown(doctor._show_patches, rows)).split())
+    assert "  applied  library.args:f" in shown(doctor._show_targets, rows)

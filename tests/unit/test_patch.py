@@ -1,14 +1,16 @@
 import importlib
+import re
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.settings import Settings, options
+from kohya_ext.config.settings import Settings, patch_options
 from kohya_ext.errors import UserError
 from kohya_ext.launch.session import Session
-from kohya_ext.patching.patch import Patch, Patcher, Target, registry
+from kohya_ext.patching.attributes import replaced
+from kohya_ext.patching.patch import Patch, Patcher, Target, apply_needed, moved, registry, takes
 from kohya_ext.sdscripts.checkouts import Checkout
 
 CHECKOUT = Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for the test")
@@ -157,6 +159,148 @@ def test_layouts_are_kept_apart_and_an_unknown_one_is_left_alone(library):
     assert library().FLAG is False
 
 
+KINDS = """
+class Base:
+    @staticmethod
+    def static(x):
+        return x + 1
+    @classmethod
+    def of_class(cls, x):
+        return cls.__name__, x
+    @property
+    def size(self):
+        return self._size
+    @size.setter
+    def size(self, value):
+        self._size = value
+class Child(Base):
+    pass
+"""
+
+
+def twice(original, settings):
+    def replacement(*args):
+        return 2 * original(*args)
+
+    return replacement
+
+
+@pytest.mark.parametrize("owner", ["Base", "Child"])
+@pytest.mark.parametrize(
+    ("name", "kind", "parameters", "value", "result"),
+    [
+        ("static", staticmethod, ["x"], lambda instance: instance.static(3), 8),
+        ("of_class", classmethod, ["cls", "x"], lambda instance: len(instance.of_class(3)), 4),
+        ("size", property, ["self"], lambda instance: instance.size, 10),
+    ],
+)
+def test_the_kind_of_a_method_is_kept(library, tmp_path, owner, name, kind, parameters, value, result):
+    (tmp_path / "a_library.py").write_text(KINDS)
+    module = library()
+    holder = getattr(module, owner)
+    before = vars(holder).get(name)
+    target = Target("a_library", f"{owner}.{name}", twice, takes(*parameters, exactly=True), body="runs")
+    patcher = Patcher(make(target), Settings(), CHECKOUT)
+    for _ in range(2):  # armed again, it is not applied again
+        patcher.arm()
+        instance = holder()
+        instance.size = 5
+        assert value(instance) == result
+        assert type(vars(holder)[name]) is kind
+    patcher.undo()
+    assert vars(holder).get(name) is before
+    assert (name in vars(holder)) == (owner == "Base")
+
+
+def test_a_scoped_replacement_ends_with_its_block(library):
+    module = library()
+    before = vars(module.Base)["value"]
+    with replaced(module.Base, "value", lambda self: 7), replaced(module.Child, "value", 8):
+        assert (module.Base().value(), module.Child.value) == (7, 8)
+    assert vars(module.Base)["value"] is before
+    assert "value" not in vars(module.Child)
+
+
+@pytest.mark.parametrize(("until", "status"), [("0.11.1", "skipped"), ("0.9", "skipped"), ("0.11.2", "applied")])
+def test_a_patch_ends_with_the_release_that_needs_it_no_more(library, until, status):
+    library()
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs"), until=until), Settings(), CHECKOUT)
+    patcher.arm()
+    outcome = only(patcher)
+    patcher.undo()
+    assert (outcome.reason == f"sd-scripts does it itself since v{until}") or outcome.reason == "undone"
+    assert (outcome.reason == "undone") == (status == "applied")
+
+
+@pytest.mark.parametrize(("layout", "module"), [("v0.11", "a_library"), ("v0.10", "library.train_util")])
+def test_an_attribute_that_moved_is_replaced_where_it_is(layout, module):
+    patcher = Patcher(make(*moved("FLAG", "a_library", double, body="runs")), Settings(), CHECKOUT)
+    patcher.checkout = Checkout(Path("sd-scripts"), None, layout, "for the test")
+    patcher.arm()
+    assert [outcome.target for outcome in patcher.outcomes.values() if outcome.status == "waiting"] == [f"{module}:FLAG"]
+    patcher.undo()
+
+
+def test_an_attribute_that_some_versions_lack_is_no_surprise(library):
+    library()
+    patcher = Patcher(make(Target("a_library", "GONE", double, optional=True, body="runs")), Settings(strict=True), CHECKOUT)
+    patcher.arm()
+    outcome = only(patcher)
+    assert (outcome.status, outcome.surprise) == ("skipped", False)
+    assert outcome.reason == "this version of a_library does not have it"
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "reason"),
+    [
+        ([True, False], "applied", ""),
+        ([False], "skipped", "this torch does without it"),
+        ([True, True], "skipped", "it does not help this torch"),
+    ],
+)
+def test_what_is_tried_out_waits_until_it_is_asked_for(library, answers, status, reason):
+    module = library()
+    original = vars(module.Base)["value"]
+    target = Target("a_library", "Base.value", double, body="runs")
+    patcher = Patcher(make(target, needed=lambda: answers.pop(0)), Settings(), CHECKOUT)
+    patcher.arm()
+    assert vars(module.Base)["value"] is original
+    apply_needed()
+    apply_needed()
+    assert (only(patcher).status, only(patcher).reason) == (status, reason)
+    assert (vars(module.Base)["value"] is original) == (status == "skipped")
+    assert answers == []
+    patcher.undo()
+    assert vars(module.Base)["value"] is original
+
+
+def test_the_engines_patches_are_on_whatever_is_disabled_and_in_every_layout(library):
+    undone = []
+    (own,) = make(Target("a_library", "Base.value", double, body="runs"), on_undo=lambda: undone.append(1)).values()
+    fork = Checkout(Path("fork"), None, "unknown", "for the test")
+    patcher = Patcher({}, Settings(disable_patch=("*",)), fork, (own,))
+    patcher.arm()
+    assert library().Base().value() == 6
+    patcher.undo()
+    assert library().Base().value() == 3
+    assert undone == [1]
+
+
+def test_the_engine_names_no_patch():
+    """Beside its own modules, and options that have a patch's name."""
+    options = {option.name for option in patch_options()}
+    root = Path(__file__).parents[2] / "kohya_ext"
+    modules = {file.stem for file in root.rglob("*.py")}
+    names = "|".join(set(registry()) - options - modules)
+    named = [file for file in root.rglob("*.py") if re.search(rf"\b({names})\b", file.read_text(encoding="utf-8"))]
+    assert named == []
+
+
+def test_every_option_has_one_name():
+    names = [option.name for option in patch_options()] + [name for name in vars(Settings()) if name != "values_of_patches"]
+    assert len(names) == len(set(names))
+
+
 def test_an_unknown_name_to_disable_is_an_error():
     patcher = Patcher(make(), Settings(disable_patch=("twise",)), CHECKOUT)
     with pytest.raises(UserError, match=r"no patch twise to disable: there are twice\. Did you mean twice\?"):
@@ -175,17 +319,10 @@ def test_every_shipped_patch_states_what_it_is_without_importing_torch():
     assert not heavy & set(sys.modules)
 
 
-def test_every_option_names_a_patch_that_is_there():
-    named = {option.patch for _, option in options() if option.patch}
-    assert named
-    assert named <= set(registry())
-
-
 def test_an_option_whose_patch_is_off_is_answered(tmp_path, capsys):
     argv = ["--selective_torch_compile", "--disable-patch", "selective_torch_compile"]
     session = Session.start(CHECKOUT, Path("sdxl_train.py"), argv, {})
     session.patcher.undo()
-    session.options_hook.undo()
     said = capsys.readouterr().err
     assert "--selective_torch_compile does nothing: the patch selective_torch_compile is off (disabled by the user)" in said
     assert "not asked for" not in said

@@ -225,7 +225,7 @@ def test_auto_combines_with_presets_and_reports_its_selection(tmp_path):
     run = read_arguments(LORA, ["--preset", "auto", "--preset", "quality", "--vram", "12"], {})
     assert run.presets.label == "sdxl-lora/12gb + sdxl-lora/quality (auto: --vram, 12 GB GPU (12.88e9 bytes))"
     assert run.presets.values["gradient_checkpointing_ratio"].preset == "sdxl-lora/12gb"
-    assert run.settings.gradient_checkpointing_ratio == 0.375
+    assert run.settings["gradient_checkpointing_ratio"] == 0.375
     by_variable = read_arguments(LORA, [], {"KOHYA_EXT_PRESET": "auto", "KOHYA_EXT_VRAM": "16GiB"})
     assert by_variable.presets.label.startswith("sdxl-lora/16gb (auto")
 

@@ -122,7 +122,7 @@ def test_additional_parameters_of_the_gui_override_its_switches():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"), "--gradient_checkpointing"]
     run = read_arguments(LORA, argv, {})
     assert not {"gradient_checkpointing", "gradient_checkpointing_ratio"} & run.presets.held_back.keys()
-    assert run.settings.gradient_checkpointing_ratio == 0.375
+    assert run.settings["gradient_checkpointing_ratio"] == 0.375
 
 
 def test_number_that_the_gui_writes_as_0_is_off():

@@ -55,7 +55,7 @@ def test_a_variable_that_cannot_be_read_is_named():
 def test_every_row_has_a_meaning_and_reads_its_own_default_back():
     for name, option in settings.options():
         assert option.help
-        default = getattr(Settings(), name)
+        default = Settings()[name]
         if isinstance(default, (bool, tuple)):
             assert option.parse(list(default) if isinstance(default, tuple) else default) == default
 
@@ -67,3 +67,22 @@ def test_underscores_dashes_and_no_forms_are_accepted():
     assert given.disable_patch == ["a", "b", "c"]
     assert given.selective_torch_compile is False
     assert "strict" not in vars(given)
+
+
+DEPTH = settings.Option("depth", 3, settings.count, "how deep")
+
+
+def test_a_patch_reads_its_option_and_the_engine_reads_it_by_name():
+    assert Settings()[DEPTH] == 3  # its default, known from the declaration
+    assert (DEPTH.variable, DEPTH.is_switch) == ("KOHYA_EXT_DEPTH", False)
+    chosen = Settings(ema=True, strict=True).with_(ema_decay=0.5)
+    assert (chosen["ema"], chosen["ema_decay"], chosen["ema_device"]) == (True, 0.5, "cpu")
+    assert (chosen.strict, chosen["strict"]) == (True, True)
+    assert chosen.values()["ema_decay"] == 0.5
+    assert chosen == Settings(strict=True, ema=True, ema_decay=0.5) != Settings()
+    with pytest.raises(TypeError, match="no option emma"):
+        Settings(emma=True)
+    with pytest.raises(KeyError):
+        chosen["emma"]
+    with pytest.raises(AttributeError):
+        chosen.strict = False

@@ -102,6 +102,32 @@ def test_a_library_of_another_program_is_left_alone(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
 
 
+@pytest.mark.parametrize("env", [{"KOHYA_EXT": "1"}, {"KOHYA_EXT_EMA": "1"}])
+def test_and_imports_no_patch_to_read_its_options(tmp_path, env):
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "__init__.py").write_text("")
+    done = start("import library, sys; print('kohya_ext.patches' in sys.modules)", ROOT, tmp_path, **env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+LAUNCHER = """
+import sys, types
+sys.modules["accelerate"] = accelerate = types.ModuleType("accelerate"); accelerate.__path__ = []
+sys.modules["accelerate.commands"] = commands = types.ModuleType("accelerate.commands"); commands.__path__ = [{folder!r}]
+import accelerate.commands.launch as launch
+print(hasattr(launch.simple_launcher, "__wrapped__"), hasattr(launch, "multi_gpu_launcher"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "patched"), [({"KOHYA_EXT": "1"}, True), ({"KOHYA_EXT_EMA": "1"}, True), ({"KOHYA_EXT": "0"}, False)]
+)
+def test_a_switch_patches_accelerates_launcher(tmp_path, env, patched):
+    (tmp_path / "launch.py").write_text("def simple_launcher(*args):\n    return 0\n")
+    done = start(LAUNCHER.format(folder=str(tmp_path)), ROOT, **env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{patched} False\n", "")
+
+
 def test_a_broken_installation_never_breaks_a_start(tmp_path):
     (tmp_path / "kohya_ext").mkdir()
     (tmp_path / "kohya_ext" / "__init__.py").write_text("raise RuntimeError('spoilt')")

@@ -193,7 +193,7 @@ def test_a_patch_with_a_callback_needs_a_stage():
         Patch("a", "", (), "exact", "", "", on_start=lambda args, accelerator, settings: None)
 
 
-@pytest.mark.parametrize("settings", [Settings(), EVERYTHING, replace(EVERYTHING, vram_budget=10**9)])
+@pytest.mark.parametrize("settings", [Settings(), EVERYTHING, EVERYTHING.with_(vram_budget=10**9)])
 def test_each_function_of_the_loop_is_wrapped_once(library, settings):
     before = {name: vars(owner())[name] for name, owner in WRAPPED.items()}
     patcher = Patcher(registry(), settings, CHECKOUT)
