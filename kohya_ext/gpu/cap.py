@@ -32,7 +32,7 @@ def reason_unused(script: str, arguments: Any, settings: Settings) -> str | None
     if script not in FAMILIES:
         return "this script's model has no separately checkpointed blocks"
     for name in ("gradient_checkpointing_ratio", "activation_memory_budget"):
-        if getattr(settings, name) is not None:
+        if settings[name] is not None:
             return f"--{name} takes precedence"
     for name in ("torch_compile", "compile", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed"):
         if getattr(arguments, name, False):

@@ -259,7 +259,7 @@ class Position(TrainingCallback):
         while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
             frame = frame.f_back
         if frame is None or not _set_local(frame, "global_step", self.step):
-            stop("cannot resume: no local `global_step` in this script; use --disable_patch exact_resume")
+            stop(f"cannot resume: no local `global_step` found in this script; use {self.way_out}")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _set_initial_step(bar, self.step)
         set_random_state(self._random)
@@ -496,5 +496,5 @@ def random_state_problem(folder: Path, process: int) -> str | None:
 
 
 def position() -> Position | None:
-    """Return the position of this process's run; None when exact_resume is off."""
+    """Return the position of this process's run; None when no patch tracks it."""
     return current(Position)

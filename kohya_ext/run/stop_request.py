@@ -184,5 +184,5 @@ def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) ->
 
 
 def stopper() -> Stopper | None:
-    """Return the stopper of this process's run; None when safe_stop is off."""
+    """Return the stopper of this process's run; None when no patch installed one."""
     return current(Stopper)

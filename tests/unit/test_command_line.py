@@ -52,12 +52,12 @@ WRONG = [
     (["--sd-scripts", "nowhere", "estimate", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["--sd_scripts", "nowhere", "presets", "show", "sdxl-lora/16gb", "--explain"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "nonsense/16gb"], "no preset nonsense/16gb"),
-    (["presets", "show", "nowhere/mine.toml"], "no preset file nowhere/mine.toml"),
+    (["presets", "show", "nowhere/mine.toml"], "preset file nowhere/mine.toml does not exist"),
     (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or a full name"),
     (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
     (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),
     (["demo", "--output", "README.md/demo"], "README.md/demo cannot be created: Not a directory; use another folder"),
-    (["library"], "library is a folder, not a script"),
+    (["library"], "library is a folder; name a script"),
     (["README.md"], "README.md is not a Python script"),
 ]
 

@@ -142,7 +142,7 @@ def test_the_fewest_swapped_blocks_win_and_every_row_has_drawbacks(checkout, mod
     assert swapped == sorted(swapped)
     assert len({candidate.name for candidate in rows}) == len(rows)
     assert result.answer.name == "--blocks_to_swap 11"
-    assert result.answer.traded.startswith("captions are fixed once cached: no shuffling, no dropout; checkpointing, ")
+    assert result.answer.traded.startswith("cached captions cannot be shuffled or dropped; checkpointing, ")
     assert result.answer.traded.endswith(", fp8 base, block swap")
     assert all(candidate.traded for candidate in rows)
 

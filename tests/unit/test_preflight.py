@@ -539,5 +539,5 @@ def test_failing_check_does_not_stop_the_run(monkeypatch):
 def test_dynamo_backend_that_sd_scripts_overrides_is_noted(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     (note,) = check(options.check, "sdxl_train.py").notes
-    assert note.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
+    assert note.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR has no effect with sd-scripts; use --selective_torch")
     assert not check(options.check, "sdxl_train.py", torch_compile=True).notes
