@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
 from kohya_ext.estimate.measurement import make
@@ -55,15 +55,15 @@ def main() -> int:
     alike = {tuple(pair) for pair in table["alike"]}
     compared = set(alike)
     for script, argv in questions():
-        run = read_arguments(script, argv, {})
-        choices = choosing.normalized(choosing.read(script, run, argv)[0])
+        command = CommandLine(checkout.script(script), argv, {})
+        choices = choosing.normalized(choosing.read(command)[0])
         name, pair = cache.text(choices.key()), (given.layout, choices.kind)
         if (name in rows) if given.layout == FIRST else (pair in compared or name not in rows):
             continue
         compared.add(pair)
         if time.monotonic() > end:
             return 1
-        made = asdict(make(checkout, script, run, argv))
+        made = asdict(make(checkout, command))
         print(
             f"{given.layout} {script} {' '.join(argv)}: {made['reserved'] / 1e9:.2f} GB reserved", file=sys.stderr, flush=True
         )

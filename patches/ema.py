@@ -151,7 +151,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Average | 
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         stop(f"--ema does not work with {kind}, where no process has whole weights: leave it out")
     running = session.current()
-    script = running.script.name if running is not None and running.script is not None else ""
+    script = running.command.name if running is not None else ""
     if "control_net" in script or "textual_inversion" in script:
         stop(f"--ema is for networks (LoRA) and full fine-tuning, not for {script}: leave it out")
     if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):

@@ -90,12 +90,11 @@ class _Watch(TrainingCallback):
 
     def _advise(self, phase: Phase, state: Path | None) -> None:
         running = session.current()
-        if running is None or running.script is None:
+        if running is None or running.command.script is None:
             return
-        script = running.script.name
-        if predicted := out_of_memory.predicted(running.checkout, script, self.args, running.run):
+        if predicted := out_of_memory.predicted(running.checkout, self.args, running.command):
             note(predicted)
-        step = out_of_memory.next_step(script, self.args, running.run, phase, state is not None)
+        step = out_of_memory.next_step(self.args, running.command, phase, state is not None)
         for line in (
             out_of_memory.advice(step, state) if step is not None else ["nothing is left to give up: it needs a larger card"]
         ):

@@ -100,7 +100,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
 
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
     running = session.current()
-    script = running.script.name if running is not None and running.script is not None else ""
+    script = running.command.name if running is not None else ""
     reason = reason_not_to_spend(script, args, settings)
     if reason is not None:
         return reason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from rich.table import Table
 
 from kohya_ext import charts
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import read_arguments
 from kohya_ext.console import progress
 from kohya_ext.estimate import memory_config as choosing
+from kohya_ext.planning import automatic
 from kohya_ext.units import GB, gigabytes
 
 if TYPE_CHECKING:
@@ -43,15 +42,14 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    asked = training_command.read(arguments, "it has no blocks to compile", _add_own)
-    checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
+    asked = training_command.read(arguments, automatic, "it has no blocks to compile", _add_own)
+    command, script, own = asked.command, asked.command.name, asked.own
     figure = charts.figure(7, 4.5) if "plot" in own else None
-    resolved = read_arguments(script, argv, os.environ)
-    choosing.read(script, resolved, argv)  # refuses a script that is not modelled, before torch is imported
+    choosing.read(command)  # refuses a script that is not modelled, before torch is imported
     with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
         from kohya_ext.estimate.measurement import make_budgets
 
-        graphs = make_budgets(checkout, script, resolved, argv)
+        graphs = make_budgets(asked.checkout, command)
     if own.get("json"):
         print(json.dumps(_as_json(graphs), indent=1))
     else:

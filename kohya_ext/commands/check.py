@@ -6,14 +6,14 @@ The same is done at the start of every run; takes as long as the script's import
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from kohya_ext import preflight
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import read_arguments, take_over
+from kohya_ext.config.arguments import take_over
 from kohya_ext.console import note, progress
+from kohya_ext.planning import automatic
 from kohya_ext.sdscripts.introspect import importable, script_parser
 
 
@@ -24,18 +24,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look and say; leave with exit code 2 when the run would fail."""
-    asked = training_command.read(arguments, "there is nothing to check")
-    checkout, script = asked.checkout, asked.script
-    resolved = read_arguments(script.name, asked.argv, os.environ)
+    asked = training_command.read(arguments, automatic, "there is nothing to check")
+    checkout, command = asked.checkout, asked.command
+    script = checkout.script(command.name)
     final: list[argparse.Namespace] = []
-    sys.argv = [str(script), *asked.argv]
+    sys.argv = [str(script), *command.argv]
     with progress(f"importing {script.name} and checking its arguments"), importable(checkout):
         parser = script_parser(checkout, script)
-        take_over(parser, resolved, final.append)
+        take_over(parser, command, final.append)
         # The script's own reading of the config file, on top of which the command line is read once more.
         library: Any = sys.modules.get("library.args") or sys.modules["library.train_util"]
         library.read_config_from_file(parser.parse_args(), parser)
-        found = preflight.inspect(script, final[-1], resolved.settings)
-    preflight.say(found, resolved.settings.strict)
+        found = preflight.inspect(script, final[-1], command.settings)
+    preflight.say(found, command.settings.strict)
     note(f"{script.name} can start: nothing was found that would stop it")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,13 +14,14 @@ from rich.table import Table
 
 from kohya_ext import charts
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import RunArguments, read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import memory_config as choosing
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate, estimate
 from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
+from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import room
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -58,30 +58,29 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code: 1 when the run does not fit the GPU, so that shell scripts can ask."""
-    asked = training_command.read(arguments, "nothing to estimate", _add_own)
-    checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
+    asked = training_command.read(arguments, automatic, "nothing to estimate", _add_own)
+    checkout, command, own = asked.checkout, asked.command, asked.own
     figure = charts.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
-        argv += ["--vram", own["vram"]]
-    resolved = read_arguments(script, argv, os.environ)
-    card = resolved.settings.vram or _presets_card(resolved)
+        command = command.with_({"vram": own["vram"]})
+    card = command.settings.vram or _presets_card(command)
     fresh = bool(own.get("fresh"))
-    choices = choosing.read(script, resolved, argv)[0]
+    choices = choosing.read(command)[0]
     if (problem := choosing.unread_samples(choices)) is not None:
         warn(problem)
     budget: Budget | None = None
     if own.get("fill"):
-        found, resolved = _fill(checkout, script, argv, card, fresh)
-    elif resolved.settings.vram_budget is not None:
-        found, budget = _with_budget(checkout, script, argv, choices, resolved, card, fresh)
+        found, command = _fill(checkout, command, card, fresh)
+    elif command.settings.vram_budget is not None:
+        found, budget = _with_budget(checkout, command, choices, card, fresh)
     else:
-        found = estimate(checkout, script, resolved, argv, fresh)
+        found = estimate(checkout, command, fresh)
     if own.get("json"):
         print(json.dumps(_as_json(found, card, budget), indent=1))
     else:
         console = Console()
         console.print(_table(found))
-        for line in [*_lines(found, card, resolved), *([budget.words] if budget is not None else [])]:
+        for line in [*_lines(found, card), *([budget.words] if budget is not None else [])]:
             console.print(line, highlight=False, soft_wrap=True)
     if figure is not None:
         _draw(figure, found, card)
@@ -89,27 +88,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if (card is None or found.on_the_card <= card) and (budget is None or budget.fits) else 1
 
 
-def _fill(checkout: Checkout, script: str, argv: Sequence[str], card: int | None, fresh: bool) -> tuple[Estimate, RunArguments]:
+def _fill(checkout: Checkout, command: CommandLine, card: int | None, fresh: bool) -> tuple[Estimate, CommandLine]:
     """Return the estimate and the arguments of the smallest share of checkpointed blocks that fits; say which it is."""
     if card is None:
         raise UserError("--fill needs the GPU's size: give --vram 16, or a preset for a size")
-    if not choosing.read(script, read_arguments(script, argv, os.environ), argv)[0].gradient_checkpointing:
+    if not choosing.read(command)[0].gradient_checkpointing:
         raise UserError("--fill chooses among checkpointed blocks: give --gradient_checkpointing, or a preset that has it")
 
     def ask(share: float) -> Estimate:
-        given = _at_share(argv, share)
-        return estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
+        return estimate(checkout, _at_share(command, share), fresh)
 
     filled = smallest_ratio(ask, room(card))
     if filled is None:
         raise UserError(f"it does not fit the {label(card)} less 5 percent, even with every block checkpointed")
     share, found = filled
     note(f"--gradient_checkpointing_ratio {share:g} is the smallest that fits the {label(card)} less 5 percent")
-    return found, read_arguments(script, _at_share(argv, share), os.environ)
+    return found, _at_share(command, share)
 
 
-def _at_share(argv: Sequence[str], share: float) -> list[str]:
-    return [*argv, "--gradient_checkpointing", "--gradient_checkpointing_ratio", f"{share:g}"]
+def _at_share(command: CommandLine, share: float) -> CommandLine:
+    return command.with_({"gradient_checkpointing": True, "gradient_checkpointing_ratio": f"{share:g}"})
 
 
 @dataclass(frozen=True)
@@ -125,16 +123,10 @@ class Budget:
 
 
 def _with_budget(
-    checkout: Checkout,
-    script: str,
-    argv: Sequence[str],
-    choices: MemoryConfig,
-    run: RunArguments,
-    card: int | None,
-    fresh: bool,
+    checkout: Checkout, command: CommandLine, choices: MemoryConfig, card: int | None, fresh: bool
 ) -> tuple[Estimate, Budget]:
     """Return the estimate of a run once its ``--vram_budget`` is spent, and what was spent."""
-    budget = run.settings.vram_budget
+    budget = command.settings.vram_budget
     assert budget is not None, "asked with one"
     if budget == AUTO and card is None:
         raise UserError("--vram_budget auto needs the GPU's size: give --vram 16, or a preset for a size")
@@ -142,12 +134,11 @@ def _with_budget(
     room = round(FILLED * limit)
 
     def ask(share: float) -> Estimate:
-        given = _at_share(argv, share)
-        return estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
+        return estimate(checkout, _at_share(command, share), fresh)
 
     share: float | None = None
-    if (reason := reason_not_to_spend(script, choices, run.settings)) is not None:
-        found = estimate(checkout, script, run, argv, fresh)
+    if (reason := reason_not_to_spend(command.name, choices, command.settings)) is not None:
+        found = estimate(checkout, command, fresh)
         does = f"nothing of it is spent: {reason}"
     elif choices.selective_torch_compile:
         found = ask(1.0)
@@ -165,9 +156,9 @@ def _with_budget(
     return found, Budget(limit, fits, share, f"--vram_budget {name} leaves {gigabytes(limit)} GB for tensors{needs}; {does}.")
 
 
-def _presets_card(run: RunArguments) -> int | None:
+def _presets_card(command: CommandLine) -> int | None:
     """Return the card that a tier's preset is for, the last one's that says: ``vram_gb`` counts as cards are sold, in GiB."""
-    said = [preset.about["vram_gb"] for preset in run.presets.presets if "vram_gb" in preset.about]
+    said = [preset.about["vram_gb"] for preset in command.presets.presets if "vram_gb" in preset.about]
     return round(float(str(said[-1])) * GIB) if said else None
 
 
@@ -206,7 +197,7 @@ def _table(found: Estimate) -> Table:
     return table
 
 
-def _lines(found: Estimate, card: int | None, run: RunArguments) -> Sequence[str]:
+def _lines(found: Estimate, card: int | None) -> Sequence[str]:
     moments = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.moments.items())
     made = found.made_with
     lines = [

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -14,10 +15,10 @@ from rich.table import Table
 from kohya_ext import units as cards
 from kohya_ext.commands.estimate import NOT_CALIBRATED
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import read_arguments
 from kohya_ext.config.command_line import quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
+from kohya_ext.planning import automatic
 from kohya_ext.planning.plan import Candidate, Plan, plan
 from kohya_ext.planning.tiers import room
 from kohya_ext.units import gigabytes
@@ -41,22 +42,22 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    asked = training_command.read(arguments, "nothing to plan", _add_own)
-    checkout, script, argv, own = asked.checkout, asked.script.name, asked.argv, asked.own
-    given = ["--vram", own["vram"]] if "vram" in own else []
+    asked = training_command.read(arguments, automatic, "nothing to plan", _add_own)
+    own = asked.own
     # A preset from the environment would not be in the command line that comes out.
     environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
-    settings = read_arguments(script, [*argv, *given], environ, auto=()).settings
+    command = replace(asked.command, environ=environ)
+    settings = command.with_tier(None).with_({"vram": own["vram"]} if "vram" in own else {}).settings
     size = settings.vram
     name, card = ("", size) if size else cards.find() or ("", 0)
     if not card:
         raise UserError("no NVIDIA GPU found: give the size of the one to plan for, --vram 16")
-    made = plan(checkout, script, argv, environ, card, note)
-    words = ["python", "-m", "kohya_ext", script, *made.answer.argv]
+    made = plan(asked.checkout, command, card, note)
+    words = ["python", "-m", "kohya_ext", command.name, *made.answer.command.argv]
     if own.get("json"):
         print(json.dumps(_as_json(made, words), indent=1))
     else:
-        _show(Console(), made, name, script, words, settings.selective_torch_compile)
+        _show(Console(), made, name, command.name, words, settings.selective_torch_compile)
     return 0
 
 
@@ -92,7 +93,7 @@ def _as_json(made: Plan, words: Sequence[str]) -> dict[str, Any]:
     def row(one: Candidate) -> dict[str, Any]:
         return {
             "name": one.name,
-            "arguments": list(one.argv),
+            "arguments": list(one.command.argv),
             "on_the_card": one.found.on_the_card,
             "reserved": one.found.reserved,
             "flops_a_picture": one.found.flops_a_picture,

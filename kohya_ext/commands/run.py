@@ -8,16 +8,18 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kohya_ext import __version__, commands
-from kohya_ext.config.arguments import QuietParser, read_arguments
+from kohya_ext.config.command_line import CommandLine, launcher_options, option_words
+from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.launch import oom_retry
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 from kohya_ext.launch.autoload import watch
+from kohya_ext.planning import automatic
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
@@ -38,21 +40,24 @@ def main(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
     given = parser.parse_args(argv)
-    before = list(argv[: len(argv) - len(given.arguments) - 1])
-    launch, after = _launcher_options(given.arguments)
-    chosen = {**from_environment(os.environ), **vars(given), **launch}
+    options_before, own = launcher_options(argv[: len(argv) - len(given.arguments) - 1])
+    options_after, arguments = launcher_options(given.arguments)
+    launcher = {**options_before, **options_after}
+    chosen = {**from_environment(os.environ), **launcher}
     settings = Settings(**{name: chosen[name] for name, _ in options("launcher") if name in chosen})
     switched_off = not checked(MASTER_SWITCH, boolean, os.environ.get(MASTER_SWITCH, "1"), f"the variable {MASTER_SWITCH}")
 
-    checkout, script = _find_script({**vars(given), **launch}.get("sd_scripts"), given.script)
-    own = _launcher_options(before)[1]
+    checkout, script = _find_script(launcher.get("sd_scripts"), given.script)
     if not is_training_script(script) and own:
         raise UserError(f"{own[0]} has no meaning for {script.name}, which is not a training script: leave it out")
-    arguments = [*own, *after]
+    arguments = [*own, *arguments]
     if not switched_off:
-        resolved = _check(checkout, script, arguments, settings)
-        if resolved.on_oom == "retry" and is_training_script(script) and oom_retry.handed_over() is None:
-            return oom_retry.supervise(argv[: len(argv) - len(given.arguments)], given.arguments, resolved)
+        _check_layout(checkout, settings)
+        trains = script if is_training_script(script) else None
+        command = CommandLine(trains, arguments, os.environ, automatic, ("-m", "kohya_ext", *option_words(launcher)))
+        # Resolving it raises what would otherwise be found only after ten seconds of imports.
+        if command.settings.on_oom == "retry" and trains is not None and oom_retry.handed_over() is None:
+            return oom_retry.supervise(command)
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is given: leave out one of the two")
 
@@ -72,12 +77,7 @@ class _Parser(QuietParser):
 
 
 def _parser() -> QuietParser:
-    parser = _Parser(
-        prog="python -m kohya_ext",
-        usage=USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="python -m kohya_ext", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"kohya_ext {__version__}")
     add_to(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a script of sd-scripts: sdxl_train.py, networks/merge_lora.py, ...")
@@ -97,23 +97,14 @@ def _find_script(named: Path | None, word: str) -> tuple[Checkout, Path]:
     return checkout, checkout.script(word)
 
 
-def _launcher_options(arguments: Sequence[str]) -> tuple[Mapping[str, object], list[str]]:
-    """Take the launcher's own options out of a list of arguments; return them and what is left, in order."""
-    parser = QuietParser(add_help=False, allow_abbrev=False)
-    add_to(parser, "launcher")
-    known, rest = parser.parse_known_args(list(arguments))
-    return vars(known), rest
-
-
-def _check(checkout: Checkout, script: Path, arguments: Sequence[str], settings: Settings) -> Settings:
-    """Return a run's settings; raise UserError for what would otherwise be found only after ten seconds of imports."""
+def _check_layout(checkout: Checkout, settings: Settings) -> None:
+    """Raise UserError for a checkout of an unknown layout, unless the settings allow it."""
     if checkout.layout == "unknown" and not settings.allow_unknown_version:
         raise UserError(
             f"{checkout.path} ({checkout.label}) has a layout that kohya_ext {__version__} does not know: it knows v0.10 and "
             "v0.11. Run `python -m kohya_ext setup` for one it knows and name it with --sd-scripts, or try this one with "
             f"{flags('allow_unknown_version')[1]}"
         )
-    return read_arguments(script.name if is_training_script(script) else None, arguments, os.environ).settings
 
 
 def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_off: bool) -> None:

@@ -8,13 +8,14 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
 from kohya_ext.compiling.support import DEFAULT_BACKEND
-from kohya_ext.config.arguments import RunArguments, find_problem, find_problems, take_over
+from kohya_ext.config.arguments import find_problem, find_problems, take_over
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache
@@ -29,18 +30,18 @@ if TYPE_CHECKING:
     from kohya_ext.estimate.activation_budgets import Graph
 
 
-def make(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> Estimate:
+def make(checkout: Checkout, command: CommandLine) -> Estimate:
     """Return the figures of a command line, with the patches that the run would have.
 
     Raises UserError for arguments the script does not take, and for a run that is not modelled.
     """
-    choices = choosing.read(script, run, argv)[0]
+    choices = choosing.read(command)[0]
     _refuse(choices)
-    with _prepared(checkout, tracing(run.settings, choosing.normalized(choices))):
-        return _measure(checkout, *read(checkout, script, run, argv))
+    with _prepared(checkout, tracing(command.settings, choosing.normalized(choices))):
+        return _measure(checkout, *read(checkout, command))
 
 
-def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> list[Graph]:
+def make_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
     """Return what the activation memory budget does to each compiled block of a command line, without checkpointing.
 
     Raises UserError as :func:`make` does, and for a model of which nothing is compiled.
@@ -48,15 +49,15 @@ def make_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Seque
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.estimate.activation_budgets import BACKEND, measure
 
-    _refuse(choosing.read(script, run, argv)[0])
-    settings = replace(_compiling_with(BACKEND, run.settings), gradient_checkpointing_ratio=None)
+    _refuse(choosing.read(command)[0])
+    settings = replace(_compiling_with(BACKEND, command.settings), gradient_checkpointing_ratio=None)
     set_budget(1.0)  # with what makes shares mean activations
     with _prepared(checkout, settings):
-        choices, arguments, trainer = read(checkout, script, run, argv)
+        choices, arguments, trainer = read(checkout, command)
         arguments.gradient_checkpointing = False
         graphs = measure(replace(choices, gradient_checkpointing=False), arguments, trainer)
     if not graphs:
-        raise UserError(f"no block of {script}'s model is compiled with these arguments")
+        raise UserError(f"no block of {command.name}'s model is compiled with these arguments")
     return graphs
 
 
@@ -109,15 +110,13 @@ def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
         patcher.undo()
 
 
-def read(
-    checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
-) -> tuple[MemoryConfig, argparse.Namespace, Any]:
+def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argparse.Namespace, Any]:
     """Return a command line's normalized choices, the arguments that its step reads, and its family's network trainer.
 
     Raises UserError for arguments the script does not take.
     """
-    arguments = _arguments(checkout, script, run, argv)
-    choices = choosing.normalized(choosing.from_values(script, vars(arguments), run))
+    arguments = _arguments(checkout, command)
+    choices = choosing.normalized(choosing.from_values(vars(arguments), command))
     trainer, defaults = _trainer(checkout, choices.family.lora)
     return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
 
@@ -146,26 +145,28 @@ def _spelling(choices: MemoryConfig) -> dict[str, Any]:
     """The normalized choices that the step reads from its arguments."""
     names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
     # Weights of captions and masks of losses are a few numbers, but want captions and masks.
-    spelt = {name: getattr(choices, name) for name in names} | {"weighted_captions": False, "masked_loss": False}
+    arguments = {name: getattr(choices, name) for name in names} | {"weighted_captions": False, "masked_loss": False}
     # A fine-tune runs the network trainer's step: as one that trains no text encoder, unless it says so.
-    return spelt if choices.trains_network else {**spelt, "network_train_unet_only": not choices.trains_text_encoder}
+    return arguments if choices.trains_network else {**arguments, "network_train_unet_only": not choices.trains_text_encoder}
 
 
-def _arguments(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> argparse.Namespace:
+def _arguments(checkout: Checkout, command: CommandLine) -> argparse.Namespace:
     """Return what the script's own parser makes of the command line, over the preset and the config file."""
-    parser = script_names(checkout, checkout.script(script))["setup_parser"]()
-    take_over(parser, run)
+    parser = script_names(checkout, checkout.script(command.name))["setup_parser"]()
+    take_over(parser, command)
     own = dict(options())
-    preset = {key: value.value for key, value in run.presets.values.items() if key not in own}
-    config = {key: value for key, value in (run.config.values if run.config is not None else {}).items() if key not in own}
-    found = [(f"preset {run.presets.label}", find_problem(parser, key, value)) for key, value in preset.items()]
-    if run.config is not None:
-        found += [(str(run.config.path), problem) for problem in find_problems(parser, run.config) if problem.certain]
+    preset = {key: value.value for key, value in command.presets.values.items() if key not in own}
+    config = {
+        key: value for key, value in (command.config.values if command.config is not None else {}).items() if key not in own
+    }
+    found = [(f"preset {command.presets.label}", find_problem(parser, key, value)) for key, value in preset.items()]
+    if command.config is not None:
+        found += [(str(command.config.path), problem) for problem in find_problems(parser, command.config) if problem.certain]
     if wrong := [f"{where}: {problem}" for where, problem in found if problem is not None]:
         raise UserError("\n".join(wrong))
     parser.set_defaults(**preset)
     parser.set_defaults(**config)
-    arguments: argparse.Namespace = parser.parse_args(list(argv))
+    arguments: argparse.Namespace = parser.parse_args(command.words)
     return arguments
 
 

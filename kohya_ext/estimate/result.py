@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kohya_ext.config.arguments import RunArguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags, negated_flags, options
 from kohya_ext.console import progress
 from kohya_ext.estimate import cache
@@ -58,23 +58,23 @@ class Estimate:
         return float(self.flops / pictures)
 
 
-def estimate(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str], fresh: bool = False) -> Estimate:
+def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> Estimate:
     """Return the figures of a command line: the package's own, those kept from before, or newly made ones (about 20 s).
 
-    ``script`` is a file name. With ``fresh`` they are made in any case. Raises UserError for arguments the script does not
-    take, and for a run that is not modelled.
+    With ``fresh`` they are made in any case. Raises UserError for arguments the script does not take, and for a run that is
+    not modelled.
     """
-    choices, others = choosing.read(script, run, argv)
+    choices, others = choosing.read(command)
     asked = choosing.normalized(choices)
     if not fresh and not _unknown(checkout, others):
-        known = cache.find(checkout, asked, run.settings.disable_patch)
+        known = cache.find(checkout, asked, command.settings.disable_patch)
         if known is not None:
             return Estimate(**known)
-    with progress(f"estimating the memory of {script} (usually 10 to 60 s)"):
+    with progress(f"estimating the memory of {command.name} (usually 10 to 60 s)"):
         from kohya_ext.estimate.measurement import make
 
-        made = make(checkout, script, run, argv)
-    cache.keep(checkout, made, run.settings.disable_patch)
+        made = make(checkout, command)
+    cache.keep(checkout, made, command.settings.disable_patch)
     return made
 
 

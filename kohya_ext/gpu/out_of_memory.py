@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.arguments import RunArguments
-from kohya_ext.config.command_line import again
+from kohya_ext.config.command_line import CommandLine, quoted, restart_line
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
@@ -77,16 +76,16 @@ def measured(device: Any) -> str:
     )
 
 
-def predicted(checkout: Checkout, script: str, args: Namespace, run: RunArguments) -> str:
+def predicted(checkout: Checkout, args: Namespace, command: CommandLine) -> str:
     """Return in one line what is known of this command line's memory already, or what to type to know it."""
     try:
-        choices = choosing.normalized(choosing.from_values(script, vars(args), run))
+        choices = choosing.normalized(choosing.from_values(vars(args), command))
     except (UserError, KeyError, ValueError, TypeError):  # a script that is not modelled
         return ""
-    known = cache.find(checkout, choices, run.settings.disable_patch)
+    known = cache.find(checkout, choices, command.settings.disable_patch)
     if known is None:
-        words = again({}).partition(script)[2]
-        return f"what needs how much: python -m kohya_ext estimate {script}{words}"
+        words = ("python", "-m", "kohya_ext", "estimate", str(command.script), *command.with_environment().argv)
+        return f"what needs how much: {quoted(words)}"
     found = Estimate(**known)
     largest = sorted(found.parts.items(), key=lambda row: -row[1])
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= GB / 100)
@@ -99,11 +98,11 @@ def predicted(checkout: Checkout, script: str, args: Namespace, run: RunArgument
 # --- what to change --------------------------------------------------------------------------------------------------
 
 
-def next_step(script: str, args: Namespace, run: RunArguments, phase: Phase, keep_state: bool) -> Step | None:
+def next_step(args: Namespace, command: CommandLine, phase: Phase, keep_state: bool) -> Step | None:
     """Return the cheapest rung that helps at a moment; with ``keep_state``, one that a state can be gone on from, if any."""
     known = vars(args)
-    values = {**known, **{name: value for name, value in asdict(run.settings).items() if value is not None}}
-    found = list(steps(Attempt(script, values, known.__contains__), phase))
+    values = {**known, **{name: value for name, value in asdict(command.settings).items() if value is not None}}
+    found = list(steps(Attempt(command.name, values, known.__contains__), phase))
     going_on = [step for step in found if step.rung.resumes] if keep_state else []
     return next(iter(going_on or found), None)
 
@@ -119,5 +118,5 @@ def advice(step: Step, state: Path | None) -> list[str]:
         changes["resume"], going_on = None, "begin again"
     return [
         f"the cheapest next step: {step.rung.what} ({' '.join(step.words)}). It costs: {step.rung.costs}. {exact}",
-        f"to {going_on} with it: {again(changes)}",
+        f"to {going_on} with it: {restart_line(changes)}",
     ]

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.command_line import rewritten
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.command_line import CommandLine, option_words, quoted
 from kohya_ext.console import note
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 
@@ -30,20 +29,19 @@ def handed_over() -> Path | None:
     return Path(file) if file else None
 
 
-def supervise(before: Sequence[str], arguments: Sequence[str], settings: Settings) -> int:
-    """Run ``python -m kohya_ext`` with the words ``before`` (the launcher's options and the script) and the script's arguments.
+def supervise(command: CommandLine) -> int:
+    """Run a command line; when it is out of memory, run it again with other arguments, at most ``--oom_max_retries`` times.
 
-    When the run is out of memory, start it again with other arguments, at most ``settings.oom_max_retries`` times. Return the
-    exit code of the last run, 128 + N if signal N ended it.
+    Return the exit code of the last run, 128 + N if signal N ended it.
     """
+    settings = command.settings
     if settings.save_state_every_n_minutes is None:
         note(
             "--on_oom retry: the state is saved when forward or backward run out of memory; for what cannot be saved then "
             "(the optimizer's step), --save_state_every_n_minutes 10 keeps one"
         )
-    words = list(arguments)
     for restart in range(settings.oom_max_retries + 1):
-        code, found = _run([*before, *words])
+        code, found = _run([*command.launcher, str(command.script), *command.argv])
         if not found:
             return code
         if restart == settings.oom_max_retries:
@@ -52,8 +50,9 @@ def supervise(before: Sequence[str], arguments: Sequence[str], settings: Setting
         state = found["state"]
         place = "from the beginning" if state is None else f"from {Path(state).name}"
         changes = {**found["changes"], "resume": state}
-        words, said = rewritten(words, changes), " ".join(rewritten([], changes))
-        note(f"restart {restart + 1} of {settings.oom_max_retries}, {place}, with {found['what']}: {said}")
+        command = command.with_(changes)
+        words = quoted(option_words(changes))
+        note(f"restart {restart + 1} of {settings.oom_max_retries}, {place}, with {found['what']}: {words}")
     raise AssertionError("the last round returns")
 
 
@@ -61,7 +60,7 @@ def _run(words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
     """Run the launcher once in a process of its own; return its exit code and what to change, nothing unless out of memory."""
     with tempfile.TemporaryDirectory(prefix="kohya_ext-") as folder:
         file = Path(folder) / "out_of_memory.json"
-        process = subprocess.Popen([sys.executable, "-m", "kohya_ext", *words], env={**os.environ, FILE: str(file)})
+        process = subprocess.Popen([sys.executable, *words], env={**os.environ, FILE: str(file)})
         with pass_signals_on(process):
             code = process.wait()
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -9,18 +9,20 @@ import platform
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from kohya_ext import __version__, preflight
-from kohya_ext.config.arguments import RunArguments, read_arguments, take_over
+from kohya_ext.config.arguments import take_over
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.console import note, speaks, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Patcher, Target, registry, takes
+from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record
 from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 
@@ -34,50 +36,43 @@ class Session:
     """The run in this process."""
 
     checkout: Checkout
-    script: Path | None
-    """The training script that is running; None in any other program that imports sd-scripts."""
-    run: RunArguments
+    command: CommandLine
     patcher: Patcher
     """The patches in ``patches/``."""
     options_hook: Patcher
     started: float
 
     @classmethod
-    def start(cls, checkout: Checkout, script: Path | None, argv: Sequence[str], environ: Mapping[str, str]) -> Session:
-        """Resolve the options and arm the patches. ``argv`` holds the script's arguments.
-
-        Raises UserError for anything wrong in them.
-        """
-        run = read_arguments(script.name if script else None, argv, environ)
+    def start(cls, checkout: Checkout, command: CommandLine) -> Session:
+        """Resolve the options and arm the patches. Raises UserError for anything wrong in the command line."""
         patches = registry()
         session = cls(
             checkout,
-            script,
-            run,
-            Patcher(patches, run.settings, checkout),
-            Patcher({OPTIONS: _options_patch(run, script)}, Settings(allow_unknown_version=True), checkout),
+            command,
+            Patcher(patches, command.settings, checkout),
+            Patcher({OPTIONS: _options_patch(command)}, Settings(allow_unknown_version=True), checkout),
             time.monotonic(),
         )
         session.options_hook.arm()
         session.patcher.arm()
-        if script is not None:
+        if command.script is not None:
             session._announce()
-            if run.settings.report is not None and speaks():
-                atexit.register(session.write_report, run.settings.report)
+            if command.settings.report is not None and speaks():
+                atexit.register(session.write_report, command.settings.report)
         return session
 
     def _announce(self) -> None:
         for name, option in options("training"):
-            if option.patch and name in self.run.origins and _asked_for(self.run.settings, name):
+            if option.patch and self.command.origin(name) != "default" and _asked_for(self.command.settings, name):
                 patch = self.patcher.patches[option.patch]
                 if not self._is_on(patch):
                     warn(f"--{name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
-        presets = f"preset {self.run.presets.label}" if self.run.presets.presets else "no preset"
+        presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
         note(f"{__version__}, {self.checkout.label}, {presets}, {self._patches_in_short()}")
 
     def _patches_in_short(self) -> str:
         """Return how many patches are on, and the names of those alone for which an option of this run is the reason."""
-        settings, patches = self.run.settings, self.patcher.patches.values()
+        settings, patches = self.command.settings, self.patcher.patches.values()
         if self.checkout.layout == "unknown" and not settings.allow_unknown_version:
             return "no patches: unknown layout of sd-scripts (KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
         on = [patch for patch in patches if self._is_on(patch)]
@@ -107,10 +102,10 @@ class Session:
                 "layout": self.checkout.layout,
                 "commit": self.checkout.commit,
             },
-            "script": self.script.name if self.script else None,
-            "presets": [preset.name for preset in self.run.presets.presets],
-            "settings": {key: _plain(value) for key, value in asdict(self.run.settings).items()},
-            "origins": dict(self.run.origins),
+            "script": self.command.name or None,
+            "presets": [preset.name for preset in self.command.presets.presets],
+            "settings": {key: _plain(value) for key, value in asdict(self.command.settings).items()},
+            "origins": {name: origin for name, _ in options() if (origin := self.command.origin(name)) != "default"},
             "patches": [asdict(outcome) for outcome in self.patcher.outcomes.values()],
             "facts": {patch.name: dict(patch.facts()) for patch in self.patcher.active() if patch.facts is not None},
             "seconds": round(time.monotonic() - self.started, 3),
@@ -144,9 +139,9 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def _options_patch(run: RunArguments, script: Path | None) -> Patch:
+def _options_patch(command: CommandLine) -> Patch:
     def check(args: Namespace) -> None:
-        if script is None:
+        if (script := command.script) is None:
             return
         run_record.begin(run_record.describe(script.name, args))
         if speaks():
@@ -154,13 +149,13 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
                 output_lock.claim(args)
             except UserError as error:
                 stop(str(error))
-            if run.settings.preflight:
-                preflight.say(preflight.inspect(script, args, run.settings), run.settings.strict)
+            if command.settings.preflight:
+                preflight.say(preflight.inspect(script, args, command.settings), command.settings.strict)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)
         def add_training_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            take_over(parser, run, check)
+            take_over(parser, command, check)
             return original(parser, *args, **kwargs)
 
         return add_training_arguments
@@ -206,7 +201,8 @@ def begin(checkout: Checkout) -> Session:
     global _current
     if _current is None:
         try:
-            _current = Session.start(checkout, _training_script(checkout, sys.argv), sys.argv[1:], os.environ)
+            script = _training_script(checkout, sys.argv)
+            _current = Session.start(checkout, CommandLine(script, sys.argv[1:], os.environ, automatic))
         except UserError as error:
             stop(str(error))
     return _current

@@ -5,14 +5,12 @@ Nothing here imports torch; an estimate that has to be made does (vram/making.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.arguments import RunArguments, read_arguments
-from kohya_ext.config.command_line import rewritten, values_of
-from kohya_ext.config.settings import AUTO
+from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
@@ -21,6 +19,7 @@ from kohya_ext.estimate.result import Estimate, estimate
 from kohya_ext.planning.memory_savings import LADDER, Attempt, Changes, MemorySaving, Step, after, steps
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.introspect import option_names
 from kohya_ext.units import gigabytes, label
 
 #: Estimates that one plan makes at most, about 20 seconds each.
@@ -33,8 +32,7 @@ class Candidate:
 
     name: str
     """A tier, or what the walk changed, in words."""
-    argv: tuple[str, ...]
-    """The script's arguments with it."""
+    command: CommandLine
     found: Estimate
     traded: str = ""
 
@@ -71,17 +69,15 @@ class Plan:
     tree: tuple[Branch, ...]
 
 
-def plan(
-    checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str], card: int, announce: Callable[[str], None]
-) -> Plan:
-    """Return the fastest configuration of a script (its file name) that fits ``card`` bytes less a margin.
+def plan(checkout: Checkout, command: CommandLine, card: int, announce: Callable[[str], None]) -> Plan:
+    """Return the fastest configuration of a command line that fits ``card`` bytes less a margin.
 
-    What ``argv`` says stands; batch size and accumulation may change places, their product stays. Answered from what is known
+    What the user set is kept; batch size and accumulation may change places, their product stays. Answered from what is known
     if the shipped tiers with these arguments are; otherwise up to :data:`MOST` estimates are made, and ``announce`` is told.
     Raises UserError when nothing fits, or for arguments that cannot be estimated.
     """
-    known = _known_tiers(checkout, script, argv, environ)
-    walk = _Walk(checkout, script, list(argv), environ, card, announce)
+    known = _known_tiers(checkout, command)
+    walk = _Walk(checkout, command, card, announce)
     answered = any(fits(one.found, card) for one in known)
     candidates = known if answered else [*walk.candidates(), *known]
     inside = [one for one in candidates if fits(one.found, card)]
@@ -95,7 +91,7 @@ def plan(
         )
     if not answered:
         inside.sort(key=_slowness)
-    tree = _tree(checkout, script, argv, environ, inside[0])
+    tree = _tree(checkout, command.with_tier(None), inside[0])
     copied = _copied(inside[0].found, [one.found for one in candidates])
     return Plan(
         card, inside[0], tuple(inside[1:3]), tuple(outside),
@@ -103,7 +99,7 @@ def plan(
     )  # fmt: skip
 
 
-def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card: int) -> str:
+def automatic(command: CommandLine, card: int) -> str:
     """Return the tier that ``--preset auto`` means, by its name; in well under a second, and without an estimate.
 
     That is the largest whose figures, with what else is said, fit the card; where they are not known, the card's own size.
@@ -111,16 +107,20 @@ def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card
     """
     smaller = ""
     tier = None
-    for tier, run in _tiers_with(script, argv, environ):
-        row = cache.shipped(choosing.normalized(choosing.read(script, run, argv)[0]))
+    for tier, its in _tiers_with(command):
+        row = cache.shipped(_choices(its))
         if row is not None and fits(Estimate(**row), card):
             return tier.name
         if row is None and tier.card <= card and not smaller:
             smaller = tier.name
     if tier is None:
-        raise UserError(f"--preset auto: {script} has no presets for sizes of GPUs: run `python -m kohya_ext plan {script}`")
+        raise UserError(
+            f"--preset auto: {command.name} has no presets for sizes of GPUs: run `python -m kohya_ext plan {command.name}`"
+        )
     if not smaller:
-        raise UserError(f"--preset auto: no preset of {script} fits the {label(card)}: run `python -m kohya_ext plan {script}`")
+        raise UserError(
+            f"--preset auto: no preset of {command.name} fits the {label(card)}: run `python -m kohya_ext plan {command.name}`"
+        )
     return smaller
 
 
@@ -132,44 +132,37 @@ def _slowness(one: Candidate) -> tuple[float, ...]:
 # --- the shipped tiers -----------------------------------------------------------------------------------------------
 
 
-def _tiers_with(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[tuple[Tier, RunArguments]]:
-    """Yield the tiers of what a script trains, the largest first, and the arguments with each."""
-    kind = choosing.read(script, _read(script, argv, environ, ()), argv)[0].kind
-    for tier in sorted(tiers(kind), key=lambda tier: -tier.card):
-        yield tier, _read(script, argv, environ, (tier.name,))
+def _tiers_with(command: CommandLine) -> Iterator[tuple[Tier, CommandLine]]:
+    """Yield the tiers of what a script trains, the largest first, and the command line with each."""
+    for tier in sorted(tiers(_kind(command)), key=lambda tier: -tier.card):
+        yield tier, command.with_tier(tier.name)
 
 
-def _read(script: str, argv: Sequence[str], environ: Mapping[str, str], auto: Sequence[str] | None = None) -> RunArguments:
-    """Read a command line as it is before its blocks are compiled: that needs less, and each estimate three times as long."""
-    run = read_arguments(script, argv, environ, auto)
-    return replace(run, settings=replace(run.settings, selective_torch_compile=False, activation_memory_budget=None))
+def _kind(command: CommandLine) -> str:
+    return choosing.read(command.with_tier(None))[0].kind
 
 
-def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> list[Candidate]:
+def _eager(command: CommandLine) -> CommandLine:
+    """Return a command line without compiling: that needs less memory, and each estimate takes a third of the time."""
+    return command.with_({"selective_torch_compile": False})
+
+
+def _choices(command: CommandLine) -> MemoryConfig:
+    return choosing.normalized(choosing.read(_eager(command))[0])
+
+
+def _known_tiers(checkout: Checkout, command: CommandLine) -> list[Candidate]:
     """Return the tiers with the user's arguments, those that come to the same once; none unless all figures are known."""
-    rows: dict[MemoryConfig, tuple[Tier, dict[str, Any]]] = {}
-    for tier, run in _tiers_with(script, argv, environ):
-        choices = choosing.normalized(choosing.read(script, run, argv)[0])
-        row = cache.find(checkout, choices, run.settings.disable_patch)
+    rows: dict[MemoryConfig, Candidate] = {}
+    for tier, its in _tiers_with(command):
+        choices = _choices(its)
+        row = cache.find(checkout, choices, its.settings.disable_patch)
         if row is None:
             return []
-        rows.setdefault(choices, (tier, row))
-    return [_candidate(tier, row, script, argv) for tier, row in rows.values()]
-
-
-def _candidate(tier: Tier, row: Mapping[str, Any], script: str, argv: Sequence[str]) -> Candidate:
-    name = tier.name.rpartition("/")[2] if preset_files.FAMILIES.get(script) == tier.family else tier.name
-    words = ("--preset", name, *_without_auto(argv))
-    return Candidate(f"preset {tier.name}", words, Estimate(**row), str(tier.about["traded"]))
-
-
-def _without_auto(argv: Sequence[str]) -> list[str]:
-    kept = [word for index, word in enumerate(argv) if not (word == AUTO and argv[index - 1] == "--preset")]
-    return [
-        word
-        for index, word in enumerate(kept)
-        if word != f"--preset={AUTO}" and not (word == "--preset" and (index + 1 == len(kept) or kept[index + 1][:2] == "--"))
-    ]
+        short = tier.name.rpartition("/")[2] if preset_files.FAMILIES.get(command.name) == tier.family else tier.name
+        candidate = Candidate(f"preset {tier.name}", command.with_tier(short), Estimate(**row), str(tier.about["traded"]))
+        rows.setdefault(choices, candidate)
+    return list(rows.values())
 
 
 # --- the walk --------------------------------------------------------------------------------------------------------
@@ -180,9 +173,7 @@ class _Walk:
     """A walk down the ladder from the family's recipe with the user's arguments, an estimate at every step."""
 
     checkout: Checkout
-    script: str
-    argv: list[str]
-    environ: Mapping[str, str]
+    command: CommandLine
     card: int
     announce: Callable[[str], None]
     made: int = 0
@@ -192,16 +183,13 @@ class _Walk:
 
     def candidates(self) -> list[Candidate]:
         """Return what was tried: down to what fits, and from there back up to the fastest that still does."""
-        run = _read(self.script, self.argv, self.environ, ())
-        kind = choosing.read(self.script, run, self.argv)[0].kind
+        kind = _kind(self.command)
         base = preset_files.base(kind)
-        mine = _without_auto(self.argv)
-        theirs = {**(run.config.values if run.config is not None else {}), **values_of(mine)}
-        start = _whole_batch(["--preset", base.name, *mine] if base is not None else mine, theirs)
-        fixed = theirs.keys() - {"train_batch_size", "gradient_accumulation_steps"}
+        start = _whole_batch(self.command.with_tier(base.name if base is not None else None))
+        fixed = self.command.given.keys() - {"train_batch_size", "gradient_accumulation_steps"}
         recipe = str(base.about.get("traded", "")) if base is not None else ""
         points = [_Point("the recipe as it is", {}, recipe)]
-        state = attempt(self.checkout, self.script, start, self.environ)
+        state = attempt(self.checkout, start)
         while (step := _next(state, fixed)) is not None:
             points.append(points[-1].after(step))
             state = after(state, step)
@@ -214,12 +202,10 @@ class _Walk:
                 break
         return self.tried
 
-    def _try(self, start: Sequence[str], point: _Point) -> bool:
+    def _try(self, start: CommandLine, point: _Point) -> bool:
         """Estimate a configuration; return whether it fits. Past the limit nothing is tried, and everything fits."""
-        argv = rewritten(start, point.changes)
-        run = _read(self.script, argv, self.environ)
-        choices = choosing.normalized(choosing.read(self.script, run, argv)[0])
-        if cache.find(self.checkout, choices, run.settings.disable_patch) is None:
+        command = start.with_(point.changes)
+        if cache.find(self.checkout, _choices(command), command.settings.disable_patch) is None:
             if self.made == MOST:
                 self.stopped = True
                 return True
@@ -227,12 +213,12 @@ class _Walk:
                 self.announce(f"these arguments are not in the table: up to {MOST} estimates, about 20 seconds each")
             self.made += 1
             self.announce(f"estimate {self.made} of at most {MOST}: {point.name}")
-        candidate = Candidate(point.name, tuple(argv), estimate(self.checkout, self.script, run, argv), point.traded)
+        candidate = Candidate(point.name, command, estimate(self.checkout, _eager(command)), point.traded)
         if candidate not in self.tried:
             self.tried.append(candidate)
         return fits(candidate.found, self.card)
 
-    def _climb_back(self, start: Sequence[str], before: Changes, point: _Point, fixed: Set[str]) -> None:
+    def _climb_back(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
         """Find the smallest part that is enough: of the blocks in host memory, if they are, or else of those checkpointed."""
         parts: list[float]
         if (most := point.changes.get("blocks_to_swap")) is not None:
@@ -284,24 +270,22 @@ def _next(run: Attempt, fixed: Set[str]) -> Step | None:
     return next((step for step in steps(run) if not fixed & step.changes.keys()), None)
 
 
-def _whole_batch(argv: list[str], given: Mapping[str, Any]) -> list[str]:
+def _whole_batch(command: CommandLine) -> CommandLine:
     """Return arguments with all accumulated pictures in one batch: the ladder divides it as far as it must."""
+    given = command.given
     pictures = int(given.get("train_batch_size", 1)) * int(given.get("gradient_accumulation_steps", 1))
     if pictures == 1:
-        return argv
-    return rewritten(argv, {"train_batch_size": pictures, "gradient_accumulation_steps": 1})
+        return command
+    return command.with_({"train_batch_size": pictures, "gradient_accumulation_steps": 1})
 
 
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def _tree(
-    checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str], answer: Candidate
-) -> Iterator[Branch]:
+def _tree(checkout: Checkout, command: CommandLine, answer: Candidate) -> Iterator[Branch]:
     """Yield the ladder's rungs that could apply to a run of upstream's defaults, and what became of each in the answer."""
-    mine = _without_auto(argv)
-    run = start = _at_full_size(checkout, script, mine, environ)
-    chosen = attempt(checkout, script, answer.argv, environ)
+    run = start = _at_full_size(checkout, command)
+    chosen = attempt(checkout, answer.command)
     offered: dict[str, dict[str, object]] = {}
     while (step := next(steps(run), None)) is not None:
         run = after(run, step)
@@ -318,19 +302,19 @@ def _tree(
             yield Branch(rung, "taken", _words(used))
         elif used or some:
             yield Branch(rung, "in part", _words({**used, **some}))
-        elif values_of(mine).keys() & offer.keys():
+        elif command.given.keys() & offer.keys():
             yield Branch(rung, "yours", ())
         elif left:
             yield Branch(rung, "not needed", _words(left))
 
 
-def _at_full_size(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Attempt:
+def _at_full_size(checkout: Checkout, command: CommandLine) -> Attempt:
     """Return a run of upstream's defaults with the user's arguments, and the resolution that the family's recipe begins at."""
-    run = attempt(checkout, script, argv, environ)
-    base = preset_files.base(choosing.read(script, _read(script, argv, environ, ()), argv)[0].kind)
+    run = attempt(checkout, command)
+    base = preset_files.base(_kind(command))
     if base is None or "resolution" in run.values:
         return run
-    recipe = attempt(checkout, script, ["--preset", base.name, *argv], environ)
+    recipe = attempt(checkout, command.with_tier(base.name))
     return replace(run, values={**run.values, "resolution": recipe.values.get("resolution")})
 
 
@@ -368,17 +352,9 @@ def _copied(answer: Estimate, found: Sequence[Estimate]) -> str:
 
 
 def _words(changes: Changes) -> tuple[str, ...]:
-    return tuple(rewritten([], changes))
+    return tuple(option_words(changes))
 
 
-def attempt(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Attempt:
+def attempt(checkout: Checkout, command: CommandLine) -> Attempt:
     """Return a command line as the ladder looks at it, without the script's own parser, which takes seconds."""
-    run = read_arguments(script, argv, environ)
-    layers = (
-        {key: value.value for key, value in run.presets.values.items()},
-        dict(run.config.values) if run.config is not None else {},
-        values_of(argv),
-    )
-    places = [checkout.script(script), checkout.path / "train_network.py", *(checkout.path / "library").glob("*.py")]
-    text = "".join(place.read_text(encoding="utf-8", errors="replace") for place in places if place.is_file())
-    return Attempt(script, {key: value for layer in layers for key, value in layer.items()}, lambda key: f'"--{key}"' in text)
+    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from kohya_ext.config.command_line import spelt
+from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import silent
 from kohya_ext.errors import UserError
@@ -73,7 +73,7 @@ def _check_family(script: Path, args: Namespace, file: Path, header: Header, fin
         findings.errors.append(f"{file.name} is of the family LoRA, and {script.name} wants {wanted.title}")
     elif (recognized := families.recognize(header.shapes)) is not None and recognized[1] != wanted:
         family, its = recognized
-        trains = " ".join([_script_for(family, script), *(spelt(*its.option) if its.option is not None else ())])
+        trains = " ".join([_script_for(family, script), *option_words({} if its.option is None else dict([its.option]))])
         findings.errors.append(
             f"{file.name} is of the family {its.title}, and {script.name} wants {wanted.title}: {trains} trains it"
         )

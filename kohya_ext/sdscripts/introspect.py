@@ -1,10 +1,12 @@
-"""Import what a script would import, without running it: its parser, and the modules that patches look at."""
+"""A script without running it: the options in its text, its parser, and the modules that patches look at."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,24 @@ from typing import Any
 
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts.checkouts import Checkout
+
+
+@functools.cache
+def option_names(script: Path) -> frozenset[str]:
+    """Return the names of all options in the text of a script, the scripts it imports and ``library``; none without a file.
+
+    These are more than its parser has, which takes seconds to import.
+    """
+    texts: dict[Path, str] = {}
+    waiting = [script, *(script.parent / "library").glob("*.py")]
+    while waiting:
+        file = waiting.pop()
+        if file in texts or not file.is_file():
+            continue
+        texts[file] = file.read_text(encoding="utf-8", errors="replace")
+        modules = re.findall(r"^(?:import|from) (\w+)", texts[file], re.MULTILINE)
+        waiting += [script.parent / f"{module}.py" for module in modules]
+    return frozenset(name for text in texts.values() for name in re.findall(r"""["']--(\w[\w-]*)["']""", text))
 
 
 @contextlib.contextmanager
