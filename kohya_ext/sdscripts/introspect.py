@@ -23,16 +23,17 @@ def option_names(script: Path) -> frozenset[str]:
 
     These are more than its parser has, which takes seconds to import.
     """
-    texts: dict[Path, str] = {}
-    waiting = [script, *(script.parent / "library").glob("*.py")]
+    text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in (script.parent / "library").glob("*.py"))
+    waiting, read = [script], set[Path]()
     while waiting:
-        file = waiting.pop()
-        if file in texts or not file.is_file():
+        if (file := waiting.pop()) in read or not file.is_file():
             continue
-        texts[file] = file.read_text(encoding="utf-8", errors="replace")
-        modules = re.findall(r"^(?:import|from) (\w+)", texts[file], re.MULTILINE)
-        waiting += [script.parent / f"{module}.py" for module in modules]
-    return frozenset(name for text in texts.values() for name in re.findall(r"""["']--(\w[\w-]*)["']""", text))
+        read.add(file)
+        own = file.read_text(encoding="utf-8", errors="replace")
+        waiting += [script.parent / f"{module}.py" for module in re.findall(r"^(?:import|from) (\w+)", own, re.MULTILINE)]
+        text += own
+    # A pattern that begins with plain text is searched for ten times as fast.
+    return frozenset(re.findall(r"--(\w[\w-]*)[\"']", text))
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ import pytest
 from kohya_ext import console
 from kohya_ext.__main__ import main
 from kohya_ext.commands import estimate as command
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, measurement
-from kohya_ext.estimate.memory_config import normalized, read
+from kohya_ext.estimate.memory_config import MemoryConfig, normalized, read
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.planning import tiers
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
@@ -26,11 +26,14 @@ TIERS = {tier.name: tier for tier in tiers.tiers()}
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder that looks like sd-scripts v0.11 to whoever only reads it."""
+    """A folder that looks like sd-scripts v0.11 when only read, with the options that an estimate reads."""
     library = tmp_path / "sd-scripts" / "library"
     library.mkdir(parents=True)
+    options = "\n".join(
+        f'parser.add_argument("--{key}")' for key in (*MemoryConfig.__dataclass_fields__, "output_name", "seed")
+    )
     for name in ("train_util.py", "args.py", "accelerator_setup.py"):
-        (library / name).write_text('parser.add_argument("--output_name")\nparser.add_argument("--seed")\n')
+        (library / name).write_text(options)
     for name in ("train_network.py", *SCRIPTS.values()):
         (library.parent / name).write_text("read_config_from_file(args, parser)")
     return library.parent
@@ -38,7 +41,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def shipped(family: str, *argv: str) -> Estimate:
     script = SCRIPTS[family]
-    return Estimate(**cache.shipped(normalized(read(script, read_arguments(script, argv, {}), argv)[0])))
+    return Estimate(**cache.shipped(normalized(read(CommandLine(Path(script), argv, {}))[0])))
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -150,8 +153,8 @@ def test_an_estimate_that_must_be_made_is_announced_beside_the_json(checkout, tm
 def by_share(monkeypatch):
     """Estimates by a formula: 7 GB with every block checkpointed, 15 with none."""
 
-    def formula(checkout, script, run, argv, fresh):
-        choices = normalized(read(script, run, argv)[0])
+    def formula(checkout, command, fresh):
+        choices = normalized(read(command)[0])
         share = (choices.gradient_checkpointing_ratio or 1.0) if choices.gradient_checkpointing else 0.0
         size = round(15e9 - 8e9 * share)
         return Estimate(
@@ -207,7 +210,7 @@ def test_figures_are_kept_for_exactly_what_determines_them(checkout, tmp_path, m
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
     found = checkouts.describe(checkout, "here")
     argv = ("--resolution", "512")
-    asked = normalized(read("sdxl_train.py", read_arguments("sdxl_train.py", argv, {}), argv)[0])
+    asked = normalized(read(CommandLine(Path("sdxl_train.py"), argv, {}))[0])
     made = Estimate(json.loads(json.dumps(asked.key())), 1, 2, 2, "forward", {"weights": 1}, {"forward": 1}, 3, 4, {}, "v0.11")
     assert cache.find(found, asked, ()) is None
     cache.keep(found, made, ())

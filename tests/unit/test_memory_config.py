@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig, normalized, read, size, unread_samples
 
@@ -15,7 +15,7 @@ LORA = "sdxl_train_network.py"
 
 
 def ask(*argv: str, script: str = LORA) -> MemoryConfig:
-    return normalized(read(script, read_arguments(script, argv, {}), argv)[0])
+    return normalized(read(CommandLine(Path(script), argv, {}))[0])
 
 
 def test_a_presets_values_are_read_and_the_command_line_wins() -> None:
@@ -106,7 +106,7 @@ def test_a_resolution_that_cannot_be_known_is_a_user_error(argv: tuple[str, ...]
 
 def test_flags_that_cost_nothing_are_handed_back() -> None:
     argv = ("--resolution", "512", "--output_name", "x", "--seed=3", "--learnign_rate", "1")
-    assert read(LORA, read_arguments(LORA, argv, {}), argv)[1] == ["--output_name", "--seed", "--learnign_rate"]
+    assert read(CommandLine(Path(LORA), argv, {}))[1] == ["--output_name", "--seed", "--learnign_rate"]
 
 
 def test_what_a_script_assumes_by_itself_is_the_same_question() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import memory_config
 from kohya_ext.gpu import out_of_memory
 from kohya_ext.planning.memory_savings import LADDER, Step
@@ -61,10 +61,10 @@ def test_only_errors_of_memory_are_taken_for_one() -> None:
 
 
 def step(phase: str, keep_state: bool, **values: object) -> list[str]:
-    run = read_arguments(LORA, (), {})
+    command = CommandLine(Path(LORA), (), {})
     known = {"optimizer_type": "AdamW", "mixed_precision": "bf16", "sdpa": True, "cache_latents": True, **values}
     found = out_of_memory.next_step(
-        LORA, Namespace(**known, optimizer_args=None, gradient_checkpointing=True), run, phase, keep_state
+        Namespace(**known, optimizer_args=None, gradient_checkpointing=True), command, phase, keep_state
     )  # type: ignore[arg-type]
     return found.words if found is not None else []
 
@@ -77,19 +77,18 @@ def test_a_state_is_kept_where_a_change_allows_it(monkeypatch: pytest.MonkeyPatc
     assert step("optimizer step", keep_state=True, **{**text, "fp8_base": True}) == ["--optimizer_type", "AdamW8bit"]
 
 
-def test_what_is_known_of_a_command_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_of_a_command_line_is_said() -> None:
     checkout = Checkout(Path("there"), "0.11.1", "v0.11", "given")
-    monkeypatch.setattr("sys.argv", [LORA, "--preset", "8gb"])
-    monkeypatch.setattr("sys.orig_argv", ["python", LORA, "--preset", "8gb"])
-    run = read_arguments(LORA, ("--preset", "8gb"), {})
-    args = Namespace(**asdict(memory_config.read(LORA, run, ())[0]))
-    line = out_of_memory.predicted(checkout, LORA, args, run)
+    script = Path("my kohya", LORA)
+    command = CommandLine(script, ("--preset", "8gb"), {"KOHYA_EXT_EMA": "1"})
+    args = Namespace(**asdict(memory_config.read(command)[0]))
+    line = out_of_memory.predicted(checkout, args, command)
     assert re.match(r"predicted for this command line: \d\.\d\d GB on the card, the peak in backward: weights 5\.", line)
     assert " 0.00" not in line
     args.train_batch_size = 7
-    line = out_of_memory.predicted(checkout, LORA, args, run)
-    assert line == "what needs how much: python -m kohya_ext estimate sdxl_train_network.py --preset 8gb"
-    assert out_of_memory.predicted(checkout, "train_controlnet.py", args, run) == ""
+    line = out_of_memory.predicted(checkout, args, command)
+    assert line == "what needs how much: python -m kohya_ext estimate 'my kohya/sdxl_train_network.py' --ema --preset 8gb"
+    assert out_of_memory.predicted(checkout, args, CommandLine(Path("train_controlnet.py"), (), {})) == ""
 
 
 def test_the_advice_goes_on_from_the_state_or_says_that_it_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.launch.session import Session
@@ -183,7 +184,7 @@ def test_every_option_names_a_patch_that_is_there():
 
 def test_an_option_whose_patch_is_off_is_answered(tmp_path, capsys):
     argv = ["--selective_torch_compile", "--disable-patch", "selective_torch_compile"]
-    session = Session.start(CHECKOUT, Path("sdxl_train.py"), argv, {})
+    session = Session.start(CHECKOUT, CommandLine(Path("sdxl_train.py"), argv, {}))
     session.patcher.undo()
     session.options_hook.undo()
     said = capsys.readouterr().err

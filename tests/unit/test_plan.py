@@ -9,13 +9,13 @@ import pytest
 
 from kohya_ext import units
 from kohya_ext.__main__ import main
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
+from kohya_ext.planning import automatic, tiers
 from kohya_ext.planning import plan as planning
-from kohya_ext.planning import tiers
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.units import GIB
 
@@ -44,13 +44,13 @@ def test_every_tier_is_what_its_own_card_gets(name):
     tier = TIERS[name]
     script = planning.preset_files.scripts(tier.family)[0]
     argv = ["--model_type", "chroma"] if tier.family == "chroma-lora" else []
-    assert planning.automatic(script, argv, {}, tier.card) == name
+    assert planning.automatic(CommandLine(Path(script), argv, {}), tier.card) == name
 
 
 def test_the_usual_question_is_answered_from_the_table_with_the_two_next_best(checkout):
-    made = planning.plan(checkout, LORA, ["--output_name", "mine"], {}, 16 * GIB, pytest.fail)
+    made = planning.plan(checkout, CommandLine(checkout.script(LORA), ["--output_name", "mine"], {}), 16 * GIB, pytest.fail)
     assert made.answer.name == "preset sdxl-lora/16gb"
-    assert made.answer.argv == ("--preset", "16gb", "--output_name", "mine")
+    assert made.answer.command.argv == ("--preset", "16gb", "--output_name", "mine")
     assert [one.name for one in made.others] == ["preset sdxl-lora/12gb", "preset sdxl-lora/10gb"]
     assert made.too_big[0].found.on_the_card > tiers.room(16 * GIB)
     tree = {branch.rung.name: branch.status for branch in made.tree}
@@ -58,13 +58,13 @@ def test_the_usual_question_is_answered_from_the_table_with_the_two_next_best(ch
     assert tree["checkpointing"] == tree["fp8 base"] == tree["resolution"] == "not needed"
     assert tree["ZeRO offload"] == "not estimated"
     assert list(tree)[-1] == "resolution"
-    smaller = planning.plan(checkout, LORA, [], {}, 12 * GIB, pytest.fail)
+    smaller = planning.plan(checkout, CommandLine(checkout.script(LORA), [], {}), 12 * GIB, pytest.fail)
     branch = next(branch for branch in smaller.tree if branch.rung.name == "checkpointing")
     assert (branch.status, branch.words) == ("in part", ("--gradient_checkpointing", "--gradient_checkpointing_ratio", "0.375"))
 
 
 def test_the_tree_says_what_is_copied_for_swapped_blocks(checkout):
-    made = planning.plan(checkout, FLUX, [], {}, 12 * GIB, pytest.fail)
+    made = planning.plan(checkout, CommandLine(checkout.script(FLUX), [], {}), 12 * GIB, pytest.fail)
     (branch,) = [branch for branch in made.tree if branch.rung.name == "block swap"]
     assert (branch.status, branch.words) == ("in part", ("--blocks_to_swap", "18"))
     waiting = TIERS["flux-lora/24gb"].found.parts["weights"] - made.answer.found.parts["weights"]
@@ -78,24 +78,24 @@ def test_the_tree_says_what_is_copied_for_swapped_blocks(checkout):
     ("argv", "size", "status"), [(["--resolution", "1024,1024"], 80, "yours"), ([], 80, "not needed"), ([], 6, "in part")]
 )
 def test_resolution_is_given_up_last_and_said(checkout, modelled, argv, size, status):
-    made = planning.plan(checkout, FULL, argv, {}, size * GIB, lambda line: None)
+    made = planning.plan(checkout, CommandLine(checkout.script(FULL), argv, {}), size * GIB, lambda line: None)
     assert (made.tree[-1].rung.name, made.tree[-1].status) == ("resolution", status)
 
 
 def test_chroma_is_planned_with_its_own_tiers(checkout):
-    made = planning.plan(checkout, FLUX, ["--model_type", "chroma"], {}, 24 * GIB, pytest.fail)
-    assert made.answer.argv == ("--preset", "chroma-lora/24gb", "--model_type", "chroma")
+    made = planning.plan(checkout, CommandLine(checkout.script(FLUX), ["--model_type", "chroma"], {}), 24 * GIB, pytest.fail)
+    assert made.answer.command.argv == ("--preset", "chroma-lora/24gb", "--model_type", "chroma")
 
 
 @pytest.fixture
 def modelled(monkeypatch, tmp_path):
     """Estimates by a formula, so that a walk takes no time; returns the command lines that were asked for."""
-    asked: list[list[str]] = []
+    asked: list[CommandLine] = []
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
 
-    def formula(checkout, script, run, argv):
-        asked.append(list(argv))
-        choices = choosing.normalized(choosing.read(script, run, argv)[0])
+    def formula(checkout, command):
+        asked.append(command)
+        choices = choosing.normalized(choosing.read(command)[0])
         share = (choices.gradient_checkpointing_ratio or 1.0) if choices.gradient_checkpointing else 0.0
         rank = (choices.network_dim or 0) * 20_000_000
         width, height = choosing.size(choices)
@@ -113,7 +113,12 @@ def modelled(monkeypatch, tmp_path):
 
 
 def walk(checkout, argv, card_size, said=None):
-    return planning.plan(checkout, LORA, argv, {}, card_size, said.append if said is not None else lambda line: None)
+    return planning.plan(
+        checkout,
+        CommandLine(checkout.script(LORA), argv, {}),
+        card_size,
+        said.append if said is not None else lambda line: None,
+    )
 
 
 def test_what_is_not_known_is_walked_for_down_the_tree_and_back_up(checkout, modelled):
@@ -122,10 +127,12 @@ def test_what_is_not_known_is_walked_for_down_the_tree_and_back_up(checkout, mod
     assert f"up to {planning.MOST} estimates" in said[0]
     assert [line.partition(":")[0] for line in said[1:]] == [f"estimate {n} of at most 12" for n in range(1, len(said))]
     assert len(said) - 1 == len(modelled) <= planning.MOST
-    assert made.answer.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; with 0.375 a gigabyte more than there is room for
+    assert made.answer.command.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; with 0.375 a gigabyte more than there is room for
     assert made.answer.found.on_the_card <= tiers.room(12 * GIB)
     assert all(one.found.flops_a_picture >= made.answer.found.flops_a_picture for one in made.others)
-    assert all("--network_dim" in one.argv and "77" in one.argv for one in [made.answer, *made.others, *made.too_big])
+    assert all(
+        "--network_dim" in one.command.argv and "77" in one.command.argv for one in [made.answer, *made.others, *made.too_big]
+    )
     modelled.clear()
     again: list[str] = []
     assert walk(checkout, ["--network_dim", "77"], 12 * GIB, again).answer == made.answer
@@ -133,9 +140,9 @@ def test_what_is_not_known_is_walked_for_down_the_tree_and_back_up(checkout, mod
 
 
 def test_the_fewest_swapped_blocks_that_fit_are_the_answer_and_every_row_says_what_it_gives_up(checkout, modelled):
-    made = planning.plan(checkout, FLUX, ["--network_dim", "77"], {}, 6 * GIB, lambda line: None)
+    made = planning.plan(checkout, CommandLine(checkout.script(FLUX), ["--network_dim", "77"], {}), 6 * GIB, lambda line: None)
     # 5 + 1.54 + 1 GB, less 0.2 for each block, into 6.12 - 0.6: 11 blocks. Two thirds of the blocks would fit as well.
-    assert planning.values_of(made.answer.argv)["blocks_to_swap"] == 11
+    assert made.answer.command.given["blocks_to_swap"] == 11
     rows = [made.answer, *made.others, *made.too_big]
     swapped = [one.found.choices.get("blocks_to_swap", 0) for one in [made.answer, *made.others]]
     assert swapped == sorted(swapped)
@@ -150,7 +157,7 @@ def test_with_as_many_operations_the_one_that_uses_more_memory_is_faster():
     def one(reserved, work, swap=None):
         choices = {"script": FLUX, **({"blocks_to_swap": swap} if swap else {})}
         found = Estimate(choices, reserved, reserved, reserved, "forward", {}, {}, work, 0, {}, "v0.11")
-        return planning.Candidate("", (), found)
+        return planning.Candidate("", CommandLine(Path(FLUX), (), {}), found)
 
     ranked = [one(6, 15), one(9, 16), one(5, 16), one(8, 16, 20), one(6, 16, 34)]
     assert sorted([ranked[at] for at in (3, 1, 4, 0, 2)], key=planning._slowness) == ranked
@@ -160,7 +167,7 @@ def test_a_gpu_that_is_too_small_for_everything_takes_one_estimate(checkout, mod
     with pytest.raises(UserError, match=r"nothing fits the 2 GB GPU"):
         walk(checkout, ["--network_dim", "77"], 2 * GIB)
     assert len(modelled) == 1
-    assert "--resolution" in modelled[0]
+    assert "--resolution" in modelled[0].argv
 
 
 def test_the_effective_batch_is_kept_and_what_the_user_fixed_is_left_alone(checkout, modelled):
@@ -174,11 +181,11 @@ def test_the_effective_batch_is_kept_and_what_the_user_fixed_is_left_alone(check
         "--no-gradient_checkpointing",
     ]
     made = walk(checkout, fixed, 24 * GIB)
-    values = planning.values_of(made.answer.argv)
+    values = made.answer.command.given
     assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 8
     assert values["train_batch_size"] == 1
-    for argv in modelled:
-        given = planning.values_of(argv)
+    for command in modelled:
+        given = command.given
         assert given["gradient_checkpointing"] is False
         assert given["train_batch_size"] * given.get("gradient_accumulation_steps", 1) == 8
 
@@ -196,7 +203,7 @@ def test_nothing_that_fits_is_said_with_what_came_nearest(checkout, modelled):
 
 def test_auto_takes_the_tier_that_fits_with_everything_else_that_is_said():
     def auto(size, *argv):
-        return planning.automatic(LORA, list(argv), {}, size * GIB)
+        return planning.automatic(CommandLine(Path(LORA), argv, {}), size * GIB)
 
     assert auto(12) == "sdxl-lora/12gb"
     assert auto(20) == "sdxl-lora/16gb" or auto(20) == "sdxl-lora/24gb"
@@ -215,15 +222,15 @@ def test_auto_takes_the_tier_that_fits_with_everything_else_that_is_said():
 )
 def test_auto_says_that_a_script_has_no_presets(script, message):
     with pytest.raises(UserError, match=message):
-        read_arguments(script, ["--preset", "auto", "--vram", "24"], {})
+        _ = CommandLine(Path(script), ["--preset", "auto", "--vram", "24"], {}, automatic).presets
 
 
 def test_auto_is_a_preset_like_any_other_and_says_what_it_chose(tmp_path):
-    run = read_arguments(LORA, ["--preset", "auto", "--preset", "quality", "--vram", "12"], {})
+    run = CommandLine(Path(LORA), ["--preset", "auto", "--preset", "quality", "--vram", "12"], {}, automatic)
     assert run.presets.label == "sdxl-lora/12gb + sdxl-lora/quality (auto: --vram, 12 GB GPU (12.88e9 bytes))"
     assert run.presets.values["gradient_checkpointing_ratio"].preset == "sdxl-lora/12gb"
     assert run.settings.gradient_checkpointing_ratio == 0.375
-    by_variable = read_arguments(LORA, [], {"KOHYA_EXT_PRESET": "auto", "KOHYA_EXT_VRAM": "16GiB"})
+    by_variable = CommandLine(Path(LORA), [], {"KOHYA_EXT_PRESET": "auto", "KOHYA_EXT_VRAM": "16GiB"}, automatic)
     assert by_variable.presets.label.startswith("sdxl-lora/16gb (auto")
 
 
@@ -271,6 +278,6 @@ def test_what_the_config_file_says_is_left_alone_too(checkout, modelled, tmp_pat
     file = tmp_path / "mine.toml"
     file.write_text("network_dim = 77\ntrain_batch_size = 2\ngradient_checkpointing = false\n")
     made = walk(checkout, ["--config_file", str(file)], 24 * GIB)
-    values = planning.values_of(made.answer.argv)
+    values = made.answer.command.given
     assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 2
-    assert not any("--gradient_checkpointing" in argv for argv in modelled)
+    assert not any("--gradient_checkpointing" in command.argv for command in modelled)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.arguments import read_arguments, read_config_file
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_conflicts import in_words
+from kohya_ext.config.user_files import read_config_file
 
 GUI = Path(__file__).parent.parent / "data" / "gui"
 
@@ -13,7 +14,7 @@ LORA, FINE_TUNE, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_ne
 
 
 def held_back(script, *argv):
-    return {key: reason.words for key, reason in read_arguments(script, argv, {}).presets.held_back.items()}
+    return {key: reason.words for key, reason in CommandLine(Path(script), argv, {}).presets.held_back.items()}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def held_back(script, *argv):
     ],
 )
 def test_a_preset_leaves_out_what_contradicts_the_users_options(script, preset, argv, left_out):
-    run = read_arguments(script, ["--preset", preset, *argv.split()], {})
+    run = CommandLine(Path(script), ["--preset", preset, *argv.split()], {})
     assert set(run.presets.held_back) == left_out
     assert not left_out & run.presets.values.keys()
 
@@ -83,7 +84,7 @@ def test_a_subset_counts_over_the_arguments(tmp_path):
 
 
 def test_one_line_names_what_was_filled_and_what_was_left_out():
-    run = read_arguments(LORA, ["--preset", "12gb", "--shuffle_caption"], {})
+    run = CommandLine(Path(LORA), ["--preset", "12gb", "--shuffle_caption"], {})
     line = in_words("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
     assert line == (
         "preset 12gb set sdpa, network_dim=16; left out cache_text_encoder_outputs (shuffle_caption = True)"
@@ -105,14 +106,14 @@ def test_a_box_that_is_off_in_the_gui_stays_off():
 
 def test_nothing_that_is_on_in_the_gui_is_changed_and_no_advice_is_given_without_need():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl-unet.toml")]
-    presets = read_arguments(LORA, argv, {}).presets
+    presets = CommandLine(Path(LORA), argv, {}).presets
     assert presets.held_back == {}
     on_screen = read_config_file(argv[-1]).values
     assert {key for key in presets.values if key not in on_screen} == {"gradient_checkpointing_ratio"}
 
 
 def test_the_gui_user_learns_what_to_turn_on():
-    run = read_arguments(FLUX, ["--preset", "12gb", "--config_file", str(GUI / "lora-flux.toml")], {})
+    run = CommandLine(Path(FLUX), ["--preset", "12gb", "--config_file", str(GUI / "lora-flux.toml")], {})
     line = in_words("12gb", {}, run.presets.held_back)
     assert "fp8_base, blocks_to_swap (off in the GUI)" in line
     assert line.endswith("turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI if it does not fit")
@@ -120,14 +121,14 @@ def test_the_gui_user_learns_what_to_turn_on():
 
 def test_the_guis_additional_parameters_count_over_its_boxes():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"), "--gradient_checkpointing"]
-    run = read_arguments(LORA, argv, {})
+    run = CommandLine(Path(LORA), argv, {})
     assert not {"gradient_checkpointing", "gradient_checkpointing_ratio"} & run.presets.held_back.keys()
     assert run.settings.gradient_checkpointing_ratio == 0.375
 
 
 def test_a_number_that_the_gui_writes_as_0_is_off_too():
-    presets = read_arguments(
-        "flux_train.py", ["--preset", "12gb", "--config_file", str(GUI / "dreambooth-flux.toml")], {}
+    presets = CommandLine(
+        Path("flux_train.py"), ["--preset", "12gb", "--config_file", str(GUI / "dreambooth-flux.toml")], {}
     ).presets
     assert presets.held_back["blocks_to_swap"].words == "off in the GUI"
 
@@ -136,6 +137,6 @@ def test_the_same_file_by_another_hand_leaves_boxes_open(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text((GUI / "lora-sdxl-unet.toml").read_text().replace('noise_offset_type = "Original"\n', ""))
     file.write_text(file.read_text().replace("gradient_checkpointing = true\n", ""))
-    run = read_arguments(LORA, ["--preset", "12gb", "--config_file", str(file)], {})
+    run = CommandLine(Path(LORA), ["--preset", "12gb", "--config_file", str(file)], {})
     assert run.presets.held_back == {}
     assert run.presets.values["gradient_checkpointing"].value is True

@@ -1,12 +1,13 @@
 """Files that the user wrote for sd-scripts."""
 
 import json
+from pathlib import Path
 
 import pytest
 import toml
 from kohya_ext.patches.toml_byte_order_mark import PATCH
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
 from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError
@@ -36,7 +37,8 @@ def test_a_dataset_config_of_another_shape_is_refused_and_takes_no_start_down(tm
     file.write_text(json.dumps(document))
     with pytest.raises(UserError, match="must be a list of tables"):
         read_dataset_config(file)
-    read_arguments("sdxl_train_network.py", ["--preset", "12gb", "--dataset_config", str(file)], {})
+    command = CommandLine(Path("sdxl_train_network.py"), ["--preset", "12gb", "--dataset_config", str(file)], {})
+    assert command.presets.held_back == {}
 
 
 def test_upstreams_own_reading_of_toml_accepts_a_byte_order_mark(tmp_path):
