@@ -304,9 +304,13 @@ _PLAIN_IN_POWERSHELL = re.compile(r"-[\w=/\\-]*|[\w./:\\][\w./:\\=+-]*", re.ASCI
 
 
 def shell() -> Shell:
-    """Return the shell of this system; on Windows the nearest among the process's parents, cmd if there is none."""
-    if os.name != "nt":
-        return "sh"
+    """Return the shell that lines to paste are for."""
+    return _windows_shell() if os.name == "nt" else "sh"
+
+
+@functools.cache
+def _windows_shell() -> Shell:
+    """Return the shell nearest among this process's parents; cmd if there is none."""
     import psutil
 
     with contextlib.suppress(psutil.Error):

@@ -117,6 +117,6 @@ def advice(step: Step, state: Path | None) -> list[str]:
     else:
         changes["resume"], going_on = None, "begin again"
     return [
-        f"the cheapest next step: {step.rung.what} ({' '.join(step.words)}). It costs: {step.rung.costs}. {exact}",
+        f"the cheapest next step: {step.rung.what} ({quoted(step.words)}). It costs: {step.rung.costs}. {exact}",
         f"to {going_on} with it: {restart_line(changes)}",
     ]

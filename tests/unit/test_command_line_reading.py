@@ -4,7 +4,9 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from kohya_ext.__main__ import main
@@ -195,6 +197,21 @@ def test_powershell_gets_plain_words_plain_and_values_in_single_quotes(monkeypat
     assert line.startswith("Set-Location -LiteralPath ")
     assert "; $env:CUDA_VISIBLE_DEVICES = '0,1'; & " in line
     assert line.endswith(f'{LORA} --resolution "1,2"')
+
+
+@pytest.mark.parametrize(
+    ("parents", "shell"),
+    [
+        (["python.exe", "pwsh.exe", "explorer.exe"], "powershell"),
+        (["powershell.exe", "cmd.exe"], "powershell"),
+        (["python.exe", "cmd.exe", "powershell.exe"], "cmd"),
+        (["explorer.exe"], "cmd"),
+    ],
+)
+def test_on_windows_the_nearest_shell_counts(monkeypatch, parents, shell):
+    process = SimpleNamespace(parents=lambda: [SimpleNamespace(name=lambda name=name: name) for name in parents])
+    monkeypatch.setattr(psutil, "Process", lambda: process)
+    assert command_line._windows_shell.__wrapped__() == shell
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sh")
