@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
@@ -12,6 +13,7 @@ from kohya_ext.console import progress
 from kohya_ext.estimate import cache
 from kohya_ext.estimate import memory_config as choosing
 from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.introspect import option_names
 
 #: Bytes on the card that no tensor shows: the CUDA context with its kernels, cuBLAS's and cuDNN's workspaces. A round figure
 #: for recent cards and torch 2.x, until benchmarks/vram_calibration.py has been run on one.
@@ -66,7 +68,7 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> E
     """
     choices, others = choosing.read(command)
     asked = choosing.normalized(choices)
-    if not fresh and not _unknown(checkout, others):
+    if not fresh and not _unknown(checkout.script(command.name), others):
         known = cache.find(checkout, asked, command.settings.disable_patch)
         if known is not None:
             return Estimate(**known)
@@ -78,12 +80,8 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> E
     return made
 
 
-def _unknown(checkout: Checkout, given: Sequence[str]) -> bool:
-    """Return whether a flag occurs nowhere in the checkout. The script's own parser, seconds away, then has the last word."""
+def _unknown(script: Path, given: Sequence[str]) -> bool:
+    """Return whether a flag is not in the script's text. The script's own parser, seconds away, then has the last word."""
     ours = {flag for name, _ in options() for flag in [*flags(name), *negated_flags(name)]}
-    theirs = [flag for flag in given if flag not in ours]
-    if not theirs:
-        return False
-    places = [*checkout.path.glob("*.py"), *(checkout.path / "library").glob("*.py")]
-    text = "".join(place.read_text(encoding="utf-8", errors="replace") for place in places)
-    return not all(f'"{flag}"' in text or f'"{flag.replace("--no-", "--", 1)}"' in text for flag in theirs)
+    theirs = {flag for name in option_names(script) for flag in [f"--{name}", *negated_flags(name)]}
+    return not ours | theirs >= set(given)
