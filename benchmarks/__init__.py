@@ -1,9 +1,10 @@
-"""How every published figure is made: a variant beside upstream, in the same run, alternating, as a ratio with its spread.
+"""Measurements behind every published figure: variants alternate with upstream in one run and give a ratio with its spread.
 
 - ``python -m benchmarks.run SUITE`` measures and writes JSON to results/;
-- ``python -m benchmarks.report`` makes tables and pictures of that JSON;
-- ``python -m benchmarks.bundle`` packs all of it for a machine without a network.
+- ``python -m benchmarks.report`` writes the tables of that JSON;
+- ``python -m benchmarks.vram_accuracy`` compares estimates with real allocations on a CPU;
+- ``python -m benchmarks.vram_calibration`` does so on a GPU.
 
-Every variant lives in a process of its own, which stays alive while the rounds go around: A B C A B C. So memory peaks do
-not mix, and whatever slows the machine down for a while slows all of them.
+Each variant runs in its own process, and the processes take turns: A B C A B C. Memory peaks do not mix, and
+a slow phase of the machine slows every variant.
 """

@@ -1,4 +1,4 @@
-"""What a step asks of any GPU, counted on tensors without data: kernels, bytes that pass through its memory, FLOPs."""
+"""Count the kernels, the bytes through memory and the FLOPs of a step, on tensors without data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kohya_ext.sdscripts.introspect import importable
 
 @dataclass
 class Traffic(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Counts operators that compute something, and the bytes they read and write: each operand once, from no cache.
+    """Counts operators that compute something, and the bytes they read and write: each operand once, without caches.
 
-    The optimizer's are left out: torch takes other kernels for it on a GPU than without.
+    The optimizer is left out, because torch uses other kernels for it on a GPU.
     """
 
     tracker: Tracker
@@ -36,7 +36,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return id(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and count it unless it only looks at its tensors in another way."""
+        """Run an operator and count it unless it returns a view."""
         result = func(*args, **(kwargs or {}))
         into = {argument.name for argument in func._schema.arguments if argument.is_out}  # written, not read
         given = {name: value for name, value in (kwargs or {}).items() if name not in into}
@@ -50,31 +50,31 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """Return the bytes of each storage that tensors lie in, no more of it than they show."""
+    """Return the bytes of each storage, at most as many as its tensors show."""
     tensors = [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage._cdata] = found.get(storage._cdata, 0) + min(tensor.numel() * tensor.element_size(), storage.nbytes())
-    return found
+        sizes[storage._cdata] = sizes.get(storage._cdata, 0) + min(tensor.numel() * tensor.element_size(), storage.nbytes())
+    return sizes
 
 
 def count(checkout: Checkout, command: CommandLine, without: Sequence[str]) -> dict[str, Any]:
-    """Return what forward, recompute and backward of one step need, with all patches but those in ``without``.
+    """Return the counts of forward, recomputation and backward of one step, without the patches in ``without``.
 
     ``kernels``, ``moved_bytes`` and ``flops`` (a multiply-add is two), and the first two by operator.
     """
     with importable(checkout), measurement.patched(checkout, replace(command.settings, disable_patch=tuple(without))):
         choices, arguments, trainer = measurement.read(checkout, command)
-        step.settle(choices, arguments, trainer)
-        with step.faking() as assumptions:
+        step.configure(choices, arguments, trainer)
+        with step.fake_tensors() as assumptions:
             training = step.prepare(choices, arguments, trainer)
             assumptions.integer = training.models.caption_tokens
             tracker = Tracker()
             with tracker:
-                step.lay_out(training, tracker)
+                step.allocate_resident(training, tracker)
                 with Traffic(tracker) as traffic:
-                    flops = step.take(training, tracker)
+                    flops = step.run_step(training, tracker)
     operators = {name: {"kernels": traffic.kernels[name], "moved_bytes": size} for name, size in traffic.moved.most_common()}
     return {
         "kernels": traffic.kernels.total(),

@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: the script and its arguments, at full size and reduced."""
+"""Scripts and arguments that benchmarks train with, at full size and reduced."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of training, at the settings people use for speed: cached latents and text encoder outputs, bf16, SDPA."""
+    """One kind of training with the usual settings for speed: cached latents and text encoder outputs, bf16, SDPA."""
 
     script: str
     models: str
-    """The family of tiny models that stands for it when reduced."""
+    """The family of the tiny models for reduced runs."""
     arguments: tuple[str, ...]
     full: tuple[str, ...] = ("--resolution", "1024,1024", "--mixed_precision", "bf16")
     reduced: tuple[str, ...] = ("--resolution", "256,256", "--mixed_precision", "no")
-    """bf16 on a CPU is emulated on most: reduced runs are fp32."""
+    """Most CPUs emulate bf16, so reduced runs use fp32."""
     shape: Mapping[str, int] = field(default_factory=dict)
-    """Of the reduced model in the model step, where a tiny one would measure little but Python: see ``worker.ready``."""
+    """Size of the reduced model in the model step, where a tiny model would measure only Python; see ``worker.ready``."""
 
 
 _CACHED = ("--sdpa", "--cache_latents", "--cache_text_encoder_outputs")
@@ -59,16 +59,14 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A variant, before it is measured."""
+    """The command line of a variant."""
 
     meaning: str
     arguments: tuple[str, ...]
     patched: bool = True
-    """False: upstream, without any of our code in its process."""
+    """False: upstream, without the extension in its process."""
     patches: tuple[str, ...] = ()
-    """Without these in ``patches/`` it is left out."""
-    peer: str = ""
-    """Whose regional compile is done to the model, of :data:`benchmarks.peers.PEERS`; for the model step only."""
+    """The variant is left out when one of these is missing in ``patches/``."""
 
 
 _CHECKPOINTING = ("--gradient_checkpointing",)
@@ -85,23 +83,12 @@ def _budget(share: float) -> Recipe:
 
 
 def _share(share: float) -> dict[str, Recipe]:
-    """Checkpointing for a part of the blocks, eager and compiled."""
+    """Return recipes that checkpoint a part of the blocks, eager and compiled."""
     chosen, patch = (*_CHECKPOINTING, "--gradient_checkpointing_ratio", f"{share:g}"), "selective_checkpointing"
     return {
         f"share-{share:g}": Recipe(f"patched, eager, checkpointing {share:.0%} of the blocks", chosen, patches=(patch,)),
         f"compiled-share-{share:g}": Recipe(
             f"selective compile, checkpointing {share:.0%} of the blocks", (*chosen, *_COMPILED), patches=(*_SELECTIVE, patch)
-        ),
-    }
-
-
-def _vram(size: int) -> dict[str, Recipe]:
-    """The real script in a process that caps itself and spends what is left, eager and compiled."""
-    name, chosen = f"vram-{size}GiB", (*_CHECKPOINTING, "--vram_budget", f"{size}GiB")
-    return {
-        name: Recipe(f"patched, eager, --vram_budget {size}GiB", chosen, patches=("vram_budget",)),
-        f"compiled-{name}": Recipe(
-            f"selective compile, --vram_budget {size}GiB", (*chosen, *_COMPILED), patches=(*_SELECTIVE, "vram_budget")
         ),
     }
 
@@ -125,12 +112,6 @@ RECIPES: Mapping[str, Recipe] = {
         (*_CHECKPOINTING, "--torch_compile"),
         patched=False,
     ),
-    "upstream-diffusers": Recipe(
-        "upstream, diffusers' compile_repeated_blocks, checkpointing", _CHECKPOINTING, patched=False, peer="diffusers"
-    ),
-    "upstream-accelerate": Recipe(
-        "upstream, accelerate's compile_regions, checkpointing", _CHECKPOINTING, patched=False, peer="accelerate"
-    ),
     "upstream-free": Recipe("upstream, no checkpointing", (), patched=False),
     "compiled-free": Recipe("selective compile, no checkpointing", _COMPILED, patches=_SELECTIVE),
     "upstream-compile-free": Recipe(
@@ -138,15 +119,13 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     **{f"budget-{share:g}": _budget(share) for share in (0.9, 0.75, 0.5, 0.25, 0.1, 0.0)},
     **{name: recipe for share in (0.75, 0.5, 0.25) for name, recipe in _share(share).items()},
-    **{name: recipe for size in (8, 12, 16, 24) for name, recipe in _vram(size).items()},
 }
 
 STEP = ("upstream", "patched", "fused", "compiled", "budget-0.5", "upstream-free", "compiled-free")
-BUDGET = ("upstream", "upstream-free", "compiled-free", *(name for name in RECIPES if "-0" in name))
-COMPILE = ("upstream-compile", "compiled", "patched", "upstream-diffusers")
+COMPILE = ("upstream-compile", "compiled", "patched")
 
 
 def arguments(family: Family, reduced: bool, recipe: Recipe | None = None, *more: str) -> list[str]:
-    """Return the command line of a variant, without models, pictures and output; the last word on an option counts."""
+    """Return the command line of a variant, without models, images and output; the last value of an option counts."""
     size = family.reduced if reduced else family.full
     return [*family.arguments, *size, *(recipe.arguments if recipe else ()), *more]

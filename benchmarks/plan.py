@@ -1,4 +1,4 @@
-"""What one call of ``benchmarks.run`` was asked to do, and how much time it has."""
+"""The parameters of one call of ``benchmarks.run``, and its deadline."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class Plan:
     bench: Bench
     family_name: str
     variants: tuple[str, ...]
-    """Chosen by name; empty for the suite's own."""
+    """Names of the chosen variants; empty for the suite's default."""
     more: tuple[str, ...]
-    """Arguments of the script on top of the family's, for every variant."""
+    """Additional arguments of the script, for every variant."""
     rounds: int
     steps: int
     """Samples a round."""
     deadline: float
-    """No round is begun after it; a time of ``time.monotonic``."""
+    """No round starts after this ``time.monotonic`` time."""
     patience: float = 600.0
-    """Seconds that a bucket may take before its compiler is given up: a bound is an answer too."""
+    """Seconds after which a bucket's compiler is stopped."""
     full_depth: bool = False
-    """Whether reduced models have every block of the real ones where only `compile` can afford it."""
+    """Whether ``compile`` runs reduced models with every block of the real ones."""
     save: Callable[[], None] = field(default=lambda: None)
 
     @property
     def family(self) -> Family:
-        """What is trained."""
+        """The family that is trained."""
         return FAMILIES[self.family_name]
 
     @property
     def out_of_time(self) -> bool:
-        """Whether to begin nothing more."""
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
     def turns(self) -> Iterator[int]:
-        """Yield the numbers of the rounds, from 1, as long as there is time."""
+        """Yield the round numbers from 1 until the deadline."""
         for number in range(1, self.rounds + 1):
             if self.out_of_time:
                 return
@@ -54,23 +54,23 @@ class Plan:
         """Return a variant's command line."""
         return arguments(self.family, self.bench.reduced, recipe, *self.more)
 
-    def said(self, name: str, default: str) -> str:
-        """Return an option's value on every variant's command line: the last one counts."""
+    def value(self, name: str, default: str) -> str:
+        """Return an option's value on every variant's command line; the last one counts."""
         words = self.arguments()
         places = [index for index, word in enumerate(words) if word == f"--{name}"]
         return words[places[-1] + 1] if places else default
 
     def recipes(self, default: tuple[str, ...]) -> list[tuple[Recipe, Variant]]:
-        """Return the chosen variants; those that this tree has no patch for are marked as left out. Raises UserError."""
+        """Return the chosen variants; those without their patch in this tree are left out. Raises UserError."""
         chosen = self.variants or default
         for name in chosen:
             if name not in RECIPES:
-                raise UserError(f"no variant {name}: there are {', '.join(RECIPES)}")
-        made = []
+                raise UserError(f"unknown variant {name}; choose from {', '.join(RECIPES)}")
+        chosen_recipes = []
         for name in chosen:
             recipe = RECIPES[name]
             variant = Variant(name, recipe.meaning, list(recipe.arguments))
             if (missing := available(recipe.patches)) is not None:
                 variant.status, variant.reason = "left out", missing
-            made.append((recipe, variant))
-        return made
+            chosen_recipes.append((recipe, variant))
+        return chosen_recipes

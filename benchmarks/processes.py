@@ -1,4 +1,4 @@
-"""The parent's side of workers: start one, ask it, end it."""
+"""Start workers, send them commands, end them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class WorkerError(Exception):
-    """A worker said what went wrong, or ended without a word."""
+    """A worker reported an error, or ended without an answer."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Bench:
     """``cuda`` or ``cpu``."""
     reduced: bool
     scratch: Path
-    """For logs, tiny models and compiled code."""
+    """Folder for logs, tiny models and compiled code."""
     python: str = field(default=sys.executable)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The variables of a process: this source tree first, models shrunk when reduced, nothing of ours switched on."""
+        """Return a process's variables: this source tree first, small models when reduced, no option of the extension set."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KOHYA_EXT", "SDSCRIPTS_"))}
         folders = [environment.SITE] if self.reduced else []
         variables = {
@@ -49,7 +49,7 @@ class Bench:
         if "KOHYA_EXT_CACHE" in os.environ:
             variables["KOHYA_EXT_CACHE"] = os.environ["KOHYA_EXT_CACHE"]
         if self.device == "cpu":
-            # Where cores are shared, OpenMP's threads, which wait actively, slow small steps down many times.
+            # OpenMP's threads wait actively, which slows small steps down many times on shared cores.
             variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return {**variables, **more}
 
@@ -62,7 +62,7 @@ class Worker:
     log: Path
 
     def ask(self, command: Mapping[str, Any] | None = None, patience: float | None = None) -> dict[str, Any]:
-        """Send a command, if any, and return the answer. Raises WorkerError; one that takes `patience` seconds is ended."""
+        """Send a command, if any, and return the answer. Raises WorkerError, also after ``patience`` seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         begun = time.monotonic()
@@ -88,16 +88,16 @@ class Worker:
         return answer
 
     def end(self) -> None:
-        """Let it finish; its memory is free when this returns."""
+        """Wait until the worker has ended and its memory is free."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it was ended before it had read all
+        with contextlib.suppress(BrokenPipeError):  # the worker ended before it had read all
             self.process.stdin.close()
         self.process.wait()
 
 
 @contextlib.contextmanager
 def worker(bench: Bench, name: str, spec: Mapping[str, Any], **variables: str) -> Iterator[Worker]:
-    """Run a worker inside the block. Its first answer, after it has prepared, is the caller's to read."""
+    """Run a worker inside the block. The caller reads its first answer, which comes after its preparation."""
     bench.scratch.mkdir(parents=True, exist_ok=True)
     log = bench.scratch / f"{name}.log"
     whole = {"sd_scripts": str(bench.checkout.path), **spec}
@@ -125,13 +125,13 @@ def ask_once(bench: Bench, name: str, spec: Mapping[str, Any]) -> dict[str, Any]
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is no blank."""
+    """Return the last line of a log that is not blank."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
 
 
 def available(patches: Sequence[str]) -> str | None:
-    """Return why a variant cannot be had: a patch that this tree has not; None when it has all of them."""
+    """Return which of a variant's patches are missing in this tree, as a sentence; None when all are there."""
     from kohya_ext.patching.patch import registry
 
     missing = [name for name in patches if name not in registry()]

@@ -1,4 +1,4 @@
-"""One step under torch's profiler: what it spends its time on, and on a CPU what it has allocated at most."""
+"""Profile one step: its time by operator, and on a CPU its peak of allocated bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-#: Operators or kernels that are named; the others take little.
+#: Number of operators or kernels in a summary.
 MOST = 15
 
 
 def profile(take: Callable[[], float], alive: Iterable[Any], on_cuda: bool) -> dict[str, Any]:
     """Take a step and return a summary of its trace.
 
-    ``take()`` is the step and returns its seconds; ``alive`` are the tensors that lie there before it. ``operators``: seconds
-    and calls of the :data:`MOST` expensive (CUDA: kernels; CPU: operators, without those they call). ``device_seconds``, CUDA
-    alone: how long the card was at work; the rest of ``seconds`` it waited for Python. ``allocated``, CPU alone: the peak in
-    bytes, of tensors and of what kernels took for themselves.
+    ``take()`` runs the step and returns its seconds; ``alive`` are the tensors that exist before it. ``operators``: seconds and
+    calls of the :data:`MOST` expensive (CUDA: kernels; CPU: operators, without those they call). ``device_seconds``, CUDA only:
+    how long kernels ran; the GPU waited for Python during the rest of ``seconds``. ``allocated``, CPU only: the peak in bytes,
+    including the workspaces of kernels.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_cuda:
@@ -57,7 +57,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def peak_of(trace: Any) -> int:
-    """Return the most bytes that lay on the CPU at one time of what was allocated during a trace with ``profile_memory``."""
+    """Return the peak of bytes on the CPU that were allocated during a trace with ``profile_memory``."""
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
     alive = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

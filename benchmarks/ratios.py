@@ -1,4 +1,4 @@
-"""The statistics of a comparison: medians, ratios of medians, and how far rounds differ."""
+"""Statistics of a comparison: medians, ratios of medians, and their spread over the rounds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Rounds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as the baseline something is; above 1 is faster."""
+    """Speed relative to the baseline; above 1 is faster."""
 
     of_medians: float
     """Baseline's median over the variant's, over all samples."""
     lowest: float
-    """The same within one round: the lowest."""
+    """Lowest ratio within one round."""
     highest: float
     rounds: int
 

@@ -1,4 +1,4 @@
-"""What is written of a measurement, and what must be in it: the JSON in results/."""
+"""The JSON files in results/: their fields, reading and writing."""
 
 from __future__ import annotations
 
@@ -33,43 +33,41 @@ Status = Literal["measured", "failed", "left out"]
 
 @dataclass
 class Variant:
-    """One way of doing the same work."""
+    """One way to do the same work."""
 
     name: str
     meaning: str
-    """In words, for a table's row."""
+    """Description for a row of a table."""
     arguments: list[str] = field(default_factory=list)
-    """What tells it from the others, on the command line."""
+    """The arguments that differ from the other variants."""
     status: Status = "measured"
     reason: str = ""
     """Why it failed or was left out."""
     rounds: list[list[float]] = field(default_factory=list)
-    """Seconds of each sample, by round; warm-up is not among them."""
+    """Seconds of each sample, by round, without warm-up."""
     warm_up: dict[str, Any] = field(default_factory=dict)
-    """Seconds of preparing and of the first steps, which compile; what is not in ``rounds``."""
+    """Seconds of the preparation and of the first steps, which compile; not in ``rounds``."""
     memory: dict[str, int] = field(default_factory=dict)
     """Peaks in bytes over the measured rounds: ``allocated``, ``reserved`` (CUDA), ``host_resident`` (the process)."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What else was counted: graphs, breaks, patches that were applied."""
+    """Other counts: graphs, graph breaks, applied patches."""
     files: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Comparison:
-    """Variants measured in the same rounds; the first is what the others are compared with."""
+    """Variants measured in the same rounds; the first is the baseline."""
 
     title: str
     unit: str
-    """What a sample is: seconds a step, seconds a start."""
+    """The unit of a sample: seconds a step, seconds a start."""
     configuration: dict[str, Any]
     variants: list[Variant]
     flops: int | None = None
-    """Of one step without recomputing anything; a multiply-add is two."""
-    is_against_first: bool = True
-    """False for rows that do different work, side by side."""
+    """FLOPs of one step without recomputation; a multiply-add is two."""
 
     def is_whole(self, rounds: int) -> bool:
-        """Return whether every variant that could be measured has had all its rounds."""
+        """Return whether every variant that ran has all its rounds."""
         return all(len(variant.rounds) == rounds for variant in self.variants if variant.status == "measured")
 
     def summary(self) -> dict[str, Any]:
@@ -81,7 +79,7 @@ class Comparison:
             if not samples:
                 continue
             row: dict[str, Any] = {"median": median(samples), "quartiles": quartiles(samples), "samples": len(samples)}
-            if self.is_against_first and variant is not baseline and baseline.rounds:
+            if variant is not baseline and baseline.rounds:
                 row["ratio"] = asdict(ratio(baseline.rounds, variant.rounds))
             rows[variant.name] = row
         return rows
@@ -93,22 +91,22 @@ class Result:
 
     suite: str
     command: str
-    """What makes it again, without the places of one machine's files."""
+    """The command that repeats it, without the paths of one machine."""
     date: str
     machine: dict[str, Any]
     versions: dict[str, str]
     commits: dict[str, Any]
     reduced: bool
-    """Small models and pictures: ratios say little of a card's."""
+    """Small models and images; their ratios do not predict those of a GPU."""
     note: str = ""
-    """What a reader must know: a machine shared with others."""
+    """A remark for readers, for example that the machine was shared."""
     comparisons: list[Comparison] = field(default_factory=list)
     complete: bool = False
-    """False while it is being measured, and for good when the time was up before all rounds were done."""
+    """False while it is being measured, and when the time was up before all rounds were done."""
     schema: int = SCHEMA
 
     def write(self, file: Path) -> None:
-        """Write it whole, with summaries, so that a run that is cut off loses one round."""
+        """Write the file atomically, with summaries, so that an interrupted run loses one round at most."""
         document = asdict(self)
         for comparison, written in zip(self.comparisons, document["comparisons"], strict=True):
             written["summary"] = comparison.summary()
@@ -119,7 +117,7 @@ class Result:
 
 
 def read(file: Path) -> Result:
-    """Read a result back. Raises ValueError for a file that is none, or of another schema."""
+    """Read a result. Raises ValueError for any other file and for another schema."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         if document.get("schema") != SCHEMA:
@@ -131,17 +129,17 @@ def read(file: Path) -> Result:
             comparisons.append(Comparison(variants=variants, **rest))
         return Result(**{**document, "comparisons": comparisons})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no result of these benchmarks: {error}") from None
+        raise ValueError(f"{file} is not a result of these benchmarks: {error}") from None
 
 
 def kept(folder: Path = FOLDER) -> list[Path]:
-    """Return the results in a folder, which other benchmarks share."""
+    """Return the result files in a folder; other JSON files may be there too."""
     return [file for file in sorted(folder.glob("*.json")) if '"suite":' in file.read_text(encoding="utf-8")[:100]]
 
 
 def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bool, note: str = "") -> Result:
-    """Return an empty result of this machine, now. ``device`` is what a worker says of the device."""
-    command = shlex.join(["python", *without_places(_module_and_arguments())])
+    """Return an empty result for this machine. ``device`` is a worker's description of the device."""
+    command = shlex.join(["python", *without_paths(_module_and_arguments())])
     return Result(
         suite=suite,
         command=command,
@@ -157,7 +155,7 @@ def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bo
         versions={"python": platform.python_version(), **_versions()},
         commits={
             **kohya_ext_commit(),
-            "sd_scripts": checkout.commit or PINNED.get(checkout.version or ""),
+            "sd_scripts": checkout.commit,
             "sd_scripts_version": checkout.version,
         },
         reduced=reduced,
@@ -165,19 +163,8 @@ def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bo
     )
 
 
-#: Of checkouts that travel without their history: see bundle.
-PINNED = {"0.11.1": "6721028c79ee85a78b3a06dfd8954dae310a1cce", "0.10.1": "48d368fa557731ad0488c07304dfeba8c07910eb"}
-
-#: Written into a bundle, which has no history either.
-COMMIT_FILE = "COMMIT"
-
-
 def kohya_ext_commit() -> dict[str, Any]:
-    """Return our own commit, and whether the tree differs from it."""
-    written = ROOT / COMMIT_FILE
-    if written.is_file():
-        commit, _, state = written.read_text(encoding="utf-8").strip().partition(" ")
-        return {"kohya_ext": commit, "kohya_ext_changed": state == "changed"}
+    """Return the extension's commit, and whether the tree differs from it."""
     try:
         head = _git("rev-parse", "HEAD")
         changed = bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"))
@@ -196,18 +183,18 @@ def _module_and_arguments() -> list[str]:
     return ["-m", spec.name, *sys.argv[1:]] if spec is not None else [*map(str, sys.argv)]
 
 
-#: Options of ``benchmarks.run`` that say where things lie on one machine, and change nothing that is measured.
-PLACES = ("--sd-scripts", "--scratch", "--output")
+#: Options of ``benchmarks.run`` that hold paths of one machine and do not change the measurement.
+PATHS = ("--sd-scripts", "--scratch", "--output")
 
 
-def without_places(words: Sequence[str]) -> list[str]:
-    """Return a command line's words without :data:`PLACES` and their values."""
+def without_paths(words: Sequence[str]) -> list[str]:
+    """Return a command line's words without :data:`PATHS` and their values."""
     kept: list[str] = []
     skip = False
     for word in words:
-        if not skip and not word.startswith(tuple(f"{name}=" for name in PLACES)) and word not in PLACES:
+        if not skip and not word.startswith(tuple(f"{name}=" for name in PATHS)) and word not in PATHS:
             kept.append(word)
-        skip = word in PLACES
+        skip = word in PATHS
     return kept
 
 

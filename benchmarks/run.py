@@ -21,16 +21,13 @@ from kohya_ext.console import error, note
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts.checkouts import find
 
-#: Suite -> module, function, rounds and samples a round.
-SUITES: Mapping[str, tuple[str, str, int, int]] = {
-    "step": ("step", "measure", 5, 8),
-    "budget": ("step", "measure_budget", 4, 8),
-    "script": ("script", "measure", 3, 16),
-    "compile": ("compile", "measure", 1, 1),
-    "overhead": ("overhead", "measure", 5, 8),
-    "patches": ("patches", "measure", 16, 1),
-    "tiers": ("tiers", "measure", 1, 8),
-    "work": ("work", "measure", 1, 1),
+#: Suite -> rounds and samples a round.
+SUITES: Mapping[str, tuple[int, int]] = {
+    "step": (5, 8),
+    "compile": (1, 1),
+    "overhead": (5, 8),
+    "patches": (16, 1),
+    "work": (1, 1),
 }
 
 
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read a command line; ``more`` is what stands behind ``--``. Ends the process for a mistake, as argparse does."""
+    """Return the parsed command line; ``more`` holds the words after ``--``. Exits like argparse for a mistake."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     given = _parser().parse_args(words[:end])
@@ -58,26 +55,27 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.run",
         usage="python -m benchmarks.run SUITE [options] [-- further arguments of the script, for every variant]",
         description=__doc__,
-        allow_abbrev=False,  # results tell the command without the places of files, which are known by their options' names
+        allow_abbrev=False,  # without_paths knows options by their full names
     )
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="what to run on (the GPU, if there is one)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="where to run (default: the GPU, if there is one)")
     parser.add_argument("--family", choices=FAMILIES, default="sdxl-lora")
+    parser.add_argument("--variants", metavar="NAME,...", default="", help="variants to measure; the first is the baseline")
+    parser.add_argument("--rounds", type=_count, metavar="N", help="turns of each variant")
+    parser.add_argument("--steps", type=_count, metavar="N", help="samples in a turn")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no round after this time")
     parser.add_argument(
-        "--variants", metavar="NAME,...", default="", help="instead of the suite's own; the first is the baseline"
+        "--patience", type=float, default=600.0, metavar="SECONDS", help="compile: stop a bucket that takes longer"
     )
-    parser.add_argument("--rounds", type=_count, metavar="N", help="how often every variant has its turn")
-    parser.add_argument("--steps", type=_count, metavar="N", help="samples a round")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no round after this time")
+    parser.add_argument("--full-depth", action="store_true", help="compile on a CPU: all 19 + 38 FLUX blocks instead of 6 + 12")
     parser.add_argument(
-        "--patience", type=float, default=600.0, metavar="SECONDS", help="compile: give up a bucket that takes longer"
+        "--sd-scripts", type=Path, metavar="FOLDER", help="the sd-scripts checkout (default: as kohya_ext finds it)"
     )
-    parser.add_argument("--full-depth", action="store_true", help="compile on a CPU: all 19 + 38 of FLUX's blocks, not 6 + 12")
-    parser.add_argument("--full-size", action="store_true", help="real sizes on a CPU too")
-    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER", help="the checkout (found as kohya_ext finds it)")
-    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="for models and logs; kept, and used again")
+    parser.add_argument("--scratch", type=Path, metavar="FOLDER", help="folder for models and logs, which is kept and reused")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON (benchmarks/results/SUITE-FAMILY-DEVICE.json)")
-    parser.add_argument("--note", default="", help="what a reader of the figures must know: a machine shared with others")
+    parser.add_argument(
+        "--note", default="", help="remark for the readers of the result, for example that the machine was shared"
+    )
     return parser
 
 
@@ -89,18 +87,18 @@ def _count(text: str) -> int:
 
 
 def _measure(given: argparse.Namespace) -> int:
-    module, function, rounds, steps = SUITES[given.suite]
+    rounds, steps = SUITES[given.suite]
     checkout = find(given.sd_scripts)
     if checkout is None:
-        raise UserError("no sd-scripts found: name its folder with --sd-scripts, or run `python -m kohya_ext setup`")
+        raise UserError("no sd-scripts found; name its folder with --sd-scripts, or run `python -m kohya_ext setup`")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as temporary:
         scratch = (given.scratch or Path(temporary)).resolve()
         bench = Bench(checkout, given.device or "cuda", reduced=False, scratch=scratch)
         about = _device(bench)
         if given.device == "cuda" and about["device"] != "cuda":
-            raise UserError("--device cuda: PyTorch sees no GPU here")
-        bench = replace(bench, device=about["device"], reduced=about["device"] == "cpu" and not given.full_size)
+            raise UserError("--device cuda: PyTorch finds no GPU")
+        bench = replace(bench, device=about["device"], reduced=about["device"] == "cpu")
         result = begin(given.suite, checkout, about, bench.reduced, given.note)
         output = given.output or FOLDER / f"{given.suite}-{given.family}-{about['device']}.json"
         plan = Plan(
@@ -115,11 +113,11 @@ def _measure(given: argparse.Namespace) -> int:
             full_depth=given.full_depth,
             save=lambda: result.write(output),
         )
-        measure: Callable[[Plan, Result], None] = getattr(importlib.import_module(f"benchmarks.suites.{module}"), function)
+        measure: Callable[[Plan, Result], None] = importlib.import_module(f"benchmarks.suites.{given.suite}").measure
         measure(plan, result)
         result.write(output)
     note(f"{output}")
-    return _tell(result)
+    return _print(result)
 
 
 def _device(bench: Bench) -> dict[str, Any]:
@@ -129,18 +127,18 @@ def _device(bench: Bench) -> dict[str, Any]:
         raise UserError(f"PyTorch cannot be used here: {problem}") from None
 
 
-def _tell(result: Result) -> int:
-    """Say each comparison in a few lines."""
+def _print(result: Result) -> int:
+    """Print each comparison in a few lines."""
     failed = False
     for comparison in result.comparisons:
         summary = comparison.summary()
         print(f"\n{comparison.title}, {comparison.unit}")
         for variant in comparison.variants:
             row = summary.get(variant.name)
-            said = f"{variant.status}: {variant.reason}" if row is None else f"{row['median']:.4g}"
+            text = f"{variant.status}: {variant.reason}" if row is None else f"{row['median']:.4g}"
             if row is not None and "ratio" in row:
-                said += "  {of_medians:.2f}x ({lowest:.2f} to {highest:.2f})".format(**row["ratio"])
-            print(f"  {variant.name:22} {said}   {variant.meaning}")
+                text += "  {of_medians:.2f}x ({lowest:.2f} to {highest:.2f})".format(**row["ratio"])
+            print(f"  {variant.name:22} {text}   {variant.meaning}")
             failed = failed or variant.status == "failed"
     return 1 if failed else 0
 

@@ -66,11 +66,11 @@ COMPILED: dict[str, list[str]] = {
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     """Return both peaks of one command line in bytes, and how far the estimate is off, in percent of the measured one."""
     from kohya_ext.estimate.events import peak
-    from kohya_ext.estimate.step import measure, settle
+    from kohya_ext.estimate.step import configure, measure
 
     command = CommandLine(checkout.script(script), argv, {})
     choices, arguments, trainer = measurement.read(checkout, command)
-    settle(choices, arguments, trainer)
+    configure(choices, arguments, trainer)
     with measurement.patched(checkout, measurement.tracing(command.settings, choices)):
         log = measure(choices, arguments, trainer)
     estimated = peak(log.events, log.kinds).bytes
@@ -98,18 +98,18 @@ def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any
     from benchmarks.profiling import peak_of
     from kohya_ext.estimate.autocast import cuda_rules
     from kohya_ext.estimate.events import Kind, peak
-    from kohya_ext.estimate.step import lay_out, prepare, take
+    from kohya_ext.estimate.step import allocate_resident, prepare, run_step
     from kohya_ext.estimate.tracker import Tracker
 
     torch.manual_seed(1)
     with cuda_rules():
         training = prepare(choices, arguments, trainer)
         unused = Tracker()  # never entered: it sees no operator
-        lay_out(training, unused)
+        allocate_resident(training, unused)
         if choices.selective_torch_compile:
-            take(training, unused)  # compiles
+            run_step(training, unused)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            take(training, unused)
+            run_step(training, unused)
         most = peak_of(profile)
         if choices.selective_torch_compile:
             return most, None
@@ -120,7 +120,7 @@ def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any
             states = (value for state in training.optimizer.state.values() for value in state.values())
             tracker.mark((value for value in states if isinstance(value, torch.Tensor)), Kind.OPTIMIZER_STATE)
             start = len(tracker.events)
-            take(training, tracker)
+            run_step(training, tracker)
     return most, peak(tracker.events[start:], tracker.kinds).bytes
 
 

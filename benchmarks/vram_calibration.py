@@ -53,7 +53,7 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     """Return one case's estimate and, on a card, what was allocated and reserved for it. Bytes."""
     import torch
 
-    from kohya_ext.estimate.step import lay_out, prepare, settle, take
+    from kohya_ext.estimate.step import allocate_resident, configure, prepare, run_step
     from kohya_ext.estimate.tracker import Tracker
 
     logging.disable(logging.WARNING)
@@ -64,13 +64,13 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
     checkout = find_or_fetch(given.sd_scripts)
     script, *argv = [*case.split(), "--resolution", str(given.size)]
     command = CommandLine(checkout.script(script), argv, {})
-    estimated = measurement.make(checkout, command)
+    estimated = measurement.measure(checkout, command)
     row: dict[str, Any] = {"estimated": {"allocated": estimated.allocated, "reserved": estimated.reserved}}
     cuda = given.device == "cuda"
     before = _used() if cuda else None
     with importable(checkout), measurement.patched(checkout, measurement.eager(command.settings)):
         choices, arguments, trainer = measurement.read(checkout, command)
-        settle(choices, arguments, trainer)
+        configure(choices, arguments, trainer)
         torch.set_default_device(given.device)
         try:
             training = prepare(choices, arguments, trainer)
@@ -83,9 +83,9 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             unused = Tracker()  # never entered: it sees no operator
-            lay_out(training, unused)
+            allocate_resident(training, unused)
             for _ in range(3):
-                take(training, unused)
+                run_step(training, unused)
         except torch.OutOfMemoryError as error:
             return {**row, "out_of_memory": str(error).splitlines()[0]}
     if cuda:

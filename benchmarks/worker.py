@@ -1,7 +1,7 @@
-"""``python -m benchmarks.worker``: one variant's model step in a process of its own, at the command of its parent.
+"""``python -m benchmarks.worker``: run one variant's model step in its own process, as its parent commands.
 
-What it is comes as one JSON object on the command line, what to do as one JSON object a line on standard input; answers
-are JSON lines on standard output. Everything that scripts and libraries print goes to standard error.
+The command line holds the variant as one JSON object, each line of standard input one command, and each line of standard output
+one answer. Everything that scripts and libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 from benchmarks.counting import count
-from benchmarks.peers import PEERS
 from benchmarks.profiling import profile
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import measurement
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import build
-from kohya_ext.estimate.step import Training, forward, make_batch, prepare, settle, step_in_backward
+from kohya_ext.estimate.step import Training, configure, forward, make_batch, prepare, step_in_backward
 from kohya_ext.launch.session import peak_memory
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.sdscripts.checkouts import Checkout, describe
@@ -49,15 +48,15 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device of the step."""
         device: torch.device = self.training.accelerator.device
         return device
 
     def take(self) -> float:
-        """Take one step as the training loop does; return its seconds. The loss is read at its end, as the loop does."""
+        """Take one step as the training loop does, including reading the loss; return its seconds."""
         start = time.perf_counter()
         training = self.training
-        accelerator, choices = training.accelerator, training.choices
+        accelerator, choices = training.accelerator, training.config
         with accelerator.accumulate(training.network or training.models.unet):
             loss = forward(training, dict(self.batch), self.scheduler)
             accelerator.backward(loss)
@@ -74,9 +73,9 @@ class Step:
         return time.perf_counter() - start
 
     def resize(self, width: int, height: int) -> None:
-        """Take the next steps at another size, in pixels."""
+        """Use another size, in pixels, for the next steps."""
         if (width, height) not in self.by_size:
-            self.training.choices = replace(self.training.choices, resolution=f"{width},{height}")
+            self.training.config = replace(self.training.config, resolution=f"{width},{height}")
             with torch.device(self.device):
                 self.by_size[width, height] = make_batch(self.training)
         self.batch = self.by_size[width, height]
@@ -85,9 +84,9 @@ class Step:
 def ready(spec: dict[str, Any]) -> Step:
     """Build the training of a variant with random weights.
 
-    ``spec``: script, arguments, patched, sd_scripts, peer (of :data:`PEERS`, or empty); for a reduced SDXL U-Net also its
-    ``width`` (channels at the first resolution) and ``every_block`` (as many transformer layers as the real one), for a
-    reduced FLUX its ``flux_blocks`` (double, single).
+    ``spec``: script, arguments, patched, sd_scripts. For a reduced SDXL U-Net also ``width`` (channels at the first
+    resolution) and ``every_block`` (as many transformer layers as the real one); for a reduced FLUX ``flux_blocks``
+    (double, single).
     """
     shrink.UNET_WIDTH = spec.get("width", shrink.UNET_WIDTH)
     if spec.get("every_block"):
@@ -101,7 +100,7 @@ def ready(spec: dict[str, Any]) -> Step:
         patcher.arm()
     sys.path.insert(0, str(checkout.path))
     choices, arguments, trainer = measurement.read(checkout, command)
-    settle(choices, arguments, trainer)
+    configure(choices, arguments, trainer)
     accelerator = _accelerator(arguments)
     with torch.device(accelerator.device):
         with _default_dtype(choices):
@@ -111,8 +110,6 @@ def ready(spec: dict[str, Any]) -> Step:
             if module is not training.network:
                 _fill(module)
         batch = make_batch(training)
-    if spec.get("peer"):
-        training.models.unet = PEERS[spec["peer"]](training.models.unet)
     _take_away(training)
     if choices.fused_backward_pass:
         step_in_backward(training)
@@ -125,7 +122,7 @@ def ready(spec: dict[str, Any]) -> Step:
         training.optimizer = accelerator.prepare(training.optimizer)
     scheduler = trainer.get_noise_scheduler(arguments, accelerator.device)
     _clear()
-    return Step(training, scheduler, batch, patcher, {size(training.choices): batch})
+    return Step(training, scheduler, batch, patcher, {size(training.config): batch})
 
 
 def _checkout(spec: dict[str, Any]) -> Checkout:
@@ -139,7 +136,7 @@ def _command(spec: dict[str, Any]) -> CommandLine:
 
 
 def _accelerator(arguments: Any) -> Any:
-    """sd-scripts' own, wherever its generation has it."""
+    """Return sd-scripts' accelerator, from the module where its generation has it."""
     try:
         module = importlib.import_module("library.accelerator_setup")
     except ImportError:
@@ -149,7 +146,7 @@ def _accelerator(arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def _default_dtype(choices: MemoryConfig) -> Iterator[None]:
-    """Build in the weights' own type, so that twelve billion of them need no more room at first than later."""
+    """Build in the weights' final type, so that twelve billion of them never need more memory."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if choices.mixed_precision == "no" else torch.bfloat16)
     try:
@@ -159,7 +156,7 @@ def _default_dtype(choices: MemoryConfig) -> Iterator[None]:
 
 
 def _fill(module: Any) -> None:
-    """Random weights at a scale that keeps activations finite; some builders leave theirs as the memory was."""
+    """Set random weights that keep activations finite; some builders leave memory uninitialized."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.dtype.itemsize == 1:
@@ -171,7 +168,7 @@ def _fill(module: Any) -> None:
 
 
 def _take_away(training: Training) -> None:
-    """Free what the script has moved off the card before its first step: what is cached."""
+    """Free the models that the script moves off the GPU before its first step, because their outputs are cached."""
     kept = [module for module, _ in training.resident]
     for module in (*training.models.text_encoders, training.models.vae):
         if all(module is not one for one in kept):
@@ -217,14 +214,14 @@ def take_steps(
 
 def _rearm(step: Step, without: list[str]) -> None:
     patcher = step.patcher
-    assert patcher is not None, "a step of upstream's has no patches"
+    assert patcher is not None, "an upstream step has no patches"
     patcher.undo()
     step.patcher = Patcher(patcher.patches, replace(patcher.settings, disable_patch=tuple(without)), patcher.checkout)
     step.patcher.arm()
 
 
 def _compiled() -> dict[str, int]:
-    """Graphs and graph breaks of this process, whoever compiled."""
+    """Return the graphs and graph breaks of this process, whatever compiled them."""
     if "torch._dynamo" not in sys.modules:
         return {"graphs": 0, "breaks": 0}
     counters = importlib.import_module("torch._dynamo.utils").counters
@@ -232,22 +229,22 @@ def _compiled() -> dict[str, int]:
 
 
 def bucket_set(step: Step, aspects: list[float]) -> dict[str, Any]:
-    """Return the buckets that sd-scripts puts pictures of some aspect ratios (width / height) into; the run's from now on."""
-    arguments, (width, height) = step.training.arguments, size(step.training.choices)
+    """Return sd-scripts' buckets for some aspect ratios (width / height), and use them from now on."""
+    arguments, (width, height) = step.training.arguments, size(step.training.config)
     steps = arguments.bucket_reso_steps or 64
     make = importlib.import_module("library.model_util").make_bucket_resolutions
     buckets = make((width, height), min(arguments.min_bucket_reso, min(width, height) // 2), 2 * max(width, height), steps)
     nearest = [min(buckets, key=lambda one, aspect=aspect: abs(one[0] / one[1] - aspect)) for aspect in aspects]  # type: ignore[misc]
     chosen = list(dict.fromkeys(map(tuple, nearest)))
-    # In place of a data loader: what patches ask of the data set is which buckets it has.
-    buckets_of_run = SimpleNamespace(resos=chosen, buckets=[["picture"]] * len(chosen))
+    # Stands in for a data loader: patches read only the buckets of its dataset.
+    buckets_of_run = SimpleNamespace(resos=chosen, buckets=[["image"]] * len(chosen))
     data_set = SimpleNamespace(bucket_manager=buckets_of_run, batch_size=1)
     step.training.accelerator._dataloaders.append(SimpleNamespace(dataset=data_set))
     return {"buckets": chosen}
 
 
 def profile_step(step: Step) -> dict[str, Any]:
-    """Return what one step spends its time on."""
+    """Return the profile of one step."""
     training = step.training
     modules = [module for module, _ in training.resident]
     state = (value for values in training.optimizer.state.values() for value in values.values())
@@ -257,7 +254,7 @@ def profile_step(step: Step) -> dict[str, Any]:
 
 
 def describe_facts(step: Step) -> dict[str, Any]:
-    """What the patches say of themselves."""
+    """Return the facts that the patches report."""
     if step.patcher is None:
         return {"patches": []}
     active = step.patcher.active()
@@ -268,7 +265,7 @@ def describe_facts(step: Step) -> dict[str, Any]:
 
 
 def describe_device() -> dict[str, Any]:
-    """The device that ``accelerate`` would take."""
+    """Describe the device that ``accelerate`` would use."""
     if os.environ.get("ACCELERATE_USE_CPU") or not torch.cuda.is_available():
         torch.set_num_threads(1)  # as its steps run: see processes.Bench.environment
         return {"device": "cpu", "threads": torch.get_num_threads()}
@@ -288,12 +285,12 @@ def _driver() -> str | None:
     return file.read_text(encoding="utf-8").splitlines()[0] if file.is_file() else None
 
 
-#: Sides of the matrices whose product rates a device.
+#: Side of the matrices whose product gives the FLOP/s of a device.
 MATMUL = {"cuda": 8192, "cpu": 1024}
 
 
 def matmul_rate(device: str, count: int = 20) -> dict[str, Any]:
-    """Return FLOP/s of square bf16 products, the median over ``count`` after as many to warm up."""
+    """Return the FLOP/s of square bf16 products: the median of ``count``, after as many for warm-up."""
     size = MATMUL[device]
     first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
@@ -309,14 +306,14 @@ def matmul_rate(device: str, count: int = 20) -> dict[str, Any]:
 
 
 def count_flops(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the FLOPs of one step, from the VRAM estimate's own run on fake tensors."""
+    """Return the FLOPs of one step, from the estimate's run on fake tensors."""
     checkout = _checkout(spec)
     command = _command(spec)
-    return {"flops": measurement.make(checkout, command).flops}
+    return {"flops": measurement.measure(checkout, command).flops}
 
 
 def count_work(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return what one step asks of a GPU."""
+    """Return the kernels, bytes and FLOPs of one step."""
     return count(_checkout(spec), _command(spec), spec["without"])
 
 

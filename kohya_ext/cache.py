@@ -1,4 +1,4 @@
-"""Where the extension keeps what it can make again."""
+"""The folder for files that the extension can create again."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ def figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError(f"drawing needs matplotlib ({error}): `pip install matplotlib`") from None
+        raise UserError(f"drawing needs matplotlib ({error}); run `pip install matplotlib`") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(drawn: Any, file: Path) -> None:
-    """Write a figure in the format that the file's suffix names. Raises UserError when that fails."""
+def save(chart: Any, file: Path) -> None:
+    """Write a figure in the format of the file's suffix. Raises UserError when that fails."""
     if file.is_dir():
-        raise UserError(f"{file} cannot be written: it is a folder")
+        raise UserError(f"{file} is a folder; name a file")
     try:
-        drawn.savefig(file, dpi=150)
+        chart.savefig(file, dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be written: {error}") from None

@@ -1,4 +1,4 @@
-"""What the extension says, on standard error, so that a script's own output stays as it is."""
+"""Messages on standard error, so that a script's own output is unchanged."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kohya_ext.errors import UserError
 
 _STANDARD_ERROR = 2
 
-#: Seconds that work may take before :func:`progress` reports it.
-_PATIENCE = 1.0
+#: Seconds before :func:`progress` reports a task.
+_PROGRESS_DELAY = 1.0
 
 _silent = False
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Say nothing inside the block but errors: what looks like a run there is none."""
+    """Suppress everything but errors inside the block."""
     global _silent
     before, _silent = _silent, True
     try:
@@ -34,15 +34,15 @@ def silent() -> Iterator[None]:
 
 
 def note(message: str) -> None:
-    """Say one line, once a run: other ranks and data-loader workers stay silent."""
-    if speaks():
-        with _progress_bars_out_of_the_way():
+    """Print one line, once per run: other ranks and data-loader workers print nothing."""
+    if should_print():
+        with _progress_bars_cleared():
             print(f"kohya_ext: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _progress_bars_out_of_the_way() -> Iterator[None]:
-    """Clear the progress bars that tqdm draws, if it draws any, and draw them again below what is printed."""
+def _progress_bars_cleared() -> Iterator[None]:
+    """Clear tqdm's progress bars inside the block, and redraw them below the output."""
     tqdm = sys.modules.get("tqdm")
     if tqdm is None:
         yield
@@ -52,43 +52,43 @@ def _progress_bars_out_of_the_way() -> Iterator[None]:
 
 
 def note_at_once(message: str) -> None:
-    """As :func:`note`, from a signal's handler: that may interrupt a write to standard error, whose buffer lets no other in."""
-    if speaks():
+    """Print one line from a signal handler: it may interrupt a write to standard error, whose buffer is not reentrant."""
+    if should_print():
         with contextlib.suppress(OSError):
             os.write(_STANDARD_ERROR, f"\nkohya_ext: {message}\n".encode())
 
 
 def warn(message: str) -> None:
-    """Say one line of warning, once a run."""
+    """Print a warning, once per run."""
     note(f"warning: {message}")
 
 
 def error(message: str) -> None:
-    """Say what is wrong, whoever finds it."""
+    """Print an error, from any process."""
     print(f"kohya_ext: error: {message}", file=sys.stderr, flush=True)
 
 
 def stop(message: str) -> NoReturn:
-    """Say what is wrong and leave with exit code 2, from wherever the script is."""
+    """Print an error, one message per line, and exit the process with code 2."""
     for line in message.splitlines():
         error(line)
     raise SystemExit(UserError.exit_code)
 
 
-def speaks() -> bool:
-    """Return whether this process is the one of its run that talks: rank 0, and no worker of it."""
+def should_print() -> bool:
+    """Return whether this process prints messages: rank 0, but not its data-loader workers."""
     return not _silent and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[None]:
-    """Report on standard error that ``what`` is being done, if the block takes longer than a second.
+def progress(task: str) -> Iterator[None]:
+    """Report ``task`` on standard error if the block takes longer than a second.
 
-    A terminal shows one line with the seconds so far, which disappears at the end; a file or a pipe gets a single line.
+    A terminal shows one line with the seconds so far, which is cleared at the end; a file or a pipe gets a single line.
     """
     done = threading.Event()
-    reporter = threading.Thread(target=_report, args=(what, done), daemon=True)
-    if speaks():
+    reporter = threading.Thread(target=_report, args=(task, done), daemon=True)
+    if should_print():
         reporter.start()
     try:
         yield
@@ -98,17 +98,17 @@ def progress(what: str) -> Iterator[None]:
             reporter.join()
 
 
-def _report(what: str, done: threading.Event) -> None:
+def _report(task: str, done: threading.Event) -> None:
     start = time.monotonic()
-    if done.wait(_PATIENCE):
+    if done.wait(_PROGRESS_DELAY):
         return
     if not sys.stderr.isatty():
-        note(f"{what} ...")
+        note(f"{task} ...")
         return
     line = ""
-    width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be written over
+    width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be overwritten
     while not done.is_set():
-        line = f"kohya_ext: {what}: {time.monotonic() - start:.0f} s"[:width]
+        line = f"kohya_ext: {task}: {time.monotonic() - start:.0f} s"[:width]
         print(f"\r{line}", end="", file=sys.stderr, flush=True)
         done.wait(1.0)
     # Spaces instead of an escape sequence, which older Windows consoles print as text.

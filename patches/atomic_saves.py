@@ -21,9 +21,9 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, trained_weights
 from kohya_ext.run import run_record
-from kohya_ext.run.atomic_write import WhenFull, in_own_folder, set_aside, spare, write_whole
-from kohya_ext.run.output_files import final_models, kept_states, models
-from kohya_ext.run.resume import leftovers, position
+from kohya_ext.run.atomic_write import DiskFullPolicy, in_temporary_folder, preserve, rename_to_previous, write_atomically
+from kohya_ext.run.output_files import final_models, models, previous_states
+from kohya_ext.run.resume import position, stale_states
 
 
 @dataclass
@@ -44,11 +44,11 @@ class _Earlier(TrainingCallback):
         # The files of each epoch and step are those of the run that is resumed.
         resumed = getattr(self.args, "resume", None)
         for model in final_models(self.folder, self.name) if resumed else models(self.folder, self.name):
-            spare(model)
+            preserve(model)
         run = run_record.current()
         if run is not None and accelerator.is_main_process:
-            earlier = leftovers(self.folder, self.name, run, Path(resumed) if resumed else None)
-            set_aside(earlier, list(kept_states(self.folder, self.name)))
+            earlier = stale_states(self.folder, self.name, run, Path(resumed) if resumed else None)
+            rename_to_previous(earlier, list(previous_states(self.folder, self.name)))
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Earlier | None:
@@ -57,8 +57,8 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Earlier | 
     return _Earlier(Path(args.output_dir), getattr(args, "output_name", None), args)
 
 
-def _when_full(settings: Settings) -> WhenFull:
-    return WhenFull(settings.disk_full_timeout * 60, settings.fallback_dir)
+def _policy(settings: Settings) -> DiskFullPolicy:
+    return DiskFullPolicy(settings.disk_full_timeout * 60, settings.fallback_dir)
 
 
 def _is_path(value: object) -> bool:
@@ -68,11 +68,11 @@ def _is_path(value: object) -> bool:
 def _serialize_file(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def serialize_file(tensor_dict: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        return write_whole(
+        return write_atomically(
             Path(filename),
-            in_own_folder(lambda beside: original(tensor_dict, str(beside), *args, **kwargs)),
+            in_temporary_folder(lambda beside: original(tensor_dict, str(beside), *args, **kwargs)),
             lambda: sum(map(_tensor_size, tensor_dict.values())),
-            _when_full(settings),
+            _policy(settings),
         )
 
     return serialize_file
@@ -88,8 +88,11 @@ def _save(original: Any, settings: Settings) -> Any:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_path(f):
             return original(obj, f, *args, **kwargs)
-        return write_whole(
-            Path(f), lambda beside: original(obj, str(beside), *args, **kwargs), lambda: tensor_bytes(obj), _when_full(settings)
+        return write_atomically(
+            Path(f),
+            lambda beside: original(obj, str(beside), *args, **kwargs),
+            lambda: tensor_bytes(obj),
+            _policy(settings),
         )
 
     return save
@@ -98,11 +101,11 @@ def _save(original: Any, settings: Settings) -> Any:
 def _mem_eff_save_file(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def mem_eff_save_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        return write_whole(
+        return write_atomically(
             Path(filename),
             lambda beside: original(tensors, str(beside), *args, **kwargs),
             lambda: tensor_bytes(tensors),
-            _when_full(settings),
+            _policy(settings),
         )
 
     return mem_eff_save_file
@@ -120,7 +123,7 @@ def _savez(original: Any, settings: Settings) -> Any:
                 return original(stream, *args, **kwargs)
 
         size = sum(getattr(array, "nbytes", 0) for array in (*args, *kwargs.values()))
-        return write_whole(Path(name if name.endswith(".npz") else f"{name}.npz"), write, lambda: size, _when_full(settings))
+        return write_atomically(Path(name if name.endswith(".npz") else f"{name}.npz"), write, lambda: size, _policy(settings))
 
     return savez
 
@@ -138,7 +141,7 @@ def _save_state(original: Any, settings: Settings) -> Any:
                 current = position()
                 run_record.write(beside, run, current.step if current is not None else 0)
 
-        write_whole(Path(output_dir), write, lambda: _state_bytes(self), _when_full(settings))
+        write_atomically(Path(output_dir), write, lambda: _state_bytes(self), _policy(settings))
         return output_dir
 
     return save_state
@@ -169,7 +172,7 @@ def _save_diffusers(original: Any, settings: Settings) -> Any:
             given.arguments["output_dir"] = str(beside)
             return original(*given.args, **given.kwargs)
 
-        return write_whole(final, write, lambda: 0, _when_full(settings))
+        return write_atomically(final, write, lambda: 0, _policy(settings))
 
     return save_diffusers_checkpoint
 

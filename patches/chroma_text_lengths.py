@@ -13,7 +13,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.sdscripts.fingerprints import known
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 
 class Longest:
@@ -82,14 +82,14 @@ PATCH = Patch(
             _with_numbers,
             takes("self", "img", "txt", "pe", "distill_vec", "txt_seq_len", exactly=True),
             # The originals run, but Lengths answers only what they ask of the tensor.
-            body=known("f61b8116846d", helpers={"DoubleStreamBlock._forward": ("f8a1a9da474d",)}),
+            body=known_bodies("f61b8116846d", helpers={"DoubleStreamBlock._forward": ("f8a1a9da474d",)}),
         ),
         Target(
             "library.chroma_models",
             "SingleStreamBlock.forward",
             _with_numbers,
             takes("self", "x", "pe", "distill_vec", "txt_seq_len", exactly=True),
-            body=known("fe51c654c502", helpers={"SingleStreamBlock._forward": ("9b87c7634a56",)}),
+            body=known_bodies("fe51c654c502", helpers={"SingleStreamBlock._forward": ("9b87c7634a56",)}),
         ),
     ),
     exactness="exact",

@@ -32,7 +32,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Posi
             note(f"--resume auto: no state of this run in {args.output_dir}; starting from the beginning")
     earlier = run_record.read(Path(args.resume)) if getattr(args, "resume", None) else None
     if earlier is not None:
-        run = run.continues(earlier)
+        run = run.as_continuation_of(earlier)
         note(f"resuming from {args.resume}, step {earlier.step} of the run started {earlier.started}")
     elif getattr(args, "resume", None):
         note(f"resuming from {args.resume}")

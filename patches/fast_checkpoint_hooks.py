@@ -1,14 +1,14 @@
-"""The bookkeeping of non-reentrant checkpointing with half the Python; what is recomputed, and when, stays torch's own.
+"""Do the bookkeeping of non-reentrant checkpointing with half the Python; recompute what torch does, when torch does.
 
-torch notes every tensor that a block would save: a metadata dictionary under ``no_grad`` in forward, an entry in a dictionary
-of weak keys and a wrapper against tracing in the recompute, both again in a check, and two look-ups when it is taken. An SDXL
-LoRA saves 5,402 a step. Where Python is all that a step waits for, as it may be on a fast card at batch 1, torch's own makes
-0.76 of the steps of upstream's reentrant kind, and this 0.88 (``python -m benchmarks.run patches``).
-Of torch's frame, which holds inputs, random state and autocast, only the hooks are replaced.
+For every tensor that a block would save, torch builds a metadata dictionary in forward, then an entry in a dictionary of weak
+keys and a wrapper against tracing in the recomputation, checks both, and looks the tensor up twice. An SDXL LoRA saves 5,402
+tensors a step. With tiny layers, where a step waits for Python alone, torch's hooks reach 0.68 of upstream's (reentrant) speed
+and these 0.80 (``python -m benchmarks.run patches``). Only the hooks of torch's frame are replaced: the frame still
+holds inputs, random state and autocast.
 
-Kept: a tensor is freed when it is taken, and never kept when nobody can ask for it; recomputing stops early; another number of
-tensors, or one of another shape, type or device, is a CheckpointError. Other than with torch, what is asked for twice is
-recomputed twice instead of refused.
+As in torch, a tensor is freed when it is taken and dropped when nothing can ask for it, recomputing stops early, and another
+number of tensors, shape, dtype or device is a CheckpointError. Unlike in torch, a tensor that is asked for twice is recomputed
+twice instead of refused.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.sdscripts.fingerprints import known
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _FRAME = ["recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"]
-
 
 _recomputed = Counter({"blocks": 0, "tensors": 0})
 
@@ -42,81 +42,102 @@ class _Slot:
     dtype: Any
     device: Any
     value: Any
-    """The recomputed tensor; not there before, and after it was taken."""
+    """The recomputed tensor; unset before it is recomputed and after it was taken."""
 
 
-def _lean(original: Any, settings: Settings) -> Any:
+class _Forward:
+    """Saves an empty slot for each tensor of a checkpointed block; the hook of forward.
+
+    A hook is an object and not a bound method: torch sets attributes on it.
+    """
+
+    _checkpoint_internal = True
+
+    def __init__(self, frame: Any, module: Any, hooks: Any) -> None:
+        self.frame, self.module, self.hooks = frame, module, hooks
+        self.slots: list[weakref.ref[_Slot]] = []
+
+    def __call__(self, tensor: Any) -> _Slot:
+        slot = _Slot()
+        slot.shape, slot.dtype, slot.device = tensor.shape, tensor.dtype, tensor.device
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def unpack(self, slot: _Slot) -> Any:
+        """Return the tensor of a slot; the first one asked for recomputes the block."""
+        if not hasattr(slot, "value"):
+            _Recomputation(self.frame, self.module, self.slots).run(self.hooks)
+        value = slot.value
+        del slot.value
+        return value
+
+
+class _Recomputation:
+    """Fills the slots of a checkpointed block while it runs again; the hook of the recomputation."""
+
+    _checkpoint_internal = True
+
+    def __init__(self, frame: Any, module: Any, slots: list[weakref.ref[_Slot]]) -> None:
+        self.frame, self.module, self.slots, self.count = frame, module, slots, 0
+
+    def run(self, hooks: Any) -> None:
+        """Run the block again. Raises CheckpointError when it saves other tensors than in forward."""
+        import torch
+
+        _recomputed.update(blocks=1, tensors=len(self.slots))
+        run_untraced = getattr(self.module, "_run_fn_with_dynamo_disabled", lambda function, *args: function(*args))
+        try:
+            with hooks(self, lambda tensor: tensor), torch.enable_grad():
+                run_untraced(self.frame.recompute_fn, *_inputs(self.frame))
+        except self.module._StopRecomputationError:
+            pass
+        if self.count != len(self.slots):
+            raise self.module.CheckpointError(f"the recomputation saves {self.count} tensors; forward saved {len(self.slots)}")
+
+    def __call__(self, tensor: Any) -> Any:
+        if self.count == len(self.slots):
+            if not self.frame.forward_completed:  # recomputed within forward, which has saved no more tensors so far
+                return tensor.detach()
+            raise self.module.CheckpointError(f"the recomputation saves more than the {self.count} tensors of forward")
+        slot = self.slots[self.count]()
+        self.count += 1
+        # A tensor with its history would keep the whole recomputation alive. An operator that saves its own output would keep
+        # itself alive forever: nothing collects a cycle through the graph.
+        value = tensor.detach() if tensor.requires_grad else tensor
+        if slot is not None:
+            if slot.shape != tensor.shape or slot.dtype != tensor.dtype or slot.device != tensor.device:
+                raise self.module.CheckpointError(_differs(slot, tensor, self.count))
+            slot.value = value
+        if self.frame.early_stop and self.count == len(self.slots):
+            raise self.module._StopRecomputationError
+        return value
+
+
+@cache
+def _leave_untraced() -> None:
+    """Keep dynamo, which may be tracing around a checkpoint, from tracing the hooks."""
+    from torch._dynamo.decorators import skip  # checkpoint() itself has imported dynamo
+
+    for hook in (_Forward, _Recomputation):
+        skip(hook.__call__)
+
+
+def _with_fast_hooks(original: Any, settings: Settings) -> Any:
     import torch
 
     module = sys.modules[original.__module__]
     hooks: Any = original.__bases__[0]
-    stop: Any = module._StopRecomputationError
-    run_untraced: Callable[..., Any] = getattr(module, "_run_fn_with_dynamo_disabled", lambda function, *args: function(*args))
 
     class _checkpoint_hook(original):  # type: ignore[misc]  # noqa: N801  named as what it replaces
         def __init__(self, frame: Any) -> None:
             if frame.unpack_error_cb is not None or _is_grouped(torch):  # debugging, and backward passes that overlap
                 super().__init__(frame)
                 return
-            slots: list[weakref.ref[_Slot]] = []
-
-            def pack(tensor: Any) -> _Slot:
-                slot = _Slot()
-                slot.shape, slot.dtype, slot.device = tensor.shape, tensor.dtype, tensor.device
-                slots.append(weakref.ref(slot))
-                return slot
-
-            def unpack(slot: _Slot) -> Any:
-                if not hasattr(slot, "value"):
-                    recompute()
-                value = slot.value
-                del slot.value
-                return value
-
-            def recompute() -> None:
-                _recomputed.update(blocks=1, tensors=len(slots))
-                count = 0
-
-                def keep(tensor: Any) -> Any:
-                    nonlocal count
-                    if count == len(slots):
-                        if not frame.forward_completed:  # asked for within forward, which has not come further yet
-                            return tensor.detach()
-                        raise module.CheckpointError(f"the recomputation saves more than the {count} tensors of forward")
-                    slot = slots[count]()
-                    count += 1
-                    # With its history it would keep the whole recomputation alive; and an operator that saves its own
-                    # output would keep itself alive, for good: nothing collects a cycle through the graph.
-                    value = tensor.detach() if tensor.requires_grad else tensor
-                    if slot is not None:
-                        if slot.shape != tensor.shape or slot.dtype != tensor.dtype or slot.device != tensor.device:
-                            raise module.CheckpointError(_differs(slot, tensor, count))
-                        slot.value = value
-                    if frame.early_stop and count == len(slots):
-                        raise stop
-                    return value
-
-                _leave_untraced(keep)
-                try:
-                    with hooks(keep, lambda tensor: tensor), torch.enable_grad():
-                        run_untraced(frame.recompute_fn, *_inputs(frame))
-                except stop:
-                    pass
-                if count != len(slots):
-                    raise module.CheckpointError(f"the recomputation saves {count} tensors where forward saved {len(slots)}")
-
-            _leave_untraced(pack)
-            hooks.__init__(self, pack, unpack)
+            _leave_untraced()
+            hook = _Forward(frame, module, hooks)
+            hooks.__init__(self, hook, hook.unpack)
 
     return _checkpoint_hook
-
-
-def _leave_untraced(hook: Any) -> None:
-    """Mark a hook as checkpointing's own for torch, and for dynamo, which may be tracing around it, as none of its business."""
-    from torch._dynamo.decorators import skip  # checkpoint() itself has imported dynamo
-
-    hook._checkpoint_internal = True
-    skip(hook)
 
 
 def _is_grouped(torch: Any) -> bool:
@@ -125,7 +146,7 @@ def _is_grouped(torch: Any) -> bool:
 
 
 def _inputs(frame: Any) -> Any:
-    """The block's inputs, as torch has saved them. They were the saved tensors of a node before torch 2.10 or so."""
+    """Return the block's inputs as torch has saved them: before about torch 2.10, as the saved tensors of a node."""
     if hasattr(frame, "get_inputs"):
         return frame.get_inputs()
     node = frame.input_saver.grad_fn
@@ -133,8 +154,8 @@ def _inputs(frame: Any) -> Any:
 
 
 def _differs(slot: _Slot, tensor: Any, number: int) -> str:
-    before, now = (f"{tuple(one.shape)} {one.dtype} on {one.device}" for one in (slot, tensor))
-    return f"saved tensor {number} of a checkpointed block is {now} when it is recomputed, and was {before}"
+    before, now = (f"{tuple(item.shape)} {item.dtype} on {item.device}" for item in (slot, tensor))
+    return f"saved tensor {number} of a checkpointed block is {now} when recomputed; it was {before} in forward"
 
 
 def _unless_known(original: Any) -> str | None:
@@ -148,8 +169,8 @@ def _unless_known(original: Any) -> str | None:
     return None
 
 
-#: Every second release of torch changes something here: a message, how inputs are kept, what dynamo is told.
-_BODIES = known(
+#: Every second release of torch changes a message, how inputs are kept, or what dynamo may trace.
+_BODIES = known_bodies(
     "7a1d76b80427",  # 2.6, 2.7
     "64dcd818aa55",  # 2.8, 2.9
     "68d1850b444d",  # 2.10, 2.11
@@ -165,7 +186,7 @@ _BODIES = known(
 PATCH = Patch(
     name="fast_checkpoint_hooks",
     summary="gradient checkpointing with half of its Python for each saved tensor",
-    targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _lean, _unless_known, body=_BODIES),),
+    targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _with_fast_hooks, _unless_known, body=_BODIES),),
     exactness="exact",
     held_to="the gradients and the memory of torch's own non-reentrant checkpointing, bit for bit",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/utils/checkpoint.py",

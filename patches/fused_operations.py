@@ -16,10 +16,10 @@ from types import MethodType
 from typing import Any
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.patching.lora_modules import FORWARD_OF_WEIGHTS, NETWORKS, asked_for
+from kohya_ext.patching.lora_modules import FORWARD_WITHOUT_BIAS, NETWORKS, used_attributes
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
-from kohya_ext.sdscripts.fingerprints import known
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _done: Counter[str] = Counter()
 
@@ -33,8 +33,8 @@ def _lora(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels.fused import linear_with_lora
 
-    other_than_a_product = asked_for(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
-    can_be_split = asked_for(original, "split_dims")
+    other_than_a_product = used_attributes(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
+    can_be_split = used_attributes(original, "split_dims")
     linear, plain = torch.nn.Linear, torch.nn.Linear.forward
 
     @wraps(original)
@@ -138,7 +138,7 @@ PATCH = Patch(
     summary="--fused_operations: LoRA's sums, gates, norms and rotary embedding in few passes, where blocks are eager",
     targets=(
         *(
-            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts, body=FORWARD_OF_WEIGHTS)
+            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts, body=FORWARD_WITHOUT_BIAS)
             for module, layouts in NETWORKS.items()
         ),
         Target(
@@ -146,14 +146,14 @@ PATCH = Patch(
             "RMSNorm.forward",
             _rms_norm("scale", lambda norm: 1e-6),
             takes("self", "x", exactly=True),
-            body=known("14e804fe23cc"),
+            body=known_bodies("14e804fe23cc"),
         ),
         Target(
             "library.lumina_models",
             "RMSNorm.forward",
             _rms_norm("weight", lambda norm: norm.eps),
             takes("self", "x", exactly=True),
-            body=known("8a897ede5093"),
+            body=known_bodies("8a897ede5093"),
         ),
         Target(
             "library.flux_models",
@@ -161,7 +161,7 @@ PATCH = Patch(
             _rotary_embedding,
             takes("xq", "xk", "freqs_cis", exactly=True),
             # Of the matrices that it multiplies by, the replacement reads one column: they have to be rotations.
-            body=known("ae3c2435cd59", helpers={"rope": ("345f6c71e4c5",), "EmbedND.forward": ("4e9b4e2d5d7d",)}),
+            body=known_bodies("ae3c2435cd59", helpers={"rope": ("345f6c71e4c5",), "EmbedND.forward": ("4e9b4e2d5d7d",)}),
         ),
         *(
             Target(
@@ -169,7 +169,7 @@ PATCH = Patch(
                 "GEGLU.forward",
                 _geglu,
                 takes("self", "hidden_states", exactly=True),
-                body=known("87753a8a2aa0", helpers={"GEGLU.gelu": ("656ea08553a6",)}),
+                body=known_bodies("87753a8a2aa0", helpers={"GEGLU.gelu": ("656ea08553a6",)}),
             )
             for module in ("library.sdxl_original_unet", "library.original_unet")
         ),

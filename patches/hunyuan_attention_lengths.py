@@ -13,7 +13,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.sdscripts.fingerprints import known
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 
 def _decide_once(original: Any, settings: Settings) -> Any:
@@ -43,7 +43,7 @@ PATCH = Patch(
             _decide_once,
             takes("attn_mode", "split_attn", "img_len", "attention_mask", exactly=True),
             # The original runs; what is taken out of its result is what attention() would otherwise decide by.
-            body=known("8329e1708abc", helpers={"attention": ("069dc47c78f1",)}),
+            body=known_bodies("8329e1708abc", helpers={"attention": ("069dc47c78f1",)}),
         ),
     ),
     exactness="exact",

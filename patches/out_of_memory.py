@@ -28,7 +28,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.planning.memory_savings import TRAINING, Phase
 from kohya_ext.run import resume
-from kohya_ext.run.atomic_write import impatient
+from kohya_ext.run.atomic_write import fail_fast
 from kohya_ext.run.output_files import rolling_state
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
@@ -42,8 +42,8 @@ class _Watch(TrainingCallback):
     began: float = field(default_factory=time.time)
     stepping: bool = False
     """Whether a first step has begun."""
-    place: resume.Place | None = None
-    """Where the run stood after its last whole step."""
+    snapshot: resume.Snapshot | None = None
+    """The position after the last complete step."""
     ended: bool = False
     _before: Callable[..., Any] | None = None
     """``sys.excepthook`` before this run."""
@@ -73,16 +73,16 @@ class _Watch(TrainingCallback):
     def after_batch(self, accelerator: Any) -> None:
         current = resume.position()
         if accelerator.sync_gradients and current is not None and accelerator.num_processes == 1:
-            self.place = current.place()
+            self.snapshot = current.snapshot()
 
     def report(self, problem: BaseException) -> None:
         """Save what is whole, and say what happened and what to do."""
-        phase = out_of_memory.moment(problem, self.stepping)
+        phase = out_of_memory.phase_of(problem, self.stepping)
         current = resume.position()
         step = f"step {current.step + (phase in TRAINING)}, " if current is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
         say(f"out of memory ({step}{phase}): {first}")
-        say(out_of_memory.measured(self.accelerator.device))
+        say(out_of_memory.usage(self.accelerator.device))
         # What the failed step holds is in the way of saving, and its frames are all that holds it.
         traceback.clear_frames(problem.__traceback__)
         gc.collect()
@@ -92,7 +92,7 @@ class _Watch(TrainingCallback):
         running = session.current()
         if running is None or running.command.script is None:
             return
-        if predicted := out_of_memory.predicted(running.checkout, self.args, running.command):
+        if predicted := out_of_memory.prediction(running.checkout, self.args, running.command):
             note(predicted)
         step = out_of_memory.next_step(self.args, running.command, phase, state is not None)
         for line in (
@@ -102,29 +102,29 @@ class _Watch(TrainingCallback):
         if phase == "sampling":
             note("or sample smaller pictures: --w 512 --h 512 in the prompts' file, or leave out --sample_prompts")
         if (file := oom_retry.handed_over()) is not None and step is not None:
-            going_on = str(state) if state is not None and step.rung.resumes else None
+            going_on = str(state) if state is not None and step.saving.resumes else None
             file.write_text(
-                json.dumps({"changes": dict(step.changes), "what": step.rung.what, "state": going_on}), encoding="utf-8"
+                json.dumps({"changes": dict(step.changes), "what": step.saving.what, "state": going_on}), encoding="utf-8"
             )
 
     def _save(self, phase: Phase) -> Path | None:
         """Save the state after the last whole step; None where there is none, or where it may not be whole any more."""
         fused = any(getattr(self.args, name, None) for name in _FUSED)
         current = resume.position()
-        if phase not in ("forward", "backward", "sampling") or fused or self.place is None or current is None:
+        if phase not in ("forward", "backward", "sampling") or fused or self.snapshot is None or current is None:
             return None
-        state = rolling_state(Path(self.args.output_dir), self.args.output_name, self.place.step)
+        state = rolling_state(Path(self.args.output_dir), self.args.output_name, self.snapshot.step)
         if state.is_dir() and state.stat().st_mtime >= self.began:  # not an earlier run's
             return state
         try:
-            current.return_to(self.place)
-            current.hold()
-            with impatient():
+            current.restore(self.snapshot)
+            current.fix_random_state()
+            with fail_fast():
                 self.accelerator.save_state(str(state))
         except (Exception, SystemExit) as problem:  # a full disk, weights that are not finite: the advice is worth more
             warn(f"the state could not be saved: {type(problem).__name__}: {problem}")
             return None
-        note(f"nothing is lost: the state after step {self.place.step} is saved in {state}")
+        note(f"nothing is lost: the state after step {self.snapshot.step} is saved in {state}")
         return state
 
     def _newest_state(self) -> Path | None:

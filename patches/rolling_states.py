@@ -18,7 +18,7 @@ from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.run import resume, run_record
-from kohya_ext.run.atomic_write import DiskFullError, impatient, remove_whole
+from kohya_ext.run.atomic_write import DiskFullError, fail_fast, remove_atomically
 from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
 
 
@@ -67,7 +67,7 @@ class _Rolling(TrainingCallback):
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             # Training is worth more than this state: a full disk is not waited for.
-            with impatient(), current.unnoticed() if current is not None else contextlib.nullcontext():
+            with fail_fast(), current.preserving_random_state() if current is not None else contextlib.nullcontext():
                 accelerator.save_state(str(state))
         except DiskFullError as error:
             warn(f"{error}; training goes on without this state")
@@ -76,7 +76,7 @@ class _Rolling(TrainingCallback):
         while len(self.saved) > self.keep:
             old = self.saved.pop(0)
             if old.is_dir():
-                remove_whole(old)
+                remove_atomically(old)
         note(f"state of step {step} saved: {state}")
 
     def _inherited(self) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note
-from kohya_ext.patching.checkpointed_blocks import covered_blocks, on_enable
+from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
 
 #: The kinds with the most work per byte, the best first; every other kind comes after them.
@@ -27,7 +27,7 @@ def _in_part(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        blocks = covered_blocks(self)
+        blocks = checkpointed_blocks(self)
         freed = sorted(enumerate(blocks), key=_by_work_per_byte)[: round(len(blocks) * (1 - share))]
         for _, block in freed:
             block.gradient_checkpointing = False
@@ -47,7 +47,7 @@ def _by_work_per_byte(numbered: tuple[int, Any]) -> tuple[int, int, int]:
 PATCH = Patch(
     name="selective_checkpointing",
     summary="gradient checkpointing for some blocks (--gradient_checkpointing_ratio), those with the least work per byte",
-    targets=on_enable(_in_part),
+    targets=enable_checkpointing_targets(_in_part),
     exactness="exact",
     held_to="the trained file with every block checkpointed and with none",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",

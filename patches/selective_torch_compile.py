@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any
 
 from kohya_ext.compiling.inputs import Inputs
-from kohya_ext.compiling.support import reason_to_stand_aside
+from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.settings import Settings
-from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target
 from kohya_ext.patching.training_loop import Stage, data_sets
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
@@ -128,19 +127,9 @@ def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) ->
     from kohya_ext.compiling.blocks import RUN
 
     RUN.begin(partial(data_sets, accelerator))
-    reason = reason_to_stand_aside(args)
+    reason = reason_not_to_compile(args)
     if reason is not None:
-        RUN.stand_aside(reason)
-
-
-def _wanted(settings: Settings) -> bool:
-    if settings.selective_torch_compile and settings.compile_mode in ("reduce-overhead", "max-autotune"):
-        raise UserError(
-            f"--compile_mode {settings.compile_mode} cannot be used with --selective_torch_compile: it records CUDA graphs, "
-            "and blocks that share their code would be recorded once each, with memory of their own. Use default or "
-            "max-autotune-no-cudagraphs"
-        )
-    return settings.selective_torch_compile
+        RUN.disable(reason)
 
 
 def _facts() -> Mapping[str, object]:
@@ -156,7 +145,7 @@ PATCH = Patch(
     exactness="close",
     held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
-    wanted=_wanted,
+    wanted=lambda settings: settings.selective_torch_compile,
     facts=_facts,
     stage=Stage.COMPUTE,
     on_start=_look_at_arguments,

@@ -13,7 +13,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.sdscripts.fingerprints import known
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _uncopied = 0
 """Gradients that were handed back as they are."""
@@ -46,7 +46,7 @@ PATCH = Patch(
             "Accelerator.reduce",
             _at_once,
             takes("self", "tensor", "reduction", "scale", exactly=True),
-            body=known(
+            body=known_bodies(
                 "0c8ed3a35f73",
                 helpers={"reduce": ("40d5917e1d8c", "03e71c62759e")},  # up to 1.13, and from 1.14 on
                 releases="accelerate 1.6 to 1.15",

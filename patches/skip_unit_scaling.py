@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.patching.lora_modules import FORWARD, NETWORKS, asked_for
+from kohya_ext.patching.lora_modules import FORWARD, NETWORKS, used_attributes
 from kohya_ext.patching.patch import Patch, Target, takes
 
 #: Far inside the exponents of bf16 and fp32.
@@ -36,8 +36,8 @@ def _facts() -> Mapping[str, object]:
 def _scaled_where_it_is_narrow(original: Any, settings: Settings) -> Any:
     import torch
 
-    more_than_a_product = asked_for(original, "rank_dropout", "module_dropout", "ggpo_sigma")
-    can_be_split = asked_for(original, "split_dims")
+    more_than_a_product = used_attributes(original, "rank_dropout", "module_dropout", "ggpo_sigma")
+    can_be_split = used_attributes(original, "split_dims")
 
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.sdscripts.fingerprints import known
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _gathers = 0
 """Batches whose ratios were looked up."""
@@ -48,7 +48,9 @@ PATCH = Patch(
     summary="loss weights by signal-to-noise ratio no longer wait for the GPU",
     targets=tuple(
         # The originals run, but timesteps and scheduler answer only the look-up that these bodies do.
-        Target("library.custom_train_functions", name, _gathered(names.index("timesteps")), takes(*names), body=known(body))
+        Target(
+            "library.custom_train_functions", name, _gathered(names.index("timesteps")), takes(*names), body=known_bodies(body)
+        )
         for name, body, names in (
             ("apply_snr_weight", "ca4264aabf3d", ("loss", "timesteps", "noise_scheduler", "gamma")),
             ("get_snr_scale", "d259d6de2b64", ("timesteps", "noise_scheduler")),

@@ -21,7 +21,7 @@ from kohya_ext.units import index_of
 
 @dataclass
 class _Clock(TrainingCallback):
-    watch: spill.Watch
+    watch: spill.SpillDetector
     card: int
     began: float | None = None
     warned: bool = False
@@ -52,7 +52,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Clock | No
     import torch
 
     card = index_of(accelerator.device)
-    return _Clock(spill.Watch(torch.cuda.get_device_properties(card).total_memory), card)
+    return _Clock(spill.SpillDetector(torch.cuda.get_device_properties(card).total_memory), card)
 
 
 PATCH = Patch(

@@ -44,11 +44,11 @@ class _Clock(TrainingCallback):
     def keep(self) -> None:
         measured = self.steps - _WARM_UP
         if measured > 0:
-            step_times.remember(self.key, (self.ended - self.began) / measured, measured)
+            step_times.store(self.key, (self.ended - self.began) / measured, measured)
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Clock | None:
-    key = step_times.key_of_this_run()
+    key = step_times.current_key()
     if key is None or not accelerator.is_main_process:
         return None
     clock = _Clock(key)

@@ -15,12 +15,12 @@ from typing import Any
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, stop, warn
 from kohya_ext.estimate.result import CONTEXT_BYTES
-from kohya_ext.gpu.cap import FILLED, for_tensors, reason_not_to_spend
+from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.launch import session
-from kohya_ext.patching.checkpointed_blocks import on_enable
+from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
-from kohya_ext.units import AUTO, index_of, said
+from kohya_ext.units import AUTO, format_size, index_of
 
 
 @dataclass
@@ -57,7 +57,9 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
     from kohya_ext.gpu.memory_meter import GPUMemoryMeter, HostMemoryMeter
 
     on_card = accelerator.device.type == "cuda"
-    spender = BudgetController(round(limit * FILLED), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter())
+    spender = BudgetController(
+        round(limit * USABLE_FRACTION), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter()
+    )
     if settings.selective_torch_compile:
         _wait_with_compiling(spender, accelerator.device.type, settings.compile_backend)
     if not args.gradient_checkpointing:
@@ -75,33 +77,33 @@ def _cap(budget: int | str, device: Any) -> int | None:
             warn("--vram_budget auto: no CUDA card is used here, so there is no free memory to go by and nothing to cap")
             return None
         note(
-            f"--vram_budget {said(float(budget))}: no CUDA card is used here, so nothing is capped; "
+            f"--vram_budget {format_size(float(budget))}: no CUDA card is used here, so nothing is capped; "
             "the tensors of the training steps are kept below it as measured"
         )
         return int(budget)
     card = index_of(device)
     free, total = torch.cuda.mem_get_info(card)
-    wanted = for_tensors(budget, free, total)
+    wanted = tensor_limit(budget, free, total)
     if wanted <= 0:
         stop(
-            f"--vram_budget: {said(free)} of the card's {said(total)} are free, and CUDA's context alone takes about "
-            f"{said(CONTEXT_BYTES)}: give more, or end what else uses the card"
+            f"--vram_budget: {format_size(free)} of the card's {format_size(total)} are free, and CUDA's context alone takes "
+            f"about {format_size(CONTEXT_BYTES)}: give more, or end what else uses the card"
         )
     if budget != AUTO and wanted > free:
         warn(
-            f"--vram_budget {said(float(budget))} is more than the {said(free)} that are free on this card: "
+            f"--vram_budget {format_size(float(budget))} is more than the {format_size(free)} that are free on this card: "
             "--vram_budget auto takes what is there"
         )
     limit = min(round(wanted), int(total))
     torch.cuda.set_per_process_memory_fraction(limit / total, card)
-    note(f"memory budget: {said(limit)} for tensors on a card of {said(total)}, {said(free)} of them free")
+    note(f"memory budget: {format_size(limit)} for tensors on a card of {format_size(total)}, {format_size(free)} of them free")
     return limit
 
 
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
     running = session.current()
     script = running.command.name if running is not None else ""
-    reason = reason_not_to_spend(script, args, settings)
+    reason = reason_unused(script, args, settings)
     if reason is not None:
         return reason
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):
@@ -115,11 +117,11 @@ def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.compiling.support import find_obstacle
 
-    if RUN.standing_aside or find_obstacle(device, backend):
+    if RUN.disabled_because or find_obstacle(device, backend):
         return  # they stay eager, and are freed one by one
 
     def compile_at(share: float) -> None:
-        RUN.waiting = False
+        RUN.paused = False
         try:
             set_budget(share)
         except Exception as error:  # torch's internals differ between versions; training goes on with what it has
@@ -127,7 +129,7 @@ def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
             return
         note(f"compiled blocks keep {share:.0%} of their activations")
 
-    RUN.waiting = True
+    RUN.paused = True
     spender.compile_at = compile_at
 
 
@@ -151,7 +153,7 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="vram_budget",
     summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
-    targets=on_enable(_take),
+    targets=enable_checkpointing_targets(_take),
     exactness="exact",
     held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",

@@ -1,1 +1,1 @@
-"""What can be measured, one module a suite: its function fills ``result.comparisons`` and calls ``plan.save()``."""
+"""One module a suite: ``measure`` fills ``result.comparisons`` and calls ``plan.save()``."""

@@ -1,4 +1,4 @@
-"""Compiling: a cold start, a second start with the compiled code kept, and what a real set of buckets costs."""
+"""Compile time of a set of buckets: at a cold start, and at a second start with the compiled code cached."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from benchmarks.processes import Worker, WorkerError, worker
 from benchmarks.results import Comparison, Result, Variant
 from benchmarks.suites.step import configuration, spec
 
-#: Width / height of the pictures people have: square, 4:3, 3:2, 16:9 and these upright.
+#: Width / height of common images: square, 4:3, 3:2, 16:9, landscape and portrait.
 ASPECTS = (1.0, 4 / 3, 3 / 4, 3 / 2, 2 / 3, 16 / 9, 9 / 16)
 
-#: Of FLUX's blocks, double and single.
+#: Number of FLUX's double and single blocks.
 FEW, ALL = (6, 12), (19, 38)
 
 
 def measure(plan: Plan, result: Result) -> None:
-    """Measure each compiler over a bucket set, cold and from its cache, against the whole model's compile."""
+    """Measure each compiler on the buckets, cold and from its cache; the baseline compiles the whole model."""
     compilers = plan.recipes(COMPILE)
     cold = Comparison(
         "compile, cold start", "seconds of compiling", _configuration(plan), [variant for _, variant in compilers]
@@ -38,8 +38,8 @@ def measure(plan: Plan, result: Result) -> None:
                 if variant.status != "measured":
                     continue
                 try:
-                    told = {**spec(plan, recipe), **_depth(plan)}
-                    with worker(plan.bench, variant.name, told, TORCHINDUCTOR_CACHE_DIR=str(kept)) as one:
+                    request = {**spec(plan, recipe), **_depth(plan)}
+                    with worker(plan.bench, variant.name, request, TORCHINDUCTOR_CACHE_DIR=str(kept)) as one:
                         _walk(one, variant, plan.patience)
                 except WorkerError as error:
                     variant.status, variant.reason = "failed", _where(variant, error)
@@ -55,7 +55,7 @@ def _configuration(plan: Plan) -> dict[str, Any]:
 
 
 def _depth(plan: Plan) -> dict[str, Any]:
-    """Reduced models keep their depth, which the compile of a whole model pays for: all of SDXL's blocks, many of FLUX's."""
+    """Return the depth of reduced models, which the compile time of a whole model depends on."""
     return {"every_block": True, "flux_blocks": ALL if plan.full_depth else FEW} if plan.bench.reduced else {}
 
 
@@ -65,7 +65,7 @@ def _where(variant: Variant, error: WorkerError) -> str:
 
 
 def _walk(one: Worker, variant: Variant, patience: float) -> None:
-    """Visit each bucket: twice for the time that compiling adds, and the first again at the end."""
+    """Take three steps in each bucket, and in the first one again at the end; the first step compiles."""
     variant.warm_up = one.ask()
     buckets = one.ask({"do": "buckets", "aspects": ASPECTS})["buckets"]
     visits: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ def _walk(one: Worker, variant: Variant, patience: float) -> None:
         new = {name: count - before[name] for name, count in answer["compiled"].items()}
         before = answer["compiled"]
         processor = answer["processor_seconds"]
-        extra = {"processor_seconds": processor[0] - min(processor[1:])}  # this process's: a C++ compiler is another
+        extra = {"processor_seconds": processor[0] - min(processor[1:])}  # without the C++ compiler, which is another process
         visits.append({"bucket": bucket, "first_seconds": first, "then_seconds": min(rest), "new": new, **extra})
     variant.rounds.append([sum(max(visit["first_seconds"] - visit["then_seconds"], 0.0) for visit in visits)])
     variant.facts = {"visits": visits, **before, **one.ask({"do": "facts"})}

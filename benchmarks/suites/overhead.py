@@ -1,4 +1,4 @@
-"""What the extension costs where it does nothing: a Python start, a script's start, the guards of compiled blocks."""
+"""The extension's cost where it does nothing: at the start of Python and of a script, and in the guards of compiled blocks."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models
 from benchmarks.plan import Plan
 from benchmarks.processes import ROOT, last_line
 from benchmarks.results import Comparison, Result, Variant
 from benchmarks.suites import step
-from kohya_ext.tiny import arguments
+from kohya_ext.errors import UserError
+from kohya_ext.tiny import arguments, checkpoints, dataset
 
-#: A start is 20 ms: many are needed for a median that holds.
+#: A start takes 20 ms, so a stable median needs many.
 STARTS = 20
+
+IMAGES = 4
 
 _REACHED = "import sys; print('kohya_ext.launch.autoload' in sys.modules)"
 
 
 def measure(plan: Plan, result: Result) -> None:
     """Measure all three."""
+    if not plan.bench.reduced:
+        raise UserError("overhead runs reduced models only; add --device cpu")
     done = [_python_start(plan, result), _launcher(plan, result)]
     guards = step.compare(plan, result, ("patched", "traced"), "guards")
     result.complete = all(done) and guards
 
 
 def _python_start(plan: Plan, result: Result) -> bool:
-    """An unrelated ``python -c pass``: in an environment without the start-up file, with it, and with it switched on."""
+    """Measure ``python -c pass`` without the start-up file, with it, and with KOHYA_EXT=1."""
     rows = [
         Variant("bare", "Python start without kohya_ext.pth"),
         Variant("off", "with kohya_ext.pth, no variable set"),
@@ -44,11 +48,11 @@ def _python_start(plan: Plan, result: Result) -> bool:
     both = _Both("python start", "a start", about, rows, result)
     bare, armed = (_environment(plan.bench.scratch / name, name == "armed") for name in ("bare", "armed"))
     environment = plan.bench.environment()
-    del environment["PYTHONPATH"]  # it would bring a sitecustomize of its own
+    del environment["PYTHONPATH"]  # it has a folder with a sitecustomize
     ways = [(bare, {}), (armed, {}), (armed, {"KOHYA_EXT": "1"})]
     for row, (python, variables) in zip(rows, ways, strict=True):
-        told = subprocess.run([str(python), "-c", _REACHED], check=True, env={**environment, **variables}, capture_output=True)
-        row.facts = {"kohya_ext_imported": told.stdout.strip() == b"True"}
+        done = subprocess.run([str(python), "-c", _REACHED], check=True, env={**environment, **variables}, capture_output=True)
+        row.facts = {"kohya_ext_imported": done.stdout.strip() == b"True"}
         if row.facts["kohya_ext_imported"] is not (row.name == "on"):
             row.status, row.reason = "failed", "the start-up file did not do what this measures"
             return False
@@ -63,9 +67,7 @@ def _python_start(plan: Plan, result: Result) -> bool:
 
 
 class _Both:
-    """Two comparisons of the same processes: the seconds on the clock, and those of a processor, which hardly depend on
-    what else the machine does.
-    """
+    """Two comparisons of the same processes: wall time, and processor time, which depends little on the machine's load."""
 
     def __init__(self, title: str, what: str, about: dict[str, Any], rows: list[Variant], result: Result) -> None:
         self.wall = Comparison(title, f"seconds {what}", about, rows)
@@ -78,14 +80,14 @@ class _Both:
         result.comparisons += [self.wall, self.processor]
 
     def begin_round(self) -> None:
-        """Let every variant have a next round."""
+        """Start the next round of every variant."""
         for row in (*self.wall.variants, *self.processor.variants):
             if row.status == "measured":
                 row.rounds.append([])
 
     @contextmanager
     def timed(self, row: Variant) -> Iterator[None]:
-        """Add what is run, and waited for, inside the block to the row's last round."""
+        """Add the time of the processes that the block runs to the row's last round."""
         twin = self.processor.variants[self.wall.variants.index(row)]
         start, used = time.perf_counter(), _processor_seconds()
         yield
@@ -94,17 +96,17 @@ class _Both:
 
 
 def _processor_seconds() -> float:
-    """Of all child processes that have ended so far."""
+    """Return the processor seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _environment(folder: Path, armed: bool) -> Path:
-    """Make an environment that sees this one's packages and our source; with the start-up file when ``armed``."""
+    """Create an environment with this one's packages and our source, and with the start-up file when ``armed``."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     (site,) = folder.rglob("site-packages")
-    # Read in the order of their names: the packages must be found by the time the start-up file looks for them.
+    # Python reads .pth files by name: the paths must come before the start-up file, which imports packages.
     (site / "a_paths.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
     if armed:
         (site / "kohya_ext.pth").write_bytes((ROOT / "kohya_ext.pth").read_bytes())
@@ -112,7 +114,7 @@ def _environment(folder: Path, armed: bool) -> Path:
 
 
 def _launcher(plan: Plan, result: Result) -> bool:
-    """The real script from start to end, a few tiny steps: plainly, and through the launcher without any patch."""
+    """Measure a script with a few tiny steps: started directly, and by the launcher without patches."""
     rows = [
         Variant("plain", "python script.py"),
         Variant("launcher", "python -m kohya_ext --disable_patch '*' script.py", ["--disable_patch", "*"]),
@@ -120,23 +122,27 @@ def _launcher(plan: Plan, result: Result) -> bool:
     title = f"launcher: {plan.family.script}"
     about = {**step.configuration(plan), "samples_a_round": 1, "warm_up_steps": 0}
     both = _Both(title, "a run", about, rows, result)
-    models.prepare(plan)
-    script, checkout = plan.family.script, plan.bench.checkout.path
+    script, checkout, scratch = plan.family.script, plan.bench.checkout.path, plan.bench.scratch
+    models = checkpoints.locate(plan.family.models, scratch / "tiny")
+    if not all(file.is_file() for file in models.files.values()):
+        checkpoints.write(plan.family.models, checkout, scratch / "tiny", plan.bench.python)
+    if not (scratch / "images" / dataset.METADATA).is_file():
+        dataset.write(scratch / "images", IMAGES, int(plan.value("resolution", "1024").partition(",")[0]))
     starts = [[str(checkout / script)], ["-m", "kohya_ext", "--sd-scripts", str(checkout), "--disable_patch", "*", script]]
     for number in plan.turns():
         both.begin_round()
         for row, start in zip(rows, starts, strict=True):
             if row.status != "measured":
                 continue
-            output = plan.bench.scratch / "runs" / f"{row.name}-{number}"
+            output = scratch / "runs" / f"{row.name}-{number}"
             output.mkdir(parents=True, exist_ok=True)
-            tiny = arguments.training_arguments(script, models.of(plan), models.pictures(plan), output)
+            tiny = arguments.training_arguments(script, models, scratch / "images", output)
             log = output / "log.txt"
             with log.open("w", encoding="utf-8") as file, both.timed(row):
                 ended = subprocess.run(
                     [plan.bench.python, *start, *tiny, *plan.arguments()],
                     cwd=output,
-                    env=plan.bench.environment(**models.variables(plan)),
+                    env=plan.bench.environment(HF_HUB_CACHE=str(models.tokenizers)),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,

@@ -1,8 +1,7 @@
-"""What the default patches cost in Python and give back, one group after the other: all of SDXL's blocks, so narrow that there
-is little else to do, and fewer blocks with real work in them, to see where it no longer counts.
+"""The Python cost of the default patches, one group after the other, on a U-Net with tiny layers and on one with wide layers.
 
-One process takes the steps of all variants in turn, so that what else the machine does meets all of them alike, and what is
-counted is the processor's time: on a CPU without a GPU to wait for that is the step.
+One process takes the steps of all variants in turn, so the machine's load slows them alike. The suite counts processor time,
+which on a CPU is the time of the step.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from kohya_ext.errors import UserError
 _WINS = ("skip_unused_gradients", "skip_unit_scaling", "single_process_reduce", "snr_lookup")
 _CHECKPOINTING = ("nonreentrant_checkpointing", "fast_checkpoint_hooks")
 
-#: Name -> what it is, and the patches it is without.
-LADDER: dict[str, tuple[str, tuple[str, ...]]] = {
+#: Name -> description, disabled patches.
+VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "none": ("no patch: upstream's code", ("*",)),
     "guards": ("all but those below", (*_CHECKPOINTING, *_WINS)),
     "nonreentrant": ("and nonreentrant_checkpointing", (_CHECKPOINTING[1], *_WINS)),
@@ -28,7 +27,7 @@ LADDER: dict[str, tuple[str, tuple[str, ...]]] = {
     "all": (f"and {', '.join(_WINS)}: the default", ()),
 }
 
-#: Title -> the reduced U-Net, and the pictures' side.
+#: Title -> size of the reduced U-Net, side of the images.
 SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "every block, 16 channels wide": ({"width": 16, "every_block": True}, 128),
     "fewer blocks, 128 channels wide": ({"width": 128}, 256),
@@ -36,21 +35,21 @@ SIZES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def measure(plan: Plan, result: Result) -> None:
-    """Measure the ladder at each size."""
+    """Measure the variants at each size."""
     if plan.family_name != "sdxl-lora" or not plan.bench.reduced:
-        raise UserError("patches is measured on reduced models of sdxl-lora: --device cpu")
+        raise UserError("patches runs reduced models of sdxl-lora only; add --device cpu")
     whole = [_at(plan, result, title, reduced, side) for title, (reduced, side) in SIZES.items()]
     result.complete = all(whole)
 
 
 def _at(plan: Plan, result: Result, title: str, reduced: dict[str, Any], side: int) -> bool:
-    told = spec(plan, RECIPES["patched"])
-    told["arguments"] += ["--resolution", f"{side},{side}"]
-    about = {**configuration(plan), **reduced, "arguments": told["arguments"]}
-    variants = [Variant(name, meaning, ["--disable_patch", ",".join(without)]) for name, (meaning, without) in LADDER.items()]
+    request = spec(plan, RECIPES["patched"])
+    request["arguments"] += ["--resolution", f"{side},{side}"]
+    about = {**configuration(plan), **reduced, "arguments": request["arguments"]}
+    variants = [Variant(name, meaning, ["--disable_patch", ",".join(without)]) for name, (meaning, without) in VARIANTS.items()]
     comparison = Comparison(f"patches: {title}", "processor seconds a step", about, variants)
     result.comparisons.append(comparison)
-    with worker(plan.bench, "patches", {**told, **reduced}) as one:
+    with worker(plan.bench, "patches", {**request, **reduced}) as one:
         try:
             one.ask()
             for variant in variants:
@@ -70,7 +69,7 @@ def _at(plan: Plan, result: Result, title: str, reduced: dict[str, Any], side: i
 
 
 def _steps(one: Any, variant: Variant, count: int) -> list[float]:
-    answer = one.ask({"do": "steps", "count": count, "without": LADDER[variant.name][1]})
+    answer = one.ask({"do": "steps", "count": count, "without": VARIANTS[variant.name][1]})
     seconds: list[float] = answer["processor_seconds"]
     return seconds
 

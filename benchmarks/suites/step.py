@@ -1,7 +1,4 @@
-"""The model step: real U-Net or DiT, LoRA network, optimizer and autocast, as sd-scripts composes them; no data loader.
-
-Its variants are those of :data:`benchmarks.families.STEP`, or ``budget``'s: the curve of time against memory.
-"""
+"""The model step: U-Net or DiT, LoRA network, optimizer and autocast as sd-scripts composes them, without a data loader."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.families import BUDGET, STEP, Recipe
+from benchmarks.families import STEP, Recipe
 from benchmarks.plan import Plan
 from benchmarks.processes import Worker, WorkerError, ask_once, worker
 from benchmarks.results import Comparison, Result, Variant
@@ -17,18 +14,13 @@ from benchmarks.results import Comparison, Result, Variant
 #: Steps before the measured rounds: the first compiles, the next ones settle clocks.
 WARM_UP = 3
 
-#: And after that, with the allocator's cache emptied: what is reserved then is what the steps need.
+#: Further steps with an emptied allocator cache, so that only the memory of the steps is reserved.
 SETTLING = 2
 
 
 def measure(plan: Plan, result: Result) -> None:
     """Measure the variants of ``step``."""
     result.complete = compare(plan, result, STEP, "model step")
-
-
-def measure_budget(plan: Plan, result: Result) -> None:
-    """Measure the trade-off of memory budgets."""
-    result.complete = compare(plan, result, BUDGET, "memory budget")
 
 
 def compare(plan: Plan, result: Result, default: tuple[str, ...], title: str) -> bool:
@@ -58,12 +50,12 @@ def compare(plan: Plan, result: Result, default: tuple[str, ...], title: str) ->
 
 
 def configuration(plan: Plan) -> dict[str, Any]:
-    """Return what all variants share."""
+    """Return the settings of all variants."""
     return {
         "family": plan.family_name,
         "script": plan.family.script,
         "arguments": plan.arguments(),
-        "batch": int(plan.said("train_batch_size", "1")),
+        "batch": int(plan.value("train_batch_size", "1")),
         "rounds": plan.rounds,
         "samples_a_round": plan.steps,
         "warm_up_steps": WARM_UP + SETTLING,
@@ -71,12 +63,12 @@ def configuration(plan: Plan) -> dict[str, Any]:
 
 
 def spec(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """Return what a worker is told."""
+    """Return the specification of a worker."""
     return {"work": "step", "script": plan.family.script, "arguments": plan.arguments(recipe), "patched": recipe.patched}
 
 
 def _start(plan: Plan, chosen: list[tuple[Recipe, Variant]], stack: ExitStack) -> list[tuple[Variant, Worker]]:
-    """Start the workers. On a GPU all prepare at once; two shared CPU cores do one at a time."""
+    """Start the workers. They prepare at the same time on a GPU, and one by one on a CPU."""
     started = []
     for recipe, variant in chosen:
         if variant.status == "measured":
@@ -92,7 +84,7 @@ def _start(plan: Plan, chosen: list[tuple[Recipe, Variant]], stack: ExitStack) -
 
 
 def _guarded(variant: Variant, work: Callable[..., None], *arguments: Any) -> None:
-    """Let a worker do something for its variant; what goes wrong is the variant's."""
+    """Run a worker's part; an error marks its variant as failed."""
     try:
         work(variant, *arguments)
     except WorkerError as error:
@@ -110,7 +102,7 @@ def _facts(variant: Variant, one: Worker) -> None:
 def _profile(variant: Variant, one: Worker) -> None:
     try:
         summary = one.ask({"do": "profile"})
-    except WorkerError as error:  # what was measured stays measured
+    except WorkerError as error:  # the measured rounds stay valid
         variant.facts["profile"] = {"failed": str(error)}
         return
     if "allocated" in summary:
@@ -133,7 +125,7 @@ def _round(variant: Variant, one: Worker, steps: int) -> None:
 
 
 def _flops(plan: Plan) -> int | None:
-    """FLOPs of a step without checkpointing, from the VRAM estimate; None for what it does not model."""
+    """Return the FLOPs of a step without checkpointing, from the estimate; None where it has no model of the run."""
     about = {"work": "flops", "script": plan.family.script, "arguments": plan.arguments()}
     try:
         return int(ask_once(plan.bench, "flops", about)["flops"])

@@ -1,7 +1,7 @@
 """The commands of ``python -m kohya_ext``, one module each: a docstring, ``configure(parser)`` and ``run(args) -> exit code``.
 
-A new module here is a new command. The first word of a command line is a command, or else a script, which
-:mod:`kohya_ext.commands.run` runs; that one takes its words unparsed (``main(words)``).
+Each new module adds a command. If the first word of a command line is a script instead of a command,
+:mod:`kohya_ext.commands.run` runs it; ``main(words)`` takes the words unparsed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import pkgutil
 from pathlib import Path
 
-#: Runs a script; may be left out.
+#: The command that runs a script; optional on the command line.
 SCRIPT_RUNNER = "run"
 
 

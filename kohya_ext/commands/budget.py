@@ -1,4 +1,7 @@
-"""Show what --activation_memory_budget saves and what it recomputes, block by block, without a GPU and without weights."""
+"""Show what each activation memory budget saves and recomputes.
+
+The blocks are traced at full size, without a GPU and without weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rich.table import Table
 from kohya_ext import charts
 from kohya_ext.config import training_command
 from kohya_ext.console import progress
-from kohya_ext.estimate import memory_config as choosing
+from kohya_ext.estimate import memory_config
 from kohya_ext.planning import automatic
 from kohya_ext.units import GB, gigabytes
 
@@ -24,32 +27,32 @@ if TYPE_CHECKING:
 
 MB = 10**6
 
-#: Of the table in a file or a pipe, in characters.
+#: Width of the table in a file or a pipe, in characters.
 WIDTH = 132
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    training_command.configure(parser, "its arguments, --preset among them, as for a run", _add_own)
+    training_command.configure(parser, "its arguments as for a run, including --preset", _add_own)
 
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="as JSON, sizes in bytes")
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON, sizes in bytes")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="draw memory against work as a PNG"
+        "--plot", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="write a chart of memory against FLOPs as a PNG"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    asked = training_command.read(arguments, automatic, "it has no blocks to compile", _add_own)
-    command, script, own = asked.command, asked.command.name, asked.own
+    request = training_command.read(arguments, automatic, "it has no blocks to compile", _add_own)
+    command, script, own = request.command, request.command.name, request.own
     figure = charts.figure(7, 4.5) if "plot" in own else None
-    choosing.read(command)  # refuses a script that is not modelled, before torch is imported
+    memory_config.read(command)  # rejects an unsupported script before torch is imported
     with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
-        from kohya_ext.estimate.measurement import make_budgets
+        from kohya_ext.estimate.measurement import measure_budgets
 
-        graphs = make_budgets(asked.checkout, command)
+        graphs = measure_budgets(request.checkout, command)
     if own.get("json"):
         print(json.dumps(_as_json(graphs), indent=1))
     else:
@@ -64,30 +67,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _LINES = (
-    "Kept for backward beside weights and what enters or leaves a block, without --gradient_checkpointing. Work is the FLOPs",
-    "of all blocks' forward and backward, against eager. Speed is another matter: fused kernels move less memory.",
+    "Bytes saved for backward, without weights and block inputs and outputs, and without --gradient_checkpointing. Work is the",
+    "FLOPs of all blocks' forward and backward, relative to eager. It does not predict speed: fused kernels move less memory.",
 )
 
 
-def _ways(graphs: Sequence[Graph]) -> dict[str, Callable[[Graph], Cost]]:
-    """Every way of running the blocks that is compared, by its name."""
-    ways: dict[str, Callable[[Graph], Cost]] = {"eager": lambda graph: graph.eager}
+def _modes(graphs: Sequence[Graph]) -> dict[str, Callable[[Graph], Cost]]:
+    """Return the compared modes of running the blocks, by name."""
+    modes: dict[str, Callable[[Graph], Cost]] = {"eager": lambda graph: graph.eager}
     for budget in graphs[0].budgets:
-        ways[f"{budget:g}"] = lambda graph, budget=budget: graph.budgets[budget]  # type: ignore[misc]
-    ways["checkpointing"] = lambda graph: graph.checkpointed
-    return ways
+        modes[f"{budget:g}"] = lambda graph, budget=budget: graph.budgets[budget]  # type: ignore[misc]
+    modes["checkpointing"] = lambda graph: graph.checkpointed
+    return modes
 
 
 def _totals(graphs: Sequence[Graph]) -> dict[str, Cost]:
     from kohya_ext.estimate.activation_budgets import total
 
-    return {name: total(graphs, way) for name, way in _ways(graphs).items()}
+    return {name: total(graphs, mode) for name, mode in _modes(graphs).items()}
 
 
 def _as_json(graphs: Sequence[Graph]) -> dict[str, Any]:
-    ways = _ways(graphs)
+    modes = _modes(graphs)
 
-    def described(cost: Cost) -> dict[str, int]:
+    def row(cost: Cost) -> dict[str, int]:
         return {"kept": cost.kept, "flops": cost.flops}
 
     return {
@@ -96,31 +99,31 @@ def _as_json(graphs: Sequence[Graph]) -> dict[str, Any]:
                 "class": graph.block,
                 "enters": list(graph.enters),
                 "calls": graph.calls,
-                **{name: described(way(graph)) for name, way in ways.items()},
+                **{name: row(mode(graph)) for name, mode in modes.items()},
             }
             for graph in graphs
         ],
-        "total": {name: described(cost) for name, cost in _totals(graphs).items()},
+        "total": {name: row(cost) for name, cost in _totals(graphs).items()},
     }
 
 
 def _table(graphs: Sequence[Graph]) -> Table:
-    ways, totals = _ways(graphs), _totals(graphs)
-    table = Table(title="kept for each block, MB (1e6 bytes), by --activation_memory_budget", title_justify="left")
+    modes, totals = _modes(graphs), _totals(graphs)
+    table = Table(title="saved for backward per block, MB (1e6 bytes), by --activation_memory_budget", title_justify="left")
     table.add_column("block")
-    table.add_column("of them", justify="right")
-    table.add_column("enters")
-    for name in ways:
+    table.add_column("count", justify="right")
+    table.add_column("input")
+    for name in modes:
         table.add_column(name, justify="right")
     for graph in graphs:
-        sizes = (f"{way(graph).kept / MB:.1f}" for way in ways.values())
+        sizes = (f"{mode(graph).kept / MB:.1f}" for mode in modes.values())
         table.add_row(graph.block, str(graph.calls), "x".join(map(str, graph.enters)), *sizes)
     table.add_section()
     table.add_row(
-        "all of them, GB", str(sum(graph.calls for graph in graphs)), "", *(gigabytes(one.kept) for one in totals.values())
+        "all blocks, GB", str(sum(graph.calls for graph in graphs)), "", *(gigabytes(cost.kept) for cost in totals.values())
     )
     eager = totals["eager"].flops
-    table.add_row("their work", "", "", *(f"{one.flops / eager:.2f}x" for one in totals.values()))
+    table.add_row("work", "", "", *(f"{cost.flops / eager:.2f}x" for cost in totals.values()))
     return table
 
 
@@ -128,16 +131,16 @@ def _draw(figure: Any, script: str, graphs: Sequence[Graph]) -> None:
     totals = _totals(graphs)
     axes = figure.add_subplot()
     eager = totals["eager"].flops
-    places = {name: (cost.kept / GB, cost.flops / eager) for name, cost in totals.items()}
-    curve = [place for name, place in places.items() if name[0].isdigit()]
+    points = {name: (cost.kept / GB, cost.flops / eager) for name, cost in totals.items()}
+    curve = [point for name, point in points.items() if name[0].isdigit()]
     axes.plot(*zip(*curve, strict=True), "-o", color="tab:blue", label="compiled, by budget")
     for name in ("eager", "checkpointing"):
-        axes.plot(*places[name], "s", color="tab:gray")
-    for name, place in places.items():
-        axes.annotate(name, place, textcoords="offset points", xytext=(5, 5), fontsize="small")
+        axes.plot(*points[name], "s", color="tab:gray")
+    for name, point in points.items():
+        axes.annotate(name, point, textcoords="offset points", xytext=(5, 5), fontsize="small")
     axes.set(
-        xlabel="kept by all blocks, GB (1e9 bytes)",
-        ylabel="their FLOPs, against eager",
+        xlabel="saved for backward by all blocks, GB (1e9 bytes)",
+        ylabel="FLOPs of all blocks, relative to eager",
         title=f"{script}: activation memory budget",
     )
     axes.legend()

@@ -1,6 +1,6 @@
-"""Check a training script's arguments, pictures, captions, model files and output folder, without training.
+"""Check arguments, data, models and output folder without training.
 
-The same is done at the start of every run; takes as long as the script's imports.
+Every run starts with the same checks. Takes as long as the script's imports.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look and say; leave with exit code 2 when the run would fail."""
-    asked = training_command.read(arguments, automatic, "there is nothing to check")
-    checkout, command = asked.checkout, asked.command
+    """Run the checks; exit with code 2 if the run would fail."""
+    request = training_command.read(arguments, automatic, "there is nothing to check")
+    checkout, command = request.checkout, request.command
     script = checkout.script(command.name)
     final: list[argparse.Namespace] = []
     sys.argv = [str(script), *command.argv]
     with progress(f"importing {script.name} and checking its arguments"), importable(checkout):
         parser = script_parser(checkout, script)
         take_over(parser, command, final.append)
-        # The script's own reading of the config file, on top of which the command line is read once more.
+        # The script reads the config file itself, then the command line again.
         library: Any = sys.modules.get("library.args") or sys.modules["library.train_util"]
         library.read_config_from_file(parser.parse_args(), parser)
-        found = preflight.inspect(script, final[-1], command.settings)
-    preflight.say(found, command.settings.strict)
-    note(f"{script.name} can start: nothing was found that would stop it")
+        findings = preflight.inspect(script, final[-1], command.settings)
+    preflight.report(findings, command.settings.strict)
+    note(f"{script.name} can start; all checks passed")
     return 0

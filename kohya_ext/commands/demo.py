@@ -1,4 +1,7 @@
-"""Make a tiny SDXL model and a dozen pictures, train a LoRA with the real script and a preset, and show what came of it."""
+"""Train a LoRA on a tiny SDXL model with the real script.
+
+The model and a dozen images are generated; the loss is printed and drawn.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 
 SCRIPT = "sdxl_train_network.py"
-PICTURES = 12
+IMAGES = 12
 PIXELS = 128
 OUTPUT_NAME = "demo"
 NEEDED = ("PIL", "torch", "torchvision", "accelerate", "diffusers", "transformers", "tensorboard")
@@ -35,13 +38,13 @@ NEEDED = ("PIL", "torch", "torchvision", "accelerate", "diffusers", "transformer
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--output", type=Path, default=Path("kohya_ext_demo"), help="folder for everything it makes")
+    parser.add_argument("--output", type=Path, default=Path("kohya_ext_demo"), help="folder for all files of the demo")
     parser.add_argument("--steps", type=_steps, default=60, help="training steps")
-    parser.add_argument("--preset", default="8gb", help="the preset it trains with; the tiny sizes overrule its resolution")
+    parser.add_argument("--preset", default="8gb", help="the preset to train with; its resolution is overridden")
     parser.add_argument(
-        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the checkout to use, instead of looking for one"
+        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the sd-scripts checkout to use; default: search for one"
     )
-    parser.add_argument("--embedded", action="store_true", help="train without sd-scripts, as when none can be had")
+    parser.add_argument("--embedded", action="store_true", help="train with a small built-in loop instead of sd-scripts")
 
 
 def _steps(text: str) -> int:
@@ -54,25 +57,25 @@ def _steps(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return its exit code, or the training's."""
     console = Console()
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        packages = " ".join("pillow" if name == "PIL" else name for name in absent)
-        raise UserError(f"the demo trains for real and needs packages that are not installed: pip install {packages}")
-    from kohya_ext.tiny import dataset  # only here: it needs what was just looked for
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = " ".join("pillow" if name == "PIL" else name for name in missing)
+        raise UserError(f"the demo needs packages that are not installed; run `pip install {packages}`")
+    from kohya_ext.tiny import dataset  # needs the packages checked above
 
     folder = arguments.output.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {folder} cannot be made: {error.strerror}; name another folder") from None
+        raise UserError(f"--output {folder} cannot be created: {error.strerror}; use another folder") from None
     checkout = None if arguments.embedded else _checkout(console, arguments.sd_scripts)
-    dataset.write(folder / "pictures", PICTURES, PIXELS)
+    dataset.write(folder / "images", IMAGES, PIXELS)
     files = _Files(folder)
-    files.forget()
+    files.remove_results()
     command, environ = _embedded(arguments, files) if checkout is None else _real(arguments, files, checkout)
     code = _train(console, command, environ, files, arguments.steps)
     if code:
-        console.print(f"[red]training failed with exit code {code}[/]; the end of {escape(str(files.log))}:")
+        console.print(f"[red]training failed with exit code {code}[/]; last lines of {escape(str(files.log))}:")
         console.print(escape("\n".join(files.log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])))
         return code
     _show(console, files, checkout)
@@ -103,32 +106,32 @@ class _Files:
     def plot(self) -> Path:
         return self.folder / "loss.png"
 
-    def forget(self) -> None:
-        """Remove what an earlier demo left, so that nothing old is shown as new."""
+    def remove_results(self) -> None:
+        """Remove the results of an earlier demo."""
         for file in (self.report, self.log, self.lora, self.plot, *self.events.rglob("events.*")):
             file.unlink(missing_ok=True)
 
 
-def _checkout(console: Console, named: Path | None) -> Checkout | None:
-    if named is not None:
-        return checkouts.find(named)
+def _checkout(console: Console, folder: Path | None) -> Checkout | None:
+    if folder is not None:
+        return checkouts.find(folder)
     try:
         return checkouts.find_or_fetch()
     except UserError as error:
         console.print(f"[yellow]{escape(str(error))}[/]")
-        console.print("Going on without sd-scripts: an SDXL-shaped U-Net from diffusers and a small training loop of our own.")
+        console.print("Continuing without sd-scripts: an SDXL-shaped U-Net from diffusers and a small built-in training loop.")
         return None
 
 
 def _real(arguments: argparse.Namespace, files: _Files, checkout: Checkout) -> tuple[list[str], dict[str, str]]:
-    with progress("making a tiny SDXL checkpoint and tokenizers"):
+    with progress("creating a tiny SDXL checkpoint and tokenizers"):
         from kohya_ext.tiny import arguments as tiny
         from kohya_ext.tiny import checkpoints, environment
 
         models = checkpoints.write("sdxl", checkout.path, files.folder / "models")
     command = [sys.executable, "-m", "kohya_ext", "--sd-scripts", str(checkout.path), SCRIPT]
     command += ["--preset", arguments.preset, "--report", str(files.report)]
-    command += tiny.training_arguments(SCRIPT, models, files.folder / "pictures", files.folder)
+    command += tiny.training_arguments(SCRIPT, models, files.folder / "images", files.folder)
     command += [
         "--output_name",
         OUTPUT_NAME,
@@ -152,16 +155,16 @@ def _embedded(arguments: argparse.Namespace, files: _Files) -> tuple[list[str], 
         "--report",
         str(files.report),
     ]
-    command += ["--train_data_dir", str(files.folder / "pictures"), "--output_dir", str(files.folder)]
+    command += ["--train_data_dir", str(files.folder / "images"), "--output_dir", str(files.folder)]
     command += ["--output_name", OUTPUT_NAME, "--max_train_steps", str(arguments.steps)]
     command += ["--logging_dir", str(files.events), "--mixed_precision", "no"]
     return command, {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def _train(console: Console, command: Sequence[str], environ: dict[str, str], files: _Files, steps: int) -> int:
-    """Run the training, its output in the log, its steps as a bar; return its exit code."""
+    """Run the training with its output in the log and a progress bar; return its exit code."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    if not console.is_terminal:  # where no bar is drawn
+    if not console.is_terminal:  # without a progress bar
         note(f"training {steps} steps; the output is in {files.log}")
     with Progress(*columns, console=console) as progress, files.log.open("w", encoding="utf-8") as log:
         task = progress.add_task("loading sd-scripts", total=steps)
@@ -177,7 +180,7 @@ def _train(console: Console, command: Sequence[str], environ: dict[str, str], fi
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
-            # tqdm's bars end in a carriage return, which text mode reads as the end of a line too.
+            # Text mode also splits lines at the carriage returns of tqdm's progress bars.
             if match := re.match(rf"steps:.*?(\d+)/{steps} ", line):
                 progress.update(task, completed=int(match.group(1)), description="training")
         return process.wait()
@@ -186,11 +189,13 @@ def _train(console: Console, command: Sequence[str], environ: dict[str, str], fi
 def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
     report = json.loads(files.report.read_text(encoding="utf-8"))
     losses, seconds = _losses(files.events)
-    table = Table(show_header=False, title="what happened")
-    table.add_row("trained by", f"{report['script']} of {checkout.label}" if checkout else "the embedded loop, no sd-scripts")
+    table = Table(show_header=False, title="results")
+    table.add_row(
+        "trained by", f"{report['script']} of {checkout.label}" if checkout else "the built-in loop, without sd-scripts"
+    )
     table.add_row("preset", ", ".join(report["presets"]))
     table.add_row("patches applied", ", ".join(_applied(report)) or "none")
-    table.add_row("steps a second", f"{(len(losses) - 1) / seconds:.1f}" if seconds > 0 else "not measured")
+    table.add_row("steps per second", f"{(len(losses) - 1) / seconds:.1f}" if seconds > 0 else "not measured")
     table.add_row("peak memory", _memory(report["memory"]))
     table.add_row(
         "loss",
@@ -199,9 +204,9 @@ def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
     table.add_row("LoRA file", f"{files.lora} ({files.lora.stat().st_size / 1e6:.2f} MB)")
     try:
         _plot(losses, files.plot)
-        table.add_row("chart of the loss", str(files.plot))
+        table.add_row("loss chart", str(files.plot))
     except UserError as error:
-        table.add_row("chart of the loss", escape(f"none: {error}"))
+        table.add_row("loss chart", escape(f"none: {error}"))
     console.print(table)
 
 
@@ -211,8 +216,8 @@ def _applied(report: dict[str, Any]) -> list[str]:
 
 def _memory(memory: dict[str, int]) -> str:
     if "cuda_reserved" in memory:
-        return f"{memory['cuda_allocated'] / 1e9:.2f} GB allocated, {memory['cuda_reserved'] / 1e9:.2f} GB reserved on the card"
-    return f"{memory['host_resident'] / 1e9:.2f} GB of main memory (no card in use)"
+        return f"{memory['cuda_allocated'] / 1e9:.2f} GB allocated, {memory['cuda_reserved'] / 1e9:.2f} GB reserved on the GPU"
+    return f"{memory['host_resident'] / 1e9:.2f} GB of host memory (no GPU in use)"
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -220,7 +225,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _losses(folder: Path) -> tuple[list[float], float]:
-    """Read the loss of each step and the seconds from the first to the last from TensorBoard's files."""
+    """Return the loss of each step and the seconds from the first to the last, from TensorBoard's files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rows = []

@@ -1,4 +1,4 @@
-"""Show installed packages, the GPU, the sd-scripts checkout and the patches that work there. Paste it into a bug report."""
+"""Show packages, GPU, sd-scripts and patches, for a bug report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kohya_ext.patching.patch import TRAINING_LOOP, Outcome, Target
 from kohya_ext.sdscripts.checkouts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.sdscripts.introspect import importable
 
-#: What sd-scripts and the patches depend on, by the name pip knows it by.
+#: Packages that sd-scripts and the patches depend on, by their pip name.
 PACKAGES = (
     "torch",
     "torchvision",
@@ -51,29 +51,29 @@ PACKAGES = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="as JSON, every target of every patch included")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every target of every patch")
     parser.add_argument("--verbose", action="store_true", help="show every target of every patch, with reasons")
     parser.add_argument(
-        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the checkout to look at, instead of looking for one"
+        *flags("sd_scripts"), type=Path, metavar="FOLDER", help="the sd-scripts checkout to examine; default: search for one"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; return the exit code: 1 when a patch failed or does not know its target, or nothing can be trained."""
+    """Print the report; return 1 if a patch failed or does not know its target, or if there is no checkout; else 0."""
     checkout = find(arguments.sd_scripts)
     with progress("importing torch and sd-scripts, and trying every patch"):
-        found = examine(checkout)
+        report = examine(checkout)
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(report, indent=1))
     else:
         console = Console(highlight=False)
-        _show_facts(console, found)
-        (_show_targets if arguments.verbose else _show_patches)(console, found["patches"])
-    return 0 if _is_well(found) else 1
+        _show_facts(console, report)
+        (_show_targets if arguments.verbose else _show_patches)(console, report["patches"])
+    return 0 if _is_healthy(report) else 1
 
 
 def examine(checkout: Checkout | None) -> dict[str, Any]:
-    """Return everything as plain data. Memory in bytes."""
+    """Return the report as plain data, memory in bytes."""
     device = _device()
     return {
         "kohya_ext": __version__,
@@ -115,7 +115,7 @@ def _device() -> dict[str, Any]:
         }
     if getattr(torch.backends, "mps", None) is not None and torch.backends.mps.is_available():
         return {"kind": "mps"}
-    built = f"built for CUDA {torch.version.cuda}, no usable card" if torch.version.cuda else "a CPU build"
+    built = f"built for CUDA {torch.version.cuda}, no usable GPU" if torch.version.cuda else "a CPU build"
     return {"kind": "cpu", "why": f"torch {torch.__version__} is {built}"}
 
 
@@ -141,7 +141,7 @@ def _checkout(checkout: Checkout | None) -> dict[str, Any] | None:
         return None
     return {
         "path": str(checkout.path),
-        "found": checkout.found,
+        "found": checkout.source,
         "version": checkout.version,
         "layout": checkout.layout,
         "commit": checkout.commit,
@@ -166,42 +166,42 @@ def _patches(checkout: Checkout) -> list[dict[str, Any]]:
 
 
 def _import(target: Target, outcome: Outcome) -> None:
-    """Import what a patch waits for; it is applied by that."""
+    """Import the module that a patch waits for, which applies it."""
     package = target.module.partition(".")[0]
     if target.optional and importlib.util.find_spec(package) is None:
         outcome.status, outcome.reason = "skipped", f"{package} is not installed"
         return
     try:
         importlib.import_module(target.module)
-    except Exception as error:  # whatever a broken environment throws is what doctor is asked to show
+    except Exception as error:  # doctor reports every error of a broken environment
         outcome.reason = f"{target.module} cannot be imported: {error}"
 
 
-def _is_well(found: Mapping[str, Any]) -> bool:
-    return bool(found["patches"]) and not any(map(_is_problem, found["patches"]))
+def _is_healthy(report: Mapping[str, Any]) -> bool:
+    return bool(report["patches"]) and not any(map(_is_problem, report["patches"]))
 
 
 def _is_problem(row: Mapping[str, Any]) -> bool:
     return row["status"] not in ("applied", "skipped") or row["surprise"]
 
 
-def _show_facts(console: Console, found: Mapping[str, Any]) -> None:
+def _show_facts(console: Console, report: Mapping[str, Any]) -> None:
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts.add_row("kohya_ext", f"{found['kohya_ext']}, Python {escape(found['python'])}")
-    facts.add_row("system", found["system"])
-    facts.add_row("packages", ", ".join(f"{name} {version}" for name, version in found["packages"].items()))
-    facts.add_row("device", escape(_device_words(found["device"])))
-    facts.add_row("compiling", escape(_compile_words(found["compile"])))
-    variables = ", ".join(f"{name}={value}" for name, value in found["environment"]["variables"].items())
-    armed = "armed" if found["environment"]["arms_plain_starts"] else "not armed: set KOHYA_EXT=1, or use the launcher"
+    facts.add_row("kohya_ext", f"{report['kohya_ext']}, Python {escape(report['python'])}")
+    facts.add_row("system", report["system"])
+    facts.add_row("packages", ", ".join(f"{name} {version}" for name, version in report["packages"].items()))
+    facts.add_row("device", escape(_device_words(report["device"])))
+    facts.add_row("compiling", escape(_compile_words(report["compile"])))
+    variables = ", ".join(f"{name}={value}" for name, value in report["environment"]["variables"].items())
+    armed = "armed" if report["environment"]["arms_plain_starts"] else "not armed; set KOHYA_EXT=1 or use the launcher"
     facts.add_row("switches", escape(variables) or "none set")
     facts.add_row("plain starts", armed)
-    facts.add_row("sd-scripts", escape(_checkout_words(found["sd_scripts"])))
+    facts.add_row("sd-scripts", escape(_checkout_words(report["sd_scripts"])))
     console.print(facts)
 
 
 def _show_patches(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print which patches are on, which are not and why, and every problem with what to do about it."""
+    """Print the patches that are on, those that are off and why, and every problem with its fix."""
     on: list[str] = []
     off: dict[str, list[str]] = {}
     for patch, targets in _by_patch(rows).items():
@@ -219,22 +219,22 @@ def _show_patches(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     problems = [row for row in rows if _is_problem(row)]
     for row in problems:
         console.print(f"[red]{row['status']}[/] {row['patch']}, {row['target']}: {escape(row['reason'])}", soft_wrap=True)
-    for advice in dict.fromkeys(map(_what_to_do, problems)):
+    for advice in dict.fromkeys(map(_fix, problems)):
         console.print(f"  {advice}", soft_wrap=True)
     if rows:
         console.print("`python -m kohya_ext doctor --verbose` shows what each patch does and every target.")
 
 
-def _what_to_do(row: Mapping[str, Any]) -> str:
+def _fix(row: Mapping[str, Any]) -> str:
     if row["surprise"]:
-        return "skipped: that code is not the tested one and runs unpatched. `python -m kohya_ext setup` fetches a tested one"
+        return "skipped: this code is untested and runs unpatched. `python -m kohya_ext setup` fetches a tested version"
     if row["status"] == "failed":
-        return "failed: a bug in kohya_ext; the code there runs unpatched. Report it with this output"
-    return "waiting: repair the package named there, or reinstall sd-scripts' requirements"
+        return "failed: a bug in kohya_ext; the code runs unpatched. Report it with this output"
+    return "waiting: repair the package in the message, or reinstall sd-scripts' requirements"
 
 
 def _show_targets(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print every patch with its summary, and what became of each of its targets."""
+    """Print every patch with its summary and the outcome of each target."""
     for patch, targets in _by_patch(rows).items():
         held = "" if patch == OPTIONS else f" ({targets[0]['exactness']}: {targets[0]['held_to']})"
         console.print(f"\n[bold]{patch}[/]: {escape(targets[0]['summary'] + held)}")
@@ -245,10 +245,10 @@ def _show_targets(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _by_patch(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["patch"], []).append(row)
-    return found
+        groups.setdefault(row["patch"], []).append(row)
+    return groups
 
 
 def _device_words(device: Mapping[str, Any]) -> str:
@@ -271,8 +271,8 @@ def _compile_words(compiling: Mapping[str, Any]) -> str:
 
 def _checkout_words(checkout: Mapping[str, Any] | None) -> str:
     if checkout is None:
-        looked = ", ".join(str(folder) for _, folder in candidates())
-        return f"none found in {looked}: run `python -m kohya_ext setup` (fetches {UPSTREAM})"
+        searched = ", ".join(str(folder) for _, folder in candidates())
+        return f"none found in {searched}: run `python -m kohya_ext setup` (fetches {UPSTREAM})"
     version = f"v{checkout['version']}" if checkout["version"] else "version unknown"
     commit = f", commit {checkout['commit'][:8]}" if checkout["commit"] else ""
     return f"{version}, layout {checkout['layout']}{commit}, in {checkout['path']} ({checkout['found']})"

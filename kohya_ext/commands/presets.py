@@ -1,4 +1,4 @@
-"""List the presets, show one, and explain where every value of a command line comes from."""
+"""List presets, show one, and explain where each value comes from."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     _add_checkout(parser)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list | show | path")
-    actions.add_parser("list", help="every preset, its scripts and what it needs")
-    where = actions.add_parser("path", help="where a preset's file lies, to read or to copy")
+    actions.add_parser("list", help="list every preset with its scripts and memory")
+    where = actions.add_parser("path", help="print the path of a preset's file")
     where.add_argument("name", help="family/name, as `presets list` shows it")
-    show = actions.add_parser("show", help="every key of a preset, its value and why it is there")
+    show = actions.add_parser("show", help="show every key of a preset with its value and reason")
     show.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
     show.add_argument(
         "--script",
-        help="the script it is for; default, where a preset is named in full (sdxl-lora/16gb): the first of its family",
+        help="the script; default for a full preset name (sdxl-lora/16gb): the first script of its family",
     )
     show.add_argument(
         "--explain",
         action="store_true",
-        help="check it against the script's own parser and say where each value of a whole command line comes from",
+        help="check against the script's own parser, and show the origin of each value of a command line",
     )
     _add_checkout(show)
     show.add_argument(
@@ -48,18 +48,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs=argparse.REMAINDER,
         default=[],
         metavar="ARGUMENT",
-        help="with --explain: the script's own arguments, up to the end of the line",
+        help="with --explain: the script's own arguments, to the end of the line",
     )
 
 
 def _add_checkout(parser: argparse.ArgumentParser) -> None:
-    """Add ``--sd-scripts``, which may be given before the action and after it."""
+    """Add ``--sd-scripts``, accepted before and after the action."""
     parser.add_argument(
         *flags("sd_scripts"),
         type=Path,
         metavar="FOLDER",
         default=argparse.SUPPRESS,
-        help="the checkout to check against, instead of looking for one",
+        help="the sd-scripts checkout to check against; default: search for one",
     )
 
 
@@ -77,16 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _script(names: Sequence[str]) -> str:
-    """Return the first script of the first preset whose family is known. Raises UserError when none is."""
+    """Return the first script of the first preset with a family. Raises UserError if there is none."""
     for name in names:
         family = _family(name)
         if family not in (None, "", preset_files.ANY):
-            return next(
-                iter(preset_files.scripts(str(family)) or preset_files.FAMILIES)
-            )  # loading it reports the error, if there is one
+            return next(iter(preset_files.scripts(str(family)) or preset_files.FAMILIES))  # loading reports an unknown family
     raise UserError(
-        f"{names[0]} means another preset for each script: give --script sdxl_train_network.py, for example, or the full name "
-        "that `presets list` shows, sdxl-lora/16gb"
+        f"{names[0]} is a different preset for each family; give --script sdxl_train_network.py, for example, or a full name "
+        "from `presets list` such as sdxl-lora/16gb"
     )
 
 
@@ -100,45 +98,45 @@ def _family(name: str) -> str | None:
 def _list(console: Console) -> None:
     families: dict[str, Table] = {}
     for family, *cells in rows():
-        head = ("preset", "needs", "left free", "speed", "what it is", "traded")
+        head = ("preset", "needs", "left free", "speed", "summary", "drawbacks")
         table = families.setdefault(family, Table(*head, box=None, pad_edge=False))
         table.add_row(*cells)
     for family, table in families.items():
         named = "every script" if family == preset_files.ANY else ", ".join(preset_files.scripts(family))
         base = preset_files.base(family)
         if base is not None and "traded" in base.about:
-            table.caption = f"traded at every size, unless said otherwise: {base.about['traded']}"
+            table.caption = f"drawbacks at every size, unless listed otherwise: {base.about['traded']}"
             table.caption_justify = "left"
         console.print(f"[bold]{family}[/] ({named})", table, "", highlight=False)
     console.print(NOTE, highlight=False)
 
 
-#: What the columns mean.
+#: The meaning of the columns.
 NOTE = (
-    "GB is 1e9 bytes. needs: predicted, what the allocator reserves and 0.6 GB for the CUDA context, not calibrated on CUDA; "
-    "left free: of the card. speed: by floating-point operations for a picture, the family's fastest at that resolution is "
-    "100 %; copying swapped blocks comes on top."
+    "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not calibrated on CUDA. left free: of "
+    "the GPU. speed: from floating-point operations per image, relative to the family's fastest preset at that resolution; "
+    "excludes copying swapped blocks."
 )
 
 
 def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
-    """Yield (family, name, needs, left free, speed, what it is, traded) for every preset, as text."""
+    """Yield (family, name, needs, left free, speed, summary, drawbacks) for every preset, as text."""
     known = {tier.name: tier for tier in tiers.tiers()}
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         tier = known.get(f"{family}/{name}")
-        needs = left = share = ""
-        if tier is not None and tier.found is not None:
-            needs, left = (f"{gigabytes(size)} GB" for size in (tier.found.on_the_card, tier.card - tier.found.on_the_card))
-            share = f"{tiers.speed(tier, known.values()):.0%}"
-        yield family, name, needs, left, share, str(about.get("summary", "")), str(about.get("traded", ""))
+        needs = left = speed = ""
+        if tier is not None and tier.estimate is not None:
+            needs, left = (f"{gigabytes(size)} GB" for size in (tier.estimate.total, tier.card - tier.estimate.total))
+            speed = f"{tiers.speed(tier, known.values()):.0%}"
+        yield family, name, needs, left, speed, str(about.get("summary", "")), str(about.get("traded", ""))
 
 
-def _path(wanted: str) -> str:
-    family, _, name = wanted.partition("/")
+def _path(preset: str) -> str:
+    family, _, name = preset.partition("/")
     file = preset_files.file_of(family, name)
     if file is None:
-        raise UserError(f"no preset {wanted}: `presets list` shows them")
+        raise UserError(f"no preset {preset}; `presets list` shows all")
     return str(file)
 
 
@@ -155,11 +153,11 @@ def _explain(arguments: argparse.Namespace, name: str) -> Table:
     checkout = find_or_fetch(vars(arguments).get("sd_scripts"), name)
     script = checkout.script(name)
     if not is_training_script(script):
-        raise UserError(f"{script.name} is not a training script: presets have no meaning for it")
+        raise UserError(f"presets only apply to training scripts, not {script.name}")
     argv = [*(part for name in arguments.names for part in ("--preset", name)), *arguments.arguments]
     command = CommandLine(script, argv, os.environ, automatic)
     settled = command.presets  # an unknown one is reported before the script's imports
-    with progress(f"importing {script.name} for its arguments"):
+    with progress(f"importing {script.name} to read its arguments"):
         parser = script_parser(checkout, script)
     complete(parser)
     wrong = [

@@ -1,4 +1,4 @@
-"""Run a script of sd-scripts, untouched, in this process, with the patches armed."""
+"""Run a script of sd-scripts with the patches applied."""
 
 from __future__ import annotations
 
@@ -23,43 +23,63 @@ from kohya_ext.planning import automatic
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
-USAGE = """python -m kohya_ext [options] SCRIPT [script arguments]
+HELP = """\
+usage: python -m kohya_ext [options] SCRIPT [script arguments]
        python -m kohya_ext COMMAND [--help]
-       python -m kohya_ext help COMMAND"""
 
-EPILOG = """commands:
+Train with kohya-ss/sd-scripts: presets by GPU memory, patches and checks.
+
+examples:
+  python -m kohya_ext demo
+  python -m kohya_ext plan sdxl_train_network.py --vram 12
+  python -m kohya_ext sdxl_train_network.py --preset 16gb --config_file my.toml
+
+commands:
 {commands}
 
-The options may be given before SCRIPT or after it. `python -m kohya_ext SCRIPT --help` also shows the script's own."""
+options, before SCRIPT or after it:
+  presets     --preset, --vram, --strict
+  memory      --vram_budget, --gradient_checkpointing_ratio, --on_oom
+  speed       --selective_torch_compile, --activation_memory_budget,
+              --fused_operations
+  recovery    --save_state_every_n_minutes, --stop_file, --keep_previous
+  training    --ema, --adaptive_lr, --nan_patience
+  start       --sd_scripts, --num_processes, --multi_gpu, --accelerate_config
+  patches     --disable_patch; --report FILE writes what was applied
+  general     --help, --version
+
+All options:                   python -m kohya_ext options
+All options of a script, too:  python -m kohya_ext SCRIPT --help
+"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Find the script, check what can be checked before anything is imported, then run it or hand it to accelerate."""
+    """Check a script's arguments before any import, then run it or launch it with accelerate; return the exit code."""
     parser = _parser()
     if not argv:
         parser.print_help()
         return 0
-    given = parser.parse_args(argv)
-    options_before, own = launcher_options(argv[: len(argv) - len(given.arguments) - 1])
-    options_after, arguments = launcher_options(given.arguments)
+    parsed = parser.parse_args(argv)
+    options_before, own = launcher_options(argv[: len(argv) - len(parsed.arguments) - 1])
+    options_after, arguments = launcher_options(parsed.arguments)
     launcher = {**options_before, **options_after}
     chosen = {**from_environment(os.environ), **launcher}
     settings = Settings(**{name: chosen[name] for name, _ in options("launcher") if name in chosen})
     switched_off = not checked(MASTER_SWITCH, boolean, os.environ.get(MASTER_SWITCH, "1"), f"the variable {MASTER_SWITCH}")
 
-    checkout, script = _find_script(launcher.get("sd_scripts"), given.script)
+    checkout, script = _find_script(launcher.get("sd_scripts"), parsed.script)
     if not is_training_script(script) and own:
-        raise UserError(f"{own[0]} has no meaning for {script.name}, which is not a training script: leave it out")
+        raise UserError(f"{own[0]} only applies to training scripts, not to {script.name}; remove it")
     arguments = [*own, *arguments]
     if not switched_off:
         _check_layout(checkout, settings)
         trains = script if is_training_script(script) else None
         command = CommandLine(trains, arguments, os.environ, automatic, ("-m", "kohya_ext", *option_words(launcher)))
-        # Resolving it raises what would otherwise be found only after ten seconds of imports.
+        # Raises UserError for errors that would otherwise appear after ten seconds of imports.
         if command.settings.on_oom == "retry" and trains is not None and oom_retry.handed_over() is None:
             return oom_retry.supervise(command)
     elif own:
-        raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is given: leave out one of the two")
+        raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is set; remove one of the two")
 
     if settings.num_processes is not None or settings.multi_gpu or settings.accelerate_config is not None:
         return _hand_over(settings, checkout, script, arguments)
@@ -71,38 +91,35 @@ class _Parser(QuietParser):
     """The launcher's parser."""
 
     def format_help(self) -> str:
-        """As argparse's, with the commands listed; their files are read for it, so not at every start of a script."""
-        self.epilog = EPILOG.format(commands="\n".join(f"  {name:10} {commands.summary(name)}" for name in commands.names()))
-        return super().format_help()
+        """Return the one-screen help. The commands' files are read only for it, not at every start of a script."""
+        return HELP.format(commands="\n".join(f"  {name:10}  {commands.summary(name)}" for name in commands.names()))
 
 
 def _parser() -> QuietParser:
-    parser = _Parser(prog="python -m kohya_ext", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(prog="python -m kohya_ext")
     parser.add_argument("--version", action="version", version=f"kohya_ext {__version__}")
     add_to(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a script of sd-scripts: sdxl_train.py, networks/merge_lora.py, ...")
-    parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments"
-    ).required = False
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER).required = False
     return parser
 
 
-def _find_script(named: Path | None, word: str) -> tuple[Checkout, Path]:
-    """Return the checkout and the script; raise UserError for a misspelled command, before anything is fetched."""
-    checkout = find(named, word)
-    command = "" if Path(word).suffix or Path(word).exists() else did_you_mean(word, commands.names())
-    if command and (checkout is None or not checkout.has(word)):
-        raise UserError(f"no command or script {word}.{command}")
-    checkout = checkout or find_or_fetch(named, word)
-    return checkout, checkout.script(word)
+def _find_script(folder: Path | None, name: str) -> tuple[Checkout, Path]:
+    """Return the checkout and the script. Raises UserError for a misspelled command, before a checkout is fetched."""
+    checkout = find(folder, name)
+    command = "" if Path(name).suffix or Path(name).exists() else did_you_mean(name, commands.names())
+    if command and (checkout is None or not checkout.has(name)):
+        raise UserError(f"no command or script {name}.{command}")
+    checkout = checkout or find_or_fetch(folder, name)
+    return checkout, checkout.script(name)
 
 
 def _check_layout(checkout: Checkout, settings: Settings) -> None:
     """Raise UserError for a checkout of an unknown layout, unless the settings allow it."""
     if checkout.layout == "unknown" and not settings.allow_unknown_version:
         raise UserError(
-            f"{checkout.path} ({checkout.label}) has a layout that kohya_ext {__version__} does not know: it knows v0.10 and "
-            "v0.11. Run `python -m kohya_ext setup` for one it knows and name it with --sd-scripts, or try this one with "
+            f"{checkout.path} ({checkout.label}) has an unknown layout; kohya_ext {__version__} supports v0.10 and v0.11. "
+            "Run `python -m kohya_ext setup` for a supported one and select it with --sd-scripts, or try this one with "
             f"{flags('allow_unknown_version')[1]}"
         )
 
@@ -112,18 +129,18 @@ def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_of
         os.environ[MASTER_SWITCH] = "1"
         watch()
     sys.argv = [str(script), *arguments]
-    # A plain start puts the script's folder first; under `python -m` the working directory stands there instead.
+    # Python puts a script's folder first on sys.path, but the working directory under `python -m`.
     sys.path[0] = str(script.parent)
     if str(checkout.path) not in sys.path:
-        # For scripts in subfolders, upstream counts on its requirements.txt, which installs ``library`` with -e.
+        # For scripts in subfolders, upstream relies on its requirements.txt, which installs ``library`` with -e.
         sys.path.append(str(checkout.path))
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("accelerate") is None:
-        raise UserError("several processes need accelerate: `pip install accelerate`, or leave out --num_processes")
-    # Not accelerate.commands.launch: run as __main__, that module is out of reach for kohya_ext.launch.accelerate_signals.
+        raise UserError("several processes need accelerate; run `pip install accelerate` or remove --num_processes")
+    # Not accelerate.commands.launch: as __main__, kohya_ext.launch.accelerate_signals could not patch that module.
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if settings.accelerate_config is not None:
         command += ["--config_file", str(settings.accelerate_config)]
@@ -134,7 +151,7 @@ def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: 
     command += ["-m", "kohya_ext", str(script), *arguments]
     environ = {MASTER_SWITCH: "1", **os.environ, checkouts.VARIABLE: str(checkout.path)}
     if os.name == "posix":
-        os.execve(sys.executable, command, environ)  # the same process: signals and the exit code need no passing on
+        os.execve(sys.executable, command, environ)  # the same process, so signals and the exit code need no forwarding
     process = subprocess.Popen(command, env=environ)
     with pass_signals_on(process):
         return process.wait()

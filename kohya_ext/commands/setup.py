@@ -1,4 +1,7 @@
-"""Fetch sd-scripts into the user cache, next to others that are there, or register a copy you have, and choose the default."""
+"""Fetch sd-scripts or register a copy, and choose the default.
+
+Checkouts are kept next to each other in the user cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repo",
         metavar="URL-OR-PATH",
-        help="any git URL, a local repository, or a folder that already is a checkout (used in place when no --ref is given); "
+        help="a git URL, a local repository, or a checkout's folder, used in place without --ref; "
         f"default: {checkouts.UPSTREAM}",
     )
     parser.add_argument(
@@ -31,10 +34,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         metavar="WHICH",
-        help="with --repo or --ref: make that checkout the default; alone: make one that is there the default, by its version "
+        help="with --repo or --ref: make that checkout the default; alone: make a known checkout the default, by version "
         "(v0.11.1), commit or folder",
     )
-    parser.add_argument("--list", action="store_true", help="list the checkouts, which one is used in this folder, and why")
+    parser.add_argument(
+        "--list", action="store_true", help="list the checkouts, and which of them is used in this folder and why"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if isinstance(arguments.default, str):
         if arguments.repo or arguments.ref:
-            raise UserError("--default takes no value next to --repo or --ref: it makes their checkout the default")
+            raise UserError(
+                "--default takes no value with --repo or --ref, whose checkout it makes the default; remove the value"
+            )
         checkout = checkouts.make_default(arguments.default)
     else:
         checkout = _add(console, arguments)
@@ -57,43 +64,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add(console: Console, arguments: argparse.Namespace) -> Checkout:
-    """Fetch or register a checkout, and print what it is."""
+    """Fetch or register a checkout, and print its version and folder."""
     folder = Path(arguments.repo).expanduser() if arguments.repo else None
     missing: tuple[str, ...] = ()
     if folder is not None and arguments.ref is None and checkouts.describe(folder, "") is not None:
         checkout = checkouts.register(folder)
-        done = "registered"
+        action = "registered"
     else:
         fetched = checkouts.fetch_report(arguments.repo or checkouts.UPSTREAM, arguments.ref or checkouts.PINNED_REF)
         checkout, missing = fetched.checkout, fetched.missing
-        done = "fetched and verified"
-    console.print(f"{done}: {escape(checkout.label)}, layout {checkout.layout}, commit {checkout.commit or 'unknown'}")
+        action = "fetched and verified"
+    console.print(f"{action}: {escape(checkout.label)}, layout {checkout.layout}, commit {checkout.commit or 'unknown'}")
     console.print(f"in {escape(str(checkout.path))}")
     if missing:
-        console.print(f"left out, because the source does not hold them: {escape(', '.join(missing))}")
+        console.print(f"not copied, since the source lacks them: {escape(', '.join(missing))}")
     if checkout.layout == "unknown":
-        console.print("its layout is not known: patches are skipped there")
+        console.print("its layout is unknown, so patches are skipped")
     return checkout
 
 
 def _use(checkout: Checkout) -> list[str]:
-    """Return which checkout is the default, how to change it, and which one is used in this folder if it is another."""
-    default = checkouts.known()[0]
+    """Return lines about the default checkout, how to change it, and the checkout used in this folder if another."""
+    default = checkouts.registered()[0]
     if default.path == checkout.path:
         lines = [f"{checkout.label} in {checkout.path} is the default"]
     else:
         change = f"python -m kohya_ext setup --default {checkout.path}"
-        lines = [f"the default is still {default.label} in {default.path}; to change it: {change}"]
+        lines = [f"the default is still {default.label} in {default.path}; to change it, run: {change}"]
     used, problem = _used()
     if problem:
-        lines.append(f"but nothing can be used here: {problem}")
+        lines.append(f"but no checkout can be used here: {problem}")
     elif used is not None and used.path != default.path:
-        lines.append(f"but here {used.label} in {used.path} is used, because of {used.found}")
+        lines.append(f"but this folder uses {used.label} in {used.path}, because of {used.source}")
     return lines
 
 
 def _used() -> tuple[Checkout | None, str]:
-    """Return the checkout that a run in this folder would use, or the error in the user's own choice."""
+    """Return the checkout that a run in this folder would use, or the error in the user's selection."""
     try:
         return checkouts.find(), ""
     except UserError as error:
@@ -101,19 +108,19 @@ def _used() -> tuple[Checkout | None, str]:
 
 
 def _table() -> Table:
-    known = checkouts.known()
+    known = checkouts.registered()
     used, problem = _used()
     table = Table("used here", "version", "layout", "commit", "folder", title="sd-scripts checkouts", caption_justify="left")
     table.columns[-1].overflow = "fold"
-    elsewhere = [used] if used is not None and used.path not in [one.path for one in known] else []
-    for checkout in [*elsewhere, *known]:
+    unregistered = [used] if used is not None and used.path not in [checkout.path for checkout in known] else []
+    for checkout in [*unregistered, *known]:
         why = "the default" if known and checkout.path == known[0].path else ""
         if used is not None and checkout.path == used.path:
-            why = f"yes: {why if why and used.found == checkout.found else used.found}"
+            why = f"yes: {why if why and used.source == checkout.source else used.source}"
         commit = (checkout.commit or "?")[:8]
         table.add_row(why, checkout.version or "?", checkout.layout, commit, escape(str(checkout.path)))
     if problem:
         table.caption = escape(problem)
     elif used is None:
-        table.caption = "none yet: run `python -m kohya_ext setup`"
+        table.caption = "none yet; run `python -m kohya_ext setup`"
     return table

@@ -1,12 +1,12 @@
-"""Compiling the repeated blocks of a model: the engine behind ``--selective_torch_compile``.
+"""Compile the repeated blocks of a model: the engine behind ``--selective_torch_compile``.
 
-- `support`: whether torch.compile can work on this machine at all;
-- `tracing`: what an older dynamo has to be taught before blocks are traced in one piece, and what none need go through;
-- `lowering`: what an older inductor stumbles over;
-- `configuration`: torch's own settings, put where every thread sees them;
-- `inputs`: arguments made alike, so that one graph does for what would take several;
-- `fallback`: a backend that goes back to eager when a graph cannot be compiled;
-- `blocks`: a compiled method, what is counted about it and what is said.
+- `support`: checks whether torch.compile works on this machine;
+- `tracing`: dynamo workarounds that let blocks be traced without graph breaks, and shortcuts for slow traces;
+- `lowering`: a workaround for older versions of inductor;
+- `configuration`: torch settings, applied to every thread;
+- `inputs`: unifies arguments, so that fewer graphs are needed;
+- `fallback`: a backend that falls back to eager when a graph cannot be compiled;
+- `blocks`: a compiled method, its counters and its messages.
 
-Which classes are compiled is said by the patch. Importing this package imports no torch; its modules do when they are used.
+The patch decides which classes are compiled. Importing this package does not import torch; its modules import it when used.
 """

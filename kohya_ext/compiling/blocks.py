@@ -1,4 +1,4 @@
-"""A method of a model's repeated blocks, compiled on its class; what is counted about it and what is said."""
+"""Compiled methods of a model's repeated blocks, with their counters and messages."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from functools import wraps
 from typing import Any
 
 from kohya_ext.compiling.configuration import keep_compiled_code, prepare_torch
-from kohya_ext.compiling.fallback import Kind, falling_back
-from kohya_ext.compiling.inputs import Inputs, arguments_of, has_several_sizes, mark_sizes, with_gradients
+from kohya_ext.compiling.fallback import Kind, with_fallback
+from kohya_ext.compiling.inputs import Inputs, has_several_sizes, mark_sizes, named_arguments, require_gradients
 from kohya_ext.compiling.support import find_obstacle
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
 
-#: Between two progress lines of one class, seconds: SDXL compiles more than a dozen graphs in its first step.
-QUIET_SECONDS = 10.0
+#: Seconds between two progress lines of one class. SDXL compiles more than a dozen graphs in its first step.
+PROGRESS_INTERVAL = 10.0
 
 
 @dataclass
 class Run:
-    """What all compiled methods of this process share."""
+    """State shared by all compiled methods of this process."""
 
     blocks: dict[str, Block] = field(default_factory=dict)
-    standing_aside: str | None = None
-    """Why nothing is compiled in this run, when something else of the run does it."""
-    waiting: bool = False
-    """Whether the blocks still run eager because something of the run measures them first."""
+    disabled_because: str | None = None
+    """Why nothing is compiled in this run; None if blocks are compiled."""
+    paused: bool = False
+    """Whether the blocks run eager for now, because another patch measures them first."""
     data_sets: Callable[[], Sequence[Any]] = tuple
-    """sd-scripts' data sets of the run, once it has made them."""
+    """Return sd-scripts' data sets of the run; empty until the script has created them."""
     prepared: bool = False
     several_sizes: bool = False
-    """Whether the data sets have pictures of several sizes, by the time of the first compilation."""
+    """Whether the data sets have images of several sizes. Set before the first compilation."""
     _breaks_before: int = 0
 
     def begin(self, data_sets: Callable[[], Sequence[Any]]) -> None:
-        """Start a training run: nothing is known of it yet."""
+        """Reset everything for a new training run."""
         self.data_sets = data_sets
-        self.standing_aside, self.waiting, self.prepared, self.several_sizes = None, False, False, False
+        self.disabled_because, self.paused, self.prepared, self.several_sizes = None, False, False, False
 
     def prepare(self, settings: Settings, device: str) -> None:
-        """Set up torch before the first compilation of a run. Safe to repeat."""
+        """Set up torch before the first compilation of a run. Repeated calls do nothing."""
         if not self.prepared:
             self.prepared = True
             keep_compiled_code(device)
@@ -55,41 +55,41 @@ class Run:
             atexit.unregister(self.summarize)
             atexit.register(self.summarize)
 
-    def stand_aside(self, reason: str) -> None:
-        """Leave every block eager, and say why."""
-        self.standing_aside = reason
+    def disable(self, reason: str) -> None:
+        """Run every block eager and warn with the reason."""
+        self.disabled_because = reason
         warn(f"selective compile is off: {reason}")
 
     @property
     def breaks(self) -> int:
-        """Graph breaks since the first compilation: places where a block falls apart into several graphs."""
+        """The number of graph breaks since the first compilation."""
         return _graph_breaks() - self._breaks_before if self.prepared else 0
 
     def facts(self) -> dict[str, Any]:
-        """For the report: counts by class, seconds of compiling."""
+        """Return the report's entry: graph breaks, and counts and seconds by class."""
         return {
-            "standing_aside": self.standing_aside,
+            "disabled_because": self.disabled_because,
             "graph_breaks": self.breaks,
             "blocks": {block.label: block.facts() for block in self.blocks.values() if block.calls},
         }
 
     def summarize(self) -> None:
-        """Say in one line what compiling came to."""
+        """Print one line about all compilations of the run."""
         used = [block for block in self.blocks.values() if block.graphs]
         if not used:
             return
         graphs, seconds = sum(block.graphs for block in used), sum(block.seconds for block in used)
-        settled = "; ".join(f"{block.name} {block.graphs}" for block in used)
+        counts = "; ".join(f"{block.name} {block.graphs}" for block in used)
         recompiles = sum(block.recompiles for block in used)
         note(
-            f"selective compile: {graphs} graphs ({settled}), {recompiles} of them recompiles, in {seconds:.0f} s; "
+            f"selective compile: {graphs} graphs ({counts}), {recompiles} of them recompiles, in {seconds:.0f} s; "
             f"{self.breaks} graph breaks"
         )
         for block in used:
             if block.graphs >= block.limit:
                 warn(
-                    f"{block.name} reached the limit of {block.limit} graphs, further shapes run eager: "
-                    f"raise --compile_cache_size_limit"
+                    f"{block.name} reached the limit of {block.limit} graphs; further shapes run eager. "
+                    f"Raise --compile_cache_size_limit to compile them"
                 )
 
 
@@ -98,52 +98,52 @@ RUN = Run()
 
 @dataclass
 class Block:
-    """One class whose method is compiled. Counts are over the whole run."""
+    """A class whose method is compiled. Counts cover the whole run."""
 
     label: str
     """``module:Class.method``."""
     position: str
-    """``1 of 4``: among the classes of its model."""
+    """Position among the classes of its model: ``1 of 4``."""
     settings: Settings
     original: Callable[..., Any]
     inputs: Inputs = field(default_factory=Inputs)
     parameters: tuple[str, ...] = ()
-    """Of the method, in order, without ``self``."""
+    """Parameter names of the method, in order, without ``self``."""
     compiled: Callable[..., Any] | None = None
     calls: int = 0
-    """Calls that went to compiled code, recomputes included."""
+    """Calls of compiled code, including recomputes."""
     graphs: int = 0
-    """Forward graphs compiled. One for each variant of the class and, until dynamo takes a size for dynamic, each shape."""
+    """Compiled forward graphs: one per variant of the class and, until dynamo treats a size as dynamic, one per shape."""
     backward_graphs: int = 0
     last_graph_at_call: int = 0
     seconds: float = 0.0
-    """Spent in calls that compiled, the tracing and the first run of the new code included."""
+    """Time of the calls that compiled a graph, including tracing and the first run of the compiled code."""
     eager_because: str | None = None
-    """Set once: nothing more is compiled for this class."""
+    """Why no further graph is compiled for this class; set once."""
     eager: bool = False
-    """The original method is called at once, without dynamo."""
-    _said_at: float = 0.0
+    """Whether calls go directly to the original method, bypassing dynamo."""
+    _reported_at: float = 0.0
     _timing: threading.local = field(default_factory=threading.local)
 
     @property
     def name(self) -> str:
-        """The class's name."""
+        """The name of the class."""
         return self.label.rpartition(":")[2].partition(".")[0]
 
     @property
     def limit(self) -> int:
-        """How many graphs dynamo keeps for the method."""
+        """The number of graphs that dynamo keeps for the method."""
         from kohya_ext.compiling.configuration import DEFAULT_RECOMPILE_LIMIT
 
         return self.settings.compile_cache_size_limit or DEFAULT_RECOMPILE_LIMIT
 
     @property
     def recompiles(self) -> int:
-        """Graphs after the first: other variants of the class, other shapes."""
+        """The number of graphs after the first: other variants of the class, other shapes."""
         return max(self.graphs - 1, 0)
 
     def facts(self) -> dict[str, Any]:
-        """For the report."""
+        """Return this class's entry in the report."""
         return {
             "calls": self.calls,
             "graphs": self.graphs,
@@ -154,37 +154,37 @@ class Block:
             "eager_because": self.eager_because,
         }
 
-    # --- what the backend tells (see fallback.Observer) ---
+    # --- fallback.Observer ---
 
     @property
     def has_failed(self) -> bool:
-        """True when nothing more is to be compiled."""
+        """Whether compiling this class has failed."""
         return self.eager_because is not None
 
     @contextmanager
     def compiling(self, kind: Kind) -> Iterator[None]:
-        """Count one graph, time it, and say so: the first of the class, and then now and again."""
+        """Count and time the compilation of a graph, and print progress from time to time."""
         with self.timed():
             if kind == "backward":
                 self.backward_graphs += 1
             else:
                 self.graphs += 1
                 self.last_graph_at_call = self.calls
-                self._say_progress()
+                self._report_progress()
             yield
 
-    def _say_progress(self) -> None:
+    def _report_progress(self) -> None:
         now = time.monotonic()
         if self.graphs == 1:
             note(f"compiling {self.name} ({self.position} block classes); the first steps take longer")
-        elif now - self._said_at > QUIET_SECONDS:
+        elif now - self._reported_at > PROGRESS_INTERVAL:
             note(f"compiling {self.name} ({self.position} block classes): graph {self.graphs}, {self.seconds:.0f} s so far")
         else:
             return
-        self._said_at = now
+        self._reported_at = now
 
     def failed(self, error: Exception) -> None:
-        """Give the class up, and say why, once."""
+        """Stop compiling the class, and warn with the reason once."""
         if self.eager_because is None:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             self.eager_because = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -192,7 +192,7 @@ class Block:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add to ``seconds`` if a graph was compiled meanwhile; what stands inside another is in that one's time."""
+        """Add the elapsed time to ``seconds`` if a graph was compiled. Nested calls count once, in the outermost."""
         if getattr(self._timing, "on", False):
             yield
             return
@@ -209,10 +209,10 @@ class Block:
 def compile_method(
     original: Callable[..., Any], label: str, position: str, settings: Settings, inputs: Inputs | None = None
 ) -> Callable[..., Any]:
-    """Return a method that compiles ``original`` when it is first called to train, for all instances of its class.
+    """Return a method that compiles ``original`` for all instances of its class when it is first called with gradients.
 
-    The original runs, as it is, without gradients (sampling, validation: other shapes, few calls) and where something
-    else already compiles around it. Nothing but speed depends on its being compiled: see `fallback`.
+    Calls without gradients (sampling and validation, with other shapes and few calls) run the original, as do calls inside
+    another compilation. If compiling fails, training continues in eager mode: see `fallback`.
     """
     import torch
 
@@ -221,7 +221,7 @@ def compile_method(
 
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if block.eager or RUN.waiting or RUN.standing_aside or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if block.eager or RUN.paused or RUN.disabled_because or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         if block.compiled is None and not _start(block, [*args, *kwargs.values()]):
             return original(self, *args, **kwargs)
@@ -238,16 +238,16 @@ def _start(block: Block, arguments: Sequence[Any]) -> bool:
     try:
         obstacle = find_obstacle(device, settings.compile_backend)
         if obstacle is not None:
-            RUN.stand_aside(obstacle)
+            RUN.disable(obstacle)
             return False
         RUN.prepare(settings, device)
         block.compiled = torch.compile(
             block.original,
-            backend=falling_back(settings.compile_backend, settings.compile_mode, block),
+            backend=with_fallback(settings.compile_backend, settings.compile_mode, block),
             dynamic={"auto": None, "true": True, "false": False}[settings.compile_dynamic],
             fullgraph=settings.compile_fullgraph,
         )
-    except Exception as error:  # torch's internals differ between versions; training goes on without them
+    except Exception as error:  # torch's internals differ between versions; train in eager mode instead
         block.failed(error)
         block.eager = True
         return False
@@ -259,25 +259,25 @@ def _call(block: Block, instance: Any, args: Sequence[Any], kwargs: dict[str, An
 
     assert block.compiled is not None
     block.calls += 1
-    args, kwargs = _made_alike(block, instance, args, kwargs)
+    args, kwargs = _unified_arguments(block, instance, args, kwargs)
     with block.timed():
         try:
             return block.compiled(instance, *args, **kwargs)
         except TorchDynamoException as error:
-            # It could not even be traced (or --compile_fullgraph forbids what it met): no graph, nothing has been run.
+            # Tracing failed, or --compile_fullgraph rejected a graph break. Nothing has run yet.
             block.failed(error)
-    # Where an earlier call did compile, its recompute must meet the same code: only a class that never did is let go.
+    # If an earlier call was compiled, its recompute must run the same code. Bypass dynamo only for a class without graphs.
     block.eager = block.graphs == 0
     return block.original(instance, *args, **kwargs)
 
 
-def _made_alike(
+def _unified_arguments(
     block: Block, instance: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return a call's arguments as the compiled code is to see them: one graph where there need not be two."""
+    """Return a call's arguments, changed so that one graph serves calls that would otherwise need two."""
     names = block.parameters
-    arguments = arguments_of(names, args, kwargs)
-    replaced = with_gradients(block.inputs, instance, arguments)
+    arguments = named_arguments(names, args, kwargs)
+    replaced = require_gradients(block.inputs, instance, arguments)
     if replaced:
         args = [replaced.get(name, value) for name, value in zip(names, args, strict=False)]
         kwargs = {name: replaced.get(name, value) for name, value in kwargs.items()}

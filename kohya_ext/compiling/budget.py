@@ -1,12 +1,12 @@
-"""The activation memory budget of torch's partitioner, set where it counts and made to mean what it says.
+"""Set the activation memory budget of torch's partitioner, on every thread and for activations only.
 
-``activation_memory_budget`` is the share of a compiled graph's activations that may be kept for backward; the rest is
-recomputed, the cheapest first. https://pytorch.org/blog/activation-checkpointing-techniques/
+``activation_memory_budget`` is the share of a compiled graph's activations that may be kept for backward. The partitioner
+recomputes the rest, the cheapest first. https://pytorch.org/blog/activation-checkpointing-techniques/
 
-It is a flight of stairs. The partitioner has three plans of its own (what is fastest; the same with every cheap chain made
-again; the same with everything but products and attention made again) and takes the first one that is below the budget,
-however far: from just above that plan's own share to just below the one before, all budgets are one. Only below the third
-plan's share it weighs single products against each other. ``python -m kohya_ext budget`` shows where the steps are.
+Budgets are quantized. The partitioner has three plans: the fastest; one that also recomputes cheap chains of operations; and
+one that recomputes everything but matrix products and attention. It takes the first plan within the budget, so all budgets
+between two plans give the same result. Only below the third plan does it choose among single products.
+``python -m kohya_ext budget`` lists the budgets that differ.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kohya_ext.compiling.configuration import set_everywhere
 
 
 def set_budget(share: float) -> None:
-    """Set the budget, from 0 (keep the inputs of each graph only) to 1, for graphs compiled from now on, on every thread.
+    """Set the budget for graphs compiled later, on every thread: from 0 (keep only each graph's inputs) to 1.
 
-    Raises SettingNotSeenError, and AttributeError where this torch (before 2.4) has no such setting.
+    Raises ThreadSettingError, or AttributeError if torch is older than 2.4 and has no such setting.
     """
     import torch._functorch.config as functorch
 
-    functorch.activation_memory_budget  # noqa: B018  an unknown name would be accepted by setattr on old versions
+    functorch.activation_memory_budget  # noqa: B018  on old versions setattr accepts an unknown name
     set_everywhere(functorch, "activation_memory_budget", share)
-    _leave_inputs_out_of_account()
+    _exclude_inputs_from_sizes()
 
 
-def _leave_inputs_out_of_account() -> None:
-    """Make the partitioner weigh activations only. Does nothing where it looks different.
+def _exclude_inputs_from_sizes() -> None:
+    """Patch the partitioner to count only activations. Does nothing if its functions have changed.
 
-    It measures ``(saved - inputs) / (saved at 1.0 - inputs)``, with *all* inputs of the graph, parameters included,
-    whether they are saved or not. Where the weights of a block are larger than its activations (float32 weights at batch
-    1, say) that is negative, and every budget but 0 is taken for 1.0. Inputs cost nothing: they stay in memory anyway.
+    The partitioner computes ``(saved - inputs) / (saved at 1.0 - inputs)`` with *all* inputs of the graph, including
+    parameters and inputs that are not saved. If a block's weights are larger than its activations (for example float32
+    weights at batch 1), that is negative, and every budget above 0 acts like 1.0. Inputs stay in memory anyway.
     """
     import torch._functorch.partitioners as partitioners
 

@@ -1,4 +1,4 @@
-"""torch's own settings for compiled blocks, and where compiled code is kept."""
+"""Torch settings for compiled blocks, and the folder of compiled code."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext import cache
-from kohya_ext.compiling.tracing import close_gaps, take_einops_whole, take_group_norm_whole
+from kohya_ext.compiling.tracing import allow_einops_in_graph, apply_workarounds, register_group_norm_shapes
 from kohya_ext.launch.session import current
 
-#: SDXL's ResnetBlock2D alone has 12 variants by its channels; torch's 8 would leave the rest eager without a word. With a
-#: memory budget of 0 a reduced SDXL then kept 1.6 times what checkpointing keeps; with all of them compiled, less than it.
+#: SDXL's ResnetBlock2D alone has 12 variants of channels. With torch's default of 8, the others silently run eager: with a
+#: memory budget of 0, a reduced SDXL then kept 1.6 times as much as checkpointing, and less with all variants compiled.
 DEFAULT_RECOMPILE_LIMIT = 64
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class SettingNotSeenError(RuntimeError):
-    """A setting of torch cannot be made to hold on every thread."""
+class ThreadSettingError(RuntimeError):
+    """A torch setting could not be applied to new threads."""
 
 
 def set_everywhere(config: Any, name: str, value: Any) -> None:
-    """Set one of torch's ``config`` modules' settings for this thread and for every thread that starts later.
+    """Set an option of one of torch's ``config`` modules for this thread and for all threads that start later.
 
-    Since torch 2.12 an assignment holds on its own thread only, and blocks are also compiled on autograd's threads: the
-    recompute of gradient checkpointing, and every backward graph. There the default is what counts, so it is changed too.
+    Since torch 2.12 an assignment affects only its own thread. Autograd's threads compile blocks too: for the recompute of
+    gradient checkpointing and for backward graphs. They read the default value, so this changes the default as well.
     https://github.com/pytorch/pytorch/pull/173568
 
-    Raises SettingNotSeenError when a new thread still sees another value.
+    Raises ThreadSettingError if a new thread still reads another value.
     """
     setattr(config, name, value)
-    if _seen_by_a_new_thread(config, name) != value:
+    if _value_in_new_thread(config, name) != value:
         entry = config._config[_real_name(config, name)]
         entry.default = value
-        if _seen_by_a_new_thread(config, name) != value:
-            raise SettingNotSeenError(f"{config.__name__}.{name}")
+        if _value_in_new_thread(config, name) != value:
+            raise ThreadSettingError(f"{config.__name__}.{name}")
 
 
 def _real_name(config: Any, name: str) -> str:
@@ -46,7 +46,7 @@ def _real_name(config: Any, name: str) -> str:
     return str(alias).rpartition(".")[2] if alias else name
 
 
-def _seen_by_a_new_thread(config: Any, name: str) -> Any:
+def _value_in_new_thread(config: Any, name: str) -> Any:
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(getattr(config, name)))
     thread.start()
@@ -55,37 +55,37 @@ def _seen_by_a_new_thread(config: Any, name: str) -> Any:
 
 
 def prepare_torch(recompile_limit: int | None) -> None:
-    """Set what compiled blocks need, once, before the first of them is compiled. Raises SettingNotSeenError."""
+    """Apply the settings that compiled blocks need, before the first one is compiled. Raises ThreadSettingError."""
     import torch
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    _collect_no_garbage_while_compiling()
-    _time_no_guards()
-    close_gaps()
-    take_einops_whole()
-    take_group_norm_whole()
+    _disable_gc_while_compiling()
+    _disable_guard_timing()
+    apply_workarounds()
+    allow_einops_in_graph()
+    register_group_norm_shapes()
     limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
-    # torch 2.7 renamed it and kept the old name as an alias.
+    # torch 2.7 renamed this setting and kept the old name as an alias.
     set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)
-    # DistributedDataParallel splits graphs at its buckets while its forward runs, and not in the recompute of
-    # checkpointing, which would then save other tensors. Blocks are small: their gradients are ready early anyway.
+    # DistributedDataParallel splits graphs at its buckets in forward but not in the recompute of checkpointing, which would
+    # then save different tensors. Blocks are small, so their gradients are ready early without the split.
     # https://pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer
     set_everywhere(dynamo, "optimize_ddp", False)
-    # Tensors that are attributes of a module (the conditioning image of LLLite) would be static, one graph a bucket.
+    # Otherwise tensor attributes of a module (LLLite's conditioning image) are static and need one graph per bucket.
     if hasattr(dynamo, "force_nn_module_property_static_shapes"):
         set_everywhere(dynamo, "force_nn_module_property_static_shapes", False)
-    # Recompute must take the graph that forward took; the LRU order of dynamo's cache lets a more general one overtake it.
+    # The recompute must use the same graph as forward. With LRU order, dynamo's cache may return a more general one.
     # https://github.com/pytorch/pytorch/issues/166926
     set_lru_cache = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
     if set_lru_cache is not None:
         set_lru_cache(False)
-    # Padding is decided for each graph by timing it: forward and recompute may decide differently. Same issue.
+    # Padding is chosen by timing each graph, so forward and recompute may choose differently. Same issue.
     set_everywhere(inductor, "shape_padding", False)
 
 
-def _collect_no_garbage_while_compiling() -> None:
-    """Spare the fifth of tracing's time that Python's collector takes: every object of the run is looked at again and again."""
+def _disable_gc_while_compiling() -> None:
+    """Disable Python's garbage collector while compiling. It would take a fifth of the tracing time."""
     from torch._dynamo.callback import callback_handler
 
     if not gc.isenabled():
@@ -94,8 +94,8 @@ def _collect_no_garbage_while_compiling() -> None:
     callback_handler.register_end_callback(lambda *about: gc.enable())
 
 
-def _time_no_guards() -> None:
-    """Spare the emptying of the processor's caches with which newer versions time every graph's guards, for their statistics.
+def _disable_guard_timing() -> None:
+    """Disable the timing of guards. Newer versions flush the CPU caches for it, only to collect statistics.
 
     https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/guards.py (``guard_latency_us``)
     """
@@ -106,7 +106,7 @@ def _time_no_guards() -> None:
 
 
 def keep_compiled_code(device: str) -> Path:
-    """Point torch's caches of compiled code to a folder that lasts, and return it; the user's own choice of one wins."""
+    """Return the folder of compiled code. Unless the user has set one, point torch to a persistent folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)

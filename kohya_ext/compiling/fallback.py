@@ -1,8 +1,8 @@
-"""A backend of torch.compile that never raises: a graph that cannot be compiled runs as it was traced.
+"""A torch.compile backend that runs a graph in eager mode if compiling it fails.
 
-The granularity is the graph, not the call: what dynamo has cached stays valid, so that under gradient checkpointing a
-recompute runs, and saves, exactly what its forward did. Backward graphs are compiled late, inside ``loss.backward()``,
-where nothing can be run again; a broken one is interpreted.
+It falls back graph by graph, not call by call. Graphs in dynamo's cache stay valid, so that a recompute under gradient
+checkpointing runs and saves exactly what its forward did. Backward graphs are compiled inside ``loss.backward()``, where
+nothing can be repeated, so a graph that fails to compile there is interpreted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from kohya_ext.compiling.lowering import survive_scaled_products
+from kohya_ext.compiling.lowering import fix_int8_pattern
 from kohya_ext.compiling.support import DEFAULT_BACKEND
 
 Backend = Callable[[Any, Sequence[Any]], Any]
@@ -21,20 +21,20 @@ Kind = Literal["forward", "backward"]
 
 
 class Observer(Protocol):
-    """What is told about the graphs of one compiled method."""
+    """Receives the events of one compiled method's graphs."""
 
     @property
     def has_failed(self) -> bool:
-        """True when nothing more is to be compiled."""
+        """Whether compiling has failed and further graphs run eager."""
 
     def compiling(self, kind: Kind) -> AbstractContextManager[None]:
-        """Wrap the compilation of one graph."""
+        """Return a context manager around the compilation of one graph."""
 
     def failed(self, error: Exception) -> None:
-        """Hear that one did not succeed."""
+        """Record that compiling a graph failed."""
 
 
-def falling_back(backend: str, mode: str | None, observer: Observer) -> Backend:
+def with_fallback(backend: str, mode: str | None, observer: Observer) -> Backend:
     """Return torch's backend of that name (``mode`` for inductor only) with a way back to eager.
 
     Raises torch's ``InvalidBackend`` for a name it does not know.
@@ -46,15 +46,15 @@ def falling_back(backend: str, mode: str | None, observer: Observer) -> Backend:
     def compile_graph(graph_module: Any, inputs: Sequence[Any]) -> Any:
         if observer.has_failed:
             return graph_module.forward
-        spare = _spare(graph_module)
+        copied = _copy_graph(graph_module)
         with observer.compiling("forward"):
             try:
                 return compiler(graph_module, inputs)
-            except RestartAnalysis:  # no failure: dynamo is asked to trace again
+            except RestartAnalysis:  # not a failure: asks dynamo to trace again
                 raise
-            except Exception as error:  # whatever a broken compiler throws
+            except Exception as error:  # a broken compiler can raise anything
                 observer.failed(error)
-                return spare.forward
+                return copied.forward
 
     return compile_graph
 
@@ -70,22 +70,22 @@ def _inductor(mode: str | None, observer: Observer) -> Backend:
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    survive_scaled_products()
+    fix_int8_pattern()
 
     def compile_inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
             return compile_fx_inner(graph_module, inputs, **kwargs)
-        spare = _spare(graph_module)
+        copied = _copy_graph(graph_module)
         with observer.compiling("backward"):
             try:
                 if observer.has_failed:
-                    return _interpreted(spare)
+                    return _interpreter(copied)
                 return compile_fx_inner(graph_module, inputs, **kwargs)
             except Exception as error:
-                if _draws_random_numbers(spare):
-                    raise  # eager would draw others than the forward graph did: a wrong gradient
+                if _draws_random_numbers(copied):
+                    raise  # eager would draw different random numbers than forward did and give a wrong gradient
                 observer.failed(error)
-                return _interpreted(spare)
+                return _interpreter(copied)
 
     patches = torch._inductor.list_mode_options(mode) if mode else {}
 
@@ -95,8 +95,8 @@ def _inductor(mode: str | None, observer: Observer) -> Backend:
     return compile_graph
 
 
-def _spare(graph_module: Any) -> Any:
-    """A copy for when compiling, which rewrites the graph in place, has failed half-way. Tensors are shared."""
+def _copy_graph(graph_module: Any) -> Any:
+    """Return a copy of the graph that shares its tensors. A failed compilation leaves the original half rewritten."""
     from torch.fx import GraphModule
 
     return GraphModule(graph_module, copy.deepcopy(graph_module.graph))
@@ -108,23 +108,23 @@ def _draws_random_numbers(graph_module: Any) -> bool:
     )
 
 
-def _interpreted(graph_module: Any) -> Any:
-    """Return the graph as what AOTAutograd takes for compiled code: called with one list, which it empties."""
+def _interpreter(graph_module: Any) -> Any:
+    """Return a callable that AOTAutograd accepts as compiled code. It takes one list of inputs, and empties it."""
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     try:
         output_code: Any = importlib.import_module("torch._inductor.output_code").OutputCode
-    except ImportError:  # torch 2.5 takes any function
+    except ImportError:  # torch 2.5 accepts any function
         output_code = object
 
-    # The compiled forward graph is free to lay out what it saves otherwise than it was traced; inductor does the same.
+    # The compiled forward may save tensors in other layouts than the traced ones. Inductor makes the same change.
     view_to_reshape(graph_module)
     graph_module.recompile()
 
     class Interpreted(output_code):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self._boxed_call = True  # on the instance: what wraps it copies its attributes
+            self._boxed_call = True  # set on the instance, because wrappers copy its attributes
 
         def __call__(self, inputs: list[Any]) -> Any:
             taken = list(inputs)
@@ -132,9 +132,9 @@ def _interpreted(graph_module: Any) -> Any:
             return graph_module(*taken)
 
         def post_compile(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing to do."""
+            """Do nothing."""
 
         def set_triton_bundle(self, bundle: Any) -> None:
-            """Nothing to bundle."""
+            """Do nothing."""
 
     return Interpreted()

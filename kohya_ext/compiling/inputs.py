@@ -1,8 +1,8 @@
-"""What decides how many graphs a class has, beside its own variants: the inputs of its blocks, which are made alike here.
+"""Unify the inputs of a class's blocks, so that they share graphs.
 
-- A picture of another size is a graph of its own, until dynamo has met a second size and takes it for dynamic. Where the
-  data set is known to have several, the dimensions that follow it are said to be dynamic before the first graph is traced.
-- What enters a model's first block requires no gradient, what enters the others does: a graph of its own, for one block.
+- Dynamo compiles the first image size as a static graph, and treats sizes as dynamic from the second one on. If the data set
+  has several sizes, the dimensions that depend on them are marked dynamic before the first graph is traced.
+- The inputs of a model's first block do not require a gradient and those of the others do, which would need two graphs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Inputs:
-    """The parameters of a method that differ from call to call or from block to block, by name."""
+    """The parameters of a method that vary between calls or between blocks, by name."""
 
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tensors, or tuples and lists of such -> their dimensions that follow the size of a picture."""
+    """Tensors, or tuples and lists of tensors -> the dimensions that depend on the image size."""
     activations: tuple[str, ...] = ()
-    """Those that require grad in every block of a model but its first."""
+    """Parameters that require grad in every block of a model except the first."""
 
 
-def arguments_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> value of a call's arguments; ``names``: the parameters, in order, without ``self``."""
+def named_arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name -> value of a call's arguments. ``names`` are the parameters in order, without ``self``."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def mark_sizes(inputs: Inputs, arguments: Mapping[str, Any]) -> None:
-    """Tell dynamo which dimensions will differ. It specializes one that turns out to be fixed: a hint costs no graph.
+    """Mark the dimensions that vary as dynamic. This is a hint: dynamo still specializes a dimension that must be static.
 
-    To be done in every call or in none: newer versions guard on it.
+    Call it for every call or for none, because newer versions guard on the mark.
     """
     from torch._dynamo import maybe_mark_dynamic
 
@@ -46,15 +46,15 @@ def _tensors(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
-def with_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those activations that lack a gradient, by name, as they are in the other blocks: requiring one.
+def require_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the activations that do not require a gradient, by name, as copies that do.
 
-    Empty where nothing of the block is trained, which would then be gone through backward for nothing. The gradient itself
-    goes nowhere; the weights' are the same without it.
+    Empty if the block has no trained weights, because its backward would then be wasted. The additional gradient is
+    discarded; the gradients of the weights do not change.
     """
     import torch
 
@@ -65,12 +65,12 @@ def with_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) -> 
     }
     if not lacking or not _is_trained(block):
         return {}
-    # Contiguous, as what blocks hand on: a text cut off from a longer one is not, and strides are guarded on.
+    # Contiguous, as the outputs of blocks are. Dynamo guards on strides, and a slice of a longer text is not contiguous.
     return {name: value.detach().contiguous().requires_grad_() for name, value in lacking.items()}
 
 
 def _is_trained(block: Any) -> bool:
-    """Whether a block has trained weights: its own, or of a network's module that has taken over a layer's forward."""
+    """Return whether a block has trained weights, of its own or in a LoRA module that replaces a layer's forward."""
     owners = (getattr(part.__dict__.get("forward"), "__self__", None) for part in block.modules())
     return any(
         weight.requires_grad for module in (block, *owners) if hasattr(module, "parameters") for weight in module.parameters()
@@ -78,7 +78,7 @@ def _is_trained(block: Any) -> bool:
 
 
 def has_several_sizes(data_sets: Sequence[Any]) -> bool:
-    """Whether the pictures of sd-scripts' data sets are in buckets of more than one size."""
+    """Return whether the images of sd-scripts' data sets are in buckets of more than one size."""
     sizes = {
         size
         for data_set in data_sets

@@ -1,38 +1,38 @@
-"""What an older inductor stumbles over in blocks, mended where a probe fails."""
+"""A workaround for older versions of inductor, applied if a probe fails."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-#: What `_is_valid_woq_optimization_pattern` reads of a match.
-_PARTS = ("x", "weight", "scales")
+#: The operands that `_is_valid_woq_optimization_pattern` reads from a match.
+_OPERANDS = ("x", "weight", "scales")
 
 
-def survive_scaled_products() -> None:
-    """Let inductor meet a 16-bit product that is multiplied by a number, as LoRA's is by ``alpha / rank``.
+def fix_int8_pattern() -> None:
+    """Let inductor compile a 16-bit matrix product that is multiplied by a number, such as LoRA's ``alpha / rank``.
 
-    In older versions, torch 2.6 among them, a pattern for int8 weights takes every such factor for a tensor of scales, and
-    raises: on every device, for the whole graph. To be done before the first graph is compiled, when patterns are registered.
+    In older versions, including torch 2.6, a pattern for int8 weights treats every such factor as a tensor of scales and
+    raises, on every device. Call this before the first graph is compiled, because patterns are registered then.
     https://github.com/huggingface/peft/issues/2901
     """
     try:
         from torch._inductor.fx_passes import quantization
 
         original = quantization._is_valid_woq_optimization_pattern
-    except (ImportError, AttributeError):  # another version, without the pattern
+    except (ImportError, AttributeError):  # a version without the pattern
         return
-    if not _raises_on_a_number(original()):
+    if not _raises_for_numbers(original()):
         return
 
-    def with_numbers_refused() -> Any:
+    def without_numbers() -> Any:
         check = original()
-        return lambda match: all(hasattr(match.kwargs.get(part), "meta") for part in _PARTS) and check(match)
+        return lambda match: all(hasattr(match.kwargs.get(part), "meta") for part in _OPERANDS) and check(match)
 
-    quantization._is_valid_woq_optimization_pattern = with_numbers_refused
+    quantization._is_valid_woq_optimization_pattern = without_numbers
 
 
-def _raises_on_a_number(check: Any) -> bool:
+def _raises_for_numbers(check: Any) -> bool:
     import torch
 
     tensor = SimpleNamespace(meta={"val": torch.empty(0)})

@@ -1,4 +1,4 @@
-"""Whether torch.compile can work here, asked before anything is compiled."""
+"""Checks whether torch.compile works here, made before anything is compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-#: Below it, parameters of blocks are constants of their graphs, and every block would be compiled for itself.
+#: Older versions treat a block's parameters as constants of its graph, and compile every block separately.
 #: https://pytorch.org/docs/stable/torch.compiler_dynamo_overview.html (``inline_inbuilt_nn_modules``)
 OLDEST_TORCH = Version("2.5")
 
@@ -17,19 +17,19 @@ DEFAULT_BACKEND = "inductor"
 
 
 def find_obstacle(device: str, backend: str = DEFAULT_BACKEND) -> str | None:
-    """Return why blocks cannot be compiled on a kind of device (``cuda``, ``cpu``, ...), with what to do; None if they can.
+    """Return why blocks cannot be compiled on a device type (``cuda``, ``cpu``, ...) and what to do; None if they can.
 
-    Only what is certain beforehand: a compiler that is there and fails is dealt with when it does.
+    Checks only for what is missing. An installed compiler that fails is handled by `fallback`.
     """
     import torch
 
     if Version(torch.__version__) < OLDEST_TORCH:
-        return f"torch {torch.__version__} is too old for it, {OLDEST_TORCH} is the oldest"
+        return f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     try:
         from torch._dynamo.eval_frame import check_if_dynamo_supported
 
         check_if_dynamo_supported()
-    except RuntimeError as error:  # a Python that is too new, Windows before torch 2.4
+    except RuntimeError as error:  # Python is too new, or Windows with torch before 2.4
         return f"torch {torch.__version__}: {error}"
     if backend != DEFAULT_BACKEND:
         return None
@@ -37,7 +37,7 @@ def find_obstacle(device: str, backend: str = DEFAULT_BACKEND) -> str | None:
         return _triton_obstacle()
     if device == "cpu":
         return _cpp_obstacle()
-    return f"torch.compile is not proven on {device}"
+    return f"torch.compile is untested on {device}"
 
 
 def _triton_obstacle() -> str | None:
@@ -45,13 +45,13 @@ def _triton_obstacle() -> str | None:
 
     if not _triton.has_triton_package():
         package = "triton-windows" if os.name == "nt" else "triton"
-        return f"Triton is not installed: pip install {package}"
+        return f"Triton is not installed; run: pip install {package}"
     if not _triton.has_triton():
-        return "Triton does not know this device (an NVIDIA card of compute capability 7.0 or newer is needed)"
-    # Triton builds its launchers at run time; its Windows build brings a compiler along.
+        return "Triton does not support this device; an NVIDIA GPU of compute capability 7.0 or newer is required"
+    # Triton compiles its launchers at run time. Its Windows package includes a compiler.
     # https://github.com/triton-lang/triton/blob/main/python/triton/runtime/build.py
     if os.name != "nt" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "Triton needs a C compiler: install gcc or clang, or name one in the variable CC"
+        return "Triton needs a C compiler; install gcc or clang, or set CC to one"
     return None
 
 
@@ -60,49 +60,48 @@ def _cpp_obstacle() -> str | None:
 
     try:
         get_cpp_compiler()
-    except Exception as error:  # its own kinds of exception moved between versions
-        return f"no working C++ compiler: install g++ (Windows: Visual Studio's C++ tools) or name one in CXX ({error})"
+    except Exception as error:  # its exception classes moved between versions
+        return f"no working C++ compiler; install g++ (Windows: Visual Studio's C++ tools) or set CXX to one ({error})"
     return None
 
 
-def reason_to_stand_aside(args: Any) -> str | None:
-    """Return why a script's arguments leave nothing to compile block by block; None where they do."""
+def reason_not_to_compile(args: Any) -> str | None:
+    """Return why blocks are not compiled with a script's arguments; None if they are."""
     if getattr(args, "torch_compile", False):
-        return "--torch_compile compiles the whole model already; leave it out to compile the blocks"
+        return "--torch_compile already compiles the whole model; remove it to compile the blocks"
     if getattr(args, "compile", False):
-        return "sd-scripts' own --compile compiles the blocks already"
+        return "sd-scripts' --compile already compiles the blocks"
     if getattr(args, "deepspeed", False):
-        return "DeepSpeed takes the model's forward over"
+        return "DeepSpeed replaces the model's forward"
     if getattr(args, "split_attn", False):
-        return "--split_attn cuts every sample at a length that is read from the GPU, which torch.compile cannot follow"
-    return _chance_in_the_network(args)
+        return "--split_attn slices every sample at a length read from the GPU, which breaks the graph; remove it"
+    return _random_structure(args)
 
 
-def _chance_in_the_network(args: Any) -> str | None:
-    """Why the network given by the user cannot be traced: what runs of it is drawn anew in every call."""
+def _random_structure(args: Any) -> str | None:
+    """Return why the user's network cannot be traced: its structure is random in every call; None if it can."""
     given = dict(option.split("=", 1) for option in getattr(args, "network_args", None) or () if "=" in option)
     if getattr(args, "network_module", None) == "networks.dylora" or given.get("algo") == "dylora":
-        return "DyLoRA draws the rank that it trains in every call of every layer, which cannot be compiled in one piece"
+        return "DyLoRA draws a random rank in every call of every layer, which breaks the graph"
     if given.get("module_dropout", "").strip("0."):
-        # As a mask it could be traced, but a layer that is left out has no gradient, a masked one a gradient of zero, and
-        # Adam moves its weights by their momentum.
+        # A mask could be traced, but would change the results: a masked layer has a gradient of zero instead of none, and
+        # Adam then still moves its weights by their momentum.
         return (
-            "module_dropout draws in every call of every layer whether it is left out, which cannot be compiled in one piece "
-            "(rank_dropout and --network_dropout can)"
+            "module_dropout skips layers at random in every call, which breaks the graph; "
+            "rank_dropout and --network_dropout can be compiled"
         )
     return None
 
 
 def ignored_dynamo_backend(environ: Mapping[str, str]) -> str | None:
-    """Return a sentence about a dynamo backend that is set where sd-scripts overrules it; None when there is none.
+    """Return a warning about a configured dynamo backend that sd-scripts ignores; None if none is configured.
 
-    sd-scripts hands ``dynamo_backend="NO"`` to accelerate unless ``--torch_compile`` is given, so that the choice made in
-    ``accelerate launch``, ``accelerate config`` or the GUI does nothing. https://github.com/bmaltais/kohya_ss/issues/1931
+    sd-scripts passes ``dynamo_backend="NO"`` to accelerate unless ``--torch_compile`` is set, so that the backend set in
+    ``accelerate launch``, ``accelerate config`` or the GUI has no effect. https://github.com/bmaltais/kohya_ss/issues/1931
     """
-    where = _dynamo_backend(environ)
-    if where is None:
+    if (setting := _dynamo_backend(environ)) is None:
         return None
-    return f"{where} does nothing: sd-scripts overrules it. Use --selective_torch_compile, or sd-scripts' own --torch_compile"
+    return f"{setting} has no effect with sd-scripts; use --selective_torch_compile or --torch_compile"
 
 
 def _dynamo_backend(environ: Mapping[str, str]) -> str | None:
@@ -113,7 +112,7 @@ def _dynamo_backend(environ: Mapping[str, str]) -> str | None:
         from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
         choice = getattr(load_config_from_file(None), "dynamo_config", None) or {}
-    except Exception:  # no accelerate, no such file, or one that accelerate itself cannot read
+    except Exception:  # accelerate is not installed, or the file is missing or invalid
         return None
     backend = str(choice.get("dynamo_backend", "no"))
     return f"dynamo_backend {backend} in {default_config_file}" if backend.lower() != "no" else None

@@ -1,6 +1,4 @@
-"""What blocks do in every call: what an older dynamo cannot trace in one piece, made traceable where a probe fails; what need
-not be traced at all.
-"""
+"""Dynamo workarounds, applied if a probe fails, and shortcuts for code that is slow to trace."""
 
 from __future__ import annotations
 
@@ -11,22 +9,22 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Something that a version of dynamo cannot trace."""
+class Workaround:
+    """A patch of dynamo for code that some versions cannot trace."""
 
     example: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-    """Make a function that does it, and what it is called with."""
-    close: Callable[[], Callable[[], None]]
-    """Change dynamo, and return what undoes that."""
+    """Return a function with such code, and its arguments."""
+    apply: Callable[[], Callable[[], None]]
+    """Patch dynamo; return a function that undoes the patch."""
 
-    def is_open(self) -> bool:
-        """True when dynamo breaks the graph, or gives up, at it."""
+    def is_needed(self) -> bool:
+        """Return whether dynamo breaks the graph in, or fails to trace, the example."""
         import torch
         from torch._dynamo.exc import TorchDynamoException
 
         function, inputs = self.example()
         try:
-            # Without gradients: this may run inside a checkpoint, which would count what is saved here as the block's.
+            # Without gradients, because this may run inside a checkpoint, which would count tensors saved here.
             with torch.no_grad():
                 torch.compile(function, backend="eager", fullgraph=True)(*inputs)
         except TorchDynamoException:
@@ -34,20 +32,20 @@ class Gap:
         return False
 
 
-def close_gaps() -> None:
-    """Make dynamo trace what blocks do; where that does not help, leave it as it was."""
-    for gap in GAPS:
-        if gap.is_open():
-            reopen = gap.close()
-            if gap.is_open():
-                reopen()
+def apply_workarounds() -> None:
+    """Apply every workaround that is needed, and undo those that do not help."""
+    for workaround in WORKAROUNDS:
+        if workaround.is_needed():
+            undo = workaround.apply()
+            if workaround.is_needed():
+                undo()
 
 
-def take_einops_whole() -> None:
-    """Put ``einops.rearrange`` into graphs as one call, as torch itself does for einops before 0.8.2.
+def allow_einops_in_graph() -> None:
+    """Keep ``einops.rearrange`` as one call in graphs, as torch does for einops before 0.8.2.
 
-    From there on dynamo follows how einops reads its patterns, character by character: four of seven instructions that are
-    traced of SDXL's blocks, in every start. A graph with that call is kept by torch's caches, unlike one with einops' others.
+    With newer versions dynamo traces how einops parses its pattern, which is 4 of 7 instructions traced in SDXL's blocks.
+    torch's caches accept a graph with this call, but none with einops' other functions.
     https://github.com/pytorch/pytorch/blob/v2.6.0/torch/_functorch/_aot_autograd/autograd_cache.py
     """
     import torch._dynamo
@@ -57,10 +55,10 @@ def take_einops_whole() -> None:
         torch._dynamo.allow_in_graph(einops.rearrange)
 
 
-def take_group_norm_whole() -> None:
-    """Say what a group norm of dynamic sizes gives, which torch finds out by going through all that a group norm consists of.
+def register_group_norm_shapes() -> None:
+    """Register the output shapes of a group norm with dynamic sizes, which torch derives by running its decomposition.
 
-    A ninth of what is done to trace SDXL's blocks. Only while dynamo traces: what is compiled is divided into parts as before.
+    That takes a ninth of the time to trace SDXL's blocks. It affects only tracing; the compiled code is the same.
     https://github.com/pytorch/pytorch/blob/main/torch/_refs/__init__.py (``native_group_norm``)
     """
     import torch
@@ -78,21 +76,21 @@ def take_group_norm_whole() -> None:
     fake_impls.register_fast_op_impl(torch.ops.aten.native_group_norm.default)(fake)
 
 
-# --- a method of another module, kept as an attribute: open up to torch 2.6 ------------------------------------------
+# --- a method of another module stored as an attribute: needed up to torch 2.6 ----------------------------------------
 #
-# LoRA keeps the original method of a layer (``self.org_forward = layer.forward``). Dynamo forgets, in such a method, where
-# the layer came from; it can then not make inputs of the layer's parameters, and breaks the graph at every single layer.
+# LoRA stores the original method of a layer (``self.org_forward = layer.forward``). Dynamo loses the source of the layer in
+# such a method. It cannot turn the layer's parameters into graph inputs then, and breaks the graph at every layer.
 
 
-def _a_method_of_another_module() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _stored_method_example() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     import torch
 
     holder = torch.nn.Identity()
-    holder.method = torch.nn.LayerNorm(1).forward  # a layer with parameters, and one that draws no random numbers
+    holder.method = torch.nn.LayerNorm(1).forward  # has parameters, and its initialization draws no random numbers
     return lambda module, x: module.method(x), (holder, torch.zeros(1, 1))
 
 
-def _keep_where_methods_come_from() -> Callable[[], None]:
+def _track_method_owner() -> Callable[[], None]:
     from types import MethodType
 
     from torch._dynamo.guards import GuardBuilder, install_guard
@@ -109,29 +107,29 @@ def _keep_where_methods_come_from() -> Callable[[], None]:
         owner = method.__self__ if isinstance(method, MethodType) else None
         if not self.source or not isinstance(owner, Module) or owner is self.value:
             return original(self, tx, name)
-        # Guarded on the function, not on the method object, which is another one for each layer.
+        # Guard on the function, because each layer has another method object.
         source = AttrSource(self.source, name)
         install_guard(AttrSource(source, "__func__").make_guard(GuardBuilder.CLOSURE_MATCH))
-        its_self = VariableBuilder(tx, AttrSource(source, "__self__"))(owner)
-        return UserMethodVariable(method.__func__, its_self, source=source)
+        instance = VariableBuilder(tx, AttrSource(source, "__self__"))(owner)
+        return UserMethodVariable(method.__func__, instance, source=source)
 
     UnspecializedNNModuleVariable.var_getattr = var_getattr
     return lambda: setattr(UnspecializedNNModuleVariable, "var_getattr", original)
 
 
-# --- ``del`` of a name that a comprehension or a lambda reads: open up to torch 2.13 ------------------------------------
+# --- ``del`` of a variable that a comprehension or a lambda reads: needed up to torch 2.13 ------------------------------
 #
-# Attention of HunyuanImage and Anima does it, below Python 3.12 in every call (from 3.12 on a comprehension is no closure).
+# The attention of HunyuanImage and Anima does this in every call on Python before 3.12, where comprehensions are closures.
 
 
-def _a_deleted_name_of_a_closure() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _deleted_closure_variable_example() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     import torch
 
     def attention(x: Any) -> Any:
         query = x + 1
 
         def scores() -> Any:
-            return query * 2  # noqa: F821  called before the name is deleted
+            return query * 2  # noqa: F821  called before the variable is deleted
 
         out = scores()
         del query
@@ -140,7 +138,7 @@ def _a_deleted_name_of_a_closure() -> tuple[Callable[..., Any], tuple[Any, ...]]
     return lambda x: attention(x), (torch.zeros(1, 1),)
 
 
-def _trace_deletions() -> Callable[[], None]:
+def _support_delete_deref() -> Callable[[], None]:
     import dis
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -150,7 +148,7 @@ def _trace_deletions() -> Callable[[], None]:
         self.push(DeletedVariable())
         self.STORE_DEREF(instruction)
 
-    # Each translator looks instructions up in a table of its own.
+    # Each translator class has its own dispatch table.
     translators = [InstructionTranslatorBase, *_all_subclasses(InstructionTranslatorBase)]
     instruction = dis.opmap["DELETE_DEREF"]
     before = [translator.dispatch_table[instruction] for translator in translators]
@@ -165,10 +163,10 @@ def _trace_deletions() -> Callable[[], None]:
 
 
 def _all_subclasses(kind: Any) -> list[Any]:
-    return [found for subclass in kind.__subclasses__() for found in (subclass, *_all_subclasses(subclass))]
+    return [each for subclass in kind.__subclasses__() for each in (subclass, *_all_subclasses(subclass))]
 
 
-GAPS = (
-    Gap(_a_method_of_another_module, _keep_where_methods_come_from),
-    Gap(_a_deleted_name_of_a_closure, _trace_deletions),
+WORKAROUNDS = (
+    Workaround(_stored_method_example, _track_method_owner),
+    Workaround(_deleted_closure_variable_example, _support_delete_deref),
 )

@@ -164,7 +164,7 @@ def find_problems(parser: argparse.ArgumentParser, config: ConfigFile) -> list[P
     checked = dict(config.values)
     for name, _ in options("training"):
         checked.pop(name, None)  # read, and checked, with the other settings
-    if gui_files.wrote(config.values):
+    if gui_files.is_from_gui(config.values):
         # The GUI writes some keys for scripts that do not know them; none of its keys is misspelt.
         known = {action.dest for action in parser._actions}
         checked = {key: value for key, value in checked.items() if key in known}
@@ -250,4 +250,4 @@ def trace(parser: argparse.ArgumentParser, command: CommandLine) -> Iterator[Tra
 def preset_line(command: CommandLine) -> str:
     """Return one line: the values that the presets set, and those that they left out because of the user's own."""
     values = {key: command.values[key] for key in command.presets.values if command.origin(key) == "preset"}
-    return preset_conflicts.in_words(command.presets.label, values, command.presets.held_back)
+    return preset_conflicts.summary(command.presets.label, values, command.presets.held_back)

@@ -164,7 +164,7 @@ class CommandLine:
         label = ""
         if AUTO in names:
             size = self.given.get("vram")
-            gpu = ("--vram", size) if size is not None else units.find()
+            gpu = ("--vram", size) if size is not None else units.first_gpu()
             if gpu is None:
                 raise UserError("--preset auto: no NVIDIA GPU found: give its size, --vram 16, or name a preset, --preset 16gb")
             if self.automatic is None:
@@ -178,7 +178,7 @@ class CommandLine:
             with contextlib.suppress(UserError):  # reported where the training set is checked
                 its_subsets = list(subsets(read_dataset_config(Path(dataset))))
         values = {key: value.value for key, value in presets.values.items()}
-        off_in_gui = gui_files.off(self.config.values) if self.config is not None else frozenset[str]()
+        off_in_gui = gui_files.options_off(self.config.values) if self.config is not None else frozenset[str]()
         off_in_gui -= self._layers_of_user["command line"].keys()
         held_back = preset_conflicts.held_back(self.name, values, self.given, its_subsets, off_in_gui)
         return replace(presets, label=presets.label + label, held_back=held_back)

@@ -1,19 +1,19 @@
-"""Config files that the kohya_ss GUI wrote.
+"""Recognize config files of the kohya_ss GUI, and the options that are off in its form.
 
-The GUI writes what its form shows, and leaves out every value that is empty or off (its LoRA form also those that are 0). An
-option of its form that is not in such a file is therefore off on the screen, not open. Source: ``config_toml_data`` in
-lora_gui.py, dreambooth_gui.py, finetune_gui.py and textual_inversion_gui.py of https://github.com/bmaltais/kohya_ss, 45088f04.
+The GUI omits values that are empty or off (its LoRA form also those that are 0). An option of the form that is missing from
+the file is therefore off, not unset. Source: ``config_toml_data`` in lora_gui.py, dreambooth_gui.py, finetune_gui.py and
+textual_inversion_gui.py of https://github.com/bmaltais/kohya_ss, 45088f04.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Keys that each of the four forms writes, whatever is chosen; no script knows ``noise_offset_type``.
+#: Keys that all four forms always write. No script has ``noise_offset_type``.
 _ALWAYS = ("dynamo_backend", "noise_offset_type", "max_data_loader_n_workers")
 
-#: Boxes, and numbers that are off at 0: options that a preset may turn on and that the form of their model shows.
-SHOWN = frozenset(
+#: Checkboxes, and numbers that are off at 0, that the forms show and a preset may turn on.
+SWITCHES = frozenset(
     {
         *("apply_t5_attn_mask", "blocks_to_swap", "bucket_no_upscale", "cache_latents"),
         *("cache_latents_to_disk", "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"),
@@ -27,11 +27,11 @@ SHOWN = frozenset(
 )
 
 
-def off(values: Mapping[str, object]) -> frozenset[str]:
-    """Return the options that the form shows as off, from the values of a config file; none where another hand wrote it."""
-    return frozenset(key for key in SHOWN if not values.get(key)) if wrote(values) else frozenset()
+def options_off(values: Mapping[str, object]) -> frozenset[str]:
+    """Return the options that the form shows as off, given a config file's values; empty if the GUI did not write it."""
+    return frozenset(key for key in SWITCHES if not values.get(key)) if is_from_gui(values) else frozenset()
 
 
-def wrote(values: Mapping[str, object]) -> bool:
-    """Return whether the values of a config file are those of one that the GUI wrote."""
+def is_from_gui(values: Mapping[str, object]) -> bool:
+    """Return whether the GUI wrote a config file with these values."""
     return all(key in values for key in _ALWAYS)

@@ -1,8 +1,8 @@
-"""Preset values that give way to the user's other options.
+"""Hold back preset values that contradict the user's options.
 
-A preset fills what is open. A value that it would fill can contradict one that the user gave for another option: a cached text
-encoder is not trained, a cached caption is not shuffled, Adafactor's arguments are no other optimizer's. Such a value is left
-out. Each rule is an assertion or an error of sd-scripts, or an option that it would ignore without a word.
+A preset only sets options that the user does not set, but its values can still contradict the user's other options. For
+example, a cached text encoder cannot be trained, cached captions cannot be shuffled, and Adafactor's arguments are invalid for
+other optimizers. Each rule stands for an assertion or error in sd-scripts, or for an option that it silently ignores.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from dataclasses import dataclass
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
 
-#: Says whether the user's value of an option contradicts; the second argument holds all other options' values.
+#: (user's value of an option, values of all other options) -> whether it contradicts the preset.
 Condition = Callable[[object, Mapping[str, object]], bool]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Preset keys that are left out when the user set one of some options."""
+    """Preset keys that are held back when the user sets one of some options."""
 
     keys: tuple[str, ...]
     options: tuple[str, ...]
     when: Condition
     holds_for: Callable[[Family, str], bool] | None = None
-    """Given the model family and the script's file name; None: it holds for every script, known or not."""
+    """(model family, script's file name) -> whether the rule holds; None means every script, known or not."""
     costs_memory: bool = True
-    """Whether a run needs more memory without a key that saves some."""
+    """Whether the run needs more memory without a key of :data:`SAVES_MEMORY`."""
 
     def is_for(self, script: str, family: Family | None) -> bool:
-        """Whether it holds for a script, which trains a family."""
+        """Return whether the rule holds for a script and the model family that it trains."""
         return self.holds_for is None or (family is not None and self.holds_for(family, script))
 
     def applies(self, given: Mapping[str, object], filled: Mapping[str, object]) -> str | None:
-        """Return the option that contradicts, with its value, if one does."""
+        """Return the contradicting option and its value, or None."""
         for option in (option for option in self.options if option in given):
             others = {**_DEFAULTS, **filled, **{key: value for key, value in given.items() if key != option}}
             if self.when(given[option], others):
@@ -75,7 +75,7 @@ def _trains_t5(value: object, others: Mapping[str, object]) -> bool:
 
 
 def _has_no_buckets(value: object, others: Mapping[str, object]) -> bool:
-    """Whether a resolution is outside of the sizes that buckets may have: upstream ends in an assertion."""
+    """Return whether a resolution is outside the bucket limits, on which an assertion of upstream fails."""
     try:
         sides = [int(side) for side in (value if isinstance(value, list) else str(value).split(","))]
         smallest, largest = (int(str(others.get(key))) for key in ("min_bucket_reso", "max_bucket_reso"))
@@ -96,12 +96,12 @@ _CHANGING_IMAGES = ("color_aug", "random_crop")
 
 _TEXT_RATES = ("text_encoder_lr", "network_train_text_encoder_only")
 
-#: Upstream's defaults of what a condition looks at.
+#: Upstream's defaults of options that conditions read.
 _DEFAULTS: Mapping[str, object] = {"min_bucket_reso": 256, "max_bucket_reso": 1024}
 
 
 def _trains_or_caches(family: Family, script: str) -> bool:
-    """Whether a script trains its text encoders or caches the outputs of all of them, one or the other."""
+    """Return whether a script either trains its text encoders or caches the outputs of all of them."""
     return family.trains_text_encoders and not family.caches_t5_alone
 
 
@@ -128,7 +128,7 @@ RULES = (
     Rule(("full_bf16",), ("mixed_precision",), _is_not_bf16),
     Rule(("full_bf16",), ("full_fp16",), _is_set),
     Rule(("fp8_base", "fp8_base_unet"), ("mixed_precision",), lambda value, others: value == "no"),
-    # An optimizer's arguments, its clipping and its fused steps belong to it alone.
+    # Arguments, gradient clipping and fused backward pass are specific to the optimizer.
     Rule(("optimizer_args", "max_grad_norm", "fused_backward_pass"), ("optimizer_type",), _is_other_optimizer),
     Rule(("optimizer_type", "optimizer_args", "max_grad_norm", "fused_backward_pass"), _OLD_OPTIMIZER_SWITCHES, _is_set),
     Rule(("fused_backward_pass",), _FUSED_STEPS[1:], _is_set),
@@ -138,7 +138,7 @@ RULES = (
     Rule(("lr_warmup_steps",), ("lr_scheduler_type",), _is_set),
 )
 
-#: What a run needs more memory without.
+#: Preset keys without which a run needs more memory.
 SAVES_MEMORY = frozenset(
     {
         *(*_CACHED_TEXT, *_CACHED_LATENTS, *_UNTRAINED_TEXT, "blocks_to_swap", "fp8_base", "fp8_scaled", "fp8_vl", "full_bf16"),
@@ -149,12 +149,12 @@ SAVES_MEMORY = frozenset(
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a preset's value is left out."""
+    """Why a preset value is held back."""
 
-    words: str
+    text: str
     costs_memory: bool
     in_gui: bool = False
-    """Off on the GUI's form, where it can be turned on."""
+    """Whether the option is off in the GUI's form, where the user can turn it on."""
 
 
 def held_back(
@@ -164,21 +164,21 @@ def held_back(
     subsets: Sequence[Mapping[str, object]] = (),
     off_in_gui: Collection[str] = (),
 ) -> dict[str, Reason]:
-    """Return the preset keys that are left out, each with the reason.
+    """Return the preset keys that are held back, with the reasons.
 
-    ``filled``: the values that the preset sets. ``given``: the user's own, of the config file and the command line.
-    ``subsets``: the options of each subset of a dataset config. ``off_in_gui``: options that the GUI's form shows as off.
+    ``filled``: the preset's values. ``given``: the user's values from the config file and the command line. ``subsets``: the
+    options of each subset in a dataset config. ``off_in_gui``: options that the GUI's form shows as off.
     """
-    said = {**dict.fromkeys(off_in_gui, False), **given}
+    user = {**dict.fromkeys(off_in_gui, False), **given}
     left = {key: value for key, value in filled.items() if key not in given or key in off_in_gui}
     reasons: dict[str, Reason] = {}
     family = families.of(script, {**filled, **given})
     for rule in (rule for rule in RULES if rule.is_for(script, family)):
         for key in [key for key in rule.keys if left.get(key, False) is not False]:
             others = {key: value for key, value in filled.items() if key not in reasons}
-            against = next(filter(None, (rule.applies({**said, **where}, others) for where in subsets or [{}])), None)
-            if against is not None:
-                reasons[key] = Reason(against, rule.costs_memory and key in SAVES_MEMORY)
+            conflict = next(filter(None, (rule.applies({**user, **subset}, others) for subset in subsets or [{}])), None)
+            if conflict is not None:
+                reasons[key] = Reason(conflict, rule.costs_memory and key in SAVES_MEMORY)
                 del left[key]
     for key in [key for key, value in left.items() if value and key in off_in_gui]:
         reasons[key] = Reason("off in the GUI", key in SAVES_MEMORY, in_gui=True)
@@ -186,18 +186,18 @@ def held_back(
     return reasons
 
 
-def in_words(label: str, filled: Mapping[str, object], reasons: Mapping[str, Reason]) -> str:
-    """Return one line: what a preset filled, what it left out and why. A switch that it leaves off is not worth a word."""
-    words = [key if value is True else f"{key}={value}" for key, value in filled.items() if value is not False]
-    line = f"preset {label} set {', '.join(words) or 'nothing'}"
+def summary(label: str, filled: Mapping[str, object], reasons: Mapping[str, Reason]) -> str:
+    """Return a line with the values that a preset set, and those held back with reasons. Switches set to off are omitted."""
+    values = [key if value is True else f"{key}={value}" for key, value in filled.items() if value is not False]
+    line = f"preset {label} set {', '.join(values) or 'nothing'}"
     if not reasons:
         return line
     grouped: dict[str, list[str]] = {}
     for key, reason in reasons.items():
-        grouped.setdefault(reason.words, []).append(key)
-    line += "; left out " + "; ".join(f"{', '.join(keys)} ({words})" for words, keys in grouped.items())
+        grouped.setdefault(reason.text, []).append(key)
+    line += "; skipped " + "; ".join(f"{', '.join(keys)} ({text})" for text, keys in grouped.items())
     if any(reason.costs_memory for reason in reasons.values()):
-        line += ". The run needs more memory than the preset is made for"
-        if ticks := [key for key, reason in reasons.items() if reason.costs_memory and reason.in_gui]:
-            line += f": turn on {', '.join(ticks)} in the GUI if it does not fit"
+        line += ". The run needs more memory than the preset is designed for"
+        if switches := [key for key, reason in reasons.items() if reason.costs_memory and reason.in_gui]:
+            line += f"; if it does not fit, turn on {', '.join(switches)} in the GUI"
     return line

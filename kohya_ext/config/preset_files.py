@@ -1,10 +1,10 @@
-"""Presets: partial overlays in TOML that fill what the user left open.
+"""Presets: TOML files of defaults for options that the user does not set.
 
-A preset is a file of sd-scripts' own keys, in sections of any name (sections are flattened one level, as upstream
-flattens its config files), and a ``[preset]`` table that says what it is. The comment behind a key says why it is there.
-The shipped ones lie in ``presets/<family>/<name>.toml``; a family stands for the scripts that share its presets. A preset
-that says ``extends = ["base"]`` is laid over that one, which need not be named: what the tiers of a family share stands in
-its ``base.toml`` once.
+A preset holds sd-scripts' keys in sections of any name, which are flattened one level like upstream's config files. Its
+``[preset]`` table describes the preset. The comment after a key gives the reason for the value.
+
+Shipped presets are in ``presets/<family>/<name>.toml``, where a family is a group of scripts that share presets. A preset
+with ``extends = ["base"]`` overrides the values of ``base.toml``, which the tiers of a family share.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from kohya_ext.sdscripts import families
 #: The table that describes the preset; every other table holds arguments.
 ABOUT = "preset"
 
-#: Script -> its folder of presets, for the model that it trains without further options.
+#: Script -> folder of presets, for the model that it trains by default.
 FAMILIES: Mapping[str, str] = {
     script: folder for family, script, folder in families.with_presets() if not family.is_chosen_by_option
 }
 
-#: Folder of presets for a model that a script trains with an option -> the script. Named in full: ``chroma-lora/16gb``.
+#: Folder of presets for a model that needs an option of the script -> script. Users give the full name, ``chroma-lora/16gb``.
 SIBLINGS: Mapping[str, str] = {
     folder: script for family, script, folder in families.with_presets() if family.is_chosen_by_option
 }
 
-#: The folder of presets that go with every script.
+#: The folder of presets for every script.
 ANY = "any"
 
-#: What the presets of a family share; it is no choice of its own.
+#: The preset that the others of a family extend; users cannot choose it.
 BASE = "base"
 
 
@@ -64,67 +64,67 @@ class Preset:
 
     name: str
     family: str | None
-    """None for a user's own file that does not say: it goes with any script."""
+    """None for a user's file without one, which is for any script."""
     about: Mapping[str, object]
-    """The ``[preset]`` table: ``summary``, ``traded``, ``extends``, and for a tier ``vram_gb``."""
+    """The ``[preset]`` table: ``summary``, ``traded``, ``extends``, and ``vram_gb`` for a tier."""
     values: Mapping[str, Value]
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Presets laid over one another, the later one on top."""
+    """A stack of presets, of which later ones override earlier ones."""
 
     presets: tuple[Preset, ...] = ()
     label: str = ""
-    """For messages, those that were named: ``sdxl-lora/16gb + sdxl-lora/quality``."""
+    """The presets that the user named, for messages: ``sdxl-lora/16gb + sdxl-lora/quality``."""
     held_back: Mapping[str, Reason] = field(default_factory=dict)
-    """Keys that are left out because they contradict what the user set."""
+    """Keys that are not applied because they contradict the user's options."""
 
     @property
     def values(self) -> dict[str, Value]:
-        """The values that they set together."""
+        """The combined values of all presets."""
         return {key: value for preset in self.presets for key, value in self.values_of(preset).items()}
 
     def values_of(self, preset: Preset) -> dict[str, Value]:
-        """Return the values of one of them, without those that are held back."""
+        """Return the values of one preset, without those that are held back."""
         return {key: value for key, value in preset.values.items() if key not in self.held_back}
 
     @property
     def assumed(self) -> dict[str, object]:
-        """What they take for granted of the user's own files, for figures alone: a text encoder in fp8."""
+        """Assumptions about the user's files, used only for estimates: for example, a text encoder in fp8."""
         tables = (preset.about.get("assumes") for preset in self.presets)
         return {key: value for table in tables if isinstance(table, dict) for key, value in table.items()}
 
 
 def shipped() -> Iterator[tuple[str, str, Path]]:
-    """Yield (family, name, file) for every preset that comes with the package; families by name, tiers by size."""
-    found = [file for folder in _folders() for file in folder.glob("*/*.toml") if file.stem != BASE]
-    for file in sorted(found, key=lambda file: (file.parent.name, _tier(file.stem) or math.inf, file.stem)):
+    """Yield (family, name, file) for every shipped preset, sorted by family name and tier size."""
+    files = [file for folder in _folders() for file in folder.glob("*/*.toml") if file.stem != BASE]
+    for file in sorted(files, key=lambda file: (file.parent.name, _tier(file.stem) or math.inf, file.stem)):
         yield file.parent.name, file.stem, file
 
 
 def scripts(family: str) -> list[str]:
-    """Return the scripts that a family of presets goes with."""
-    return [script for script, its in FAMILIES.items() if family in (its, ANY) or SIBLINGS.get(family) == script]
+    """Return the scripts that a family of presets is for."""
+    return [script for script, folder in FAMILIES.items() if family in (folder, ANY) or SIBLINGS.get(family) == script]
 
 
 def base(family: str) -> Preset | None:
-    """Return what the presets of a family share; None when they share nothing."""
+    """Return the base preset of a family, or None."""
     file = file_of(family, BASE)
     return None if file is None else _read(file)
 
 
 def load(names: Iterable[str], script: str) -> Overlay:
-    """Load presets for a script (its file name), each over what it extends.
+    """Load presets for a script (its file name), each after those that it extends.
 
-    A tier without a file of its own is the next smaller one. Raises UserError for an unknown one or one of another family.
+    For a tier without a file the next smaller tier is loaded. Raises UserError for an unknown preset or another family's.
     """
-    named = [_named(name, script) for name in names]
-    laid: dict[str, Preset] = {}
+    named = [_load_one(name, script) for name in names]
+    stack: dict[str, Preset] = {}
     for top in named:
         for preset in _with_bases(top):
-            laid.setdefault(preset.name, preset)
-    return Overlay(tuple(laid.values()), " + ".join(preset.name for preset in named))
+            stack.setdefault(preset.name, preset)
+    return Overlay(tuple(stack.values()), " + ".join(preset.name for preset in named))
 
 
 def _with_bases(preset: Preset) -> Iterator[Preset]:
@@ -132,28 +132,28 @@ def _with_bases(preset: Preset) -> Iterator[Preset]:
         family, _, stem = name.rpartition("/")
         file = file_of(family or preset.family or "", stem)
         if file is None:
-            raise UserError(f"preset {preset.name} extends {name}, which is not there: `presets list` shows what is")
+            raise UserError(f"preset {preset.name} extends {name}, which does not exist; `presets list` shows all presets")
         yield from _with_bases(_read(file))
     yield preset
 
 
 def _bases(preset: Preset) -> list[str]:
-    said = preset.about.get("extends", [])
-    if not isinstance(said, list) or not all(isinstance(name, str) for name in said):
-        raise UserError(f'preset {preset.name}: extends must be a list of names: extends = ["sdxl-lora/16gb"]')
-    return said
+    names = preset.about.get("extends", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f'preset {preset.name}: extends must be a list of names, such as extends = ["sdxl-lora/16gb"]')
+    return names
 
 
-def _named(name: str, script: str) -> Preset:
+def _load_one(name: str, script: str) -> Preset:
     if name.endswith(".toml") and Path(name).expanduser().is_file():
         preset = parse(read_text(Path(name).expanduser(), f"preset {name}"), name, None)
     else:
         preset = _shipped(name, script)
     if preset.family is not None and script not in scripts(preset.family):
-        mine = _choices(script)
+        choices = _choices(script)
         raise UserError(
             f"preset {preset.name} is for {', '.join(scripts(preset.family)) or preset.family}, not for {script}."
-            + (f" {script} has: {mine}" if mine else "")
+            + (f" Presets for {script}: {choices}" if choices else "")
         )
     return preset
 
@@ -163,28 +163,28 @@ def _shipped(name: str, script: str) -> Preset:
     size = _tier(stem)
     stem = stem if size is None else f"{size}gb"
     folders = [family] if family else [FAMILIES.get(script, ""), ANY]
-    file = next((file for its in folders if (family or stem != BASE) and (file := file_of(its, stem)) is not None), None)
+    file = next((file for folder in folders if (family or stem != BASE) and (file := file_of(folder, stem)) is not None), None)
     if file is None and size is not None:
-        smaller = [(its, file) for its, file in _tiers(folders[0]) if its < size]
+        smaller = [(tier, file) for tier, file in _tiers(folders[0]) if tier < size]
         file = max(smaller)[1] if smaller else None
     if file is not None:
         return _read(file)
     if name.endswith(".toml"):
-        raise UserError(f"no preset file {name}: check the path")
-    mine = ", ".join(its for its_family, its, _ in shipped() if its_family == family) if family else _choices(script)
-    if not mine:
-        raise UserError(f"no preset {name}: `presets list` shows what there is; or give a TOML file of your own")
-    if _tier(stem) is not None and (there := _tiers(folders[0])):
-        raise UserError(f"no preset {name} for {script}: there are {mine}; {min(there)[1].stem} is the smallest tier")
-    raise UserError(f"no preset {name} for {script}: there are {mine}.{did_you_mean(stem, mine.split(', '))}")
+        raise UserError(f"preset file {name} does not exist; check the path")
+    choices = ", ".join(other for folder, other, _ in shipped() if folder == family) if family else _choices(script)
+    if not choices:
+        raise UserError(f"no preset {name}; `presets list` shows all presets, or give the path of a TOML file")
+    if _tier(stem) is not None and (tiers := _tiers(folders[0])):
+        raise UserError(f"no preset {name} for {script}; use {choices} ({min(tiers)[1].stem} is the smallest tier)")
+    raise UserError(f"no preset {name} for {script}; use {choices}.{did_you_mean(stem, choices.split(', '))}")
 
 
 def _choices(script: str) -> str:
-    """What may be named for a script: tiers and overlays by their names, siblings in full."""
+    """Return the preset names for a script, separated by commas; those of its other models with their family."""
     own = [name for family, name, _ in shipped() if family == FAMILIES.get(script)]
     others = [f"{family}/{name}" for family, name, _ in shipped() if SIBLINGS.get(family) == script]
-    every = [name for family, name, _ in shipped() if family == ANY and name not in own and script in scripts(ANY)]
-    return ", ".join([*own, *others, *every])
+    common = [name for family, name, _ in shipped() if family == ANY and name not in own and script in scripts(ANY)]
+    return ", ".join([*own, *others, *common])
 
 
 def _folders() -> list[Path]:
@@ -192,16 +192,16 @@ def _folders() -> list[Path]:
 
 
 def file_of(family: str, name: str) -> Path | None:
-    """Return the file of a shipped preset, a base among them; None when there is none."""
+    """Return the file of a shipped preset, including ``base``, or None."""
     return next((file for folder in _folders() if (file := folder / family / f"{name}.toml").is_file()), None)
 
 
 def _tiers(family: str) -> list[tuple[int, Path]]:
-    return [(size, file) for its, name, file in shipped() if its == family and (size := _tier(name)) is not None]
+    return [(size, file) for folder, name, file in shipped() if folder == family and (size := _tier(name)) is not None]
 
 
 def _tier(name: str) -> int | None:
-    match = re.fullmatch(r"(\d+)\s*(?:g|gb)?", name)  # as --vram reads the size of a GPU
+    match = re.fullmatch(r"(\d+)\s*(?:g|gb)?", name)  # the formats of --vram
     return int(match.group(1)) if match else None
 
 
@@ -211,7 +211,7 @@ def _read(file: Path) -> Preset:
 
 
 def parse(text: str, name: str, family: str | None) -> Preset:
-    """Read a preset from TOML text. Raises UserError when it is broken, nested too deep or says one key twice."""
+    """Parse a preset from TOML text. Raises UserError for invalid TOML, nested tables and duplicate keys."""
     try:
         document = tomlkit.parse(text)
     except ParseError as error:
@@ -223,19 +223,19 @@ def parse(text: str, name: str, family: str | None) -> Preset:
             about = item.unwrap()
             continue
         if key in values:
-            raise UserError(f"preset {name} says {key} twice")
+            raise UserError(f"preset {name}: duplicate key {key}; remove one")
         values[key] = Value(item.unwrap(), item.trivia.comment.lstrip("# ").strip(), name)
-    its_family = family or about.get("family")
-    return Preset(name, str(its_family) if its_family else None, about, values)
+    family = family or str(about.get("family") or "") or None
+    return Preset(name, family, about, values)
 
 
 def _arguments(document: TOMLDocument, name: str) -> Iterator[tuple[str, Item]]:
     for key in document:
         item = document.item(key)
         if isinstance(item, OutOfOrderTableProxy):
-            raise UserError(f"preset {name}: [{key}] stands in two places: put its keys together")
+            raise UserError(f"preset {name}: table [{key}] is split; put all of its keys in one place")
         if isinstance(item, Table) and key != ABOUT:
-            # Iterating over items would hand out bare booleans, which have lost their comments.
+            # Iterating over item would yield plain booleans without their comments.
             for inner in item:
                 content = item.value.item(inner)
                 if isinstance(content, (Table, OutOfOrderTableProxy)):

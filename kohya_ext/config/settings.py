@@ -2,7 +2,7 @@
 
 A row is a field of :class:`Settings`. Its name gives the flag (``--activation_memory_budget``, dashes accepted too) and
 the key in a TOML file; its type, default, environment variable and meaning stand beside it. The launcher's parser, the
-script's ``--help``, ``doctor`` and the README's table all read it from here.
+script's ``--help``, ``doctor`` and docs/options.md all read it from here.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Settings:
     compile_mode: str = _option(
         "default",
         "torch.compile's mode for the blocks, for the inductor backend: default, or max-autotune-no-cudagraphs",
-        one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        one_of("default", "max-autotune-no-cudagraphs"),
         environment="KOHYA_EXT_COMPILE_MODE",
         metavar="MODE",
         patch="selective_torch_compile",

@@ -1,4 +1,4 @@
-"""Text files that the user wrote for sd-scripts, read as sd-scripts reads them."""
+"""Read the user's TOML, JSON and text files as sd-scripts does."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import toml
 
 from kohya_ext.errors import UserError
 
-#: What upstream's TOML library raises for text that is not TOML.
+#: Exceptions of upstream's TOML library for invalid TOML.
 _NOT_TOML = (ValueError, IndexError, KeyError, TypeError, AttributeError)
 
 
 def read_text(file: Path, label: str) -> str:
-    """Return the text of a file without a byte order mark. Raises UserError, which starts with ``label``."""
+    """Return the text of a file without a byte order mark. Raises UserError with a message that starts with ``label``."""
     return _decoded(_content(file, label), label)
 
 
 def read_toml(file: Path, label: str) -> dict[str, Any]:
-    """Read TOML with upstream's own library. Raises UserError for what upstream could not read."""
+    """Read TOML with upstream's library. Raises UserError for a file that upstream cannot read."""
     document: dict[str, Any] = _parsed(file, label, "TOML", toml.loads)
     return document
 
@@ -55,16 +55,16 @@ def read_config_file(name: str) -> ConfigFile:
 
 
 def read_dataset_config(file: Path) -> dict[str, Any]:
-    """Read a ``--dataset_config``, TOML or JSON by its suffix. Raises UserError for what upstream could not read."""
+    """Read a ``--dataset_config``, TOML or JSON by its suffix. Raises UserError for a file that upstream cannot read."""
     label, suffix = f"--dataset_config {file}", file.suffix.lower()
     if suffix not in (".toml", ".json"):
-        raise UserError(f"{label}: sd-scripts reads files that end in .toml or .json")
+        raise UserError(f"{label}: the file name must end in .toml or .json")
     document = read_toml(file, label) if suffix == ".toml" else _parsed(file, label, "JSON", json.loads)
     tables = isinstance(document, dict) and isinstance(document.get("general", {}), dict)
     if not tables or not _are_tables(document.get("datasets", [])):
-        raise UserError(f"{label}: datasets must be a list of tables, and general a table: [[datasets]], [general]")
+        raise UserError(f"{label}: datasets must be a list of tables ([[datasets]]), and general a table ([general])")
     if not all(_are_tables(dataset.get("subsets", [])) for dataset in document.get("datasets", [])):
-        raise UserError(f"{label}: the subsets of a dataset must be a list of tables: [[datasets.subsets]]")
+        raise UserError(f"{label}: the subsets of a dataset must be a list of tables ([[datasets.subsets]])")
     return document
 
 
@@ -73,7 +73,7 @@ def _are_tables(value: object) -> bool:
 
 
 def subsets(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the options of each subset of a dataset config: its own over its dataset's over the general ones."""
+    """Yield the options of each subset of a dataset config. They override its dataset's, and those the general ones."""
     for dataset in document.get("datasets", []):
         for subset in dataset.get("subsets", []):
             yield {**document.get("general", {}), **dataset, **subset}
@@ -90,14 +90,14 @@ def _decoded(content: bytes, label: str) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{label} is not a text file in UTF-8") from None
+        raise UserError(f"{label} is not UTF-8 text; save it as UTF-8") from None
 
 
 def _parsed(file: Path, label: str, kind: str, parse: Callable[[str], Any]) -> Any:
     content = _content(file, label)
     if kind == "JSON" and content.startswith(codecs.BOM_UTF8):
-        # In TOML the patch toml_byte_order_mark lets upstream read it.
-        raise UserError(f"{label} begins with a byte order mark, which sd-scripts cannot read: save it as UTF-8 without BOM")
+        # For TOML, the patch toml_byte_order_mark makes upstream accept it.
+        raise UserError(f"{label} starts with a byte order mark, which sd-scripts rejects; save it as UTF-8 without BOM")
     try:
         return parse(_decoded(content, label))
     except _NOT_TOML as error:

@@ -1,8 +1,7 @@
-"""What the activation memory budget leaves of each compiled block's activations, at full size and without weights.
+"""Saved activations and FLOPs of each compiled block by activation memory budget, at full size and without weights.
 
-The blocks are compiled as ``--selective_torch_compile`` compiles them, on tensors without data, by a backend that makes no
-code: torch's partitioner divides each traced graph once for every budget, and both halves are run for what they keep and
-compute.
+The blocks are compiled as ``--selective_torch_compile`` compiles them, on fake tensors and without code generation. torch's
+partitioner splits each traced graph once for every budget, and both halves run to count what they save and compute.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kohya_ext.estimate.compiled import one_mode, registered, traceable
+from kohya_ext.estimate.compiled import registered_backend, traceable, tracing_in
 from kohya_ext.estimate.memory_config import MemoryConfig
-from kohya_ext.estimate.step import faking, forward, prepare, settle
+from kohya_ext.estimate.step import configure, fake_tensors, forward, prepare
 from kohya_ext.estimate.tracker import Tracker
 
 #: The backend's name for torch.compile.
@@ -31,13 +30,13 @@ BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block costs in one training step."""
+    """Memory and work of a block in one training step."""
 
     kept: int
-    """Bytes kept from forward for backward, beside weights and what enters or leaves the block: that is kept anyway, by its
-    neighbours or, under checkpointing, for the block itself."""
+    """Bytes saved for backward, without weights and the block's inputs and outputs: those are saved anyway, by the neighbouring
+    blocks or, under checkpointing, for the block itself."""
     flops: int
-    """Of forward and backward, with what is computed again; a multiply-add is two."""
+    """FLOPs of forward and backward, including recomputation; a multiply-add counts as two."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.kept + other.kept, self.flops + other.flops)
@@ -51,33 +50,33 @@ NOTHING = Cost(0, 0)
 
 @dataclass
 class Graph:
-    """One graph that dynamo traced: blocks of the same class, widths and shapes share it."""
+    """One traced graph, shared by blocks of the same class, widths and shapes."""
 
     block: str
-    """The class."""
+    """The class name."""
     enters: tuple[int, ...]
-    """The shape of the largest tensor that enters and is no weight."""
+    """The shape of the largest input that is not a weight."""
     calls: int = 0
-    """How often a step runs it."""
+    """Number of calls in one step."""
     eager: Cost = NOTHING
     checkpointed: Cost = NOTHING
     budgets: dict[float, Cost] = field(default_factory=dict)
 
 
 def total(graphs: Iterable[Graph], cost: Callable[[Graph], Cost]) -> Cost:
-    """Add up a cost over all blocks."""
+    """Return the sum of a cost over all blocks."""
     return sum((cost(graph) * graph.calls for graph in graphs), NOTHING)
 
 
-def measure(choices: MemoryConfig, arguments: Namespace, trainer: Any) -> list[Graph]:
+def measure(config: MemoryConfig, arguments: Namespace, trainer: Any) -> list[Graph]:
     """Run one forward of the script's step with its blocks compiled, and return their graphs.
 
-    ``choices`` are normalized and without checkpointing; what compiles the blocks must do so with :data:`BACKEND`.
+    ``config`` is normalized and without checkpointing; the run's settings must compile the blocks with :data:`BACKEND`.
     """
-    settle(choices, arguments, trainer)
+    configure(config, arguments, trainer)
     mode = traceable()
-    with faking(mode) as assumptions, _collecting(mode) as graphs:
-        training = prepare(choices, arguments, trainer)
+    with fake_tensors(mode) as assumptions, _collecting(mode) as graphs:
+        training = prepare(config, arguments, trainer)
         assumptions.integer = training.models.caption_tokens
         forward(training)
     return graphs
@@ -85,33 +84,33 @@ def measure(choices: MemoryConfig, arguments: Namespace, trainer: Any) -> list[G
 
 @contextmanager
 def _collecting(mode: Any) -> Iterator[list[Graph]]:
-    """Have the backend inside the block, and the list that it adds its graphs to."""
+    """Register the backend inside the block; yield the list that it appends its graphs to."""
     graphs: list[Graph] = []
     seen: dict[str, int] = {}
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = Graph(_class_of_newest(seen), _largest(inputs))
+        graph = Graph(_newest_class(seen), _largest(inputs))
         graphs.append(graph)
-        with one_mode(mode):
+        with tracing_in(mode):
             graph.budgets = _partition(traced, inputs)
 
         def run(*given: Any) -> Any:
             if not graph.calls:
                 graph.eager = _eager(traced, given)
                 graph.checkpointed = _eager(partial(checkpoint, traced, use_reentrant=False), given)
-                # A block before the first trained weight has no backward, and nothing is divided.
+                # A block before the first trainable weight has no backward, so it is not partitioned.
                 graph.budgets = graph.budgets or dict.fromkeys(BUDGETS, graph.eager)
             graph.calls += 1
             return traced(*given)
 
         return run
 
-    with registered(BACKEND, compile_graph):
+    with registered_backend(BACKEND, compile_graph):
         yield graphs
 
 
-def _class_of_newest(seen: dict[str, int]) -> str:
-    """The class whose graph is being compiled: the one that has counted one more."""
+def _newest_class(seen: dict[str, int]) -> str:
+    """Return the class of the graph being compiled: its count of graphs has grown."""
     from kohya_ext.compiling.blocks import RUN
 
     newest = next(block for block in RUN.blocks.values() if block.graphs != seen.get(block.label, 0))
@@ -120,15 +119,15 @@ def _class_of_newest(seen: dict[str, int]) -> str:
 
 
 def _largest(inputs: Sequence[Any]) -> tuple[int, ...]:
-    tensors = [one for one in inputs if isinstance(one, torch.Tensor) and not isinstance(one, torch.nn.Parameter)]
-    return tuple(max(tensors, key=lambda one: one.numel()).shape) if tensors else ()
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)]
+    return tuple(max(tensors, key=lambda tensor: tensor.numel()).shape) if tensors else ()
 
 
 # --- costs -----------------------------------------------------------------------------------------------------------
 
 
 def _partition(traced: Any, inputs: Sequence[Any]) -> dict[float, Cost]:
-    """Return what each budget makes of a graph, with inductor's decompositions and passes before the partitioner."""
+    """Return a graph's cost at each budget, with inductor's decompositions and passes before the partitioner."""
     import torch._functorch.config as functorch
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -149,10 +148,10 @@ def _partition(traced: Any, inputs: Sequence[Any]) -> dict[float, Cost]:
             costs[budget] = _cost(*halves, num_fwd_outputs)
         return halves
 
-    def as_it_is(graph: Any, example: Any) -> Any:
+    def uncompiled(graph: Any, example: Any) -> Any:
         return make_boxed_func(graph.forward)
 
-    aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition, decompositions=select_decomp_table())(
+    aot_autograd(fw_compiler=uncompiled, bw_compiler=uncompiled, partition_fn=partition, decompositions=select_decomp_table())(
         traced, inputs
     )
     return costs
@@ -161,8 +160,8 @@ def _partition(traced: Any, inputs: Sequence[Any]) -> dict[float, Cost]:
 def _cost(forward_half: Any, backward_half: Any, outputs: int) -> Cost:
     inputs = _placeholders(forward_half)
     with Tracker() as tracker:
-        made = forward_half(*inputs)
-        size = _bytes_beside(made[outputs:], inputs, made[:outputs])
+        results = forward_half(*inputs)
+        size = _bytes_without(results[outputs:], inputs, results[:outputs])
         backward_half(*_placeholders(backward_half))
     return Cost(size, tracker.flops)
 
@@ -179,22 +178,22 @@ def _eager(function: Callable[..., Any], given: Sequence[Any]) -> Cost:
         return tensor
 
     with Tracker() as tracker, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        made = function(*given)
-        size = _bytes_beside(saved, given, made)
-        wanted = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
-        leaves = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
-        if wanted:
-            torch.autograd.grad(wanted, leaves, [torch.ones_like(one) for one in wanted], allow_unused=True)
+        results = function(*given)
+        size = _bytes_without(saved, given, results)
+        outputs = [value for value in results if isinstance(value, torch.Tensor) and value.requires_grad]
+        leaves = [value for value in given if isinstance(value, torch.Tensor) and value.requires_grad]
+        if outputs:
+            torch.autograd.grad(outputs, leaves, [torch.ones_like(value) for value in outputs], allow_unused=True)
     return Cost(size, tracker.flops)
 
 
-def _bytes_beside(kept: Iterable[Any], *others: Iterable[Any]) -> int:
-    """Bytes of the storages of some tensors that are none of the others'."""
+def _bytes_without(kept: Iterable[Any], *others: Iterable[Any]) -> int:
+    """Return the bytes of the storages of some tensors, without those that the others share."""
     storages = _storages(kept)
     known = {key for values in others for key in _storages(values)}
     return sum(storage.nbytes() for key, storage in storages.items() if key not in known)
 
 
 def _storages(values: Iterable[Any]) -> dict[int, Any]:
-    storages = (one.untyped_storage() for one in values if isinstance(one, torch.Tensor))
+    storages = (value.untyped_storage() for value in values if isinstance(value, torch.Tensor))
     return {id(storage): storage for storage in storages}

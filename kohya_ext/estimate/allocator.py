@@ -1,7 +1,8 @@
-"""What PyTorch's CUDA caching allocator reserves for a log of allocations: the driver never sees a tensor, only segments.
+"""A model of PyTorch's CUDA caching allocator: the memory that it reserves for a log of allocations.
 
 Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings (no expandable segments, no maximum
-split size): best fit in two pools, blocks split and merged inside segments that go back to the driver only when it has no more.
+split size): best fit in two pools, blocks split and merged inside segments. Segments go back to the driver only when the GPU
+is full.
 https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp
 """
 
@@ -16,10 +17,10 @@ from kohya_ext.estimate.events import Event
 _KIB, _MIB = 2**10, 2**20
 #: Every size is a multiple of this.
 MIN_BLOCK = 512
-#: Up to here a tensor goes to the pool of small segments.
+#: Largest tensor in the pool of small segments.
 SMALL = 1 * _MIB
 SMALL_SEGMENT = 2 * _MIB
-#: From here on a tensor gets a segment of its own size.
+#: Smallest tensor that gets a segment to itself.
 LARGE = 10 * _MIB
 LARGE_SEGMENT = 20 * _MIB
 ROUND_LARGE = 2 * _MIB
@@ -37,18 +38,18 @@ class _Block:
 
 @dataclass
 class CachingAllocator:
-    """Replays allocations and frees, given by the number of their storage."""
+    """Replays allocations and frees of numbered storages."""
 
     limit: int | None = None
-    """Bytes that the card has for segments; None for any number."""
+    """Bytes available for segments; None for no limit."""
     reserved: int = 0
-    """Bytes in segments. Without a limit they only ever grow, to ``torch.cuda.max_memory_reserved``."""
+    """Bytes in segments. Without a limit they only grow, to ``torch.cuda.max_memory_reserved``."""
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
 
     def allocate(self, storage: int, size: int) -> None:
-        """Give a storage of ``size`` bytes its block."""
+        """Assign a block to a storage of ``size`` bytes. Raises MemoryError beyond the limit."""
         size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL
         pool = self._free[small]
@@ -65,7 +66,7 @@ class CachingAllocator:
         self._used[storage] = block
 
     def free(self, storage: int) -> None:
-        """Take a storage's block back and merge it with its free neighbours."""
+        """Free a storage's block and merge it with its free neighbours."""
         block = self._used.pop(storage)
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
@@ -74,7 +75,7 @@ class CachingAllocator:
         self._put_back(block)
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Replay a log."""
+        """Replay a log of events."""
         for event in events:
             if event.bytes > 0:
                 self.allocate(event.storage, event.bytes)
@@ -86,15 +87,15 @@ class CachingAllocator:
         length = SMALL_SEGMENT if small else large
         block = _Block(self._next_address, length, small)
         if self.limit is not None and self.reserved + length > self.limit:
-            self._give_back()
+            self._release_unused()
             if self.reserved + length > self.limit:
                 raise MemoryError
         self._next_address += length
         self.reserved += length
         return block
 
-    def _give_back(self) -> None:
-        """Return to the driver the segments in which nothing lies, as the allocator does before it gives up."""
+    def _release_unused(self) -> None:
+        """Return unused segments to the driver, as the allocator does before it raises an out-of-memory error."""
         for pool in self._free.values():
             unused = [row for row in pool if row[2].before is None and row[2].after is None]
             self.reserved -= sum(size for size, _, _ in unused)
@@ -109,16 +110,16 @@ class CachingAllocator:
         del pool[bisect_left(pool, (block.size, block.address), key=lambda row: row[:2])]
 
 
-def least(events: Sequence[Event], tensors: int, reserved: int) -> int:
-    """Return the fewest reserved bytes with which a log still runs, to 32 MiB: between its tensors' peak and ``reserved``."""
-    below, enough = tensors, reserved
-    while enough - below > 32 * _MIB:
-        limit = (below + enough) // 2
+def minimum_reserved(events: Sequence[Event], tensors: int, reserved: int) -> int:
+    """Return the smallest limit in bytes that a log runs with, to 32 MiB: between its tensors' peak and ``reserved``."""
+    too_small, enough = tensors, reserved
+    while enough - too_small > 32 * _MIB:
+        limit = (too_small + enough) // 2
         try:
             CachingAllocator(limit).replay(events)
             enough = limit
         except MemoryError:
-            below = limit
+            too_small = limit
     return enough
 
 

@@ -1,7 +1,7 @@
 """CUDA's autocast rules on the CPU.
 
-On the CPU, autocast leaves in 16 bits what it raises to 32 on a GPU, so the tensors that a step saves differ: a layer norm
-under CUDA's autocast returns fp32. The list is that of aten/src/ATen/autocast_mode.h.
+CPU autocast keeps some operators in 16 bits that CUDA's autocast runs in fp32, so a step saves other tensors: a layer norm
+under CUDA's autocast returns fp32. Source of the lists: aten/src/ATen/autocast_mode.h.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-#: Operators that CUDA's autocast runs in fp32 and the CPU's does not, of those that can occur in a training step.
-RAISED = (
+#: Operators of a training step that CUDA's autocast runs in fp32 and the CPU's does not.
+FP32_INPUT = (
     "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp",
     "expm1", "rsqrt", "norm.Scalar", "norm.ScalarOpt_dim", "softplus", "log", "log10", "log2", "log1p", "reciprocal",
     "cosine_similarity", "cdist", "logsumexp", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "upsample_nearest1d",
     "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d",
 )  # fmt: skip
 
-#: Operators that it asks for an fp32 result instead of raising their input.
+#: Operators whose result CUDA's autocast returns in fp32, without casting their input.
 FP32_RESULT = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "cumsum", "cumprod")
 
 
@@ -29,7 +29,7 @@ def cuda_rules() -> Iterator[None]:
     """Make CPU autocast follow CUDA's list inside the block."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        for names, rule in ((RAISED, _raised), (FP32_RESULT, _with_fp32_result)):
+        for names, rule in ((FP32_INPUT, _with_fp32_input), (FP32_RESULT, _with_fp32_result)):
             for name in names:
                 packet, _, overload = name.partition(".")
                 operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -39,7 +39,7 @@ def cuda_rules() -> Iterator[None]:
         library._destroy()
 
 
-def _raised(operator: Any) -> Callable[..., Any]:
+def _with_fp32_input(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast():
             return operator(*map(_in_fp32, args), **{key: _in_fp32(value) for key, value in kwargs.items()})

@@ -1,17 +1,15 @@
-"""Compiled blocks on tensors without data: torch's own tracing and partitioning, and no code.
+"""Memory of compiled blocks on fake tensors: torch's own tracing and partitioning, without code generation.
 
-Dynamo traces the blocks as ``--selective_torch_compile`` compiles them; inductor's front half decomposes each graph and
-divides it in two, by the activation memory budget. What it would then make kernels of is run operator by operator instead, and
-only what those kernels write to memory is weighed:
+Dynamo traces the blocks as ``--selective_torch_compile`` compiles them. Inductor's front end decomposes each graph and splits
+it into forward and backward by the activation memory budget. The graphs then run operator by operator, and only the tensors
+that inductor's kernels would write are logged:
 
-- A product, a convolution, attention: each is a kernel of its own, and its result a tensor.
-- Everything else is fused (the partitioner's own list). A result is a tensor only where a kernel of the first kind, or the
-  outside, reads it, or where it would be made again too often; what it is made from lies there until then, and gives it its
-  place.
-- Convolutions want their channels last: what is not so is copied, and what is kept for backward is the copy.
+- A matrix product, a convolution or attention is a separate kernel, and its result a tensor.
+- Every other operator is fused (the partitioner's own list). Its result is a tensor only if an unfused kernel or the caller
+  reads it, or if recomputing it would read too many tensors. Its sources stay alive until then, and it reuses their memory.
+- Convolutions take channels-last input: other inputs are copied, and the copy is saved for backward.
 
-What is kept for backward is thereby exact. In between it is an approximation: inductor's scheduler may order and fuse
-otherwise.
+Saved activations are exact. Temporaries are an approximation, since inductor's scheduler may order and fuse differently.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ from kohya_ext.estimate.tracker import BACKWARD, Tracker
 #: The backend's name for torch.compile.
 BACKEND = "kohya_ext_estimate"
 
-#: What is made from more than so many tensors is written, rather than made again by each of its readers: inductor's
-#: ``realize_acc_reads_threshold`` on a GPU.
-MOST_READ = 8
+#: A fused result that reads more tensors than this is written to memory: inductor's ``realize_acc_reads_threshold`` on a GPU.
+MAX_READS = 8
 
 
 @contextmanager
-def registered(name: str, backend: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
-    """Have a backend of torch.compile inside the block, which says nothing, and nothing that was compiled before or stays."""
+def registered_backend(name: str, backend: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
+    """Register a backend of torch.compile inside the block, with dynamo reset before and after and its messages off."""
     from torch._dynamo.backends import registry
 
     from kohya_ext.compiling.blocks import RUN
@@ -58,13 +55,13 @@ def registered(name: str, backend: Callable[[Any, Sequence[Any]], Any]) -> Itera
 
 
 def traceable() -> FakeTensorMode:
-    """Return a mode of tensors without data with what dynamo wants to find in it: an environment of shapes, to guard them."""
+    """Return a fake tensor mode that dynamo can trace in: it has the shape environment that guards need."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 @contextmanager
-def one_mode(mode: Any) -> Iterator[None]:
-    """Let AOTAutograd trace in the mode that the tensors are of: before torch 2.7 or so dynamo has one of its own."""
+def tracing_in(mode: Any) -> Iterator[None]:
+    """Trace AOTAutograd in the tensors' own fake mode: dynamo creates another one before about torch 2.7."""
     from torch._guards import TracingContext
 
     context = TracingContext.get()
@@ -76,35 +73,35 @@ def one_mode(mode: Any) -> Iterator[None]:
 
 
 @contextmanager
-def weighing(mode: Any, tracker: Tracker) -> Iterator[None]:
-    """Have the backend inside the block: blocks that it compiles log to ``tracker`` what their kernels write."""
+def logging_to(mode: Any, tracker: Tracker) -> Iterator[None]:
+    """Register the backend inside the block: compiled blocks log to ``tracker`` the tensors that their kernels would write."""
     from torch._inductor.compile_fx import compile_fx
 
     def inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         return _boxed(_Half(graph_module, tracker, bool(kwargs.get("is_backward"))))
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Any:
-        with one_mode(mode):
+        with tracing_in(mode):
             return compile_fx(traced, inputs, inner_compile=inner)
 
-    with registered(BACKEND, compile_graph):
+    with registered_backend(BACKEND, compile_graph):
         yield
 
 
 class _Half:
-    """The forward or the backward half of a graph: runs it, and logs what inductor's kernels would allocate."""
+    """Runs the forward or backward half of a graph, and logs the tensors that inductor's kernels would allocate."""
 
     def __init__(self, graph_module: Any, tracker: Tracker, is_backward: bool) -> None:
         self.nodes = list(graph_module.graph.nodes)
         self.interpreter = torch.fx.Interpreter(graph_module, garbage_collect_values=False)
         self.tracker, self.is_backward = tracker, is_backward
         self.written = _written(self.nodes)
-        self.turned = set() if is_backward else _kept_for_convolutions(self.nodes)
-        self.dying: dict[Any, list[Any]] = {}
-        """Node -> what it reads last."""
+        self.copied = set() if is_backward else _kept_for_convolutions(self.nodes)
+        self.last_reads: dict[Any, list[Any]] = {}
+        """Node -> inputs that no later node reads."""
         last_user = {used: node for node in self.nodes for used in node.all_input_nodes}
         for node, last in last_user.items():
-            self.dying.setdefault(last, []).append(node)
+            self.last_reads.setdefault(last, []).append(node)
 
     def __call__(self, inputs: list[Any]) -> Any:
         interpreter, tracker = self.interpreter, self.tracker
@@ -112,87 +109,90 @@ class _Half:
         inputs.clear()
         env: dict[Any, Any] = {}
         interpreter.env = env
-        again = tracker.phase == BACKWARD and not self.is_backward
-        kind = Kind.RECOMPUTED if again else Kind.TEMPORARY
+        recomputing = tracker.phase == BACKWARD and not self.is_backward
+        kind = Kind.RECOMPUTED if recomputing else Kind.TEMPORARY
         sources: dict[Any, list[Any]] = {}
-        """Node -> what a result that is not in memory will be made from."""
-        with tracker.looking_away():
+        """Node -> inputs of a fused result that is not in memory."""
+        with tracker.paused():
             for node in self.nodes:
                 if node.op == "output":
-                    made = interpreter.run_node(node)
-                    interpreter.env, interpreter.args_iter = {}, iter(())  # it outlives the call, what it holds must not
-                    return made
-                copies = [_turned(env[used]) for used in node.all_input_nodes if _is_to_be_turned(node, used, env[used])]
-                tracker.see(copies, kind)
-                made = env[node] = interpreter.run_node(node)
-                if node in self.turned:
-                    made = env[node] = _turned(made)
-                    tracker.see(made, kind)
+                    outputs = interpreter.run_node(node)
+                    # The interpreter outlives the call; its tensors must not.
+                    interpreter.env, interpreter.args_iter = {}, iter(())
+                    return outputs
+                copies = [_channels_last(env[used]) for used in node.all_input_nodes if _needs_copy(node, used, env[used])]
+                tracker.record(copies, kind)
+                result = env[node] = interpreter.run_node(node)
+                if node in self.copied:
+                    result = env[node] = _channels_last(result)
+                    tracker.record(result, kind)
                 if node in self.written and not _is_fused(node):
-                    tracker.see(made, kind)
+                    tracker.record(result, kind)
                 elif node not in self.written and node.op == "call_function":
                     sources[node] = [part for used in node.all_input_nodes for part in (env[used], *sources.get(used, ()))]
-                for used in self.dying.get(node, ()):
+                for used in self.last_reads.get(node, ()):
                     env.pop(used)
                     sources.pop(used, None)
                 if node in self.written and _is_fused(node):
-                    tracker.see(made, kind)
-                del made, copies
+                    tracker.record(result, kind)
+                del result, copies
         raise AssertionError("a graph without an output")
 
 
 def _written(nodes: Sequence[Any]) -> set[Any]:
-    """The nodes whose results are in memory: a kernel's own; what one reads, or the outside; what is made from too much.
+    """Return the nodes with results in memory: unfused kernels, their inputs, outputs, and results that read many tensors.
 
-    What a view of a result needs is written when that is made.
+    A view's source is written when the view is.
     """
     from torch._inductor import config
 
     written = set()
     reads: dict[Any, frozenset[Any]] = {}
-    """Node -> what is read for it from memory."""
+    """Node -> the tensors in memory that it is computed from."""
     for node in nodes:
         if node.op != "call_function":
             reads[node] = frozenset((node,))
             continue
         reads[node] = frozenset().union(*(reads[used] for used in node.all_input_nodes))
-        outside = any(user.op == "output" or not _is_fused(user) for user in node.users)
+        needed = any(user.op == "output" or not _is_fused(user) for user in node.users)
         often = len(node.users) > 1 and len(reads[node]) > config.realize_reads_threshold
-        if not _is_fused(node) or outside or often or len(reads[node]) > MOST_READ:
+        if not _is_fused(node) or needed or often or len(reads[node]) > MAX_READS:
             written.add(node)
             reads[node] = frozenset((node,))
     return written
 
 
 def _kept_for_convolutions(nodes: Sequence[Any]) -> set[Any]:
-    """The inputs that are kept for backward and lead to a convolution: inductor keeps a copy, with channels last.
+    """Return the saved inputs that lead to a convolution: inductor saves a channels-last copy of them.
 
-    Of an SDXL LoRA's 6.44 GB at 1024x1024 they are 0.62, which whoever asks the partitioner alone does not see.
+    They are 0.62 GB of an SDXL LoRA's 6.44 GB at 1024x1024, which the partitioner alone does not show.
     """
     leading: set[Any] = set()
     for node in reversed(nodes):
         if node.target is torch.ops.aten.convolution.default or leading.intersection(node.users):
             leading.add(node)
     kept = nodes[-1].all_input_nodes
-    return {node for node in leading.intersection(kept) if node.op == "placeholder" and _is_picture(node.meta.get("val"))}
+    return {
+        node for node in leading.intersection(kept) if node.op == "placeholder" and _differs_in_layout(node.meta.get("val"))
+    }
 
 
-def _is_to_be_turned(node: Any, used: Any, given: Any) -> bool:
-    """Whether a convolution is given, from outside, what does not have its channels last: it gets a copy.
+def _needs_copy(node: Any, used: Any, given: Any) -> bool:
+    """Return whether a convolution's input from outside the graph is not channels-last, so that inductor copies it.
 
-    What forward kept for backward does have them.
+    Tensors saved by forward are channels-last already.
     """
     if node.target is torch.ops.aten.convolution_backward.default:
-        return "tangents" in used.name and _is_picture(given)
-    return node.target is torch.ops.aten.convolution.default and used.op == "placeholder" and _is_picture(given)
+        return "tangents" in used.name and _differs_in_layout(given)
+    return node.target is torch.ops.aten.convolution.default and used.op == "placeholder" and _differs_in_layout(given)
 
 
-def _is_picture(given: Any) -> bool:
-    """Whether a tensor has two spatial dimensions that differ in memory from channels last."""
+def _differs_in_layout(given: Any) -> bool:
+    """Return whether a tensor is 4D and not laid out channels-last."""
     return isinstance(given, torch.Tensor) and given.dim() == 4 and not given.is_contiguous(memory_format=torch.channels_last)
 
 
-def _turned(given: torch.Tensor) -> torch.Tensor:
+def _channels_last(given: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(given, memory_format=torch.channels_last)
 
 
@@ -208,24 +208,24 @@ def _operators() -> Any:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Any:
-    """Return a function as inductor's own compiled code is: called with one list, which it empties."""
+    """Wrap a function like inductor's compiled code: called with one list, which it empties."""
     try:
         output_code: Any = importlib.import_module("torch._inductor.output_code").OutputCode
-    except ImportError:  # torch 2.5 takes any function
+    except ImportError:  # torch 2.5 accepts any function
         output_code = object
 
     class Boxed(output_code):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self._boxed_call = True  # on the instance: what wraps it copies its attributes
+            self._boxed_call = True  # on the instance, since wrappers copy its attributes
 
         def __call__(self, inputs: list[Any]) -> Any:
             return run(inputs)
 
         def post_compile(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing to do."""
+            """Do nothing."""
 
         def set_triton_bundle(self, bundle: Any) -> None:
-            """Nothing to bundle."""
+            """Do nothing."""
 
     return Boxed()

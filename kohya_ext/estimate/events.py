@@ -1,4 +1,4 @@
-"""The log of a step, and what can be read from it: the peak, what it is made of, and what an allocator reserves for it."""
+"""The memory log of a step, and its peaks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What a storage is for."""
+    """The purpose of a storage."""
 
     WEIGHT = "weights"
     TRAINED_WEIGHT = "trained weights"
@@ -26,7 +26,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A storage comes (``bytes`` > 0) or goes (< 0)."""
+    """An allocation (``bytes`` > 0) or a free (< 0) of a storage."""
 
     storage: int
     bytes: int
@@ -35,33 +35,33 @@ class Event:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment with the most bytes alive."""
+    """The highest number of bytes alive in a log."""
 
     bytes: int
     phase: str
     parts: dict[Kind, int]
-    """Bytes by kind at that moment; they add up to ``bytes``."""
+    """Bytes by kind at the peak; they add up to ``bytes``."""
 
 
 def peak(events: Sequence[Event], kinds: Sequence[Kind]) -> Peak:
-    """Return the peak of a log. ``kinds`` gives each storage's kind by its number."""
-    alive = most = 0
+    """Return the peak of a log. ``kinds[number]`` is the kind of a storage."""
+    alive = highest = 0
     at = -1
     for index, event in enumerate(events):
         alive += event.bytes
-        if alive > most:
-            most, at = alive, index
+        if alive > highest:
+            highest, at = alive, index
     parts: Counter[Kind] = Counter()
     for event in events[: at + 1]:
         parts[kinds[event.storage]] += event.bytes
     phase = events[at].phase if at >= 0 else ""
-    return Peak(most, phase, {kind: parts[kind] for kind in Kind if parts[kind]})
+    return Peak(highest, phase, {kind: parts[kind] for kind in Kind if parts[kind]})
 
 
 def peak_by_phase(events: Sequence[Event], alive: int = 0) -> dict[str, int]:
-    """Return the most bytes alive in each phase, in the order in which the phases come, ``alive`` of them before."""
-    most: dict[str, int] = {}
+    """Return the peak of each phase in bytes, in order of the phases; ``alive`` bytes were allocated before the log."""
+    peaks: dict[str, int] = {}
     for event in events:
         alive += event.bytes
-        most[event.phase] = max(most.get(event.phase, 0), alive)
-    return most
+        peaks[event.phase] = max(peaks.get(event.phase, 0), alive)
+    return peaks

@@ -1,4 +1,4 @@
-"""Make the figures of one run: the script's own parser and trainer, and one step of it on fake tensors."""
+"""Measure one run on fake tensors: the script's own parser and trainer, and one step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from kohya_ext.config.arguments import find_problem, find_problems, take_over
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache
-from kohya_ext.estimate import memory_config as choosing
+from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
@@ -30,47 +29,47 @@ if TYPE_CHECKING:
     from kohya_ext.estimate.activation_budgets import Graph
 
 
-def make(checkout: Checkout, command: CommandLine) -> Estimate:
-    """Return the figures of a command line, with the patches that the run would have.
+def measure(checkout: Checkout, command: CommandLine) -> Estimate:
+    """Return the estimate of a command line, with the patches that its run would have.
 
-    Raises UserError for arguments the script does not take, and for a run that is not modelled.
+    Raises UserError for arguments the script does not take, and for a run that cannot be estimated.
     """
-    choices = choosing.read(command)[0]
-    _refuse(choices)
-    with _prepared(checkout, tracing(command.settings, choosing.normalized(choices))):
-        return _measure(checkout, *read(checkout, command))
+    config = memory_config.read(command)[0]
+    _check_supported(config)
+    with _prepared(checkout, tracing(command.settings, memory_config.normalized(config))):
+        return _measure_step(checkout, *read(checkout, command))
 
 
-def make_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
-    """Return what the activation memory budget does to each compiled block of a command line, without checkpointing.
+def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
+    """Return the cost of each compiled block of a command line by activation memory budget, without checkpointing.
 
-    Raises UserError as :func:`make` does, and for a model of which nothing is compiled.
+    Raises UserError as :func:`measure` does, and for a model without compiled blocks.
     """
     from kohya_ext.compiling.budget import set_budget
-    from kohya_ext.estimate.activation_budgets import BACKEND, measure
+    from kohya_ext.estimate import activation_budgets
 
-    _refuse(choosing.read(command)[0])
-    settings = replace(_compiling_with(BACKEND, command.settings), gradient_checkpointing_ratio=None)
-    set_budget(1.0)  # with what makes shares mean activations
+    _check_supported(memory_config.read(command)[0])
+    settings = replace(_compiling_with(activation_budgets.BACKEND, command.settings), gradient_checkpointing_ratio=None)
+    set_budget(1.0)  # also configures budgets as fractions of the activations
     with _prepared(checkout, settings):
-        choices, arguments, trainer = read(checkout, command)
+        config, arguments, trainer = read(checkout, command)
         arguments.gradient_checkpointing = False
-        graphs = measure(replace(choices, gradient_checkpointing=False), arguments, trainer)
+        graphs = activation_budgets.measure(replace(config, gradient_checkpointing=False), arguments, trainer)
     if not graphs:
         raise UserError(f"no block of {command.name}'s model is compiled with these arguments")
     return graphs
 
 
-def tracing(settings: Settings, choices: MemoryConfig) -> Settings:
-    """Return a run's settings with blocks compiled as far as tensors without data can be: traced and divided, by the budget."""
-    if not choices.selective_torch_compile:
+def tracing(settings: Settings, config: MemoryConfig) -> Settings:
+    """Return a run's settings with its blocks traced and partitioned by the budget, without code generation."""
+    if not config.selective_torch_compile:
         return eager(settings)
     if settings.compile_backend != DEFAULT_BACKEND:
-        raise UserError(f"estimates with --compile_backend {settings.compile_backend} are not modelled: {DEFAULT_BACKEND} is")
+        raise UserError(f"--compile_backend {settings.compile_backend} cannot be estimated; use {DEFAULT_BACKEND}")
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.estimate.compiled import BACKEND
 
-    budget = choices.activation_memory_budget
+    budget = config.activation_memory_budget
     set_budget(1.0 if budget is None else budget)
     return _compiling_with(BACKEND, settings)
 
@@ -83,25 +82,25 @@ def _compiling_with(backend: str, settings: Settings) -> Settings:
 
 
 def eager(settings: Settings) -> Settings:
-    """Return a run's settings without compiling."""
+    """Return a run's settings without compiled blocks."""
     return replace(settings, selective_torch_compile=False, activation_memory_budget=None)
 
 
 @contextlib.contextmanager
 def _prepared(checkout: Checkout, settings: Settings) -> Iterator[None]:
-    """Have the script's modules and a run's patches inside the block, which may only raise UserError."""
+    """Import the script's modules and apply a run's patches inside the block; turn its errors into UserError."""
     with _quiet(), importable(checkout), patched(checkout, settings):
         try:
             yield
         except (RuntimeError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
-            traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the operators laid over torch's own
+            traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the replaced operators
             raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
 
 
 @contextlib.contextmanager
 def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
-    """Have the patches of a run inside the block."""
+    """Apply the patches of a run inside the block."""
     patcher = Patcher(registry(), settings, checkout)
     patcher.arm()
     try:
@@ -111,18 +110,18 @@ def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
 
 
 def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argparse.Namespace, Any]:
-    """Return a command line's normalized choices, the arguments that its step reads, and its family's network trainer.
+    """Return a command line's normalized configuration, the arguments that its step reads, and the family's network trainer.
 
     Raises UserError for arguments the script does not take.
     """
     arguments = _arguments(checkout, command)
-    choices = choosing.normalized(choosing.from_values(vars(arguments), command))
-    trainer, defaults = _trainer(checkout, choices.family.lora)
-    return choices, argparse.Namespace(**{**defaults, **vars(arguments), **_spelling(choices)}), trainer
+    config = memory_config.normalized(memory_config.from_values(vars(arguments), command))
+    trainer, defaults = _trainer(checkout, config.family.lora)
+    return config, argparse.Namespace(**{**defaults, **vars(arguments), **_step_arguments(config)}), trainer
 
 
-#: Flags whose memory is not modelled: what they move, and when, no fake tensor shows.
-NOT_MODELLED = (
+#: Flags that cannot be estimated: fake tensors do not show what they move to the host, and when.
+UNSUPPORTED = (
     "deepspeed",
     "cpu_offload_checkpointing",
     "unsloth_offload_checkpointing",
@@ -132,54 +131,56 @@ NOT_MODELLED = (
 )
 
 
-def _refuse(choices: MemoryConfig) -> None:
-    """Raise UserError for what is known not to be modelled."""
-    for name in NOT_MODELLED:
-        if getattr(choices, name):
-            raise UserError(f"estimates with --{name} are not modelled")
-    if not choices.family.unet and choices.trains_text_encoder and not choices.trains_network:
-        raise UserError(f"estimates for {choices.script} with --train_text_encoder are not modelled")
+def _check_supported(config: MemoryConfig) -> None:
+    """Raise UserError for a configuration that cannot be estimated."""
+    for name in UNSUPPORTED:
+        if getattr(config, name):
+            raise UserError(f"a run with --{name} cannot be estimated; leave it out")
+    if not config.family.unet and config.trains_text_encoder and not config.trains_network:
+        raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; leave it out")
 
 
-def _spelling(choices: MemoryConfig) -> dict[str, Any]:
-    """The normalized choices that the step reads from its arguments."""
+def _step_arguments(config: MemoryConfig) -> dict[str, Any]:
+    """Return the normalized values that the step reads from its arguments."""
     names = ("mixed_precision", "full_fp16", "full_bf16", "cache_latents", "cache_text_encoder_outputs")
-    # Weights of captions and masks of losses are a few numbers, but want captions and masks.
-    arguments = {name: getattr(choices, name) for name in names} | {"weighted_captions": False, "masked_loss": False}
-    # A fine-tune runs the network trainer's step: as one that trains no text encoder, unless it says so.
-    return arguments if choices.trains_network else {**arguments, "network_train_unet_only": not choices.trains_text_encoder}
+    # Caption weights and loss masks take next to no memory, but need captions and masks.
+    values = {name: getattr(config, name) for name in names} | {"weighted_captions": False, "masked_loss": False}
+    # A fine-tune runs the network trainer's step, which by default would train the text encoders.
+    return values if config.trains_network else {**values, "network_train_unet_only": not config.trains_text_encoder}
 
 
 def _arguments(checkout: Checkout, command: CommandLine) -> argparse.Namespace:
-    """Return what the script's own parser makes of the command line, over the preset and the config file."""
+    """Parse the command line with the script's own parser, over the preset and the config file."""
     parser = script_names(checkout, checkout.script(command.name))["setup_parser"]()
     take_over(parser, command)
     own = dict(options())
     preset = {key: value.value for key, value in command.presets.values.items() if key not in own}
-    config = {
+    from_file = {
         key: value for key, value in (command.config.values if command.config is not None else {}).items() if key not in own
     }
-    found = [(f"preset {command.presets.label}", find_problem(parser, key, value)) for key, value in preset.items()]
+    problems = [(f"preset {command.presets.label}", find_problem(parser, key, value)) for key, value in preset.items()]
     if command.config is not None:
-        found += [(str(command.config.path), problem) for problem in find_problems(parser, command.config) if problem.certain]
-    if wrong := [f"{where}: {problem}" for where, problem in found if problem is not None]:
+        problems += [
+            (str(command.config.path), problem) for problem in find_problems(parser, command.config) if problem.certain
+        ]
+    if wrong := [f"{where}: {problem}" for where, problem in problems if problem is not None]:
         raise UserError("\n".join(wrong))
     parser.set_defaults(**preset)
-    parser.set_defaults(**config)
+    parser.set_defaults(**from_file)
     arguments: argparse.Namespace = parser.parse_args(command.words)
     return arguments
 
 
 def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
-    """Return a network script's trainer, and its arguments' defaults, which the trainer's step may read."""
+    """Return a network script's trainer, and the defaults of its arguments, which its step may read."""
     names = script_names(checkout, checkout.script(script))
     own = [kind for kind in names.values() if isinstance(kind, type) and kind.__module__ == names["__name__"]]
     trainer = next(kind for kind in own if hasattr(kind, "process_batch"))
     return trainer(), vars(names["setup_parser"]().parse_args([]))
 
 
-#: What caching depends on, of all choices.
-_FOR_CACHING = (
+#: The fields of a configuration that change caching.
+_CACHING_FIELDS = (
     *("script", "resolution", "train_batch_size", "cache_latents", "cache_text_encoder_outputs", "vae_batch_size"),
     *("lowram", "text_encoder_batch_size", "text_encoder_cpu", "mixed_precision", "no_half_vae", "vae_chunk_size", "v2"),
     *("model_type", "vae_disable_cache", "qwen_image_vae_2d"),
@@ -187,27 +188,27 @@ _FOR_CACHING = (
     *("t5_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
 )
 
-#: Logs of caching that were made by this process: many configurations differ in the step alone.
-_CACHING: dict[tuple[object, ...], Any] = {}
+#: Logs of caching by configuration: many configurations differ only in the step.
+_CACHING_LOGS: dict[tuple[object, ...], Any] = {}
 
 
-def _caching(checkout: Checkout, choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Any:
+def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Any:
     from kohya_ext.estimate.step import measure_caching
 
-    key = (checkout.path, *(getattr(choices, name) for name in _FOR_CACHING))
-    if key not in _CACHING:
-        _CACHING[key] = measure_caching(choices, arguments, trainer)
-    return _CACHING[key]
+    key = (checkout.path, *(getattr(config, name) for name in _CACHING_FIELDS))
+    if key not in _CACHING_LOGS:
+        _CACHING_LOGS[key] = measure_caching(config, arguments, trainer)
+    return _CACHING_LOGS[key]
 
 
-def _measure(checkout: Checkout, choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Estimate:
-    from kohya_ext.estimate.allocator import CachingAllocator, least
+def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Estimate:
+    from kohya_ext.estimate import step as steps
+    from kohya_ext.estimate.allocator import CachingAllocator, minimum_reserved
     from kohya_ext.estimate.events import peak, peak_by_phase
-    from kohya_ext.estimate.step import measure, settle
 
-    settle(choices, arguments, trainer)
-    step = measure(choices, arguments, trainer)
-    logs = {**_caching(checkout, choices, arguments, trainer), "step": step, **step.between}
+    steps.configure(config, arguments, trainer)
+    step = steps.measure(config, arguments, trainer)
+    logs = {**_caching(checkout, config, arguments, trainer), "step": step, **step.between}
     peaks = {name: peak(log.events, log.kinds) for name, log in logs.items()}
     reserved = {}
     for name, log in logs.items():
@@ -215,19 +216,19 @@ def _measure(checkout: Checkout, choices: MemoryConfig, arguments: argparse.Name
         allocator.replay(log.events)
         reserved[name] = allocator.reserved
     highest = max(logs, key=lambda name: reserved[name])
-    moments = {name: found.bytes for name, found in peaks.items() if name != "step"}
+    phase_peaks = {name: log_peak.bytes for name, log_peak in peaks.items() if name != "step"}
     before = sum(event.bytes for event in step.events[: step.start])
     return Estimate(
-        choices=choices.key(),
+        config=config.key(),
         allocated=peaks[highest].bytes,
         reserved=reserved[highest],
-        least=least(logs[highest].events, peaks[highest].bytes, reserved[highest]),
-        moment=peaks["step"].phase if highest == "step" else highest,
+        minimum_reserved=minimum_reserved(logs[highest].events, peaks[highest].bytes, reserved[highest]),
+        peak_phase=peaks["step"].phase if highest == "step" else highest,
         parts={kind.value: size for kind, size in peaks[highest].parts.items()},
-        moments={**moments, **peak_by_phase(step.events[step.start :], before)},
+        phase_peaks={**phase_peaks, **peak_by_phase(step.events[step.start :], before)},
         flops=step.flops,
-        trained=step.trained,
-        made_with={
+        trainable_parameters=step.trainable_parameters,
+        versions={
             "kohya_ext": __version__,
             "sd_scripts": checkout.version or checkout.commit or "unknown",
             "torch": str(cache.version("torch")),
@@ -238,7 +239,7 @@ def _measure(checkout: Checkout, choices: MemoryConfig, arguments: argparse.Name
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the scripts' log lines and their libraries' warnings to themselves."""
+    """Suppress the scripts' output and log lines, and the warnings of their libraries."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

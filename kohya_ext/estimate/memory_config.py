@@ -1,4 +1,4 @@
-"""What determines the memory of a training step, read from a command line without importing the script.
+"""The options that change the memory of a training step, read from a command line without importing the script.
 
 The fields of :class:`MemoryConfig` are sd-scripts' own keys with its own defaults. Nothing else on a command line changes the
 estimate.
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kohya_ext.compiling.support import reason_to_stand_aside
+from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.arguments import find_problem
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import FAMILIES
@@ -30,17 +30,17 @@ from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
 
-#: What stands for a file of weights in 8 bits once choices are normalized.
+#: Replaces the path of a file of 8-bit weights in a normalized configuration.
 FP8 = "fp8"
 
-#: A whole number or a number is written as such; text in a list stands for ``nargs="*"``.
+#: Type of a field -> its parser.
 _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
 
 
-#: Stable Diffusion 3 beside 3.5 medium.
+#: The models of Stable Diffusion 3 other than 3.5 medium.
 SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
 
-#: The extension's own options among them.
+#: The extension's own options in :class:`MemoryConfig`.
 OWN = (
     "gradient_checkpointing_ratio",
     "selective_torch_compile",
@@ -55,7 +55,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """One run's choices, as far as they cost memory."""
+    """The options of one run that change its memory."""
 
     script: str
     resolution: str | None = None
@@ -118,7 +118,7 @@ class MemoryConfig:
     dim_from_weights: bool = False
     train_inpainting: bool = False
     pretrained_model_name_or_path: str | None = None
-    """Once normalized, which Stable Diffusion 3 it is, if not 3.5 medium."""
+    """Once normalized, the model of Stable Diffusion 3, None for 3.5 medium."""
     v2: bool = False
     model_type: str = "flux"
     t5xxl: str | None = None
@@ -132,7 +132,7 @@ class MemoryConfig:
     blockwise_fused_optimizers: bool = False
     lowram: bool = False
     sample_prompts: str | None = None
-    """Once normalized, the largest picture of that file in pixels, as ``resolution`` is."""
+    """Once normalized, the size of the largest image in that file, in pixels as ``resolution``."""
     sample_every_n_steps: int | None = None
     sample_every_n_epochs: int | None = None
     sample_at_first: bool = False
@@ -141,26 +141,26 @@ class MemoryConfig:
     compile: bool = False
     split_attn: bool = False
     gradient_checkpointing_ratio: float | None = None
-    """This and what follows is the extension's own, from its settings, which know where it was said."""
+    """This field and the following ones are the extension's own options, read from its settings."""
     selective_torch_compile: bool = False
     activation_memory_budget: float | None = None
+    """The fraction of activations that compiled blocks keep; None is all of them."""
     fused_operations: bool = False
-    """Of compiled blocks; None is all of their activations."""
     ema: bool = False
-    """Once normalized, whether an average lies on the card."""
+    """Once normalized, whether the averaged weights are in GPU memory."""
     ema_device: str = "cpu"
 
     @property
     def family(self) -> Family:
-        """The family that is trained. Raises ValueError for a script that is not in the table."""
+        """The model family. Raises ValueError for a script of no family."""
         family = families.of(self.script, vars(self))
         if family is None:
-            raise ValueError(f"{self.script} is in no family")
+            raise ValueError(f"{self.script} belongs to no model family")
         return family
 
     @property
     def kind(self) -> str:
-        """The family and what is trained, as its presets are named: ``sdxl-finetune``, ``chroma-lora``."""
+        """The folder of its presets: ``sdxl-finetune``, ``chroma-lora``."""
         return str(self.family.presets(self.script))
 
     @property
@@ -170,7 +170,7 @@ class MemoryConfig:
 
     @property
     def trains_text_encoder(self) -> bool:
-        """Whether a fine-tune trains text encoders: train_db.py does unless told to stop before it begins."""
+        """Whether a fine-tune trains text encoders: train_db.py does unless ``stop_text_encoder_training`` is negative."""
         if self.script == "train_db.py":
             return self.stop_text_encoder_training is None or self.stop_text_encoder_training >= 0
         return self.train_text_encoder
@@ -181,13 +181,13 @@ class MemoryConfig:
         return bool(self.fused_backward_pass or self.fused_optimizer_groups or self.blockwise_fused_optimizers)
 
     def key(self) -> dict[str, Any]:
-        """What tells this run's figures from another's: the choices that differ from the defaults."""
+        """Return the options that differ from their defaults, and the script: the key of an estimate."""
         defaults = MemoryConfig(self.script)
         return {name: value for name, value in asdict(self).items() if name == "script" or value != getattr(defaults, name)}
 
 
 def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
-    """Return the choices of a command line over its preset and config file, and the flags that are none of them.
+    """Return the configuration of a command line over its preset and config file, and the flags it does not contain.
 
     Raises UserError for a value that cannot be read, and as :func:`from_values`.
     """
@@ -201,19 +201,19 @@ def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
             if (problem := find_problem(parser, key, value)) is not None:
                 raise UserError(f"{where}: {problem}")
         parser.set_defaults(**ours)
-    found, rest = parser.parse_known_args(command.words)
-    return from_values(vars(found), command), [word.split("=")[0] for word in rest if word.startswith("--")]
+    parsed, rest = parser.parse_known_args(command.words)
+    return from_values(vars(parsed), command), [word.split("=")[0] for word in rest if word.startswith("--")]
 
 
 def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
-    """Return the choices among a script's arguments, whoever parsed them, and the extension's own.
+    """Return the configuration from a script's parsed arguments and the extension's settings.
 
-    Raises UserError for a script whose memory is not modelled (ControlNet, LLLite, textual inversion, LECO).
+    Raises UserError for a script that cannot be estimated (ControlNet, LLLite, textual inversion, LECO).
     """
     if command.name not in FAMILIES:
-        raise UserError(f"the memory of {command.name} cannot be estimated. Scripts that can: {', '.join(sorted(FAMILIES))}")
-    said = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
-    given = {name: said[name] for name in _rows() if name in said}
+        raise UserError(f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
+    known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
+    given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
@@ -222,18 +222,17 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
     return MemoryConfig(command.name, **given, **{name: getattr(command.settings, name) for name in OWN})
 
 
-def normalized(choices: MemoryConfig) -> MemoryConfig:
-    """Return choices with the same figures and one spelling for what costs the same.
+def normalized(config: MemoryConfig) -> MemoryConfig:
+    """Return a configuration with the same memory, in which options of equal memory have one value.
 
-    A dataset file gives way to its largest batch, fp16 to bf16, xformers to PyTorch's own attention, a learning rate to
-    whether there is one.
+    A dataset file becomes its largest batch, fp16 bf16, xformers PyTorch's own attention, and a learning rate zero or not.
     """
-    width, height, batch = _largest_batch(choices)
-    lora = choices.trains_network
-    compiled = choices.selective_torch_compile and reason_to_stand_aside(choices) is None
-    defaults = MemoryConfig(choices.script)
+    width, height, batch = _largest_batch(config)
+    lora = config.trains_network
+    compiled = config.selective_torch_compile and reason_not_to_compile(config) is None
+    defaults = MemoryConfig(config.script)
     return replace(
-        choices,
+        config,
         resolution=f"{width},{height}",
         train_batch_size=batch,
         dataset_config=None,
@@ -241,56 +240,56 @@ def normalized(choices: MemoryConfig) -> MemoryConfig:
         min_bucket_reso=defaults.min_bucket_reso,
         max_bucket_reso=defaults.max_bucket_reso,
         bucket_reso_steps=defaults.bucket_reso_steps,
-        mixed_precision="bf16" if choices.mixed_precision == "fp16" else choices.mixed_precision,
-        full_bf16=choices.full_bf16 or choices.full_fp16,
+        mixed_precision="bf16" if config.mixed_precision == "fp16" else config.mixed_precision,
+        full_bf16=config.full_bf16 or config.full_fp16,
         full_fp16=False,
-        # The transformers' attention is PyTorch's own whatever is said.
-        sdpa=(choices.sdpa or choices.xformers) and not choices.mem_eff_attn and choices.family.unet,
+        # The transformers always use PyTorch's own attention.
+        sdpa=(config.sdpa or config.xformers) and not config.mem_eff_attn and config.family.unet,
         xformers=False,
-        cache_latents=choices.cache_latents or choices.cache_latents_to_disk,
+        cache_latents=config.cache_latents or config.cache_latents_to_disk,
         cache_latents_to_disk=False,
-        cache_text_encoder_outputs=choices.cache_text_encoder_outputs or choices.cache_text_encoder_outputs_to_disk,
+        cache_text_encoder_outputs=config.cache_text_encoder_outputs or config.cache_text_encoder_outputs_to_disk,
         cache_text_encoder_outputs_to_disk=False,
-        gradient_accumulation_steps=min(choices.gradient_accumulation_steps, 2),
-        stop_text_encoder_training=None if (choices.stop_text_encoder_training or 0) >= 0 else -1,
-        max_grad_norm=float(choices.max_grad_norm != 0),
-        t5xxl=FP8 if _keeps_fp8(choices) and _in_fp8(choices.t5xxl) else None,
-        t5xxl_max_token_length=_unless(choices.t5xxl_max_token_length, choices.family.t5_tokens),
-        network_dim=(choices.network_dim or 4) if lora else None,
-        gradient_checkpointing_ratio=choices.gradient_checkpointing_ratio
-        if choices.gradient_checkpointing and choices.gradient_checkpointing_ratio != 1
+        gradient_accumulation_steps=min(config.gradient_accumulation_steps, 2),
+        stop_text_encoder_training=None if (config.stop_text_encoder_training or 0) >= 0 else -1,
+        max_grad_norm=float(config.max_grad_norm != 0),
+        t5xxl=FP8 if _keeps_fp8(config) and _is_fp8(config.t5xxl) else None,
+        t5xxl_max_token_length=_none_if(config.t5xxl_max_token_length, config.family.t5_tokens),
+        network_dim=(config.network_dim or 4) if lora else None,
+        gradient_checkpointing_ratio=config.gradient_checkpointing_ratio
+        if config.gradient_checkpointing and config.gradient_checkpointing_ratio != 1
         else None,
         selective_torch_compile=compiled,
-        ema=choices.ema and choices.ema_device == "gpu",
+        ema=config.ema and config.ema_device == "gpu",
         ema_device=defaults.ema_device,
-        # The transformers' scripts load every model into host memory whatever is said.
-        lowram=choices.lowram and choices.family.unet,
-        sample_prompts=_largest_sample(choices),
+        # The transformers' scripts always load models into host memory.
+        lowram=config.lowram and config.family.unet,
+        sample_prompts=_largest_sample(config),
         sample_every_n_steps=None,
         sample_every_n_epochs=None,
         sample_at_first=False,
-        activation_memory_budget=_unless(choices.activation_memory_budget, 1.0) if compiled else None,
-        learning_rate=defaults.learning_rate if lora or choices.learning_rate else 0.0,
-        pretrained_model_name_or_path=_sd3(choices.pretrained_model_name_or_path) if choices.family.name == "sd3" else None,
-        unet_lr=None if choices.unet_lr or not lora else _whether(choices.unet_lr),
-        text_encoder_lr=None if all(choices.text_encoder_lr or ()) or not lora else _which(choices.text_encoder_lr),
-        learning_rate_te=_whether(choices.learning_rate_te),
-        learning_rate_te1=_whether(choices.learning_rate_te1),
-        learning_rate_te2=_whether(choices.learning_rate_te2),
+        activation_memory_budget=_none_if(config.activation_memory_budget, 1.0) if compiled else None,
+        learning_rate=defaults.learning_rate if lora or config.learning_rate else 0.0,
+        pretrained_model_name_or_path=_sd3_model(config.pretrained_model_name_or_path) if config.family.name == "sd3" else None,
+        unet_lr=None if config.unet_lr or not lora else _nonzero_rate(config.unet_lr),
+        text_encoder_lr=None if all(config.text_encoder_lr or ()) or not lora else _nonzero_rates(config.text_encoder_lr),
+        learning_rate_te=_nonzero_rate(config.learning_rate_te),
+        learning_rate_te1=_nonzero_rate(config.learning_rate_te1),
+        learning_rate_te2=_nonzero_rate(config.learning_rate_te2),
     )
 
 
-def _unless(value: Value | None, usual: Value | None) -> Value | None:
-    return None if value == usual else value
+def _none_if(value: Value | None, default: Value | None) -> Value | None:
+    return None if value == default else value
 
 
-def _keeps_fp8(choices: MemoryConfig) -> bool:
-    """Whether a text encoder in 8 bits stays so: flux_train_network.py casts it to 16 otherwise."""
-    return choices.family.name in ("flux", "chroma") and choices.fp8_base and not choices.fp8_base_unet
+def _keeps_fp8(config: MemoryConfig) -> bool:
+    """Return whether an 8-bit text encoder keeps its precision: flux_train_network.py casts it to 16 bits otherwise."""
+    return config.family.name in ("flux", "chroma") and config.fp8_base and not config.fp8_base_unet
 
 
-def _in_fp8(name: str | None) -> bool:
-    """Whether a file holds 8-bit weights: its header says so, or, where there is no such file, its name."""
+def _is_fp8(name: str | None) -> bool:
+    """Return whether a file has 8-bit weights, by its header, or by its name if it cannot be read."""
     if not name or name == FP8:
         return name == FP8
     try:
@@ -299,44 +298,44 @@ def _in_fp8(name: str | None) -> bool:
         return "fp8" in Path(name).name
 
 
-def _largest_sample(choices: MemoryConfig) -> str | None:
-    """Return width and height of the largest picture that the run makes of its prompts; None when it makes none."""
-    if not _samples(choices):
+def _largest_sample(config: MemoryConfig) -> str | None:
+    """Return width and height of the largest image that the run samples; None without sampling."""
+    if not _samples(config):
         return None
-    assert choices.sample_prompts is not None, "nothing is sampled without"
-    if re.fullmatch(r"\d+,\d+", choices.sample_prompts):
-        return choices.sample_prompts
-    width = height = _usual_sample(choices)
-    with contextlib.suppress(UserError):  # see unread_samples
-        width, height = prompt_sizes.largest(choices.sample_prompts, usual=width)
+    assert config.sample_prompts is not None, "sampling needs prompts"
+    if re.fullmatch(r"\d+,\d+", config.sample_prompts):
+        return config.sample_prompts
+    width = height = _default_sample_size(config)
+    with contextlib.suppress(UserError):  # see sample_size_problem
+        width, height = prompt_sizes.largest(config.sample_prompts, default=width)
     return f"{width},{height}"
 
 
-def unread_samples(choices: MemoryConfig) -> str | None:
-    """Return in words why a run's sample pictures are taken to be of the usual size; None if they are not."""
-    if not _samples(choices):
+def sample_size_problem(config: MemoryConfig) -> str | None:
+    """Return why a run's sample images are assumed to have the default size; None if their sizes are known."""
+    if not _samples(config):
         return None
-    usual = _usual_sample(choices)
+    side = _default_sample_size(config)
     try:
-        prompt_sizes.largest(str(choices.sample_prompts), usual)
+        prompt_sizes.largest(str(config.sample_prompts), side)
     except UserError as error:
-        return f"{error}; its pictures are taken to be {usual}x{usual}"
+        return f"{error}; assuming {side}x{side} images"
     return None
 
 
-def _samples(choices: MemoryConfig) -> bool:
-    if choices.sample_prompts is None:
+def _samples(config: MemoryConfig) -> bool:
+    if config.sample_prompts is None:
         return False
-    normal = re.fullmatch(r"\d+,\d+", choices.sample_prompts) is not None
-    return normal or bool(choices.sample_at_first or choices.sample_every_n_steps or choices.sample_every_n_epochs)
+    normalized_size = re.fullmatch(r"\d+,\d+", config.sample_prompts) is not None
+    return normalized_size or bool(config.sample_at_first or config.sample_every_n_steps or config.sample_every_n_epochs)
 
 
-def _usual_sample(choices: MemoryConfig) -> int:
-    return choices.family.sampler.side
+def _default_sample_size(config: MemoryConfig) -> int:
+    return config.family.sampler.side
 
 
-def _sd3(name: str | None) -> str | None:
-    """Return which model of its family a checkpoint is, from its header or else from its name; None for 3.5 medium."""
+def _sd3_model(name: str | None) -> str | None:
+    """Return the Stable Diffusion 3 model of a checkpoint, by its header or else its name; None for 3.5 medium."""
     if name is None or name in SD3:
         return name
     try:
@@ -348,47 +347,47 @@ def _sd3(name: str | None) -> str | None:
     return None if "attn.ln_k." in layers else SD3_MEDIUM
 
 
-def _which(rates: Sequence[float] | None) -> tuple[float, ...]:
+def _nonzero_rates(rates: Sequence[float] | None) -> tuple[float, ...]:
     return tuple(float(rate != 0) for rate in rates or ())
 
 
-def _whether(rate: float | None) -> float | None:
+def _nonzero_rate(rate: float | None) -> float | None:
     return None if rate is None else float(rate != 0)
 
 
-def size(choices: MemoryConfig) -> tuple[int, int]:
-    """Return width and height in pixels of normalized choices."""
-    width, height = str(choices.resolution).split(",")
+def size(config: MemoryConfig) -> tuple[int, int]:
+    """Return width and height in pixels of a normalized configuration."""
+    width, height = str(config.resolution).split(",")
     return int(width), int(height)
 
 
 # --- the largest batch -----------------------------------------------------------------------------------------------
 
 
-def _largest_batch(choices: MemoryConfig) -> tuple[int, int, int]:
-    batches = list(_batches(choices))
+def _largest_batch(config: MemoryConfig) -> tuple[int, int, int]:
+    batches = list(_batches(config))
     return max(batches, key=lambda batch: batch[0] * batch[1] * batch[2])
 
 
-def _batches(choices: MemoryConfig) -> Iterator[tuple[int, int, int]]:
-    if choices.dataset_config is None:
-        if choices.resolution is None:
-            raise UserError("the figures depend on the resolution: give --resolution, a preset or --dataset_config")
-        yield _batch(choices, choices.resolution, choices.train_batch_size, choices.enable_bucket)
+def _batches(config: MemoryConfig) -> Iterator[tuple[int, int, int]]:
+    if config.dataset_config is None:
+        if config.resolution is None:
+            raise UserError("an estimate needs the resolution; give --resolution, a preset or --dataset_config")
+        yield _batch(config, config.resolution, config.train_batch_size, config.enable_bucket)
         return
-    file = Path(choices.dataset_config)
+    file = Path(config.dataset_config)
     document = read_dataset_config(file)
     general = document.get("general", {})
     for dataset in document.get("datasets", []) or [{}]:
-        said = {**general, **dataset}
-        resolution = said.get("resolution", choices.resolution)
+        values = {**general, **dataset}
+        resolution = values.get("resolution", config.resolution)
         if resolution is None:
-            raise UserError(f"--dataset_config {file}: a dataset without a resolution, and no --resolution")
-        batch_size = said.get("batch_size", choices.train_batch_size)
-        yield _batch(choices, resolution, batch_size, said.get("enable_bucket", choices.enable_bucket))
+            raise UserError(f"--dataset_config {file}: a dataset has no resolution; set it there or give --resolution")
+        batch_size = values.get("batch_size", config.train_batch_size)
+        yield _batch(config, resolution, batch_size, values.get("enable_bucket", config.enable_bucket))
 
 
-def _batch(choices: MemoryConfig, resolution: object, batch: object, buckets: bool) -> tuple[int, int, int]:
+def _batch(config: MemoryConfig, resolution: object, batch: object, buckets: bool) -> tuple[int, int, int]:
     try:
         words = resolution if isinstance(resolution, (list, tuple)) else str(resolution).split(",")
         numbers = [int(word) for word in words]
@@ -400,20 +399,20 @@ def _batch(choices: MemoryConfig, resolution: object, batch: object, buckets: bo
             raise ValueError
     except ValueError:
         raise UserError(
-            f"resolution {resolution!r}, batch size {batch!r}: write --resolution 1024 or 1024,768 (64 or more) and a batch "
-            "size of 1 or more"
+            f"invalid resolution {resolution!r} or batch size {batch!r}; use --resolution 1024 or 1024,768 (64 or more) and a "
+            "batch size of 1 or more"
         ) from None
     if buckets:
-        width, height = _largest_bucket(width * height, choices)
+        width, height = _largest_bucket(width * height, config)
     return width, height, count
 
 
-def _largest_bucket(area: int, choices: MemoryConfig) -> tuple[int, int]:
-    """Return the bucket with the most pixels: no side beyond ``--max_bucket_reso``, no more than ``area``, in steps."""
-    step = choices.bucket_reso_steps
+def _largest_bucket(area: int, config: MemoryConfig) -> tuple[int, int]:
+    """Return the bucket with the most pixels, up to ``area``; sides are multiples of the step up to ``--max_bucket_reso``."""
+    step = config.bucket_reso_steps
     square = math.isqrt(area) // step * step
-    sides = range(choices.min_bucket_reso // step * step or step, choices.max_bucket_reso + 1, step)
-    boxes = [(side, min(choices.max_bucket_reso, area // side // step * step)) for side in sides]
+    sides = range(config.min_bucket_reso // step * step or step, config.max_bucket_reso + 1, step)
+    boxes = [(side, min(config.max_bucket_reso, area // side // step * step)) for side in sides]
     return max([(square, square), *boxes], key=lambda box: (box[0] * box[1], -abs(box[0] - box[1])))
 
 
@@ -421,8 +420,8 @@ def _largest_bucket(area: int, choices: MemoryConfig) -> tuple[int, int]:
 
 
 @functools.cache
-def _rows() -> dict[str, tuple[Any, bool]]:
-    """Field name -> (type of one value, whether it takes several)."""
+def _fields() -> dict[str, tuple[Any, bool]]:
+    """Return field name -> (type of a value, whether it takes several)."""
     rows = {}
     hints = typing.get_type_hints(MemoryConfig)
     for row in fields(MemoryConfig):
@@ -438,7 +437,7 @@ def _rows() -> dict[str, tuple[Any, bool]]:
 def _parser() -> argparse.ArgumentParser:
     defaults = MemoryConfig("")
     parser = QuietParser(add_help=False)
-    for name, (kind, several) in _rows().items():
+    for name, (kind, several) in _fields().items():
         default = getattr(defaults, name)
         if kind is bool:
             parser.add_argument(f"--{name}", action="store_true")

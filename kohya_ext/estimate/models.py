@@ -1,7 +1,7 @@
-"""The models of each family at full size, and a batch for them, without weights: called under FakeTensorMode.
+"""The models of each family at full size, and their inputs, built under FakeTensorMode without weights.
 
-Sizes come from sd-scripts' own modules wherever it has them as data; where it writes them into a loader that wants a file
-(the CLIP text encoders), they are said again here and the loader is named.
+Sizes come from sd-scripts' own modules where they are data. The CLIP text encoders' sizes are inside loaders that read a file;
+they are repeated here, and a comment names the loader.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ CLIP_TOKENS = 77
 
 @dataclass
 class Models:
-    """One family's models and what its training step is fed."""
+    """The models of one family and the inputs of its training step."""
 
     unet: Any
     """The U-Net or DiT."""
     text_encoders: list[Any]
     vae: Any
     latents: tuple[int, int]
-    """Channels, and pixels per latent along a side."""
+    """Channels, and pixels per latent along one side."""
     token_ids: Callable[[int], list[torch.Tensor]]
-    """Batch size -> what the dataset hands out for captions that are not cached."""
+    """Batch size -> the dataset's token ids, for captions that are not cached."""
     conditions: Callable[[int], list[torch.Tensor | None]]
-    """Batch size -> what it hands out for cached text encoder outputs."""
+    """Batch size -> the dataset's cached text encoder outputs."""
     tokenizers: Any
-    """What the encoding strategy asks its tokenizers for: sizes, no vocabulary."""
+    """Stand-ins for the encoding strategy's tokenizers: sizes without vocabulary."""
     extras: Callable[[int], dict[str, torch.Tensor]] = field(default=lambda batch: {})
-    """Batch size -> whatever else this family's step reads from a batch."""
+    """Batch size -> further keys that this family's step reads from a batch."""
     blocks: Callable[[int], list[Any]] = field(default=lambda count: [])
-    """``--blocks_to_swap`` -> the blocks that then lie in host memory."""
+    """``--blocks_to_swap`` -> the blocks in host memory."""
     caption_tokens: int = CLIP_TOKENS
-    """The longest caption, assumed wherever a step asks how long one is."""
+    """The longest caption, assumed wherever a step reads a length."""
 
 
-def build(choices: MemoryConfig) -> Models:
-    """Build the models of a run. Raises KeyError for a family that is not in :data:`BUILDERS`."""
-    return BUILDERS[choices.family.name](choices)
+def build(config: MemoryConfig) -> Models:
+    """Return the models of a run. Raises KeyError for a family that is not in :data:`BUILDERS`."""
+    return BUILDERS[config.family.name](config)
 
 
-def attend(unet: Any, choices: MemoryConfig) -> None:
-    """Choose the U-Net's attention. xformers saves what PyTorch's own does, and need not be installed here."""
-    if choices.mem_eff_attn:
+def set_attention(unet: Any, config: MemoryConfig) -> None:
+    """Set the U-Net's attention. xformers saves the same tensors as PyTorch's own, and need not be installed."""
+    if config.mem_eff_attn:
         unet.set_use_memory_efficient_attention(False, True)
-    elif choices.xformers or choices.sdpa:
+    elif config.xformers or config.sdpa:
         unet.set_use_sdpa(True)
 
 
 def _clip(module: Any, **sizes: Any) -> Any:
-    """A CLIP configuration, through the name that the family's loader uses."""
+    """Return a CLIP configuration, through the module of the family's loader."""
     return module.CLIPTextConfig(
         vocab_size=49408, max_position_embeddings=CLIP_TOKENS, layer_norm_eps=1e-05, pad_token_id=1, bos_token_id=0,
         eos_token_id=2, **sizes,
@@ -72,34 +72,34 @@ def _clip_tokenizer() -> Any:
     return SimpleNamespace(model_max_length=CLIP_TOKENS, eos_token_id=2)
 
 
-def _clip_ids(batch: int, choices: MemoryConfig) -> torch.Tensor:
-    return torch.zeros(batch, (choices.max_token_length or 75) // 75, CLIP_TOKENS, dtype=torch.long)
+def _clip_ids(batch: int, config: MemoryConfig) -> torch.Tensor:
+    return torch.zeros(batch, (config.max_token_length or 75) // 75, CLIP_TOKENS, dtype=torch.long)
 
 
-def _clip_length(choices: MemoryConfig) -> int:
-    """Tokens in a caption's embedding: several chunks of 77 lose their inner ends."""
-    return CLIP_TOKENS if choices.max_token_length is None else choices.max_token_length + 2
+def _clip_length(config: MemoryConfig) -> int:
+    """Return the tokens in a caption's embedding: chunks of 77 are joined without their inner start and end tokens."""
+    return CLIP_TOKENS if config.max_token_length is None else config.max_token_length + 2
 
 
-def _sdxl(choices: MemoryConfig) -> Models:
+def _sdxl(config: MemoryConfig) -> Models:
     unets = importlib.import_module("library.sdxl_original_unet")
     util = importlib.import_module("library.sdxl_model_util")
     transformers = importlib.import_module("transformers")
     unet = unets.SdxlUNet2DConditionModel()
-    attend(unet, choices)
+    set_attention(unet, config)
     # sdxl_model_util.load_models_from_sdxl_checkpoint
     small = _clip(util, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
                   hidden_act="quick_gelu", projection_dim=768)  # fmt: skip
     large = _clip(util, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
                   hidden_act="gelu", projection_dim=1280)  # fmt: skip
-    length, widths = _clip_length(choices), (small.hidden_size, large.hidden_size)
+    length, widths = _clip_length(config), (small.hidden_size, large.hidden_size)
 
     return Models(
         unet=unet,
         text_encoders=[transformers.CLIPTextModel._from_config(small), transformers.CLIPTextModelWithProjection(large)],
         vae=_sd_vae(),
         latents=(4, 8),
-        token_ids=lambda batch: [_clip_ids(batch, choices)] * 2,
+        token_ids=lambda batch: [_clip_ids(batch, config)] * 2,
         conditions=lambda batch: [
             *(torch.zeros(batch, length, width) for width in widths),
             torch.zeros(batch, large.projection_dim),
@@ -111,28 +111,28 @@ def _sdxl(choices: MemoryConfig) -> Models:
     )
 
 
-def _sd15(choices: MemoryConfig) -> Models:
+def _sd15(config: MemoryConfig) -> Models:
     unets = importlib.import_module("library.original_unet")
     util = importlib.import_module("library.model_util")
     transformers = importlib.import_module("transformers")
-    sizes = util.create_unet_diffusers_config(choices.v2, True)
+    sizes = util.create_unet_diffusers_config(config.v2, True)
     unet = unets.UNet2DConditionModel(**sizes)
-    attend(unet, choices)
+    set_attention(unet, config)
     # model_util.load_models_from_stable_diffusion_checkpoint
     clip = (
         _clip(util, hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16,
               hidden_act="gelu", projection_dim=512)
-        if choices.v2
+        if config.v2
         else _clip(util, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
                    hidden_act="quick_gelu", projection_dim=768)
     )  # fmt: skip
-    length = _clip_length(choices)
+    length = _clip_length(config)
     return Models(
         unet=unet,
         text_encoders=[transformers.CLIPTextModel._from_config(clip)],
         vae=_sd_vae(),
         latents=(4, 8),
-        token_ids=lambda batch: [_clip_ids(batch, choices)],
+        token_ids=lambda batch: [_clip_ids(batch, config)],
         conditions=lambda batch: [torch.zeros(batch, length, clip.hidden_size)],
         tokenizers=SimpleNamespace(tokenizer=_clip_tokenizer()),
     )
@@ -147,21 +147,21 @@ def _sd_vae() -> Any:
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-def _flux(choices: MemoryConfig) -> Models:
-    """FLUX.1 dev, or Chroma."""
+def _flux(config: MemoryConfig) -> Models:
+    """Build FLUX.1 dev, or Chroma."""
     flux, util = importlib.import_module("library.flux_models"), importlib.import_module("library.flux_utils")
     sizes = flux.configs["dev"]
-    chroma = choices.family.name == "chroma"
+    chroma = config.family.name == "chroma"
     if chroma:
         models = importlib.import_module("library.chroma_models")
         transformer, clip = models.Chroma(models.chroma_params), util.dummy_clip_l()
     else:
-        transformer, clip = flux.Flux(sizes.params), _loaded(util.load_clip_l)
-    t5 = _loaded(util.load_t5xxl)
-    if choices.t5xxl == FP8:
+        transformer, clip = flux.Flux(sizes.params), _load_on_cpu(util.load_clip_l)
+    t5 = _load_on_cpu(util.load_t5xxl)
+    if config.t5xxl == FP8:
         # flux_train_network.prepare_text_encoder_fp8
-        cast(t5, torch.float8_e4m3fn, [one for one in t5.modules() if type(one).__name__ in ("T5LayerNorm", "Embedding")])
-    length = choices.t5xxl_max_token_length or choices.family.t5_tokens
+        cast(t5, torch.float8_e4m3fn, [part for part in t5.modules() if type(part).__name__ in ("T5LayerNorm", "Embedding")])
+    length = config.t5xxl_max_token_length or config.family.t5_tokens
     return Models(
         unet=transformer,
         text_encoders=[clip, t5],
@@ -183,13 +183,13 @@ def _flux(choices: MemoryConfig) -> Models:
     )
 
 
-def _lumina(choices: MemoryConfig) -> Models:
-    """Lumina Image 2.0."""
+def _lumina(config: MemoryConfig) -> Models:
+    """Build Lumina Image 2.0."""
     models, util = importlib.import_module("library.lumina_models"), importlib.import_module("library.lumina_util")
     transformer = models.NextDiT_2B_GQA_patch2_Adaln_Refiner()
-    gemma = _loaded(util.load_gemma2)
+    gemma = _load_on_cpu(util.load_gemma2)
     flux = importlib.import_module("library.flux_models")
-    length = choices.gemma2_max_token_length or 256
+    length = config.gemma2_max_token_length or 256
     return Models(
         unet=transformer,
         text_encoders=[gemma],
@@ -207,14 +207,14 @@ def _lumina(choices: MemoryConfig) -> Models:
     )
 
 
-def _sd3(choices: MemoryConfig) -> Models:
-    """Stable Diffusion 3.5 medium, or what the checkpoint is; sizes as sd3_utils.analyze_state_dict_state reads them there."""
+def _sd3(config: MemoryConfig) -> Models:
+    """Build the checkpoint's Stable Diffusion 3; sizes as sd3_utils.analyze_state_dict_state reads them."""
     models, util = importlib.import_module("library.sd3_models"), importlib.import_module("library.sd3_utils")
     flux_util = importlib.import_module("library.flux_utils")
     side, depth, norm, dual, kind = {
         SD3_LARGE: (192, 38, "rms", 0, "5-large"),
         SD3_MEDIUM: (192, 24, None, 0, "medium"),
-    }.get(str(choices.pretrained_model_name_or_path), (384, 24, "rms", 13, "5-medium"))
+    }.get(str(config.pretrained_model_name_or_path), (384, 24, "rms", 13, "5-medium"))
     transformer = models.create_sd3_mmdit(
         models.SD3Params(
             patch_size=2, depth=depth, num_patches=side**2, pos_embed_max_size=side, adm_in_channels=2048, qk_norm=norm,
@@ -227,14 +227,14 @@ def _sd3(choices: MemoryConfig) -> Models:
                   hidden_act="quick_gelu", projection_dim=768)  # fmt: skip
     large = _clip(util, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
                   hidden_act="gelu", projection_dim=1280)  # fmt: skip
-    length = choices.t5xxl_max_token_length or choices.family.t5_tokens
+    length = config.t5xxl_max_token_length or config.family.t5_tokens
     widths = small.hidden_size + large.hidden_size
     return Models(
         unet=transformer,
         text_encoders=[
             transformers.CLIPTextModelWithProjection(small),
             transformers.CLIPTextModelWithProjection(large),
-            _loaded(flux_util.load_t5xxl),
+            _load_on_cpu(flux_util.load_t5xxl),
         ],
         vae=models.SDVAE(torch.float32, "cpu"),
         latents=(16, 8),
@@ -254,24 +254,24 @@ def _sd3(choices: MemoryConfig) -> Models:
     )
 
 
-def _anima(choices: MemoryConfig) -> Models:
-    """Anima, as far as it is served with cached captions: its adapter reads T5's token ids, its text encoder is Qwen3 0.6B."""
-    util, flat = importlib.import_module("library.anima_utils"), choices.qwen_image_vae_2d
+def _anima(config: MemoryConfig) -> Models:
+    """Build Anima: its adapter reads T5's token ids, its text encoder is Qwen3 0.6B."""
+    util, flat = importlib.import_module("library.anima_utils"), config.qwen_image_vae_2d
     vae = importlib.import_module("library.qwen_image_autoencoder_kl" + ("_2d" if flat else ""))
     transformers = importlib.import_module("transformers")
-    transformer = _constructed(
+    transformer = _construct(
         util.anima_models, "Anima", lambda: util.load_anima_model("cpu", "", "torch", False, "cpu", torch.bfloat16)
     )
-    config = Path(str(util.__file__)).parent.parent / "configs" / "qwen3_06b"
-    encoder = transformers.Qwen3Model(transformers.Qwen3Config.from_pretrained(config, local_files_only=True))
-    long, short = choices.qwen3_max_token_length, choices.t5_max_token_length
+    folder = Path(str(util.__file__)).parent.parent / "configs" / "qwen3_06b"
+    encoder = transformers.Qwen3Model(transformers.Qwen3Config.from_pretrained(folder, local_files_only=True))
+    long, short = config.qwen3_max_token_length, config.t5_max_token_length
     return Models(
         unet=transformer,
         text_encoders=[encoder],
-        vae=_constructed(
+        vae=_construct(
             vae,
             "AutoencoderKLQwenImage" + ("2D" if flat else ""),
-            lambda: vae.load_vae("", spatial_chunk_size=choices.vae_chunk_size, disable_cache=choices.vae_disable_cache),
+            lambda: vae.load_vae("", spatial_chunk_size=config.vae_chunk_size, disable_cache=config.vae_disable_cache),
         ),
         latents=(16, 8),
         token_ids=lambda batch: [_ids(batch, long), _mask(batch, long), _ids(batch, short), _mask(batch, short)],
@@ -288,17 +288,17 @@ def _anima(choices: MemoryConfig) -> Models:
     )
 
 
-def _hunyuan_image(choices: MemoryConfig) -> Models:
-    """HunyuanImage 2.1, for captions of 256 tokens with 128 bytes of quoted text."""
+def _hunyuan_image(config: MemoryConfig) -> Models:
+    """Build HunyuanImage 2.1, for captions of 256 tokens with 128 bytes of quoted text."""
     models, util = (
         importlib.import_module("library.hunyuan_image_models"),
         importlib.import_module("library.fp8_optimization_utils"),
     )
     transformers = importlib.import_module("transformers")
-    mode = "torch" if choices.attn_mode in (None, "sdpa") else choices.attn_mode
-    transformer = models.HYImageDiffusionTransformer(attn_mode=mode, split_attn=choices.split_attn)
+    mode = "torch" if config.attn_mode in (None, "sdpa") else config.attn_mode
+    transformer = models.HYImageDiffusionTransformer(attn_mode=mode, split_attn=config.split_attn)
     cast(transformer, torch.bfloat16)
-    if choices.fp8_scaled:
+    if config.fp8_scaled:
         keys = (models.FP8_OPTIMIZATION_TARGET_KEYS, models.FP8_OPTIMIZATION_EXCLUDE_KEYS)
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
             state = util.optimize_state_dict_with_fp8(transformer.state_dict(), None, *keys)
@@ -306,34 +306,34 @@ def _hunyuan_image(choices: MemoryConfig) -> Models:
         transformer.load_state_dict(state, strict=True, assign=True)
     # hunyuan_image_text_encoder.load_qwen2_5_vl and load_byt5
     loader = importlib.import_module("library.hunyuan_image_text_encoder")
-    language = _assembled(lambda: loader.load_qwen2_5_vl("", torch.bfloat16, "cpu", state_dict={}))
-    _place(language, torch.bfloat16)
-    if choices.fp8_vl:
-        # What upstream leaves in 16 bits there: embeddings, and the arithmetic of its norms.
-        cast(language, torch.float8_e4m3fn, [one for one in language.modules() if "Embedding" in type(one).__name__
-                                             or "Norm" in type(one).__name__])  # fmt: skip
+    language = _build_on_meta(lambda: loader.load_qwen2_5_vl("", torch.bfloat16, "cpu", state_dict={}))
+    _allocate(language, torch.bfloat16)
+    if config.fp8_vl:
+        # Upstream keeps embeddings and norms in 16 bits.
+        cast(language, torch.float8_e4m3fn, [part for part in language.modules() if "Embedding" in type(part).__name__
+                                             or "Norm" in type(part).__name__])  # fmt: skip
     letters = transformers.T5EncoderModel(
         transformers.T5Config(d_model=1472, d_ff=3584, d_kv=64, num_heads=6, num_layers=12, vocab_size=1510,
                               feed_forward_proj="gated-gelu")
     ).encoder  # fmt: skip
-    cast(letters, torch.bfloat16)  # upstream has fp16, which takes as much and which the CPU's autocast does not know
-    vae = importlib.import_module("library.hunyuan_image_vae").HunyuanVAE2D(chunk_size=choices.vae_chunk_size)
+    cast(letters, torch.bfloat16)  # upstream uses fp16, of the same size, which CPU autocast does not support
+    vae = importlib.import_module("library.hunyuan_image_vae").HunyuanVAE2D(chunk_size=config.vae_chunk_size)
     cast(vae, torch.float16)
-    words, quoted, scale = 256, loader.BYT5_MAX_LENGTH, vae.ffactor_spatial
+    caption, quoted, scale = 256, loader.BYT5_MAX_LENGTH, vae.ffactor_spatial
     ignored = loader.PROMPT_TEMPLATE_ENCODE_START_IDX
-    width, height = size(choices)
+    width, height = size(config)
     return Models(
         unet=transformer,
         text_encoders=[language, letters],
         vae=vae,
         latents=(transformer.in_channels, scale),
         token_ids=lambda batch: [
-            *(_ids(batch, ignored + words), _mask(batch, ignored + words)),
+            *(_ids(batch, ignored + caption), _mask(batch, ignored + caption)),
             *(_ids(batch, quoted), _mask(batch, quoted)),
         ],
         conditions=lambda batch: [
-            torch.zeros(batch, words, 3584, dtype=torch.bfloat16),
-            _mask(batch, words),
+            torch.zeros(batch, caption, 3584, dtype=torch.bfloat16),
+            _mask(batch, caption),
             torch.zeros(batch, quoted, 1472, dtype=torch.float16),
             _mask(batch, quoted),
             torch.ones(batch, dtype=torch.bool),
@@ -343,52 +343,52 @@ def _hunyuan_image(choices: MemoryConfig) -> Models:
             *transformer.double_blocks[len(transformer.double_blocks) - count // 2 :],
             *transformer.single_blocks[len(transformer.single_blocks) - (count - count // 2) * 2 :],
         ],
-        # Every length that a block asks for is that of the whole sequence: no padding.
-        caption_tokens=(width // scale) * (height // scale) + words + quoted,
+        # A block only reads the length of the whole sequence: there is no padding.
+        caption_tokens=(width // scale) * (height // scale) + caption + quoted,
     )
 
 
-class _SeenError(Exception):
-    """A loader has reached the class it builds."""
+class _LoadingStoppedError(Exception):
+    """Stops a loader at the model that it builds."""
 
 
-def _constructed(module: Any, name: str, load: Callable[[], Any]) -> Any:
-    """Construct a class of a module with the sizes that its loader keeps to itself, and nothing that it loads."""
+def _construct(module: Any, name: str, load: Callable[[], Any]) -> Any:
+    """Construct a class with the sizes that its loader passes to it, and load no weights."""
     kind = getattr(module, name)
-    given: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
 
-    def note(**sizes: Any) -> None:
-        given.update(sizes)
-        raise _SeenError
+    def record(**arguments: Any) -> None:
+        sizes.update(arguments)
+        raise _LoadingStoppedError
 
-    setattr(module, name, note)
+    setattr(module, name, record)
     try:
         load()
-    except _SeenError:
-        return kind(**given)
+    except _LoadingStoppedError:
+        return kind(**sizes)
     finally:
         setattr(module, name, kind)
-    raise RuntimeError(f"the loader of {name} did not construct one")
+    raise RuntimeError(f"the loader did not construct {name}")
 
 
-def _assembled(load: Callable[[], Any]) -> Any:
-    """Run a loader up to where it fills its model with weights, and return that model, on the meta device."""
-    filled: list[Any] = []
+def _build_on_meta(load: Callable[[], Any]) -> Any:
+    """Run a loader until it would load weights, and return its model on the meta device."""
+    models: list[Any] = []
 
-    def note(self: Any, *args: Any, **kwargs: Any) -> None:
-        filled.append(self)
-        raise _SeenError
+    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        models.append(self)
+        raise _LoadingStoppedError
 
     original = torch.nn.Module.load_state_dict
-    torch.nn.Module.load_state_dict = note
+    torch.nn.Module.load_state_dict = record
     try:
-        with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
+        with unset_fake_temporarily():  # accelerate 1.6 cannot create empty weights from fake ones
             load()
-    except _SeenError:
-        return filled[0]
+    except _LoadingStoppedError:
+        return models[0]
     finally:
         torch.nn.Module.load_state_dict = original
-    raise RuntimeError("the loader did not fill a model")
+    raise RuntimeError("the loader did not load weights")
 
 
 def _ids(batch: int, length: int) -> torch.Tensor:
@@ -399,23 +399,23 @@ def _mask(batch: int, length: int) -> torch.Tensor:
     return torch.ones(batch, length, dtype=torch.long)
 
 
-def _loaded(load: Callable[..., Any]) -> Any:
-    """Run a text encoder's loader with no weights in its file, and give what it leaves on the meta device memory."""
-    with unset_fake_temporarily():  # accelerate 1.6 cannot make empty weights from fake ones
+def _load_on_cpu(load: Callable[..., Any]) -> Any:
+    """Run a text encoder's loader without weights, and allocate its parameters."""
+    with unset_fake_temporarily():  # accelerate 1.6 cannot create empty weights from fake ones
         module = load(None, torch.float32, "cpu", state_dict={})
-    _place(module)
+    _allocate(module)
     return module
 
 
-def _place(module: Any, dtype: torch.dtype | None = None) -> None:
-    """Give a module's parameters on the meta device memory, in ``dtype`` or their own."""
+def _allocate(module: Any, dtype: torch.dtype | None = None) -> None:
+    """Replace a module's parameters on the meta device by empty ones, in ``dtype`` or their own."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 part._parameters[name] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype or parameter.dtype))
 
 
-#: Name of a family -> its estimate builder.
+#: Family name -> its builder.
 BUILDERS: dict[str, Callable[[MemoryConfig], Models]] = {
     "sdxl": _sdxl,
     "sd15": _sd15,
@@ -429,9 +429,9 @@ BUILDERS: dict[str, Callable[[MemoryConfig], Models]] = {
 
 
 def cast(module: Any, dtype: torch.dtype, skip: Sequence[Any] = ()) -> None:
-    """Cast a module's floating-point parameters and buffers, as ``.to(dtype)`` does with tensors that are not fake.
+    """Cast a module's floating-point parameters and buffers, as ``.to(dtype)`` does with real tensors.
 
-    Weights in 8 bits stay as they are.
+    8-bit weights are left as they are.
     """
     for part in module.modules():
         if part in skip:

@@ -1,4 +1,4 @@
-"""The pictures that a file of sample prompts asks for, in any of upstream's three formats. Nothing here imports torch."""
+"""Image sizes in a file of sample prompts, in any of upstream's three formats. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import toml
 from kohya_ext.errors import UserError
 
 
-def largest(file: str, usual: int) -> tuple[int, int]:
-    """Return width and height in pixels of the largest picture; one that says nothing has ``usual``.
+def largest(file: str, default: int) -> tuple[int, int]:
+    """Return width and height in pixels of the largest image; a side that a prompt leaves out is ``default``.
 
     Raises UserError for a file that cannot be read.
     """
     try:
-        pictures = [(int(prompt.get("width", usual)), int(prompt.get("height", usual))) for prompt in _read(file)]
+        sizes = [(int(prompt.get("width", default)), int(prompt.get("height", default))) for prompt in _read(file)]
     except OSError as error:
         raise UserError(f"--sample_prompts {file}: {error.strerror or error}") from None
     except KeyError as error:
-        raise UserError(f"--sample_prompts {file}: there is no {error} in it") from None
-    except (ValueError, TypeError, AttributeError, IndexError) as error:  # not TOML, or with other things in it
+        raise UserError(f"--sample_prompts {file}: the key {error} is missing") from None
+    except (ValueError, TypeError, AttributeError, IndexError) as error:  # not TOML or JSON, or of another structure
         raise UserError(f"--sample_prompts {file}: {error}") from None
-    return max(pictures, key=lambda sides: sides[0] * sides[1], default=(usual, usual))
+    return max(sizes, key=lambda size: size[0] * size[1], default=(default, default))
 
 
 def _read(file: str) -> Sequence[Mapping[str, Any]]:
-    """Return what is said of each prompt; of a line of text the sizes alone."""
+    """Return the values of each prompt; from a line of text, the sizes only."""
     text = Path(file).read_text(encoding="utf-8")
     if file.endswith(".toml"):
         prompt = toml.loads(text)["prompt"]
@@ -44,5 +44,5 @@ def _is_prompt(line: str) -> bool:
 
 
 def _sizes(line: str) -> dict[str, str]:
-    found = {name: re.search(rf" --{name[0]} (\d+)", line, re.IGNORECASE) for name in ("width", "height")}
-    return {name: match.group(1) for name, match in found.items() if match is not None}
+    matches = {name: re.search(rf" --{name[0]} (\d+)", line, re.IGNORECASE) for name in ("width", "height")}
+    return {name: match.group(1) for name, match in matches.items() if match is not None}

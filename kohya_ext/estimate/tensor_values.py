@@ -1,4 +1,4 @@
-"""Answers for code that looks at a tensor's data, where there is none."""
+"""Assumed values for code that reads a fake tensor's data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kohya_ext.estimate.tracker import DEVICE
 
 @dataclass
 class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Stands above FakeTensorMode and answers ``.item()``, ``.tolist()`` and ``bool()`` on tensors without data.
+    """A dispatch mode above FakeTensorMode that answers ``.item()``, ``.tolist()`` and ``bool()`` on fake tensors.
 
-    A search among them (``nonzero``: a timestep in its schedule) finds one thing. What is compared for equality is equal
-    (lengths, with themselves and one another); whatever else is asked is not so (NaN).
+    ``nonzero`` (a timestep in its schedule) returns one index. Tensors compared for equality, such as lengths, are equal; every
+    other comparison is False, and a float is 1.
     """
 
     integer: int = 0
-    """The answer where an integer is asked for: in a training step, how long a caption is."""
+    """The value of integer tensors: in a training step, the length of a caption."""
 
     _equal: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    """Outcomes of comparisons."""
+    """Results of comparisons for equality."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer, or run the operator as it is."""
+        """Return an assumed value, or run the operator."""
         if func is DEVICE:
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):

@@ -1,7 +1,7 @@
-"""What a training step allocates: every storage, when it came, when it went, and what it was for.
+"""Logs of the storages that a training step allocates and frees, and their purposes.
 
-A :class:`Tracker` stands above FakeTensorMode (or above real tensors) as a dispatch mode. A storage is seen when an operator
-first returns it and gone when its last tensor is, so the log is that of the tensors themselves, without any allocator.
+:class:`Tracker` is a dispatch mode above FakeTensorMode (or real tensors). A storage is logged when an operator first returns
+it, and freed with its last tensor, so the log is independent of any allocator.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kohya_ext.estimate.events import Event, Kind
 
-#: What tensors made in a phase are for, unless they turn out to be gradients, optimizer state or saved for backward.
+#: The phases of a step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 
 _aten = torch.ops.aten
 
-#: Two of three calls that reach a mode above fake tensors are autograd and autocast asking where a tensor is. The answer is on
-#: it: the modes below would say the same, in a third of an estimate's time.
+#: Two of three calls that reach a mode above fake tensors are autograd and autocast asking for a tensor's device. Answering
+#: here, instead of in the modes below, saves a third of an estimate's time.
 DEVICE = torch.ops.prim.device.default
 
 
 @dataclass
 class _Storage:
-    """One storage that is alive, and the event that said so."""
+    """A storage that is alive."""
 
     number: int
     reference: weakref.ref[Any]
@@ -48,7 +48,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     flops: int = 0
     phase: str = FORWARD
     _live: dict[int, _Storage] = field(default_factory=dict)
-    _looks_away: bool = False
+    _paused: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Log what happens inside as belonging to a phase."""
+        """Log everything inside the block under a phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -66,30 +66,30 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.phase = before
 
     def mark(self, tensors: Iterable[Any], kind: Kind) -> None:
-        """Say what some tensors are; those not seen before are logged as allocated now."""
+        """Set the kind of some tensors; new ones are logged as allocated now."""
         for tensor in tensors:
-            self.kinds[self._see(tensor, kind)] = kind
+            self.kinds[self._record(tensor, kind)] = kind
 
-    def leave_out(self, tensors: Iterable[Any]) -> None:
-        """Say that some tensors lie somewhere else: they are seen, and weigh nothing."""
+    def exclude(self, tensors: Iterable[Any]) -> None:
+        """Exclude tensors that are not in GPU memory: they count no bytes."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._live[id(storage)] = _Storage(len(self.kinds), weakref.ref(storage))
             self.kinds.append(Kind.TEMPORARY)
 
     def mark_saved(self) -> None:
-        """Call between forward and backward: what forward made and is still alive is kept for backward."""
+        """Mark what is alive after forward as saved for backward; call between the two."""
         for storage in self._live.values():
             if self.kinds[storage.number] is Kind.TEMPORARY:
                 self.kinds[storage.number] = Kind.ACTIVATION
 
-    def compact(self, away: Iterable[Any] = ()) -> int:
-        """Forget what came and went so far; return the number of events left, one for each storage that is alive.
+    def compact(self, offloaded: Iterable[Any] = ()) -> int:
+        """Drop the events of freed storages; return the number of events left, one for each storage that is alive.
 
-        The storages of the tensors in ``away`` are forgotten as well: they lie somewhere else.
+        The storages of the tensors in ``offloaded`` are dropped too, since they are not in GPU memory.
         """
-        gone = {self._live[id(tensor.untyped_storage())].number for tensor in away}
-        kept = sorted(storage.number for storage in self._live.values() if storage.number not in gone)
+        dropped = {self._live[id(tensor.untyped_storage())].number for tensor in offloaded}
+        kept = sorted(storage.number for storage in self._live.values() if storage.number not in dropped)
         sizes = {event.storage: event.bytes for event in self.events if event.bytes > 0}
         self.events[:] = [Event(number, sizes[number], self.phase) for number in kept if number in sizes]
         return len(self.events)
@@ -101,8 +101,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._count(func, args, kwargs, result)
-        if not self._looks_away:
-            self.see(result, self._kind_of(func, args))
+        if not self._paused:
+            self.record(result, self._kind_of(func, args))
         return result
 
     @classmethod
@@ -111,23 +111,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return True
 
     @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """Count FLOPs inside and log nothing but what :meth:`see` is told."""
-        before, self._looks_away = self._looks_away, True
+    def paused(self) -> Iterator[None]:
+        """Count FLOPs inside the block, and log only through :meth:`record`."""
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._looks_away = before
+            self._paused = before
 
-    def see(self, made: Any, kind: Kind) -> None:
-        """Log the storages, among some values, that are seen for the first time."""
-        for value in tree_iter(made):
+    def record(self, values: Any, kind: Kind) -> None:
+        """Log the storages of some values that are not in the log yet."""
+        for value in tree_iter(values):
             if isinstance(value, torch.Tensor):
-                self._see(value, kind)
+                self._record(value, kind)
 
     def _kind_of(self, func: Any, args: Any) -> Kind:
         if self.phase == BACKWARD:
-            # Inside backward, gradients are on only where checkpointing runs a forward again.
+            # Inside backward, gradients are enabled only while checkpointing recomputes a forward.
             return Kind.RECOMPUTED if torch.is_grad_enabled() else Kind.TEMPORARY
         if func is _aten._to_copy.default and torch.is_autocast_cache_enabled() and self._is_weight(args[0]):
             return Kind.WEIGHT_COPY
@@ -137,7 +137,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         storage = self._live.get(id(tensor.untyped_storage()))
         return storage is not None and self.kinds[storage.number] in (Kind.WEIGHT, Kind.TRAINED_WEIGHT)
 
-    def _see(self, tensor: Any, kind: Kind) -> int:
+    def _record(self, tensor: Any, kind: Kind) -> int:
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._live.get(key)
@@ -146,11 +146,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         number = len(self.kinds)
         self.kinds.append(kind)
         size = storage.nbytes()
-        self._live[key] = _Storage(number, weakref.ref(storage, partial(self._gone, key, number, size)))
+        self._live[key] = _Storage(number, weakref.ref(storage, partial(self._freed, key, number, size)))
         self.events.append(Event(number, size, self.phase))
         return number
 
-    def _gone(self, key: int, number: int, size: int, reference: Any) -> None:
+    def _freed(self, key: int, number: int, size: int, reference: Any) -> None:
         if self._live.get(key) is not None and self._live[key].number == number:
             del self._live[key]
         self.events.append(Event(number, -size, self.phase))
@@ -160,47 +160,47 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Weighs a piece of code on real tensors: what it allocates, how much of it is alive at most, and its FLOPs.
+    """Counts the bytes that a block allocates on real tensors, their peak, and its FLOPs.
 
-    A tensor that shares the storage of an operator's input is no allocation, so nothing that was there before need be known.
+    A result that shares the storage of an operator's input does not count, so earlier tensors need not be known.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.alive = 0
-        """Bytes allocated inside and not freed yet; goes on falling behind the end."""
+        """Bytes allocated inside the block and not freed yet; still updated after the block."""
         self.peak = 0
         self.flops = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and weigh the storages that are new in its result."""
+        """Run an operator and count the new storages in its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.flops += _flops(func, args, kwargs, result)
-        found = [value.untyped_storage() for value in tree_iter(result) if isinstance(value, torch.Tensor)]
-        if found:
+        storages = [value.untyped_storage() for value in tree_iter(result) if isinstance(value, torch.Tensor)]
+        if storages:
             given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)}
-            for storage in found:
+            for storage in storages:
                 if storage._cdata not in given:
-                    self._see(storage)
+                    self._record(storage)
         return result
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True, as FakeTensorMode does: what is compiled stays so inside, and shows the operators it is left."""
+        """Return True, as FakeTensorMode does: compiled code stays compiled inside, and its remaining operators are counted."""
         return True
 
-    def _see(self, storage: Any) -> None:
+    def _record(self, storage: Any) -> None:
         known = self._known.get(id(storage))
         if known is not None and known() is storage:
             return
         size = storage.nbytes()
-        self._known[id(storage)] = weakref.ref(storage, partial(self._gone, size))
+        self._known[id(storage)] = weakref.ref(storage, partial(self._freed, size))
         self.alive += size
         self.peak = max(self.peak, self.alive)
 
-    def _gone(self, size: int, reference: Any) -> None:
+    def _freed(self, size: int, reference: Any) -> None:
         self.alive -= size
 
 
@@ -214,11 +214,11 @@ def _sdpa_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 
 def _sdpa_backward_on_cpu(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    # Five matrix products where forward has two: the scores are made again.
+    # Five matrix products where forward has two: the scores are recomputed.
     return int(sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2)
 
 
-#: torch's own formulas, and the CPU's flash attention, which it leaves out. FlopCounterMode itself holds tensors alive.
+#: torch's own formulas, and the CPU's flash attention, which they lack. FlopCounterMode itself would keep tensors alive.
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_on_cpu,

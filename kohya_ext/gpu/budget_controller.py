@@ -1,12 +1,11 @@
-"""Spend a memory budget: start with every block checkpointed, and free as many from it as the measured peak leaves room for.
+"""Use a memory budget: start with every block checkpointed, and free as many as the measured peak allows.
 
-The first step weighs each block: while it is recomputed in backward, what it keeps and what it computes are measured. The
-second one, in which the optimizer's state is there, gives the peak. A block that is freed keeps its activations and is not
-recomputed, so the peak rises by no more than they weigh: the blocks with the most work per byte are freed as long as that bound
-fits, the next step's peak is measured, and so on until nothing more fits. Every figure is scaled from the batch it was measured
-with to the largest batch of the data set, since activations grow with the pixels.
+A freed block keeps its activations and is not recomputed, so the peak rises by at most their size. The controller frees the
+blocks with the most FLOPs per byte while that bound fits, measures the next step's peak, and repeats until nothing more fits
+(:class:`Phase`). Sizes are scaled from the measured batch to the dataset's largest batch, because activations grow with its
+pixels.
 
-Gradients stay what they are with every block checkpointed, bit for bit: recomputing gives the same numbers.
+Gradients are bit for bit those with every block checkpointed: recomputing gives the same values.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,29 +22,38 @@ from kohya_ext.console import note, warn
 from kohya_ext.estimate.tracker import Allocations
 from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
-from kohya_ext.patching.checkpointed_blocks import covered_blocks, recomputed
+from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, recomputed_methods
 from kohya_ext.patching.training_loop import current_batch, data_sets
-from kohya_ext.units import said
+from kohya_ext.units import format_size
 
-#: Compiled blocks that may keep less than this share recompute nearly everything: then single blocks are freed, as without.
+#: Below this share compiled blocks recompute nearly everything; single blocks are freed instead, as without compiling.
 LEAST_SHARE = 0.1
+
+
+class Phase(Enum):
+    """What the controller does with the next optimizer step."""
+
+    WEIGHING = "measure the activations and the FLOPs of each block while backward recomputes it"
+    FREEING = "measure the peak, which now includes the optimizer's states, and free blocks"
+    CHECKING = "measure the peak, and checkpoint blocks again where it is above the limit"
+    SETTLED = "nothing"
 
 
 @dataclass(eq=False)
 class Block:
-    """One block and what it weighs."""
+    """One block and what was measured of it."""
 
     module: Any
     kept: int = 0
-    """Bytes that it keeps for backward when it is not checkpointed."""
+    """Bytes of activations that it keeps for backward when it is not checkpointed."""
     flops: int = 0
-    """What its recomputation costs."""
+    """FLOPs of its recomputation."""
     turn: int = -1
-    """Its place in the order of the forward pass."""
+    """Its position in the forward pass."""
 
     @property
     def checkpointed(self) -> bool:
-        """Whether it is recomputed in backward."""
+        """Whether backward recomputes it."""
         return bool(self.module.gradient_checkpointing)
 
     @checkpointed.setter
@@ -54,40 +63,36 @@ class Block:
 
 @dataclass
 class BudgetController:
-    """Spends one process's budget."""
+    """Checkpoints and frees the blocks of one process."""
 
     limit: int
     """Bytes that a step may hold."""
-    gauge: MemoryMeter
+    meter: MemoryMeter
     compile_at: Callable[[float], None] | None = None
-    """Called once with the share of their activations that compiled blocks may keep, where blocks wait to be compiled."""
+    """Called once, where blocks wait to be compiled, with the share of their activations that they may keep."""
     blocks: list[Block] = field(default_factory=list)
-    steps: int = 0
-    settled: bool = False
+    phase: Phase = Phase.WEIGHING
     peaks: list[int] = field(default_factory=list)
-    """Of the steps that were measured, in bytes."""
+    """Peaks of the measured steps, in bytes."""
     rerun: int = 0
-    """Blocks that were out of memory in forward and ran again checkpointed."""
+    """Number of blocks that ran out of memory in forward and ran again checkpointed."""
     _weighed: int = 0
-    """Pixels of the batch with which the blocks were weighed."""
+    """Pixels of the batch that the blocks were weighed with."""
     _pixels: int = 0
-    """Pixels of the smallest micro-batch of the step that is measured."""
-    _held: int = 0
-    """Bytes held before that step."""
-    _measuring: bool = False
+    """Pixels of the smallest micro-batch of the measured step."""
+    _held: int | None = None
+    """Bytes held before that step; None while no step is measured."""
     _turns: int = 0
     _largest: int = 0
     _share: float = 1.0
-    """Of a free block's activations that it keeps: compiled ones may keep less than all."""
-    _final: bool = False
-    """Whether no more is freed: the next step only says whether it was too much."""
+    """Share of its activations that a free block keeps; below 1 for compiled blocks."""
 
     def take(self, model: Any) -> None:
-        """Take over the blocks of a model whose gradient checkpointing was just turned on."""
-        for module in covered_blocks(model):
+        """Control the blocks of a model whose gradient checkpointing was just enabled."""
+        for module in checkpointed_blocks(model):
             block = Block(module)
             self.blocks.append(block)
-            for layer, name in recomputed(module):
+            for layer, name in recomputed_methods(module):
                 self._weigh(block, layer, name)
             self._guard(block)
 
@@ -99,7 +104,7 @@ class BudgetController:
 
         def weighed(*args: Any, **kwargs: Any) -> Any:
             nonlocal kept, flops
-            if torch._C._current_graph_task_id() == -1:  # forward, not a recomputation within backward
+            if torch._C._current_graph_task_id() == -1:  # forward, not a recomputation in backward
                 if block.turn < 0:
                     block.turn, self._turns = self._turns, self._turns + 1
                 return original(*args, **kwargs)
@@ -108,7 +113,7 @@ class BudgetController:
                 with scale:
                     return original(*args, **kwargs)
             except BaseException as error:
-                # Non-reentrant checkpointing leaves the recomputation by an exception as soon as it has what it needs.
+                # Non-reentrant checkpointing stops the recomputation with an exception once it has every tensor.
                 traceback.clear_frames(error.__traceback__)
                 raise
             finally:
@@ -116,12 +121,12 @@ class BudgetController:
                 kept, flops = kept + more[0], flops + more[1]
                 block.kept, block.flops = block.kept + more[0], block.flops + more[1]
 
-        # On the instance, where it hides the class's own until it is taken away.
+        # Set on the instance, where it hides the class's method until _end_weighing deletes it.
         setattr(layer, name, weighed)
 
     def _end_weighing(self) -> None:
         for block in self.blocks:
-            for layer, name in recomputed(block.module):
+            for layer, name in recomputed_methods(block.module):
                 if name in vars(layer):
                     delattr(layer, name)
         self.blocks.sort(key=lambda block: block.turn)
@@ -129,53 +134,52 @@ class BudgetController:
     # --- around the steps --------------------------------------------------------------------------------------------
 
     def before_batch(self, accelerator: Any) -> None:
-        """Note the size of the micro-batch that begins, and begin to measure with a step's first one."""
-        if self.settled or not self.blocks:
+        """Record the size of the micro-batch, and start to measure at the first one of a step."""
+        if self.phase is Phase.SETTLED or not self.blocks:
             return
         pixels = pixels_of(current_batch(), accelerator)
-        if self.steps == 0:
+        if self.phase is Phase.WEIGHING:
             self._weighed = min(filter(None, (self._weighed, pixels)), default=0)
             return
-        if not self._measuring:
+        if self._held is None:
             self._largest = self._largest or largest_batch(accelerator)
-            self._held, self._pixels, self._measuring = self.gauge.begin(), pixels, True
+            self._held, self._pixels = self.meter.begin(), pixels
         self._pixels = min(self._pixels, pixels)
 
     def after_batch(self, accelerator: Any) -> None:
-        """After an optimizer step: end the weighing, or free what the measured peak leaves room for."""
-        if self.settled or not accelerator.sync_gradients:
+        """After an optimizer step: end the weighing, or act on the measured peak."""
+        if self.phase is Phase.SETTLED or not accelerator.sync_gradients:
             return
-        self.steps += 1
-        if self.steps == 1:
+        if self.phase is Phase.WEIGHING:
+            self.phase = Phase.FREEING
             if not any(block.kept for block in self.blocks):
                 self._settle("no block was recomputed, so there is nothing to free")
             self._end_weighing()
-        elif self._measuring:
-            self._measuring = False
-            self.peaks.append(self.gauge.end())
+        elif self._held is not None:
+            held, self._held = self._held, None
+            self.peaks.append(self.meter.end())
             if self.rerun:
                 self._settle()
+            elif not (self._weighed and self._pixels and self._largest):
+                self._settle("the size of the batches is not known, so every block stays checkpointed")
             else:
-                self._spend(self.peaks[-1])
+                room = self.limit - held - (self.peaks[-1] - held) * self._largest / self._pixels
+                if self.phase is Phase.FREEING:
+                    self._free(room)
+                elif room < 0:
+                    self._take_back(-room)
+                else:
+                    self._settle()
 
-    def _spend(self, peak: int) -> None:
-        if not (self._weighed and self._pixels and self._largest):
-            self._settle("the size of the batches is not known, so every block stays checkpointed")
-            return
-        room = self.limit - self._held - (peak - self._held) * self._largest / self._pixels
-        if self._final:
-            if room < 0:
-                self._take_back(-room)
-            else:
-                self._settle()
-            return
+    def _free(self, room: float) -> None:
+        """Free the blocks that fit into ``room`` bytes; compile all of them where that saves enough."""
         costs = {block: self._cost(block) for block in self.blocks if block.checkpointed and block.kept}
         if self.compile_at is not None and costs and room / sum(costs.values()) >= LEAST_SHARE:
             self._share = min(1.0, room / sum(costs.values()))
             self._compile(self._share)
             for block in self.blocks:
                 block.checkpointed = False
-            self._final = True
+            self.phase = Phase.CHECKING
             return
         if room < 0 and any(not block.checkpointed for block in self.blocks):
             self._take_back(-room)
@@ -190,12 +194,12 @@ class BudgetController:
             self._settle()
 
     def _cost(self, block: Block) -> float:
-        """Bytes that a block keeps of the largest batch when it is free."""
+        """Return the bytes that a free block keeps of the largest batch."""
         return block.kept * self._share * self._largest / self._weighed
 
     def _take_back(self, missing: float) -> None:
-        """Checkpoint free blocks again after a step that held so many bytes more than what was measured before it said."""
-        self._final = True
+        """Checkpoint free blocks again until ``missing`` bytes are saved, the cheapest to recompute first."""
+        self.phase = Phase.CHECKING
         for block in sorted((block for block in self.blocks if block.kept and not block.checkpointed), key=_work):
             if missing > 0:
                 missing -= self._cost(block)
@@ -209,10 +213,10 @@ class BudgetController:
             self.compile_at = None
 
     def _settle(self, reason: str = "") -> None:
-        self.settled = True
-        self._compile(1.0)  # what is checkpointed keeps nothing anyway
+        self.phase = Phase.SETTLED
+        self._compile(1.0)  # a checkpointed block keeps nothing anyway
         covered = sum(block.checkpointed for block in self.blocks)
-        peak = f", peak {said(self.peaks[-1])} of {said(self.limit)}" if self.peaks else ""
+        peak = f", peak {format_size(self.peaks[-1])} of {format_size(self.limit)}" if self.peaks else ""
         if not reason and self.peaks and self.peaks[-1] > self.limit and covered == len(self.blocks):
             reason = "the step needs that much with every block checkpointed"
         why = f" ({reason})" if reason else ""
@@ -232,7 +236,7 @@ class BudgetController:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-            # Here the error is gone, and with it the frames that held what the block had allocated.
+            # The error is gone here, and with it the frames that held the block's tensors.
             self._checkpoint_from(block)
             _set_random_state(random)
             return original(*args, **kwargs)
@@ -241,14 +245,14 @@ class BudgetController:
 
     def _checkpoint_from(self, block: Block) -> None:
         self.rerun += 1
-        self.gauge.release()
+        self.meter.release()
         for later in self.blocks[self.blocks.index(block) :]:
             later.checkpointed = True
         name = type(block.module).__name__
-        warn(f"out of memory in a {name} in forward: it runs again checkpointed, as all after it do from now on")
+        warn(f"out of memory in forward of a {name}; it runs again checkpointed, and all blocks after it stay checkpointed")
 
     def facts(self) -> dict[str, Any]:
-        """For the report: sizes in bytes."""
+        """Return the sizes for the report, in bytes."""
         return {
             "limit": self.limit,
             "peaks": self.peaks,
@@ -258,12 +262,12 @@ class BudgetController:
             "recomputed_flops_at_first": sum(block.flops for block in self.blocks),
             "rerun": self.rerun,
             "kept_share_of_free_blocks": self._share,
-            "settled": self.settled,
+            "settled": self.phase is Phase.SETTLED,
         }
 
 
 def _work(block: Block) -> tuple[float, int]:
-    """Work per byte, and among equals the place: what the last blocks keep is gone before the others' recomputation begins."""
+    """Return FLOPs per byte, then the position: the last blocks' activations are freed before the others are recomputed."""
     return block.flops / block.kept, block.turn
 
 
@@ -273,17 +277,17 @@ def _random_state() -> list[torch.Tensor]:
 
 def _set_random_state(state: Sequence[torch.Tensor]) -> None:
     torch.set_rng_state(state[0])
-    for on_the_card in state[1:]:
-        torch.cuda.set_rng_state(on_the_card)
+    for on_gpu in state[1:]:
+        torch.cuda.set_rng_state(on_gpu)
 
 
 # --- how large batches are -------------------------------------------------------------------------------------------
 
 
 def pixels_of(batch: dict[str, Any], accelerator: Any) -> int:
-    """Return the pixels of a batch of sd-scripts, all pictures together; 0 where that cannot be told.
+    """Return the pixels of all images of an sd-scripts batch; 0 if unknown.
 
-    Cached latents are smaller by a factor that differs between VAEs; the one that leads to a bucket of the data set is right.
+    Cached latents are smaller by a factor that depends on the VAE: the right factor leads to a bucket of the dataset.
     """
     for name, factors in (("images", (1,)), ("latents", (8, 16, 32))):
         values = batch.get(name)
@@ -296,7 +300,7 @@ def pixels_of(batch: dict[str, Any], accelerator: Any) -> int:
 
 
 def largest_batch(accelerator: Any) -> int:
-    """Return the pixels of the largest batch that the data set has; 0 where that cannot be told."""
+    """Return the pixels of the largest batch of the dataset; 0 if unknown."""
     sizes = [
         width * height * min(int(dataset.batch_size), len(bucket))
         for dataset in data_sets(accelerator)

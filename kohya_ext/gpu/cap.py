@@ -1,4 +1,4 @@
-"""What ``--vram_budget`` leaves for tensors, and when none of it is spent. Nothing here imports torch."""
+"""The memory that ``--vram_budget`` leaves for tensors, and when blocks use it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.units import AUTO
 
-#: What ``auto`` leaves free of the card: a desktop's windows that are opened while training.
+#: Fraction of the GPU that ``auto`` leaves free, for windows that open during training.
 MARGIN = 0.05
 
-#: What the blocks are filled up to, of the cap: the allocator wastes a little between tensors of other sizes.
-FILLED = 0.97
+#: Usable fraction of the cap; the rest covers fragmentation.
+USABLE_FRACTION = 0.97
 
 
-def for_tensors(budget: int | str, free: float, total: float) -> float:
-    """Return the bytes that a budget leaves for tensors on a card of ``total`` bytes.
+def tensor_limit(budget: int | str, free: float, total: float) -> float:
+    """Return the bytes that a budget leaves for tensors on a GPU of ``total`` bytes.
 
-    What is ``free`` is free beside the context that the process has by now; a size counts from nothing.
+    ``free`` excludes this process's CUDA context; a budget in bytes includes it.
     """
     return free - MARGIN * total if budget == AUTO else int(budget) - CONTEXT_BYTES
 
 
-def reason_not_to_spend(script: str, arguments: Any, settings: Settings) -> str | None:
-    """Return why a run of a script (its file name) frees no blocks, in words; None when it does.
+def reason_unused(script: str, arguments: Any, settings: Settings) -> str | None:
+    """Return why a budget frees no blocks of a script (its file name); None if it frees some.
 
-    ``arguments`` has the script's own by name, those that are not there count as off.
+    ``arguments`` has the script's own arguments as attributes; missing ones count as off.
     """
     if script not in FAMILIES:
-        return "this script's model has no blocks that are checkpointed one by one"
+        return "this script's model has no separately checkpointed blocks"
     for name in ("gradient_checkpointing_ratio", "activation_memory_budget"):
         if getattr(settings, name) is not None:
-            return f"--{name} says how"
+            return f"--{name} takes precedence"
     for name in ("torch_compile", "compile", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed"):
         if getattr(arguments, name, False):
-            return f"with --{name} blocks cannot be freed one by one"
+            return f"--{name} does not checkpoint blocks separately"
     return None

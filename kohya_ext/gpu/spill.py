@@ -1,9 +1,8 @@
-"""Recognise a step that is slow because the driver has moved memory of the run to the host. Nothing here imports torch.
+"""Detects slow steps caused by GPU memory that the driver moved to the host. Nothing here imports torch.
 
-Where a card has no end (Windows, and WSL on it), an allocation that does not fit the card succeeds: the driver takes system
-memory, which the GPU reads over the bus. Nothing says so; a step just takes ten to fifty times as long. Two signs together tell
-it from a slow disk or another program's work: the card is full, and the steps are slow. And one alone is proof: the allocator
-holds more than the card has.
+On Windows and WSL the driver silently spills to system memory, which the GPU reads over the bus: a step takes ten to fifty
+times as long. Slow steps on a full GPU are a spill; with free memory they have another cause, such as a slow disk. More
+reserved memory than the GPU has is always a spill.
 """
 
 from __future__ import annotations
@@ -17,41 +16,41 @@ from dataclasses import dataclass, field
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.units import gigabytes
 
-#: How many times longer than the fastest step.
-SLOWER = 4.0
+#: A slow step takes this many times as long as the fastest one.
+SLOWDOWN = 4.0
 
-#: So many of the last steps are looked at, by their median: saving and sampling make single ones long.
+#: Number of last steps in the median: saving and sampling make single steps slow.
 STEPS = 5
 
-#: A card with less than this share free is full.
+#: A GPU with less than this fraction free is full.
 FULL = 0.02
 
 
 def may_spill() -> bool:
-    """Return whether the driver of this system gives out more memory than the card has."""
+    """Return whether this system's driver can allocate more memory than the GPU has."""
     return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
 @dataclass
-class Watch:
-    """Looks at every step of a run."""
+class SpillDetector:
+    """Checks every step of a run."""
 
     total: int
-    """Bytes of the card."""
-    best: float = float("inf")
-    """Seconds of the fastest step but the last few."""
+    """Bytes of the GPU."""
+    fastest: float = float("inf")
+    """Seconds of the fastest step before the last :data:`STEPS`."""
     _last: deque[float] = field(default_factory=deque)
 
     def after_step(self, seconds: float, reserved: int, free: int) -> str | None:
-        """Take a step's time, what the allocator holds and what the driver says is free; return what is wrong, if anything."""
+        """Return a warning, or None, for a step's time and the allocator's reserved and the GPU's free bytes."""
         self._last.append(seconds)
         if len(self._last) > STEPS:
-            self.best = min(self.best, self._last.popleft())
-        usual = statistics.median(self._last)
-        holds = f"this run holds {gigabytes(reserved)} GB on a card of {gigabytes(self.total)} GB"
+            self.fastest = min(self.fastest, self._last.popleft())
+        median = statistics.median(self._last)
+        reserve = f"this run reserves {gigabytes(reserved)} GB on a GPU of {gigabytes(self.total)} GB"
         if reserved + CONTEXT_BYTES > self.total:
-            return f"{holds}, so that a part of it lies in the host's memory: a step takes {usual:.1f} s"
-        if usual > SLOWER * self.best and free < FULL * self.total:
-            slow = f"steps take {usual:.1f} s, and the fastest one took {self.best:.1f} s"
-            return f"{slow}; {holds}, and {gigabytes(free)} are free: the driver has moved memory to the host"
+            return f"{reserve}, so part of it is in host memory: a step takes {median:.1f} s"
+        if median > SLOWDOWN * self.fastest and free < FULL * self.total:
+            slow = f"steps take {median:.1f} s, the fastest took {self.fastest:.1f} s"
+            return f"{slow}: {reserve} with {gigabytes(free)} GB free, so the driver has moved memory to the host"
         return None

@@ -1,1 +1,1 @@
-"""Operations that replace several passes over an activation by one."""
+"""Fused operations: one pass over an activation instead of several."""

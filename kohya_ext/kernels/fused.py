@@ -1,7 +1,7 @@
-"""What eager mode does in many passes over an activation, in few: LoRA's product and sum, gates, norms, rotations.
+"""Fused eager operations: LoRA linear layers, GEGLU, norms and rotary embeddings in fewer passes over memory.
 
-The formulas are the models' own, and so are the precisions of what is computed and kept; what differs is how often a
-16-bit intermediate is rounded (less often) and in which order a sum is made. torch only, no sd-scripts.
+Formulas and precisions are those of the models. Results differ only because 16-bit intermediates are rounded less often and
+sums are computed in another order. This module needs torch but not sd-scripts.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from torch.autograd.function import once_differentiable
 
 
 class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """``x W^T + b + (x A^T) B^T``: the sums, forward and backward, are made by the matrix products themselves.
+    """Compute ``x W^T + b + (x A^T) B^T``. The matrix products also do the additions, forward and backward.
 
-    Upstream's form is two branches: their outputs are added in a pass of their own, so are their gradients, and each
-    branch makes its own 16-bit copy of ``x``.
+    Upstream computes two branches. Adding their outputs takes another pass, adding their gradients too, and each branch
+    creates a 16-bit copy of ``x``.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, down: Any, up: Any) -> Any:
         rows = x.reshape(-1, x.shape[-1])
-        narrow = rows @ down.t()
-        out = torch.nn.functional.linear(rows, weight, bias).addmm_(narrow, up.t())
-        ctx.save_for_backward(rows, narrow, weight, down, up)
-        # As torch.nn.functional.linear does it: no view of a base, which a compiled block behind it would be guarded for.
+        hidden = rows @ down.t()
+        out = torch.nn.functional.linear(rows, weight, bias).addmm_(hidden, up.t())
+        ctx.save_for_backward(rows, hidden, weight, down, up)
+        # As in torch.nn.functional.linear. A compiled block that follows would guard on an ordinary view.
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        rows, narrow, weight, down, up = ctx.saved_tensors
+        rows, hidden, weight, down, up = ctx.saved_tensors
         shape, gradient = gradient.shape, gradient.reshape(-1, gradient.shape[-1])
-        of_narrow = gradient @ up
-        of_x = (gradient @ weight).addmm_(of_narrow, down).view(*shape[:-1], -1) if ctx.needs_input_grad[0] else None
-        of_down = of_narrow.t() @ rows if ctx.needs_input_grad[3] else None
-        of_up = gradient.t() @ narrow if ctx.needs_input_grad[4] else None
-        return of_x, None, None, of_down, of_up
+        grad_hidden = gradient @ up
+        grad_x = (gradient @ weight).addmm_(grad_hidden, down).view(*shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        grad_down = grad_hidden.t() @ rows if ctx.needs_input_grad[3] else None
+        grad_up = gradient.t() @ hidden if ctx.needs_input_grad[4] else None
+        return grad_x, None, None, grad_down, grad_up
 
 
 def linear_with_lora(x: Any, weight: Any, bias: Any, down: Any, up: Any, factor: float) -> Any:
-    """Return ``x W^T + b + factor (x A^T) B^T`` as autocast would compute it, for a frozen base.
+    """Return ``x W^T + b + factor (x A^T) B^T`` in the precision of autocast, for frozen W and b.
 
     Shapes: ``x`` [..., in], ``weight`` W [out, in], ``bias`` b [out] or None, ``down`` A [rank, in], ``up`` B [out, rank];
-    the result is [..., out], in autocast's dtype where that is on. ``factor`` (multiplier * alpha / rank) is applied to B.
+    the result is [..., out], in autocast's dtype if that is enabled. ``factor`` (multiplier * alpha / rank) scales B.
     Source: Hu et al., "LoRA", https://arxiv.org/abs/2106.09685, section 4.1.
     """
     if factor != 1.0:
@@ -58,70 +58,70 @@ def linear_with_lora(x: Any, weight: Any, bias: Any, down: Any, up: Any, factor:
 
 
 class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """RMSNorm that keeps its input and one number a row, for where torch has no kernel of its own.
+    """Compute RMSNorm and save only the input and one number per row, where torch has no RMSNorm kernel.
 
-    Upstream's form keeps four copies of its input, in 32 bits each.
+    Upstream's form saves four fp32 copies of its input.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, eps: float) -> Any:
-        power = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        inverse = power.div_(x.shape[-1]).add_(eps).rsqrt_()
+        sum_of_squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+        inverse = sum_of_squares.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return torch.mul(x * inverse, weight.float(), out=torch.empty_like(x))  # a base in fp8 has its weights in it too
+        return torch.mul(x * inverse, weight.float(), out=torch.empty_like(x))  # weights of an fp8 base are fp8 too
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, weight, inverse = ctx.saved_tensors
-        of_weight = None
+        grad_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = ((x * inverse) * gradient).flatten(0, -2).sum(0).to(weight.dtype)
-        of_x = None
+            grad_weight = ((x * inverse) * gradient).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            wide = gradient * weight.float()
-            along = (wide * x).sum(-1, keepdim=True).mul_(inverse.square()).div_(x.shape[-1])
-            of_x = torch.mul(wide.addcmul_(x, along, value=-1), inverse, out=torch.empty_like(x))
-        return of_x, of_weight, None
+            scaled = gradient * weight.float()
+            projection = (scaled * x).sum(-1, keepdim=True).mul_(inverse.square()).div_(x.shape[-1])
+            grad_x = torch.mul(scaled.addcmul_(x, projection, value=-1), inverse, out=torch.empty_like(x))
+        return grad_x, grad_weight, None
 
 
-#: From 2.9 on torch has RMSNorm as one kernel forward and one backward, on CUDA; before and elsewhere it is a composition.
+#: On CUDA, torch 2.9 and newer have one RMSNorm kernel for forward and one for backward. Otherwise it is a composition.
 _HAS_RMS_NORM_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm") and torch.cuda.is_available()
 
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
-    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension: computed in fp32, in ``x``'s dtype.
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in fp32 and returned in ``x``'s dtype.
 
     Shapes: ``x`` [..., d], ``weight`` [d]. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
     """
     if _HAS_RMS_NORM_KERNEL and x.is_cuda and x.dtype is weight.dtype:
-        with torch.autocast("cuda", enabled=False):  # which would make copies of 32 bits for it
+        with torch.autocast("cuda", enabled=False):  # autocast would create fp32 copies
             return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 
 class _Rotation(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """A rotation, and back. torch's own backward of a view as complex numbers copies what is not contiguous."""
+    """Rotate forward and back without copies. torch's backward of a complex view copies non-contiguous gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, rotations: Any) -> Any:
         ctx.save_for_backward(rotations)
-        return _turned(x, rotations)
+        return _rotated(x, rotations)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (rotations,) = ctx.saved_tensors
-        return _turned(gradient, rotations.conj_physical()), None
+        return _rotated(gradient, rotations.conj_physical()), None
 
 
-def _turned(x: Any, rotations: Any) -> Any:
+def _rotated(x: Any, rotations: Any) -> Any:
     pairs = torch.view_as_complex(x.to(torch.float32, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)
 
 
 def rotate(x: Any, rotations: Any) -> Any:
-    """Return ``x`` with each pair of neighbouring numbers turned, as a product of complex numbers, in ``x``'s dtype.
+    """Return ``x`` with each adjacent pair of elements rotated, as a complex product, in ``x``'s dtype.
 
     Shapes: ``x`` [..., d], ``rotations`` [..., d / 2], complex64, broadcast against it. Source: Su et al., "RoFormer",
     https://arxiv.org/abs/2104.09864, section 3.4.2.
@@ -130,18 +130,18 @@ def rotate(x: Any, rotations: Any) -> Any:
 
 
 def layer_norm(x: Any, module: torch.nn.LayerNorm) -> Any:
-    """Return ``module`` of ``x`` in ``x``'s dtype, which is its weights': statistics in fp32, rounded once.
+    """Return ``module(x)`` in the dtype of ``x``, which must be that of the weights. Statistics are computed in fp32.
 
-    Autocast would return fp32, for each reader to round.
+    Autocast would return fp32, which every consumer then rounds.
     """
     with torch.autocast(x.device.type, enabled=False):
         return torch.nn.functional.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
 class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """``value * gelu(gate)`` of two halves: gelu is not kept but computed again, and both gradients are written in one place.
+    """Compute ``value * gelu(gate)``. Backward recomputes gelu and writes both gradients into one tensor.
 
-    Upstream's form keeps gelu's output beside the halves, and makes the gradient of both by a copy of each.
+    Upstream's form also saves gelu's output, and copies both gradients to join them.
     """
 
     @staticmethod
@@ -156,14 +156,14 @@ class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not fol
         (halves,) = ctx.saved_tensors
         value, gate = halves.chunk(2, dim=-1)
         result = torch.empty_like(halves)
-        of_value, of_gate = result.chunk(2, dim=-1)
-        torch.mul(gradient, torch.nn.functional.gelu(gate), out=of_value)
-        torch.ops.aten.gelu_backward.grad_input(gradient * value, gate, grad_input=of_gate)
+        grad_value, grad_gate = result.chunk(2, dim=-1)
+        torch.mul(gradient, torch.nn.functional.gelu(gate), out=grad_value)
+        torch.ops.aten.gelu_backward.grad_input(gradient * value, gate, grad_input=grad_gate)
         return result
 
 
 def geglu(halves: Any) -> Any:
-    """Return the first half of the last dimension times gelu of the second.
+    """Return ``value * gelu(gate)``, the two halves of the last dimension.
 
     Shapes: ``halves`` [..., 2 d]; the result is [..., d]. Source: Shazeer, https://arxiv.org/abs/2002.05202.
     """

@@ -1,8 +1,8 @@
-"""``accelerate launch`` that passes signals on and waits, where the environment arms the extension in the launcher too.
+"""Make ``accelerate launch`` forward signals and wait for training, if the environment enables the extension in it.
 
-As it comes, SIGTERM ends the launcher alone, and Ctrl-C ends it with a traceback while the training process is still saving.
-With several processes torch's elastic agent passes the signal on, after a terminal's Ctrl-C as a second one, which would kill,
-and kills what has not ended after 30 seconds, less than a large model takes to be saved.
+By default SIGTERM ends only the launcher, and Ctrl-C ends it with a traceback while the training process is still saving.
+With several processes, torch's elastic agent forwards Ctrl-C although the terminal has already sent it, and a second one
+kills. After 30 seconds it kills the remaining processes, but saving a large model can take longer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 _HAS_SIGTERM = os.name == "posix"
 
-_PATIENCE = 24 * 3600
-"""Seconds that processes which were told to stop may take; whoever cannot wait sends the signal again."""
+_SHUTDOWN_TIMEOUT = 24 * 3600
+"""Seconds that stopping processes may take. A second signal ends them at once."""
 
 
 def mend(module: ModuleType) -> None:
-    """Replace the functions below in a module that was just imported: accelerate's launcher, or torch's elastic agent."""
+    """Patch a module after its import: accelerate's launcher or torch's elastic agent."""
     for name, mended in (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain)):
         if hasattr(module, name):
             setattr(module, name, mended(getattr(module, name)))
@@ -40,14 +40,14 @@ def _patient(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(*args, **kwargs)
         except subprocess.CalledProcessError as error:
-            # The script has said what was wrong; its exit code says more than a traceback of its launcher.
+            # The script has already printed its error, so exit with its code instead of a traceback.
             raise SystemExit(_exit_code(error.returncode)) from None
 
     return simple_launcher
 
 
 def _plain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For a launcher of several processes: their exit code instead of a traceback."""
+    """Make a launcher of several processes exit with their exit code instead of a traceback."""
 
     @wraps(original)
     def launcher(*args: Any, **kwargs: Any) -> Any:
@@ -65,19 +65,19 @@ def _plain(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exit_code(code: int) -> int:
-    """What a shell would say of a process that ended with ``code``; negative is a signal's number."""
+    """Return the exit code that a shell reports for ``code``; a negative code is a signal number."""
     return code if code > 0 else 128 - code
 
 
 def _gentle(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For the agent's end of all processes: when it was told to stop (it names the signal then), they are waited for."""
+    """Make the agent wait for all processes when it stops them because of a signal, which is then its argument."""
 
     @wraps(original)
     def _shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
         processes = self._pcontext
         if args and processes is not None:
             close = processes.close
-            processes.close = lambda *ignored, **too: close(signal.SIGTERM, timeout=_PATIENCE)
+            processes.close = lambda *ignored, **too: close(signal.SIGTERM, timeout=_SHUTDOWN_TIMEOUT)
         return original(self, *args, **kwargs)
 
     return _shutdown
@@ -85,7 +85,7 @@ def _gentle(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def pass_signals_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While a process is waited for: end it with SIGTERM when this one is sent it or Ctrl-C, and go on waiting."""
+    """Forward SIGTERM and Ctrl-C to a process as SIGTERM while this process waits for it."""
 
     def send(number: int, frame: FrameType | None) -> None:
         _ask_to_stop(process)
@@ -106,9 +106,9 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def _ask_to_stop(process: Any) -> None:
-    """Send SIGTERM, at which the training process saves. A terminal's Ctrl-C has reached it already; a second one would kill.
+    """Send SIGTERM, which makes the training process save and exit. It has already received a terminal's Ctrl-C.
 
-    Windows has no such signal: ``terminate`` kills there, and Ctrl-C reaches every process of the console.
+    Do nothing on Windows: ``terminate`` kills the process there, and Ctrl-C reaches all processes of the console.
     """
     if _HAS_SIGTERM:
         process.terminate()

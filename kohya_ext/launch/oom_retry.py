@@ -1,7 +1,8 @@
-"""``--on_oom retry``: start the script in a process of its own, and anew with the next rung when it runs out of memory.
+"""``--on_oom retry``: run the script in a child process, and restart it with a memory saving when it runs out of memory.
 
-A process that was out of memory is no place to go on in: its allocator is full of pieces. So the launcher stays small (it
-imports no torch), waits, and passes signals on; the training process saves its state, hands over what to change, and ends.
+After an out-of-memory error the allocator is fragmented, so training continues in a fresh process. The launcher stays small
+(it does not import torch), waits, and forwards signals. The training process saves its state, writes the required changes to
+a file, and exits.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from kohya_ext.config.command_line import CommandLine, option_words, quoted
 from kohya_ext.console import note
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 
-#: Tells the training process that somebody waits for it, and where to say what to change.
+#: Environment variable with the file to which the training process writes the changes for its restart.
 FILE = "KOHYA_EXT_OUT_OF_MEMORY_FILE"
 
 
 def handed_over() -> Path | None:
-    """Return the file in which a training process says what to change; None when nobody would start it anew."""
+    """Return the file to which a training process writes the changes for its restart; None if it is not restarted."""
     file = os.environ.get(FILE)
     return Path(file) if file else None
 
@@ -37,31 +38,31 @@ def supervise(command: CommandLine) -> int:
     settings = command.settings
     if settings.save_state_every_n_minutes is None:
         note(
-            "--on_oom retry: the state is saved when forward or backward run out of memory; for what cannot be saved then "
-            "(the optimizer's step), --save_state_every_n_minutes 10 keeps one"
+            "--on_oom retry: the state cannot be saved when the optimizer step runs out of memory; "
+            "add --save_state_every_n_minutes 10 to restart from a recent state"
         )
     for restart in range(settings.oom_max_retries + 1):
-        code, found = _run([*command.launcher, str(command.script), *command.argv])
-        if not found:
+        code, request = _run([*command.launcher, str(command.script), *command.argv])
+        if not request:
             return code
         if restart == settings.oom_max_retries:
-            note(f"out of memory after {restart} restarts, the most that --oom_max_retries allows")
+            note(f"out of memory after {restart} restarts; --oom_max_retries allows no more")
             return code
-        state = found["state"]
-        place = "from the beginning" if state is None else f"from {Path(state).name}"
-        changes = {**found["changes"], "resume": state}
+        state = request["state"]
+        position = "from the beginning" if state is None else f"from {Path(state).name}"
+        changes = {**request["changes"], "resume": state}
         command = command.with_(changes)
         words = quoted(option_words(changes))
-        note(f"restart {restart + 1} of {settings.oom_max_retries}, {place}, with {found['what']}: {words}")
+        note(f"restart {restart + 1} of {settings.oom_max_retries}, {position}, with {request['what']}: {words}")
     raise AssertionError("the last round returns")
 
 
 def _run(words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
-    """Run the launcher once in a process of its own; return its exit code and what to change, nothing unless out of memory."""
+    """Run the launcher in a child process; return its exit code and the requested restart, empty unless out of memory."""
     with tempfile.TemporaryDirectory(prefix="kohya_ext-") as folder:
         file = Path(folder) / "out_of_memory.json"
         process = subprocess.Popen([sys.executable, *words], env={**os.environ, FILE: str(file)})
         with pass_signals_on(process):
             code = process.wait()
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return (code if code >= 0 else 128 - code), found
+        request = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return (code if code >= 0 else 128 - code), request

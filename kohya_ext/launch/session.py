@@ -19,7 +19,7 @@ from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options
-from kohya_ext.console import note, speaks, stop, warn
+from kohya_ext.console import note, should_print, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Patcher, Target, registry, takes
 from kohya_ext.planning import automatic
@@ -57,7 +57,7 @@ class Session:
         session.patcher.arm()
         if command.script is not None:
             session._announce()
-            if command.settings.report is not None and speaks():
+            if command.settings.report is not None and should_print():
                 atexit.register(session.write_report, command.settings.report)
         return session
 
@@ -144,13 +144,13 @@ def _options_patch(command: CommandLine) -> Patch:
         if (script := command.script) is None:
             return
         run_record.begin(run_record.describe(script.name, args))
-        if speaks():
+        if should_print():
             try:
-                output_lock.claim(args)
+                output_lock.acquire(args)
             except UserError as error:
                 stop(str(error))
             if command.settings.preflight:
-                preflight.say(preflight.inspect(script, args, command.settings), command.settings.strict)
+                preflight.report(preflight.inspect(script, args, command.settings), command.settings.strict)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)

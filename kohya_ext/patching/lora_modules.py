@@ -1,4 +1,4 @@
-"""Upstream's LoRA modules: where they are, and what their forward takes into account."""
+"""Upstream's LoRA modules and the fingerprints of their code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
-from kohya_ext.sdscripts.fingerprints import Known, known
+from kohya_ext.sdscripts.fingerprints import KnownBodies, known_bodies
 
-#: The networks with a ``LoRAModule`` whose forward is a product, and the layouts that have it as their own.
+#: Networks that define a ``LoRAModule`` with a plain low-rank product, and the layouts in which they do.
 NETWORKS: Mapping[str, frozenset[Layout]] = {
     "networks.lora": KNOWN_LAYOUTS,
     "networks.lora_fa": KNOWN_LAYOUTS,
@@ -20,9 +20,9 @@ NETWORKS: Mapping[str, frozenset[Layout]] = {
 
 _FORWARD = (
     "1e5172992aab",  # lora, lora_fa
-    "8f2718eb8715",  # lora_lumina: with split_dims
-    "2b146c75c4ac",  # lora_flux of v0.10.1: and with GGPO
-    "94c4903a7393",  # lora_flux of v0.11.1: another rank dropout
+    "8f2718eb8715",  # lora_lumina: adds split_dims
+    "2b146c75c4ac",  # lora_flux of v0.10.1: adds GGPO
+    "94c4903a7393",  # lora_flux of v0.11.1: changes rank dropout
     "0aebb6beec41",  # lora_anima
 )
 
@@ -34,17 +34,17 @@ _INIT = (
     "274c382b4c57",  # lora_anima
 )
 
-#: ``LoRAModule.forward`` as upstream has it, for a replacement that calls the module's layers.
-FORWARD: Known = known(*_FORWARD)
+#: Upstream's ``LoRAModule.forward``, for a replacement that calls the module's layers.
+FORWARD: KnownBodies = known_bodies(*_FORWARD)
 
-#: The same, for a replacement that uses the layers' weights in their place: they have no bias.
-FORWARD_OF_WEIGHTS: Known = known(*_FORWARD, helpers={"LoRAModule.__init__": _INIT})
+#: Upstream's ``LoRAModule.forward``, for a replacement that uses the layers' weights and relies on layers without bias.
+FORWARD_WITHOUT_BIAS: KnownBodies = known_bodies(*_FORWARD, helpers={"LoRAModule.__init__": _INIT})
 
 
-def asked_for(forward: Any, *names: str) -> tuple[str, ...]:
-    """Return those attributes that upstream's ``forward`` asks its module for.
+def used_attributes(forward: Any, *names: str) -> tuple[str, ...]:
+    """Return the given attribute names that upstream's ``forward`` reads.
 
-    Not all networks have all of them, and a module is slow to say that it has not: a microsecond a layer.
+    Some networks lack some of the attributes, and looking up a missing attribute of a module takes a microsecond per layer.
     """
-    asks = inspect.unwrap(forward).__code__.co_names
-    return tuple(name for name in names if name in asks)
+    used = inspect.unwrap(forward).__code__.co_names
+    return tuple(name for name in names if name in used)

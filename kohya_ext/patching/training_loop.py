@@ -1,9 +1,9 @@
-"""The training loop of a script, patched once, and the patches that take part in it.
+"""Dispatch a script's training loop to the callbacks of patches. The loop itself is patched only once.
 
-Every training script of sd-scripts makes its accelerator with ``prepare_accelerator(args)``, takes batches from a loader that
-accelerate has prepared, and puts each micro-batch into ``with accelerator.accumulate(...)``; what follows that block (counting
-the step, saving, sampling) reads ``args`` again. :class:`TrainingLoop` replaces these three functions. A patch takes part with
-a :class:`TrainingCallback`, which is made for each run and holds what the patch knows about it, and a :class:`Stage`, which
+Every training script of sd-scripts creates its accelerator with ``prepare_accelerator(args)``, takes batches from a loader
+that accelerate has prepared, and runs each micro-batch in ``with accelerator.accumulate(...)``. The code after that block
+(counting the step, saving, sampling) reads ``args`` again. :class:`TrainingLoop` replaces these three functions. A patch
+registers a :class:`TrainingCallback`, which is created for each run and holds the patch's state, and a :class:`Stage`, which
 decides the order.
 """
 
@@ -24,75 +24,74 @@ from kohya_ext.config.settings import Settings
 
 
 class Stage(IntEnum):
-    """How a patch is nested around sd-scripts' own code and the other patches, from the innermost stage to the outermost.
+    """The nesting order of patches around sd-scripts' code, from the innermost stage to the outermost.
 
     A later stage wraps the earlier ones. Replacements of the same function are applied in the order of the stages.
     ``before_batch`` runs from the last stage to the first and ``after_batch`` from the first to the last. So after a batch a
-    callback can rely on what earlier stages have done, and before the first batch a check of a later stage ends the run before
+    callback can rely on the work of earlier stages. Before the first batch, a check of a later stage can end the run before
     an earlier stage has changed anything. Patches of the same stage must not depend on each other and must not replace the
     same function.
     """
 
     WRITE = auto()
-    """Writes files. Innermost, so that a later stage can refuse to save, and so that an earlier run's files are moved only
-    when nothing has stopped this run before its first step."""
+    """Writes files. Innermost, so that a later stage can prevent saving, and so that an earlier run's files are moved only
+    if no check has ended this run before its first step."""
     COMPUTE = auto()
-    """Changes how a step is computed: learning rate, average of the weights, what is trained, compiled or recomputed. After
-    the batch it completes the step (puts the schedule's learning rate back, updates the average), so that states saved by
-    later stages hold the whole step."""
+    """Changes how a step is computed: learning rate, weight averaging, trained parameters, compilation, recomputation. It
+    completes the step after the batch (restores the schedule's learning rate, updates the average), so that states saved
+    by later stages include the whole step."""
     FUSE = auto()
-    """Replaces a whole operation. It falls back to what COMPUTE has made of the operation."""
+    """Replaces a whole operation, and falls back to the operation as changed by COMPUTE."""
     COUNT = auto()
     """Counts the step. Every later stage reads the count: for a message, a file name or a saved state."""
     GUARD = auto()
-    """Decides whether the step is good, and remembers the last good one. Before SAVE, so that a bad step is not saved, and
-    before STOP, which a guard may ask to end the run after the same step."""
+    """Decides whether the step is valid, and records the last valid one. Before SAVE, so that a bad step is not saved, and
+    before STOP, so that a guard can end the run after the same step."""
     SAVE = auto()
-    """Saves a state on its own schedule. Before STOP, whose changes to the script's arguments then cannot affect it."""
+    """Saves states on a schedule. Before STOP, so that changes of the script's arguments by STOP cannot affect it."""
     STOP = auto()
-    """Ends the run after a step. ``before_batch`` leaves the loop before any earlier stage begins another step."""
+    """Ends the run after a step. ``before_batch`` exits the loop before any earlier stage begins another step."""
     OBSERVE = auto()
-    """Checks or measures the whole step, the work of all other stages included. Outermost, so that a run that its checks
-    stop has changed nothing."""
+    """Checks or measures the whole step, including the work of all other stages. Outermost, so that a failed check ends the
+    run before anything has changed."""
 
 
 class TrainingCallback:
-    """A patch's part in one training run. A subclass holds the patch's state and overrides the methods that it needs."""
+    """A patch's callbacks and state in one training run. A subclass overrides the methods that it needs."""
 
     def before_batch(self, accelerator: Any) -> None:
-        """Run before each micro-batch. When the first one begins, everything has been prepared."""
+        """Run before each micro-batch. At the first one, models, optimizer and loader have been prepared."""
 
     def after_batch(self, accelerator: Any) -> None:
-        """Run after each micro-batch that raised nothing, when the optimizer has stepped and before the script counts it.
+        """Run after each micro-batch without an exception, after the optimizer and before the script counts the step.
 
-        ``accelerator.sync_gradients`` says whether the optimizer has stepped.
+        ``accelerator.sync_gradients`` is true if the optimizer has stepped.
         """
 
     def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
         """Return the batches of one pass over the training data, by default those of ``batches()``.
 
-        ``loop`` is the frame of the training loop, or of a function that it takes its batches through.
+        ``loop`` is the frame of the training loop, or of a function through which the loop takes its batches.
         """
         return batches()
 
     def on_state_save(self, folder: Path) -> None:
-        """Add to a state, before accelerate writes its own files into ``folder``. Called in every process."""
+        """Write to a saved state's folder before accelerate writes its files. Called in every process."""
 
     def on_state_load(self, folder: Path) -> None:
-        """Read from a state, before accelerate reads its own files. Called in every process."""
+        """Read from a saved state's folder before accelerate reads its files. Called in every process."""
 
     def on_end(self) -> None:
-        """Take back what was changed outside the run: signal handlers, for example.
+        """Undo changes outside the run, such as signal handlers.
 
-        Called when the patches are undone or another run starts in this process, not when the process ends.
+        Called when the patches are undone or another run starts in this process, but not when the process exits.
         """
 
 
 OnStart = Callable[[Namespace, Any, Settings], TrainingCallback | None]
-"""(args, accelerator, settings) -> a patch's callback for the run, or None where it takes no part.
+"""(args, accelerator, settings) -> a patch's callback for the run, or None if the patch has none.
 
-Called once the script has made its accelerator. ``args`` is the object that the script goes on reading. Models are not loaded
-yet.
+Called when the script has created its accelerator, before it loads models. The script keeps using the object ``args``.
 """
 
 C = TypeVar("C", bound=TrainingCallback)
@@ -104,40 +103,40 @@ class TrainingRun:
 
     accelerator: Any
     callbacks: list[TrainingCallback] = field(default_factory=list)
-    """In the order of their stages."""
+    """Callbacks in the order of their stages."""
     batch: object = None
-    """What the loader in use has handed out last."""
+    """The last batch of the loader in use."""
 
     def callback(self, kind: type[C]) -> C | None:
-        """Return the callback of a class; None when its patch takes no part."""
+        """Return the callback of a class; None if its patch has no callback in this run."""
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def before_batch(self, accelerator: Any) -> None:
-        """Call every callback, the last stage first."""
+        """Call all callbacks, the last stage first."""
         for callback in reversed(self.callbacks):
             callback.before_batch(accelerator)
 
     def after_batch(self, accelerator: Any) -> None:
-        """Call every callback, the first stage first."""
+        """Call all callbacks, the first stage first."""
         for callback in self.callbacks:
             callback.after_batch(accelerator)
 
     def on_state_save(self, models: Any, weights: Any, folder: str) -> None:
-        """Call every callback; a hook of ``accelerator.save_state``."""
+        """Call all callbacks; a hook of ``accelerator.save_state``."""
         for callback in self.callbacks:
             callback.on_state_save(Path(folder))
 
     def on_state_load(self, models: Any, folder: str) -> None:
-        """Call every callback; a hook of ``accelerator.load_state``."""
+        """Call all callbacks; a hook of ``accelerator.load_state``."""
         for callback in self.callbacks:
             callback.on_state_load(Path(folder))
 
-    def trains_on(self, loader: Any) -> bool:
-        """Return whether a loader is that of the training data, which scripts prepare first."""
+    def is_training_loader(self, loader: Any) -> bool:
+        """Return whether a loader is the training data's, which scripts prepare first."""
         return loader is next(iter(self.accelerator._dataloaders), None)
 
-    def noting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, each of which is :attr:`batch` until the next one is asked for."""
+    def recorded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches, and set :attr:`batch` to each of them until the next one is requested."""
         batch = None
         try:
             for batch in batches:
@@ -153,14 +152,14 @@ _current: TrainingRun | None = None
 
 @dataclass(eq=False)
 class TrainingLoop:
-    """The replacements of the three functions, which call the callbacks of the present run."""
+    """The replacements of the three functions, which call the callbacks of the current run."""
 
     starts: Callable[[], Iterable[OnStart]]
-    """Returns what the patches that are on do when a run starts, in the order of their stages."""
+    """Returns the start functions of the enabled patches, in the order of their stages."""
     run: TrainingRun | None = None
 
     def begin(self, args: Namespace, accelerator: Any, settings: Settings) -> None:
-        """Start a run: make its callbacks. A run that went on before is ended."""
+        """Start a run and create its callbacks. Ends the previous run."""
         global _current
         self.end()
         self.run = _current = run = TrainingRun(accelerator)
@@ -171,7 +170,7 @@ class TrainingLoop:
         accelerator.register_load_state_pre_hook(run.on_state_load)
 
     def end(self) -> None:
-        """End the run, if there is one."""
+        """End the current run, if any."""
         global _current
         run, self.run = self.run, None
         if run is not None:
@@ -181,7 +180,7 @@ class TrainingLoop:
                 _current = None
 
     def prepare_accelerator(self, original: Any, settings: Settings) -> Any:
-        """Return sd-scripts' ``prepare_accelerator`` that also starts the run."""
+        """Return a ``prepare_accelerator`` that also starts a run."""
 
         @wraps(original)
         def prepare_accelerator(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -192,7 +191,7 @@ class TrainingLoop:
         return prepare_accelerator
 
     def accumulate(self, original: Any, settings: Settings) -> Any:
-        """Return ``Accelerator.accumulate`` that calls the callbacks around the batch."""
+        """Return an ``Accelerator.accumulate`` that also runs the callbacks of the batch."""
         loop = self
 
         @wraps(original)
@@ -209,7 +208,7 @@ class TrainingLoop:
         return accumulate
 
     def iterate(self, original: Any, settings: Settings) -> Any:
-        """Return ``DataLoaderShard.__iter__`` that notes the batch, and lets the callbacks decide on the training batches."""
+        """Return a ``DataLoaderShard.__iter__`` that records the batch and lets callbacks change the training batches."""
         loop = self
 
         @wraps(original)
@@ -219,35 +218,35 @@ class TrainingLoop:
                 yield from original(self)
                 return
             batches = partial(original, self)
-            if run.trains_on(self):
-                # This frame's caller is the loop that takes the batches; enumerate() leaves no frame.
+            if run.is_training_loader(self):
+                # The caller of this frame is the training loop, because enumerate() has no frame.
                 caller = sys._getframe().f_back
                 for callback in run.callbacks:
                     batches = partial(callback.batches, self, batches, caller)
-            yield from run.noting(batches())
+            yield from run.recorded(batches())
 
         return __iter__
 
 
 def current(kind: type[C]) -> C | None:
-    """Return the callback of a class in this process's run; None when there is no run or its patch takes no part."""
+    """Return the callback of a class in this process's run; None without a run or if its patch has no callback."""
     return _current.callback(kind) if _current is not None else None
 
 
 def current_batch() -> dict[str, Any]:
-    """Return the micro-batch that the training loop works on; empty when there is none."""
+    """Return the current micro-batch of the training loop; empty if there is none."""
     batch = _current.batch if _current is not None else None
     return batch if isinstance(batch, dict) else {}
 
 
 def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
-    """Yield every weight in some optimizers, in their order."""
+    """Yield all trained parameters of the optimizers, in order."""
     return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
 def data_sets(accelerator: Any) -> list[Any]:
-    """Return sd-scripts' data sets of the training, each with its buckets; none before the script has prepared its loader."""
+    """Return sd-scripts' training data sets that have buckets; empty until the script has prepared its loader."""
     loader = next(iter(accelerator._dataloaders), None)
     group = getattr(loader, "dataset", None)
-    found = getattr(group, "datasets", [group])
-    return [found_one for found_one in found if getattr(found_one, "bucket_manager", None) is not None]
+    members = getattr(group, "datasets", [group])
+    return [data_set for data_set in members if getattr(data_set, "bucket_manager", None) is not None]

@@ -1,9 +1,8 @@
-"""The ladder of a run that does not fit: what to change next, the cheapest first, and what each change costs.
+"""Changes that make a run fit in less memory, cheapest first, and what each costs.
 
-The order is the one in which people who train give things up: precision, what need not lie on the card, recomputing, the batch
-(its product with accumulation kept), the optimizer, the fused backward pass, the base model's precision or place, and last what
-the model learns. A rung is data; whoever climbs (``plan``, the message of a run that is out of memory, ``--on_oom retry``)
-looks at it only through :func:`steps`. Nothing here imports torch.
+The order follows common practice: precision, caching, gradient checkpointing, batch size (batch times accumulation is kept),
+optimizer, fused backward pass, precision and location of the base model, and last what the model learns. ``plan``, the
+out-of-memory message and ``--on_oom retry`` read the table through :func:`steps`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kohya_ext.config.settings import options
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
 
-#: The moments of a run, in the words of ``estimate``.
+#: The phases of a run, as ``estimate`` names them.
 Phase = Literal[
     "loading",
     "caching latents",
@@ -30,7 +29,7 @@ Phase = Literal[
     "saving",
 ]
 
-#: Arguments by key, as sd-scripts and the extension name them. False turns a switch off, a list stands for several words.
+#: Arguments by key, as sd-scripts and the extension name them. False turns a switch off; a list is several words.
 Changes = Mapping[str, object]
 
 TRAINING: frozenset[Phase] = frozenset({"forward", "backward", "optimizer step"})
@@ -40,87 +39,85 @@ _RESIDENT: frozenset[Phase] = TRAINING | {"sampling", "saving"}
 
 @dataclass(frozen=True)
 class Attempt:
-    """One command line as far as the ladder looks at it."""
+    """One command line, reduced to what :func:`steps` reads."""
 
     script: str
     """The script's file name."""
     values: Mapping[str, Any]
-    """Its final arguments by key, those from presets and config file and the extension's own among them; a key that is not here
-    has its default, or the script does not know it."""
+    """Final arguments by key, including presets, the config file and the extension's own options. A missing key has its default
+    or is unknown to the script."""
     takes: Callable[[str], bool]
-    """Whether the script's own parser has a key; the extension's options need not be asked for."""
+    """Whether the script's parser has a key. Not called for the extension's options."""
 
     @property
     def family(self) -> Family | None:
-        """The family that is trained; None for a script that has no presets."""
+        """The trained family, or None for a script without presets."""
         family = families.of(self.script, self.values)
         return family if family is not None and family.presets(self.script) is not None else None
 
     @property
     def trains_network(self) -> bool:
-        """True for a LoRA or another network on a frozen base."""
+        """True for a LoRA or another network on a frozen base model."""
         return "network" in self.script
 
     def has(self, *names: str) -> bool:
-        """Whether one of these keys is set to something other than None, False, 0 or nothing."""
+        """Return whether any of these keys has a true value."""
         return any(self.values.get(name) for name in names)
 
     def number(self, name: str, default: int) -> int:
-        """A whole number among the values."""
+        """Return an integer value, or ``default`` where it is None or missing."""
         value = self.values.get(name)
         return default if value is None else int(value)
 
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """One kind of change."""
+    """One kind of change that saves memory."""
 
     name: str
     what: str
-    """What it does, in words that go on after "next: "."""
+    """What it does; completes the message "the cheapest next step: ..."."""
     costs: str
     exact: bool
-    """Whether the trained file stays bit for bit the same."""
+    """Whether the trained file is bit for bit the same."""
     resumes: bool
-    """Whether a state saved before the change can be gone on from after it."""
+    """Whether a state saved before the change can be resumed after it."""
     helps: frozenset[Phase]
-    """The moments at which it makes the peak smaller."""
+    """The phases whose peak it lowers."""
     changes: Callable[[Attempt], Changes]
-    """What it changes in a run; nothing where it does not apply: done already, unknown there, in contradiction to the rest."""
-    named_only: tuple[str, ...] = ()
-    """The words of a command line for what is not climbed but has its place: nobody here knows what it would need."""
+    """Returns the arguments to change; empty where it is done already or contradicts the other arguments."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A rung as it applies to one run."""
+    """A memory saving as it applies to one run."""
 
-    rung: MemorySaving
+    saving: MemorySaving
     changes: Changes
 
     @property
     def words(self) -> list[str]:
-        """The changes as words of a command line."""
+        """The changes as command-line words."""
         return option_words(self.changes)
 
 
 def steps(attempt: Attempt, phase: Phase | None = None) -> Iterator[Step]:
-    """Yield the rungs that apply to a run, the cheapest first; with ``phase``, those that help at that moment."""
+    """Yield the savings that apply to a run, cheapest first; with ``phase``, only those that lower its peak."""
     ours = {name for name, _ in options()}
-    for rung in LADDER:
-        if phase is not None and phase not in rung.helps:
+    for saving in MEMORY_SAVINGS:
+        if phase is not None and phase not in saving.helps:
             continue
-        changes = rung.changes(attempt)
+        changes = saving.changes(attempt)
         if changes and all(key in ours or attempt.takes(key) for key in changes):
-            yield Step(rung, changes)
+            yield Step(saving, changes)
 
 
 def after(attempt: Attempt, step: Step) -> Attempt:
-    """Return the run with a step taken."""
+    """Return the run with a step applied."""
     return replace(attempt, values={**attempt.values, **step.changes})
 
 
-# --- when a rung applies ---------------------------------------------------------------------------------------------
+# --- when a saving applies -------------------------------------------------------------------------------------------
 
 _CACHED_TEXT = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
 _CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "token_warmup_step", "weighted_captions")
@@ -132,9 +129,9 @@ def _mixed_precision(run: Attempt) -> Changes:
 
 
 def _attention(run: Attempt) -> Changes:
-    # The other families' attention is PyTorch's own whatever is said.
-    open_to_it = run.family is not None and run.family.unet and not run.has("sdpa", "xformers", "mem_eff_attn")
-    return {"sdpa": True} if open_to_it else {}
+    # The other families always use PyTorch's attention.
+    can = run.family is not None and run.family.unet and not run.has("sdpa", "xformers", "mem_eff_attn")
+    return {"sdpa": True} if can else {}
 
 
 def _vae_batch(run: Attempt) -> Changes:
@@ -169,18 +166,18 @@ def _text_encoder_outputs(run: Attempt) -> Changes:
 
 def _checkpointing(run: Attempt) -> Changes:
     if not run.has("gradient_checkpointing"):
-        # Inside a checkpoint nothing is left to save: what the budget makes recompute would be recomputed twice.
+        # Inside a checkpoint a budget saves nothing and recomputes twice.
         budget = run.values.get("activation_memory_budget")
         return {"gradient_checkpointing": True, **({} if budget in (None, 1) else {"activation_memory_budget": 1})}
     share = run.values.get("gradient_checkpointing_ratio")
     if share is None and run.has("vram_budget") and run.values.get("activation_memory_budget") is None:
-        return {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}  # the budget then caps, and frees no block
+        return {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}  # the budget then frees no block
     return {} if share in (None, 1) else {"gradient_checkpointing_ratio": 1}
 
 
 def _batch(run: Attempt) -> Changes:
     size, accumulated = run.number("train_batch_size", 1), run.number("gradient_accumulation_steps", 1)
-    # A dataset file has batch sizes of its own; fused optimizers keep no gradient to accumulate.
+    # A dataset file sets its own batch sizes; fused optimizers keep no gradients to accumulate.
     if size < 2 or run.has("dataset_config", "in_json", *_FUSED):
         return {}
     smaller = next(part for part in range(size // 2, 0, -1) if size % part == 0)
@@ -206,14 +203,14 @@ def _adafactor(run: Attempt) -> Changes:
         return {}
     changes: dict[str, object] = {
         "optimizer_type": "Adafactor",
-        # The learning rate stays the user's: by default Adafactor makes one of its own.
+        # By default Adafactor replaces the user's learning rate.
         "optimizer_args": ["scale_parameter=False", "relative_step=False", "warmup_init=False"],
     }
     return {**changes, "use_8bit_adam": False} if run.has("use_8bit_adam") else changes
 
 
 def _saves_in_finetune(run: Attempt) -> bool:
-    """Whether a run is a fine-tune whose script reads --fused_backward_pass and --full_bf16: SD1.5's ignore both."""
+    """Return whether the run is a fine-tune whose script reads --fused_backward_pass and --full_bf16; SD1.5's ignores both."""
     return run.family is not None and run.family.name != "sd15" and not run.trains_network
 
 
@@ -225,8 +222,8 @@ def _fused(run: Attempt) -> Changes:
 
 
 def _pure_bf16(run: Attempt) -> Changes:
-    open_to_it = _saves_in_finetune(run) and not run.has("full_bf16", "full_fp16")
-    return {"full_bf16": True} if open_to_it and run.values.get("mixed_precision") == "bf16" else {}
+    can = _saves_in_finetune(run) and not run.has("full_bf16", "full_fp16")
+    return {"full_bf16": True} if can and run.values.get("mixed_precision") == "bf16" else {}
 
 
 def _fp8(run: Attempt) -> Changes:
@@ -238,7 +235,7 @@ def _fp8(run: Attempt) -> Changes:
 
 
 def _swap(run: Attempt) -> Changes:
-    most = run.family.most_swapped if run.family is not None else 0
+    most = run.family.max_blocks_to_swap if run.family is not None else 0
     now = run.number("blocks_to_swap", 0)
     if now >= most or run.has("cpu_offload_checkpointing", "unsloth_offload_checkpointing"):
         return {}
@@ -255,10 +252,10 @@ def _network_only(run: Attempt) -> Changes:
 
 
 def _resolution(run: Attempt) -> Changes:
-    said = run.values.get("resolution")
-    if said is None or run.has("dataset_config", "in_json"):
+    resolution = run.values.get("resolution")
+    if resolution is None or run.has("dataset_config", "in_json"):
         return {}
-    words = said if isinstance(said, (list, tuple)) else str(said).split(",")
+    words = resolution if isinstance(resolution, (list, tuple)) else str(resolution).split(",")
     try:
         sides = [int(word) for word in words]
     except ValueError:
@@ -268,12 +265,12 @@ def _resolution(run: Attempt) -> Changes:
     return {} if smaller == sides else {"resolution": ",".join(map(str, smaller))}
 
 
-#: Every rung, the cheapest first.
-LADDER: tuple[MemorySaving, ...] = (
+#: Every saving, cheapest first.
+MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
     MemorySaving(
         "attention",
         "PyTorch's memory-efficient attention",
-        "nothing: it is faster too",
+        "nothing; it is also faster",
         exact=False,
         resumes=True,
         helps=_ACTIVATIONS | {"sampling"},
@@ -281,8 +278,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "mixed precision",
-        "mixed precision in bf16, for activations and a frozen model's weights",
-        "rounding to 8 bits of mantissa where it does little; it is faster too. RTX 20xx: fp16 instead, with --no_half_vae",
+        "bf16 mixed precision for activations and frozen weights",
+        "rounding to 8 bits of mantissa; it is also faster. On RTX 20xx use fp16 with --no_half_vae",
         exact=False,
         resumes=True,
         helps=_RESIDENT | {"caching latents", "caching text encoder outputs"},
@@ -290,7 +287,7 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "vae batch",
-        "one picture at a time through the VAE while latents are cached",
+        "one image at a time through the VAE while latents are cached",
         "slower caching",
         exact=False,
         resumes=True,
@@ -308,8 +305,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "cached latents",
-        "latents computed once, before the VAE leaves the card",
-        "no colour augmentation and no random crops; it is faster too",
+        "latents computed once, then the VAE leaves the GPU",
+        "no color augmentation and no random crops; it is also faster",
         exact=False,
         resumes=True,
         helps=TRAINING,
@@ -317,8 +314,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "cached text encoder outputs",
-        "captions encoded once, before the text encoders leave the card",
-        "captions stay as they are: no shuffling, no dropout; it is faster too",
+        "captions encoded once, then the text encoders leave the GPU",
+        "no caption shuffling and no caption dropout; it is also faster",
         exact=False,
         resumes=True,
         helps=_RESIDENT,
@@ -327,7 +324,7 @@ LADDER: tuple[MemorySaving, ...] = (
     MemorySaving(
         "checkpointing",
         "gradient checkpointing of every block",
-        "every block's forward runs twice: about half as many operations more for a LoRA, a third for a fine-tune",
+        "every block's forward runs twice; about 50% more operations for a LoRA, 33% for a fine-tune",
         exact=True,
         resumes=True,
         helps=_ACTIVATIONS,
@@ -335,7 +332,7 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "batch",
-        "smaller batches, as many more of them accumulated",
+        "a smaller batch and more accumulation steps",
         "a little speed; the effective batch stays the same",
         exact=False,
         resumes=True,
@@ -344,8 +341,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "8-bit optimizer",
-        "AdamW with states of 8 bits",
-        "rounding in the optimizer's memory; the run begins anew",
+        "AdamW with 8-bit states",
+        "rounded optimizer states; the run starts from the beginning",
         exact=False,
         resumes=False,
         helps=_RESIDENT,
@@ -353,8 +350,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "Adafactor",
-        "Adafactor, which remembers rows and columns instead of every weight",
-        "another optimizer: the learning rate may want tuning; the run begins anew",
+        "Adafactor, which keeps row and column statistics instead of one state per weight",
+        "a different optimizer, which may need another learning rate; the run starts from the beginning",
         exact=False,
         resumes=False,
         helps=_RESIDENT,
@@ -362,8 +359,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "fused backward pass",
-        "the optimizer steps within the backward pass, so that no gradient is kept",
-        "gradients are clipped one by one instead of together, and none can be accumulated",
+        "optimizer steps during the backward pass, so no gradient is kept",
+        "gradients are clipped one by one and cannot be accumulated",
         exact=False,
         resumes=True,
         helps=frozenset({"backward", "optimizer step"}),
@@ -372,7 +369,7 @@ LADDER: tuple[MemorySaving, ...] = (
     MemorySaving(
         "pure bf16",
         "weights, gradients and optimizer states in bf16",
-        "updates that are small beside their weight are lost to rounding",
+        "updates that are small compared with the weight are lost to rounding",
         exact=False,
         resumes=True,
         helps=_RESIDENT,
@@ -380,8 +377,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "fp8 base",
-        "the frozen model's weights in 8 bits",
-        "rounding of the base weights to 3 bits of mantissa",
+        "8-bit weights for the frozen model",
+        "base weights rounded to 3 bits of mantissa",
         exact=False,
         resumes=True,
         helps=_RESIDENT,
@@ -389,27 +386,17 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "block swap",
-        "blocks wait in host memory for their turn",
-        "the time of their copying, every step, and as much host memory",
+        "blocks wait in host memory until they run",
+        "copying time in every step, and as much host memory",
         exact=True,
         resumes=True,
         helps=_RESIDENT,
         changes=_swap,
     ),
     MemorySaving(
-        "ZeRO offload",
-        "DeepSpeed moves optimizer state, and with stage 3 weights, to host memory, and divides them among GPUs",
-        "the time of their copying, every step; a matter of several processes, and not estimated",
-        exact=False,
-        resumes=False,
-        helps=_RESIDENT,
-        changes=lambda run: {},
-        named_only=("--deepspeed", "--zero_stage", "2", "--offload_optimizer_device", "cpu"),
-    ),
-    MemorySaving(
         "text encoders frozen",
-        "the text encoders are not trained",
-        "the model learns no new words, only pictures; the run begins anew",
+        "no training of the text encoders",
+        "the model learns no new words, only images; the run starts from the beginning",
         exact=False,
         resumes=False,
         helps=_RESIDENT,
@@ -417,8 +404,8 @@ LADDER: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "resolution",
-        "smaller pictures",
-        "detail: the model learns at three quarters of the side",
+        "smaller images",
+        "less detail; images are trained at three quarters of the side",
         exact=False,
         resumes=True,
         helps=_ACTIVATIONS | {"caching latents"},

@@ -1,7 +1,7 @@
-"""What can be known to go wrong before a model is loaded, said all at once.
+"""Check a run's arguments and files before a model is loaded, and report all problems at once.
 
-Upstream finds these out one by one, minutes into the run, without a file's name, or never. Only the script's own final
-arguments are looked at, and files: their headers and ends, not their contents.
+Upstream reports them one at a time, minutes into the run, without a file name, or never. The checks read the script's final
+arguments, and only the headers and ends of files.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kohya_ext.run import step_times
 
 @dataclass
 class Findings:
-    """What the preflight found. Each entry is one line."""
+    """The results of preflight, one line each."""
 
     errors: list[str] = field(default_factory=list)
-    """The run would fail, or train something else than what was asked for."""
+    """Problems with which the run would fail, or train something other than requested."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     steps: int | None = None
-    """How many steps the run makes; None when that cannot be told."""
+    """Optimizer steps of the run; None when unknown."""
 
 
 def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
-    """Look at a training script's final arguments. Changes nothing but this: it makes the output folder."""
+    """Check a training script's final arguments. Creates the output folder and changes nothing else."""
     from kohya_ext.preflight import data, models, options, output
 
     findings = Findings()
@@ -42,26 +42,26 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
         "training set": data.check,
         "output folder": partial(output.check, settings=settings),
     }
-    for what, check in checks.items():
+    for subject, check in checks.items():
         try:
             check(script, args, findings)
-        except Exception as error:  # a check that fails must not take the training down with it
-            findings.warnings.append(f"the check of the {what} could not finish: {type(error).__name__}: {error}")
-    _note_time(script, args, settings, findings)
+        except Exception as error:  # a bug in a check must not stop the run
+            findings.warnings.append(f"the check of the {subject} failed: {type(error).__name__}: {error}")
+    _add_duration(script, args, settings, findings)
     return findings
 
 
-def _note_time(script: Path, args: Namespace, settings: Settings, findings: Findings) -> None:
-    key = step_times.identify(script, args, settings)
-    step_times.begin(key)
-    if findings.steps is not None and (measured := step_times.known(key)) is not None:
+def _add_duration(script: Path, args: Namespace, settings: Settings, findings: Findings) -> None:
+    key = step_times.cache_key(script, args, settings)
+    step_times.set_current_key(key)
+    if findings.steps is not None and (measured := step_times.load(key)) is not None:
         seconds, day = measured
-        expected = step_times.in_words(seconds * findings.steps)
-        findings.notes.append(f"about {expected} of training: a step with these settings took {seconds:.3g} s on {day}")
+        expected = step_times.format_duration(seconds * findings.steps)
+        findings.notes.append(f"expected training time: {expected} ({seconds:.3g} s per step with these settings on {day})")
 
 
-def say(findings: Findings, strict: bool | None) -> None:
-    """Print the findings; leave with exit code 2 when there is an error, or under ``strict`` a warning."""
+def report(findings: Findings, strict: bool | None) -> None:
+    """Print the findings. Exits with code 2 on an error, or under ``strict`` on a warning."""
     for line in findings.notes:
         note(line)
     errors = findings.errors + (findings.warnings if strict else [])
@@ -71,12 +71,12 @@ def say(findings: Findings, strict: bool | None) -> None:
         stop("\n".join([*errors, "nothing was loaded or trained; --no-preflight skips these checks"]))
 
 
-def shortened(names: list[str], most: int = 5) -> str:
-    """The first few of a list of names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def abbreviated(names: list[str], limit: int = 5) -> str:
+    """Return the first few of a list of names, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def given(args: Namespace, *names: str) -> Iterator[str]:
-    """Yield those of some arguments that are set to something other than None, False, 0 or nothing."""
+    """Yield the names of arguments whose values are not None, False, 0 or empty."""
     return (name for name in names if getattr(args, name, None))

@@ -1,4 +1,4 @@
-"""The training set: folders, pictures, captions, and how many steps they make."""
+"""Check the training data (folders, images, captions) and count the steps."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ from typing import Any
 
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
-from kohya_ext.preflight import Findings, buckets, caches, shortened
+from kohya_ext.preflight import Findings, abbreviated, buckets, caches
 from kohya_ext.preflight.buckets import Buckets
 
-#: What sd-scripts takes for pictures; the last two with a plug-in only.
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
+#: Image suffixes that sd-scripts reads; the last two only with a plug-in.
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
 
-#: A picture of less than this share of the training resolution's area is scaled up to more than twice its size.
-_SMALL = 0.25
+#: Fraction of the training resolution's area below which an image is enlarged to more than twice its size.
+_SMALL_AREA = 0.25
 
 
 @dataclass(frozen=True)
 class Subset:
-    """One folder of pictures."""
+    """A folder of images."""
 
     folder: Path
     repeats: int = 1
     caption_extension: str = ".caption"
     class_tokens: str | None = None
-    """What a picture without a caption is trained on."""
-    captions_elsewhere: bool = False
-    """In a metadata file instead of beside the pictures."""
+    """The caption of images that have none."""
+    has_metadata_file: bool = False
+    """Whether captions are in a metadata file instead of next to the images."""
     resolution: tuple[int, int] | None = None
     batch_size: int = 1
     regularisation: bool = False
     dataset: int = 0
     """Subsets of one dataset share its buckets."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The script's arguments, with what a dataset config sets for this subset over them."""
+    """The script's arguments, overridden by the options of this subset in a dataset config."""
 
     @property
     def buckets(self) -> Buckets | None:
-        """The sizes its images are trained at; None when the resolution is not known."""
+        """The training sizes of its images; None when the resolution is unknown."""
         return buckets.of(self.options, self.resolution) if self.resolution is not None else None
 
 
 def check(script: Path, args: Namespace, findings: Findings) -> None:
-    """Check every subset and its pictures; note the steps."""
+    """Check every subset and its images; add the number of steps."""
     if getattr(args, "dataset_class", None):
-        return  # the user's own code
+        return  # the user's own code reads the data
     subsets = list(_subsets(script, args, findings))
     sizes: dict[Path, list[tuple[int, int] | None]] = {}
     for subset in subsets:
         if not subset.folder.is_dir():
-            findings.errors.append(f"the data set's folder {subset.folder} does not exist")
+            findings.errors.append(f"the dataset folder {subset.folder} does not exist")
             continue
-        files = sorted(file for file in subset.folder.iterdir() if file.suffix.lower() in PICTURES and file.is_file())
+        files = sorted(file for file in subset.folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
         if not files and not subset.regularisation:
-            findings.errors.append(f"there are no images in {subset.folder} ({', '.join(PICTURES[:5])})")
-        sizes[subset.folder] = _check_pictures(subset, files, findings)
+            findings.errors.append(f"no images in {subset.folder} ({', '.join(IMAGE_SUFFIXES[:5])})")
+        sizes[subset.folder] = _check_images(subset, files, findings)
         if "control_net" not in script.name:
             _check_sizes(subset, sizes[subset.folder], findings)
         _check_captions(subset, files, findings)
         if caches.are_read(subset.options):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
     if any(sizes.values()) and not findings.errors:
-        _note_steps(subsets, sizes, args, findings)
+        _add_steps(subsets, sizes, args, findings)
 
 
-# --- which folders ---------------------------------------------------------------------------------------------------
+# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def _subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subset]:
     if getattr(args, "dataset_config", None):
-        yield from _of_dataset_config(Path(args.dataset_config), args, findings)
+        yield from _dataset_config_subsets(Path(args.dataset_config), args, findings)
         return
     folder = getattr(args, "train_data_dir", None)
     if not folder:
-        findings.errors.append("no training data: give --train_data_dir or --dataset_config")
+        findings.errors.append("no training data: --train_data_dir or --dataset_config is required")
         return
     common: dict[str, Any] = {
         "batch_size": getattr(args, "train_batch_size", 1) or 1,
@@ -90,7 +90,7 @@ def _subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subs
     }
     if getattr(args, "in_json", None):
         common["repeats"] = getattr(args, "dataset_repeats", None) or 1
-        yield from _of_metadata(Path(folder), Path(args.in_json), common, findings)
+        yield from _metadata_subset(Path(folder), Path(args.in_json), common, findings)
         return
     extension = getattr(args, "caption_extention", None) or getattr(args, "caption_extension", None) or ".caption"
     if "control_net" in script.name:
@@ -99,70 +99,69 @@ def _subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subs
             findings.errors.append(f"--conditioning_data_dir {conditions or ''} does not exist")
         yield Subset(Path(folder), 1, extension, **common)
         return
-    yield from _in_subfolders(Path(folder), extension, common, False, findings)
+    yield from _subfolders(Path(folder), extension, common, False, findings)
     if getattr(args, "reg_data_dir", None):
-        yield from _in_subfolders(Path(args.reg_data_dir), extension, common, True, findings)
+        yield from _subfolders(Path(args.reg_data_dir), extension, common, True, findings)
 
 
-def _in_subfolders(
+def _subfolders(
     parent: Path, extension: str, common: dict[str, Any], regularisation: bool, findings: Findings
 ) -> Iterator[Subset]:
-    """Yield the folders named ``N_words`` in a folder, the only ones that sd-scripts takes: N repeats, class ``words``."""
+    """Yield the subfolders named ``N_words`` (N repeats, class ``words``); sd-scripts ignores all others."""
     option = "--reg_data_dir" if regularisation else "--train_data_dir"
     if not parent.is_dir():
-        findings.errors.append(
-            f"{option} {parent} does not exist" if not parent.exists() else f"{option} {parent} is no folder"
-        )
+        problem = "is not a folder" if parent.exists() else "does not exist"
+        findings.errors.append(f"{option} {parent} {problem}")
         return
     ignored = []
-    none = True
+    is_empty = True
     for folder in sorted(path for path in parent.iterdir() if path.is_dir()):
         words = folder.name.partition("_")[2]
         if repeats := _repeats(folder.name):
-            none = False
+            is_empty = False
             yield Subset(folder, repeats, extension, words or None, regularisation=regularisation, **common)
-        elif _holds_pictures(folder):
+        elif _has_images(folder):
             ignored.append(folder.name)
-    if none and _holds_pictures(parent):
+    if is_empty and _has_images(parent):
         if _repeats(parent.resolve().name):
-            way_out = f"give {option} {parent.resolve().parent}"
+            remedy = f"use {option} {parent.resolve().parent}"
         else:
-            way_out = f"move them to {parent / ('10_' + parent.name)} (10 repeats), or name the folder in a --dataset_config"
-        findings.errors.append(f"{option} {parent} holds the images itself, and sd-scripts wants the folder above: {way_out}")
-    elif none:
-        findings.errors.append(f"{option} {parent} has no subfolder named N_name (N repeats, such as 10_cat) with pictures")
+            remedy = f"move them to {parent / ('10_' + parent.name)} (10 repeats), or use a --dataset_config"
+        findings.errors.append(f"{option} {parent} must contain folders of images, not the images themselves; {remedy}")
+    elif is_empty:
+        findings.errors.append(f"{option} {parent} has no subfolder of images named N_name (N repeats, such as 10_cat)")
     elif ignored:
         findings.warnings.append(
-            f"{option}: {shortened(ignored)}: ignored, for the name does not begin with a number of repeats"
+            f"{option}: ignored {abbreviated(ignored)}: folder names must start with a repeat count (10_cat)"
         )
 
 
 def _repeats(name: str) -> int:
-    """Return N of a folder's name ``N_words``; 0 for one that sd-scripts does not take."""
+    """Return N of a folder name ``N_words``; 0 for names that sd-scripts ignores."""
     number = name.partition("_")[0]
     return int(number) if number.isdecimal() else 0
 
 
-def _of_metadata(folder: Path, file: Path, common: dict[str, Any], findings: Findings) -> Iterator[Subset]:
+def _metadata_subset(folder: Path, file: Path, common: dict[str, Any], findings: Findings) -> Iterator[Subset]:
     try:
         json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         findings.errors.append(f"--in_json {file}: {error.strerror or error}")
     except ValueError as error:
         findings.errors.append(f"--in_json {file} is not valid JSON: {error}")
-    yield Subset(folder, captions_elsewhere=True, **common)
+    yield Subset(folder, has_metadata_file=True, **common)
 
 
-def _of_dataset_config(file: Path, args: Namespace, findings: Findings) -> Iterator[Subset]:
+def _dataset_config_subsets(file: Path, args: Namespace, findings: Findings) -> Iterator[Subset]:
     try:
         document = read_dataset_config(file)
     except UserError as error:
         findings.errors.append(str(error))
         return
-    none = True
+    is_empty = True
     for index, dataset in enumerate(document.get("datasets", [])):
         for subset in dataset.get("subsets", []):
-            none = False
+            is_empty = False
             given = {**_defaults(args), **document.get("general", {}), **dataset, **subset}
             folder = given.get("image_dir")
             if not folder and not given.get("metadata_file"):
@@ -180,7 +179,7 @@ def _of_dataset_config(file: Path, args: Namespace, findings: Findings) -> Itera
                     index,
                     {**vars(args), **given},
                 )
-    if none:
+    if is_empty:
         findings.errors.append(f"--dataset_config {file} has no [[datasets.subsets]]")
 
 
@@ -194,7 +193,9 @@ def _resolution(args: Namespace, findings: Findings) -> tuple[int, int] | None:
     pair = _pair(text)
     if pair is None:
         findings.errors.append(
-            f"--resolution must be WIDTH,HEIGHT or one number, not {text!r}" if text else "no --resolution: give WIDTH,HEIGHT"
+            f"--resolution must be WIDTH,HEIGHT or one number, not {text!r}"
+            if text
+            else "no resolution: --resolution WIDTH,HEIGHT is required"
         )
     return pair
 
@@ -209,70 +210,73 @@ def _pair(value: Any) -> tuple[int, int] | None:
     return (numbers[0], numbers[-1]) if len(numbers) in (1, 2) and min(numbers) > 0 else None
 
 
-# --- pictures and captions -------------------------------------------------------------------------------------------
+# --- images and captions ---------------------------------------------------------------------------------------------
 
 
-def _holds_pictures(folder: Path) -> bool:
-    return any(file.suffix.lower() in PICTURES for file in folder.iterdir())
+def _has_images(folder: Path) -> bool:
+    return any(file.suffix.lower() in IMAGE_SUFFIXES for file in folder.iterdir())
 
 
-def _check_pictures(subset: Subset, files: list[Path], findings: Findings) -> list[tuple[int, int] | None]:
-    """Check every image; return their sizes."""
+def _check_images(subset: Subset, files: list[Path], findings: Findings) -> list[tuple[int, int] | None]:
+    """Check every image; return their sizes in pixels (width, height), None where unknown."""
     with ThreadPoolExecutor(8) as pool:
-        looked = list(pool.map(picture_problem, files))
+        results = list(pool.map(check_image, files))
     small = 0
-    for (problem, size), file in zip(looked, files, strict=True):
+    for (problem, size), file in zip(results, files, strict=True):
         if problem is not None:
             findings.errors.append(f"{file} {problem}")
         elif size is not None and subset.resolution is not None:
-            small += size[0] * size[1] < _SMALL * subset.resolution[0] * subset.resolution[1]
+            small += size[0] * size[1] < _SMALL_AREA * subset.resolution[0] * subset.resolution[1]
     if small:
-        wanted = "x".join(map(str, subset.resolution or ()))
+        resolution = "x".join(map(str, subset.resolution or ()))
         findings.warnings.append(
-            f"{small} of {len(files)} images in {subset.folder} have less than a quarter of {wanted}'s pixels"
+            f"{small} of {len(files)} images in {subset.folder} have less than a quarter of the pixels of {resolution}"
         )
-    twice = [stem for stem, count in Counter(file.stem for file in files).items() if count > 1]
-    if twice:
-        findings.warnings.append(f"{subset.folder}: images that share a name share caption and cache: {shortened(twice)}")
-    return [size for _, size in looked]
+    duplicates = [stem for stem, count in Counter(file.stem for file in files).items() if count > 1]
+    if duplicates:
+        findings.warnings.append(
+            f"{subset.folder}: images with the same name share their caption and cache: {abbreviated(duplicates)}"
+        )
+    return [size for _, size in results]
 
 
 def _check_sizes(subset: Subset, sizes: list[tuple[int, int] | None], findings: Findings) -> None:
-    """Check that the images can be brought to the sizes that are trained at, and that they keep their pixels."""
-    its = subset.buckets
-    if its is None:
+    """Check that sd-scripts can scale the images to their training sizes without losing many pixels."""
+    options = subset.buckets
+    if options is None:
         return
-    if (problem := its.problem()) is not None:
+    if (problem := options.problem()) is not None:
         if problem not in findings.errors:
             findings.errors.append(problem)
         return
     known = [size for size in sizes if size is not None]
-    width, height = its.resolution
-    if its.enabled:
-        cut = [size for size in known if its.is_cut(size)]
-        if cut:
+    width, height = options.resolution
+    if options.enabled:
+        reduced = [size for size in known if options.is_reduced(size)]
+        if reduced:
             findings.warnings.append(
-                f"{len(cut)} of {len(sizes)} images in {subset.folder} would have less than 85 % of {width}x{height}'s pixels: "
-                f"--max_bucket_reso {its.largest} is too small for their shape. Give --max_bucket_reso {2 * max(width, height)}"
+                f"--max_bucket_reso {options.largest} reduces {len(reduced)} of {len(sizes)} images in {subset.folder} to less "
+                f"than 85 % of the pixels of {width}x{height}; use --max_bucket_reso {2 * max(width, height)}"
             )
         return
     scaled = any(subset.options.get(name) for name in ("cache_latents", "cache_latents_to_disk", "face_crop_aug_range"))
-    if scaled or subset.captions_elsewhere:
-        return  # to the resolution, for the cache; a metadata file may name buckets and caches of its own
+    if scaled or subset.has_metadata_file:
+        return  # caching scales them to the resolution; a metadata file may name its own buckets and caches
     crops = bool(subset.options.get("random_crop"))
     wrong = [(w, h) for w, h in known if w < width or h < height or (not crops and (w > width or h > height))]
     if wrong:
-        one = "x".join(map(str, wrong[0]))
+        example = "x".join(map(str, wrong[0]))
         findings.errors.append(
-            f"{len(wrong)} of {len(sizes)} images in {subset.folder} are not {width}x{height} (one is {one}), "
-            "and without buckets and cached latents sd-scripts does not scale images: give --enable_bucket or --cache_latents"
+            f"{len(wrong)} of {len(sizes)} images in {subset.folder} are not {width}x{height} (for example {example}), and "
+            "sd-scripts scales images only with buckets or cached latents; use --enable_bucket or --cache_latents"
         )
 
 
-def picture_problem(file: Path) -> tuple[str | None, tuple[int, int] | None]:
-    """Return what is wrong with a picture, or None, and its size in pixels (width, height) when that is known.
+def check_image(file: Path) -> tuple[str | None, tuple[int, int] | None]:
+    """Return an image's problem, or None, and its size in pixels (width, height), or None if unknown.
 
-    A picture is decoded only when its end looks wrong, which costs a few milliseconds; damage in the middle is not found.
+    An image is decoded only when its end is not the format's, which takes a few milliseconds. Damage in the middle is not
+    detected.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -281,19 +285,19 @@ def picture_problem(file: Path) -> tuple[str | None, tuple[int, int] | None]:
     try:
         if file.stat().st_size == 0:
             return "is empty (0 bytes)", None
-        with Image.open(file) as picture:
-            if not _ends_well(file, picture.format):
-                picture.load()
-            return None, picture.size
+        with Image.open(file) as image:
+            if not _has_valid_end(file, image.format):
+                image.load()
+            return None, image.size
     except UnidentifiedImageError:
-        return "is not an image that can be read", None
+        return "is not a readable image", None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
-        return f"is broken: {error}", None
+        return f"is damaged: {error}", None
     except Image.DecompressionBombError:
         return None, None
 
 
-def _ends_well(file: Path, kind: str | None) -> bool:
+def _has_valid_end(file: Path, kind: str | None) -> bool:
     with file.open("rb") as stream:
         head = stream.read(12)
         size = stream.seek(0, 2)
@@ -309,7 +313,7 @@ def _ends_well(file: Path, kind: str | None) -> bool:
 
 
 def _check_captions(subset: Subset, files: list[Path], findings: Findings) -> None:
-    if subset.captions_elsewhere or subset.regularisation:
+    if subset.has_metadata_file or subset.regularisation:
         return
     missing, empty, unreadable = [], [], []
     for file in files:
@@ -324,66 +328,68 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings) -> No
             if not text:
                 empty.append(caption.name)
     if unreadable:
-        findings.errors.append(f"{subset.folder}: captions that are not UTF-8: {shortened(unreadable)}")
+        findings.errors.append(f"{subset.folder}: captions that are not UTF-8: {abbreviated(unreadable)}")
     if empty:
-        findings.errors.append(f"{subset.folder}: captions that are empty: {shortened(empty)}")
+        findings.errors.append(f"{subset.folder}: empty captions: {abbreviated(empty)}")
     if not missing:
         return
-    instead = f"trained on the words {subset.class_tokens!r} alone" if subset.class_tokens else "without any words"
+    fallback = f"the caption {subset.class_tokens!r}" if subset.class_tokens else "an empty caption"
     others = [ext for ext in (".txt", ".caption") if ext != subset.caption_extension and files[0].with_suffix(ext).exists()]
-    hint = f"; there are {others[0]} files: --caption_extension {others[0]}" if others else ""
+    hint = f"; for the {others[0]} files use --caption_extension {others[0]}" if others else ""
     message = (
         f"{len(missing)} of {len(files)} images in {subset.folder} have no {subset.caption_extension} caption "
-        f"and are {instead}{hint}"
+        f"and train with {fallback}{hint}"
     )
     (findings.warnings if subset.class_tokens else findings.errors).append(message)
 
 
-def _note_steps(
+def _add_steps(
     subsets: list[Subset], sizes: Mapping[Path, list[tuple[int, int] | None]], args: Namespace, findings: Findings
 ) -> None:
     images = sum(len(sizes[subset.folder]) for subset in subsets)
     trained = sum(len(sizes[subset.folder]) * subset.repeats for subset in subsets if not subset.regularisation)
     batches = 0
     for dataset in {subset.dataset for subset in subsets}:
-        its = [subset for subset in subsets if subset.dataset == dataset]
-        filled = _fill_buckets(its, sizes)
-        batches += sum(math.ceil(count / its[0].batch_size) for count in filled.values())
+        members = [subset for subset in subsets if subset.dataset == dataset]
+        counts = _bucket_counts(members, sizes)
+        batches += sum(math.ceil(count / members[0].batch_size) for count in counts.values())
     per_epoch = math.ceil(batches / (getattr(args, "gradient_accumulation_steps", 1) or 1))
     epochs = getattr(args, "max_train_epochs", None)
     steps = args.max_train_steps if epochs is None else epochs * per_epoch
     if steps < 1:
-        findings.errors.append(f"nothing to train: {steps} steps. Give --max_train_steps or --max_train_epochs of 1 or more")
+        findings.errors.append(f"nothing to train: {steps} steps; use --max_train_steps or --max_train_epochs of 1 or more")
     findings.steps = steps
     findings.notes.append(
-        f"{images} images, {trained} with repeats, about {per_epoch} steps an epoch; {steps} steps in all, "
+        f"{images} images, {trained} with repeats, about {per_epoch} steps per epoch; {steps} steps in total, "
         f"{steps / max(per_epoch, 1):.3g} epochs"
     )
 
 
-def _fill_buckets(subsets: list[Subset], sizes: Mapping[Path, list[tuple[int, int] | None]]) -> Counter[tuple[int, int] | None]:
-    """Return how many images of a dataset an epoch draws from each bucket, repeats counted.
+def _bucket_counts(
+    subsets: list[Subset], sizes: Mapping[Path, list[tuple[int, int] | None]]
+) -> Counter[tuple[int, int] | None]:
+    """Return the images that an epoch draws from each bucket of a dataset, including repeats.
 
-    As many regularisation images are drawn as there are trained ones: at first each as often as it is repeated, then once more
-    in every round.
+    The number of regularisation images equals that of training images. The first round draws each with its repeats, every
+    later round once.
     """
-    filled: Counter[tuple[int, int] | None] = Counter()
+    counts: Counter[tuple[int, int] | None] = Counter()
     regularisation: list[tuple[tuple[int, int] | None, int]] = []
     for subset in subsets:
-        its = subset.buckets
+        options = subset.buckets
         for size in sizes[subset.folder]:
-            bucket = its.bucket(size) if its is not None and size is not None else None
+            bucket = options.bucket(size) if options is not None and size is not None else None
             if subset.regularisation:
                 regularisation.append((bucket, subset.repeats))
             else:
-                filled[bucket] += subset.repeats
-    missing, first = filled.total(), True
+                counts[bucket] += subset.repeats
+    missing, first = counts.total(), True
     while missing > 0 and regularisation:
         for bucket, repeats in regularisation:
             drawn = repeats if first else 1
-            filled[bucket] += drawn
+            counts[bucket] += drawn
             missing -= drawn
             if missing <= 0:
                 break
         first = False
-    return filled
+    return counts

@@ -1,4 +1,4 @@
-"""The model files: there, whole, and of the family that the script trains. Only headers are read."""
+"""Check that the model files exist, are complete and match the script. Reads only headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kohya_ext.run import resume, run_record
 from kohya_ext.run.safetensors_header import Header, read_header
 from kohya_ext.sdscripts import families
 
-#: Arguments that name files to load, beside the model itself.
+#: Arguments that name files to load, other than the model itself.
 _OTHERS = (
     *dict.fromkeys(option for family in families.FAMILIES for option in family.files),
     *("llm_adapter_path", "network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
@@ -25,27 +25,27 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     """Check the model, the other files to load, and the state to resume from."""
     name = getattr(args, "pretrained_model_name_or_path", None)
     if not name:
-        findings.errors.append("no model to train: give --pretrained_model_name_or_path")
+        findings.errors.append("no model to train: --pretrained_model_name_or_path is required")
     elif (header := _header(name, "--pretrained_model_name_or_path", findings)) is not None:
         _check_family(script, args, Path(name), header, findings)
     for option in _OTHERS:
         value = getattr(args, option, None)
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(one, str) and one:
-                _header(one, f"--{option}", findings)
+        for file in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(file, str) and file:
+                _header(file, f"--{option}", findings)
     _check_state(script, args, settings, findings)
 
 
 def _header(name: str, option: str, findings: Findings) -> Header | None:
     path = Path(name)
     if not path.exists():
-        # "owner/name" is a repository on the Hugging Face hub.
+        # "owner/name" is a repository on the Hugging Face Hub.
         if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") > 1:
             findings.errors.append(f"{option} {name} does not exist")
         return None
     if path.is_dir():
         if option == "--pretrained_model_name_or_path" and not (path / "model_index.json").is_file():
-            findings.errors.append(f"{option} {name} is a folder without model_index.json, so no model in Diffusers' format")
+            findings.errors.append(f"{option} {name} is not a Diffusers model: the folder has no model_index.json")
         return None
     if path.stat().st_size == 0:
         findings.errors.append(f"{option} {name} is empty (0 bytes)")
@@ -53,8 +53,8 @@ def _header(name: str, option: str, findings: Findings) -> Header | None:
     if path.suffix not in (".safetensors", ".sft"):
         with path.open("rb") as stream:
             start = stream.read(2)
-        if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # what torch.save writes: a zip, a pickle before 2020
-            findings.errors.append(f"{option} {name} is neither a safetensors file nor a checkpoint of torch")
+        if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # torch.save's zip; its pickle before 2020
+            findings.errors.append(f"{option} {name} is neither a safetensors file nor a torch checkpoint")
         return None
     try:
         return read_header(path)
@@ -70,17 +70,18 @@ def _check_family(script: Path, args: Namespace, file: Path, header: Header, fin
     if wanted is None:
         return
     if any(part in name for name in header.shapes for part in families.LORA_TENSORS):
-        findings.errors.append(f"{file.name} is of the family LoRA, and {script.name} wants {wanted.title}")
+        findings.errors.append(f"{file.name} is a LoRA, but {script.name} trains {wanted.title}; give the base model")
     elif (recognized := families.recognize(header.shapes)) is not None and recognized[1] != wanted:
-        family, its = recognized
-        trains = " ".join([_script_for(family, script), *option_words({} if its.option is None else dict([its.option]))])
+        family, checkpoint = recognized
+        option = option_words({} if checkpoint.option is None else dict([checkpoint.option]))
+        command = " ".join([_script_for(family, script), *option])
         findings.errors.append(
-            f"{file.name} is of the family {its.title}, and {script.name} wants {wanted.title}: {trains} trains it"
+            f"{file.name} is a checkpoint of {checkpoint.title}, but {script.name} trains {wanted.title}; use {command}"
         )
 
 
 def _script_for(family: families.Family, script: Path) -> str:
-    """Return the script that trains a family as another script trains its own: fully, where there is one for it."""
+    """Return the script of a family that corresponds to another family's: LoRA, or full fine-tuning where there is one."""
     return family.lora if "network" in script.name or not family.finetune else family.finetune[0]
 
 
@@ -92,7 +93,7 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
     if name == resume.AUTO:
         run = run_record.current() or run_record.describe(script.name, args)
         try:
-            with silent():  # the run itself logs which state it takes
+            with silent():  # the run itself logs which state it resumes
                 state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings.inexact_resume)
         except UserError as error:
             findings.errors.append(str(error))
@@ -103,24 +104,24 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
     if not state.is_dir():
         findings.errors.append(f"--resume {state} does not exist")
     elif (problem := resume.state_problem(state, settings.inexact_resume)) is not None:
-        findings.errors.append(f"--resume {state} is damaged: {problem}. Resume from another state (--resume auto finds one)")
+        findings.errors.append(f"--resume {state} is damaged: {problem}. Use another state, or --resume auto")
     else:
         record = run_record.read(state)
         if record is not None and record.script != script.name:
             findings.errors.append(f"--resume {state} was saved by {record.script}, not {script.name}")
         elif (rank := _other_rank(state, args)) is not None:
             findings.errors.append(
-                f"--resume {state} has rank {rank} and --network_dim is {args.network_dim or 4}: they must agree"
+                f"--resume {state} has rank {rank}, but --network_dim is {args.network_dim or 4}; use --network_dim {rank}"
             )
 
 
 def _other_rank(state: Path, args: Namespace) -> int | None:
-    """Return the rank of the LoRA in a state when it is not the one asked for; None where it is, or where it cannot be told."""
+    """Return the rank of the LoRA in a state if it differs from ``--network_dim``; None if it matches or is unknown."""
     file = state / "model.safetensors"
     if not (getattr(args, "network_module", None) or "").startswith("networks.lora") or not file.is_file():
         return None
     ranks = [shape[0] for name, shape in read_header(file).shapes.items() if "lora_down" in name and len(shape) in (2, 4)]
-    # Single layers may have ranks of their own (block_dims, conv_dim): most have the one that was asked for.
+    # block_dims and conv_dim change the rank of some layers, but most have that of --network_dim.
     usual = max(set(ranks), key=ranks.count, default=None)
     plain = not any("dim" in pair for pair in getattr(args, "network_args", None) or [])
     return usual if plain and usual is not None and usual != (args.network_dim or 4) else None

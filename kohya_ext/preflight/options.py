@@ -1,6 +1,6 @@
-"""Optimizer, scheduler, network: can they be imported; and combinations of arguments that cannot work.
+"""Check that optimizer, scheduler and network can be imported, and that the arguments can be combined.
 
-The rules are upstream's own: each is an assertion or an error of its scripts, most of them behind the loading of the model.
+Each rule is an assertion or an error in upstream's scripts, most of which upstream reaches only after loading the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kohya_ext.sdscripts import families
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
 _DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
 
-#: The optimizers that sd-scripts knows by name, in any case of letters -> the module and the class.
+#: Optimizers that sd-scripts knows by name, ignoring case -> module and class.
 OPTIMIZERS = {
     "AdamW": ("torch.optim", "AdamW"),
     "SGDNesterov": ("torch.optim", "SGD"),
@@ -41,10 +42,10 @@ OPTIMIZERS = {
     **{name: ("schedulefree", name) for name in ("RAdamScheduleFree", "AdamWScheduleFree", "SGDScheduleFree")},
 }
 
-#: Where a package is not named as its module is, on PyPI.
+#: Module -> its package on PyPI, where the names differ.
 _PACKAGES = {"lycoris": "lycoris-lora", "prodigyplus": "prodigy-plus-schedule-free"}
 
-#: Optimizers that find the size of their steps, and multiply it with the learning rate.
+#: Optimizers that choose their step size and multiply it by the learning rate.
 _ADAPTIVE = ("prodigy", "dadapt")
 
 #: Optimizers whose steps are about as large as the learning rate.
@@ -58,11 +59,11 @@ SCHEDULERS = (
 _RATES = ("learning_rate", "unet_lr", "text_encoder_lr")
 
 _NETWORK = "network"
-"""What the names of the scripts contain that train a network beside the model."""
+"""Part of the file name of every script that trains a network."""
 
 
 def check(script: Path, args: Namespace, findings: Findings) -> None:
-    """Check what is imported by name, then every combination."""
+    """Check what is imported by name, then the combinations."""
     _check_optimizer(args, findings)
     _check_rates(args, findings)
     _check_attention(script, args, findings)
@@ -76,7 +77,6 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
         findings.notes.append(ignored)
     findings.errors.extend(numbers.problems(script, args))
     findings.errors.extend(_impossible(script, args))
-    findings.errors.extend(_impossible_in_subsets(script, args))
 
 
 # --- imported by name ------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def _check_optimizer(args: Namespace, findings: Findings) -> None:
 
 
 def _check_package(module: str, wanted_by: str, findings: Findings) -> bool:
-    """Return whether the package that a module is in is installed; an error names it where it is not."""
+    """Return whether a module's package is installed; add an error if it is not."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is not None:
         return True
@@ -116,7 +116,7 @@ def _check_package(module: str, wanted_by: str, findings: Findings) -> bool:
 
 
 def _check_rates(args: Namespace, findings: Findings) -> None:
-    """Warn about a learning rate that belongs to another kind of optimizer."""
+    """Warn about a learning rate that suits another kind of optimizer."""
     name = (getattr(args, "optimizer_type", None) or "AdamW").rpartition(".")[2]
     rates = [rate for key in _RATES if (rate := getattr(args, key, None)) is not None]
     highest = max((rate for value in rates for rate in (value if isinstance(value, list) else [value])), default=None)
@@ -124,22 +124,22 @@ def _check_rates(args: Namespace, findings: Findings) -> None:
         return
     if name.lower().startswith(_ADAPTIVE) and highest < 0.01:
         findings.warnings.append(
-            f"{name} finds the size of its steps itself and multiplies it with the learning rate, {highest:g}: hardly anything "
-            "would be trained. Give --learning_rate 1"
+            f"{name} chooses its step size and multiplies it by the learning rate of {highest:g}: the model would hardly "
+            "change. Use --learning_rate 1"
         )
     elif any(kind in name.lower() for kind in _SIGNED) and not name.lower().startswith(_ADAPTIVE) and highest >= 0.05:
         findings.warnings.append(
             f"a learning rate of {highest:g} moves every weight by about that much in each step of {name}, which destroys a "
-            "model. Give --learning_rate 1e-4 for a LoRA or 1e-5 for a fine-tune"
+            "model. Use --learning_rate 1e-4 for a LoRA or 1e-5 for a fine-tune"
         )
 
 
 def _check_attention(script: Path, args: Namespace, findings: Findings) -> None:
-    # The other scripts take the option and use PyTorch's attention.
+    # The other scripts accept the option and still use PyTorch's attention.
     family = families.of(script.name, vars(args))
     used = family is not None and (family.unet or (family.attn_mode and script.name == family.lora))
     if used and getattr(args, "xformers", False) and importlib.util.find_spec("xformers") is None:
-        findings.errors.append("--xformers: the package xformers is not installed. Use --sdpa, PyTorch's own, instead")
+        findings.errors.append("--xformers: the package xformers is not installed. Use --sdpa, PyTorch's attention, instead")
 
 
 def _check_scheduler(args: Namespace, findings: Findings) -> None:
@@ -165,14 +165,14 @@ def _check_scheduler(args: Namespace, findings: Findings) -> None:
 
 
 def _scheduler_function(name: str) -> Any:
-    """The function that upstream calls for a schedule of this name: diffusers' for one of them, transformers' for others."""
+    """Return the function that upstream calls for a schedule of this name, from diffusers or transformers."""
     package = "diffusers" if name == "piecewise_constant" else "transformers"
     table = _attribute(f"{package}.optimization", "TYPE_TO_SCHEDULER_FUNCTION") or {}
     return next((function for kind, function in table.items() if getattr(kind, "value", kind) == name), None)
 
 
 def _is_schedule_free(args: Namespace) -> bool:
-    """Whether upstream leaves the scheduler out, and looks at none of its arguments."""
+    """Return whether upstream ignores the scheduler and its arguments."""
     name = (getattr(args, "optimizer_type", None) or "").lower()
     return name.endswith("schedulefree") or bool(getattr(args, "optimizer_schedulefree_wrapper", False))
 
@@ -202,7 +202,7 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
 
 
 def _words_of(folder: Path, module: str) -> set[str]:
-    """Every word in the source of one of sd-scripts' networks: they look their arguments up by name, and take any."""
+    """Return every word in the source of an sd-scripts network: it accepts any argument and looks up those it knows."""
     file = folder.joinpath(*module.split(".")).with_suffix(".py")
     common = file.with_name("network_base.py")
     return {word for source in (file, common) if source.is_file() for word in re.findall(r"\w+", source.read_text("utf-8"))}
@@ -235,7 +235,7 @@ def _read_pairs(pairs: Iterable[str] | None, label: str, findings: Findings) -> 
             read[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             findings.errors.append(
-                f"{label}: {pair!r} must be name=value, the value as Python writes it: eps=1e-8, betas=(0.9,0.99), x='text'"
+                f"{label}: {pair!r} must be name=value, with a Python value: eps=1e-8, betas=(0.9,0.99), x='text'"
             )
     return read
 
@@ -249,7 +249,7 @@ def _check_parameters(kind: Any, pairs: Iterable[str] | None, label: str, findin
         return
     for name in (pair.partition("=")[0] for pair in pairs or []):
         if name == "lr":
-            findings.errors.append(f"{label}: lr is given twice: --learning_rate says it")
+            findings.errors.append(f"{label}: lr is given twice; remove it, --learning_rate sets it")
         elif name not in parameters:
             findings.errors.append(f"{label} takes no {name}.{did_you_mean(name, parameters)}")
 
@@ -257,10 +257,117 @@ def _check_parameters(kind: Any, pairs: Iterable[str] | None, label: str, findin
 # --- combinations ----------------------------------------------------------------------------------------------------
 
 
-def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
-    """What a --dataset_config says of a single subset counts for it over the arguments."""
+class _Run:
+    """A run's arguments, and the facts about them that the rules read."""
+
+    def __init__(self, script: Path, args: Namespace) -> None:
+        def get(name: str) -> Any:
+            return getattr(args, name, None)
+
+        family = families.of(script.name, vars(args))
+        self.args, self.script, self.network = args, script.name, _NETWORK in script.name
+        self.sdxl = family is not None and family.name == "sdxl"
+        self.empty_caption_cached = family is not None and family.caches_empty_caption
+        self.offloads = family is None or script.name != family.lora or family.offloads_checkpoints
+        self.bucket_steps = 1 if family is None else family.bucket_steps[script.name != family.lora]
+        self.bucket_rest = (get("bucket_reso_steps") or self.bucket_steps) % self.bucket_steps
+        self.cached_text = next(given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"), None)
+        self.cached_latents = next(given(args, "cache_latents", "cache_latents_to_disk"), None)
+        self.precision = getattr(args, "mixed_precision", "no")
+        self.accumulation = get("gradient_accumulation_steps") or 1
+        self.adafactor = str(get("optimizer_type")).lower() == "adafactor"
+        self.scheduler = str(get("lr_scheduler_type") or get("lr_scheduler"))
+        self.own_rate = self.scheduler.startswith("adafactor")
+        fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.own_rate
+        self.refuses_warmup = fixed and not _is_schedule_free(args)
+
+    def has(self, name: str) -> bool:
+        """Return whether an argument has a true value."""
+        return bool(getattr(self.args, name, None))
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A combination of arguments that a script cannot run with."""
+
+    options: tuple[str, ...]
+    """The rule applies to each of these that is set; to the run itself where empty."""
+    condition: Callable[[_Run], object]
+    """Whether it cannot work in this run."""
+    message: str
+    """Its fields: ``option`` and ``run``."""
+
+
+def _together(first: str, *others: str, because: str) -> _Rule:
+    """Return the rule that an option excludes others."""
+    return _Rule(others, lambda run: run.has(first), f"--{first} and --{{option}} cannot go together: {because}")
+
+
+_WITH_TEXT = "--{run.cached_text} and --{option} cannot go together: "
+_WITH_LATENTS = "--{run.cached_latents} and --{option} cannot go together: "
+_IS_FROZEN = "a text encoder whose outputs are cached cannot be trained"
+_IS_FIXED = "the caption is encoded once, so it cannot change"
+_CAPTIONS = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
+_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+_NO_WARMUP = "--{option} is an error with --lr_scheduler {run.scheduler}: leave it out"
+
+# fmt: off
+#: Checked for each subset of a --dataset_config, else for the whole run.
+_SUBSET_RULES = (
+    _Rule(_CAPTIONS, lambda run: run.cached_text, f"{_WITH_TEXT}{_IS_FIXED}"),
+    _Rule(("caption_dropout_rate",), lambda run: run.cached_text and not run.empty_caption_cached, f"{_WITH_TEXT}{_IS_FIXED}"),
+    _Rule(("color_aug", "random_crop"), lambda run: run.cached_latents, f"{_WITH_LATENTS}the latents are computed once"),
+)
+
+_RULES = (
+    _Rule(("weighted_captions",), lambda run: run.cached_text, f"{_WITH_TEXT}upstream does not support it"),
+    _Rule((), lambda run: run.cached_text and run.sdxl and run.network and not run.has("network_train_unet_only"),
+          f"--{{run.cached_text}} needs --network_train_unet_only: {_IS_FROZEN}"),
+    _Rule(("train_text_encoder",), lambda run: run.cached_text and run.sdxl and not run.network, f"{_WITH_TEXT}{_IS_FROZEN}"),
+    _Rule(("cache_latents", "cache_latents_to_disk"), lambda run: run.has("train_inpainting"),
+          "--{option} and --train_inpainting cannot go together: every step draws another mask"),
+    _together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained"),
+    _together(*_FUSED, because="choose one"),
+    _together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it"),
+    _Rule(_FUSED[:1], lambda run: not run.adafactor, "--{option} works with --optimizer_type Adafactor only"),
+    _Rule(_FUSED, lambda run: run.accumulation > 1,
+          "--{option} and --gradient_accumulation_steps {run.accumulation} cannot go together: no gradient is kept"),
+    _Rule(("cpu_offload_checkpointing",), lambda run: run.has("gradient_checkpointing") and not run.offloads,
+          "--{option} ends in a TypeError in {run.script}: its model does not know it"),
+    _Rule(("lr_warmup_steps",), lambda run: run.refuses_warmup and run.scheduler == "constant",
+          f"{_NO_WARMUP} or take constant_with_warmup"),
+    _Rule(("lr_warmup_steps",), lambda run: run.refuses_warmup and run.scheduler != "constant", _NO_WARMUP),
+    _Rule(("enable_bucket",), lambda run: run.bucket_rest,
+          "--bucket_reso_steps must be a multiple of {run.bucket_steps} for {run.script}"),
+    _Rule(("full_bf16",), lambda run: run.precision != "bf16", "--{option} needs --mixed_precision bf16, not {run.precision}"),
+    _Rule(("full_fp16",), lambda run: run.precision != "fp16", "--{option} needs --mixed_precision fp16, not {run.precision}"),
+    _Rule(("fp8_base", "fp8_base_unet"), lambda run: run.precision == "no", "--{option} needs --mixed_precision bf16 or fp16"),
+    _Rule(("adaptive_noise_scale",), lambda run: not run.has("noise_offset"), "--{option} needs --noise_offset"),
+    _Rule(("scale_v_pred_loss_like_noise_pred",), lambda run: not run.has("v_parameterization"),
+          "--{option} needs --v_parameterization"),
+    _together("v_pred_like_loss", "v_parameterization", because="the model predicts v already"),
+    _Rule(("pretrained_model_name_or_path",), lambda run: run.sdxl and run.has("v2"),
+          "--v2 and --{option} cannot go together: SDXL has no v2"),
+    _Rule((), lambda run: run.own_rate and not run.adafactor,
+          "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
+)
+# fmt: on
+
+
+def _broken(rules: Iterable[_Rule], script: Path, args: Namespace) -> Iterator[str]:
+    """Yield the message of each rule that a run breaks."""
+    run = _Run(script, args)
+    for rule in rules:
+        for option in given(args, *rule.options) if rule.options else ("",):
+            if rule.condition(run):
+                yield rule.message.format(option=option, run=run)
+
+
+def _impossible(script: Path, args: Namespace) -> Iterator[str]:
+    """Yield what cannot work in the whole run, then in a subset, whose own settings in --dataset_config come first."""
+    yield from _broken(_RULES, script, args)
     if not getattr(args, "dataset_config", None):
-        yield from _impossible_in_subset(script, args)
+        yield from _broken(_SUBSET_RULES, script, args)
         return
     try:
         document = read_dataset_config(Path(args.dataset_config))
@@ -268,81 +375,6 @@ def _impossible_in_subsets(script: Path, args: Namespace) -> Iterable[str]:
         return  # reported where the training set is checked
     for subset in subsets(document):
         where = subset.get("image_dir") or subset.get("metadata_file")
-        findings = _impossible_in_subset(script, Namespace(**{**vars(args), **subset}))
-        for problem in (*numbers.problems_in_subset(script, subset), *findings):
+        broken = _broken(_SUBSET_RULES, script, Namespace(**{**vars(args), **subset}))
+        for problem in (*numbers.problems_in_subset(script, subset), *broken):
             yield f"{args.dataset_config}, {where}: {problem}"
-
-
-def _impossible_in_subset(script: Path, args: Namespace) -> Iterable[str]:
-    for name in given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
-        changing = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
-        family = families.of(script.name, vars(args))
-        dropout = () if family is not None and family.caches_empty_caption else ("caption_dropout_rate",)
-        yield from _together(args, name, *changing, *dropout, because="the caption is encoded once, so it cannot change")
-        break
-    for name in given(args, "cache_latents", "cache_latents_to_disk"):
-        yield from _together(args, name, "color_aug", "random_crop", because="the latents are computed once")
-        break
-
-
-def _together(args: Namespace, first: str, *others: str, because: str) -> Iterable[str]:
-    if getattr(args, first, None):
-        for other in given(args, *others):
-            yield f"--{first} and --{other} cannot go together: {because}"
-
-
-def _impossible(script: Path, args: Namespace) -> Iterable[str]:
-    def has(name: str) -> bool:
-        return bool(getattr(args, name, None))
-
-    def together(first: str, *others: str, because: str) -> Iterable[str]:
-        return _together(args, first, *others, because=because)
-
-    network, precision = _NETWORK in script.name, getattr(args, "mixed_precision", "no")
-    family = families.of(script.name, vars(args))
-    sdxl = family is not None and family.name == "sdxl"
-    if has("cache_text_encoder_outputs") or has("cache_text_encoder_outputs_to_disk"):
-        name = "cache_text_encoder_outputs" if has("cache_text_encoder_outputs") else "cache_text_encoder_outputs_to_disk"
-        yield from together(name, "weighted_captions", because="upstream does not support it")
-        if network and sdxl and not has("network_train_unet_only"):
-            yield f"--{name} needs --network_train_unet_only: a text encoder whose outputs are cached cannot be trained"
-        if not network and sdxl:
-            yield from together(name, "train_text_encoder", because="a text encoder whose outputs are cached cannot be trained")
-    for name in given(args, "cache_latents", "cache_latents_to_disk"):
-        yield from together(name, "train_inpainting", because="the mask is drawn anew each step")
-    yield from together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained")
-    yield from together("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", because="choose one")
-    yield from together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it")
-    adafactor = (getattr(args, "optimizer_type", None) or "").lower() == "adafactor"
-    if has("fused_backward_pass") and not adafactor:
-        yield "--fused_backward_pass works with --optimizer_type Adafactor only"
-    accumulation = getattr(args, "gradient_accumulation_steps", 1) or 1
-    for name in given(args, "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers"):
-        if accumulation > 1:
-            yield f"--{name} and --gradient_accumulation_steps {accumulation} cannot go together: no gradient is kept"
-    no_offload = family is not None and script.name == family.lora and not family.offloads_checkpoints
-    if no_offload and has("cpu_offload_checkpointing") and has("gradient_checkpointing"):
-        yield f"--cpu_offload_checkpointing ends in a TypeError in {script.name}: its model does not know it"
-    scheduler = getattr(args, "lr_scheduler_type", None) or getattr(args, "lr_scheduler", None)
-    without_warmup = has("lr_scheduler_type") or scheduler == "constant" or str(scheduler).startswith("adafactor")
-    if has("lr_warmup_steps") and without_warmup and not _is_schedule_free(args):
-        instead = " or take constant_with_warmup" if scheduler == "constant" else ""
-        yield f"--lr_warmup_steps is an error with --lr_scheduler {scheduler}: leave it out{instead}"
-    bucket_steps = 1 if family is None else family.bucket_steps[script.name != family.lora]
-    if has("enable_bucket") and (getattr(args, "bucket_reso_steps", None) or bucket_steps) % bucket_steps:
-        yield f"--bucket_reso_steps must be a multiple of {bucket_steps} for {script.name}"
-    for name, its in (("full_bf16", "bf16"), ("full_fp16", "fp16")):
-        if has(name) and precision != its:
-            yield f"--{name} needs --mixed_precision {its}, not {precision}"
-    for name in given(args, "fp8_base", "fp8_base_unet"):
-        if precision == "no":
-            yield f"--{name} needs --mixed_precision bf16 or fp16"
-    if has("adaptive_noise_scale") and not has("noise_offset"):
-        yield "--adaptive_noise_scale needs --noise_offset"
-    if has("scale_v_pred_loss_like_noise_pred") and not has("v_parameterization"):
-        yield "--scale_v_pred_loss_like_noise_pred needs --v_parameterization"
-    yield from together("v_pred_like_loss", "v_parameterization", because="the model predicts v already")
-    if sdxl:
-        yield from together("v2", "pretrained_model_name_or_path", because="SDXL has no v2")
-    if str(scheduler).startswith("adafactor") and not adafactor:
-        yield "--lr_scheduler adafactor works with --optimizer_type Adafactor only"

@@ -1,4 +1,4 @@
-"""Where the result goes: a folder that can be written, with room, and nothing of that name in it."""
+"""Check the output folder: it is writable, has enough free space, and holds no earlier model of that name."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kohya_ext.run import output_lock
 from kohya_ext.run.atomic_write import previous
 from kohya_ext.run.output_files import final_models
 
-#: Bytes in a file's name, on all usual file systems.
-_LONGEST_NAME = 255
+#: Longest file name on common file systems, in bytes.
+_MAX_NAME = 255
 
-#: The longest ending that a run gives to its output name.
-_LONGEST_ENDING = "-step00000000-ema.safetensors.partial"
+#: Longest suffix that a run appends to its output name.
+_LONGEST_SUFFIX = "-step00000000-ema.safetensors.partial"
 
-_NOT_ON_WINDOWS = '<>:"|?*'
+_INVALID_ON_WINDOWS = '<>:"|?*'
 
 
 def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
-    """Check the output folder. Changes nothing but this: it makes the folder."""
+    """Check the output folder. Creates the folder and changes nothing else."""
     if not getattr(args, "output_dir", None):
-        findings.errors.append("no --output_dir: the trained model would have nowhere to go")
+        findings.errors.append("no output folder: --output_dir is required")
         return
     folder, name = Path(args.output_dir), getattr(args, "output_name", None)
     if name and (problem := name_problem(folder, name)) is not None:
-        findings.errors.append(f"--output_name {_shortened(name)} {problem}")
+        findings.errors.append(f"--output_name {_abbreviated(name)} {problem}")
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,39 +41,39 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     except OSError as error:
         findings.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
         return
-    if (owner := output_lock.other_run(args)) is not None:
-        findings.errors.append(output_lock.in_use(args, owner))
-    _check_older(folder, name, findings, settings)
-    size = sizes.check(script, args)
+    if (owner := output_lock.other_owner(args)) is not None:
+        findings.errors.append(output_lock.conflict_message(args, owner))
+    _check_earlier(folder, name, findings, settings)
+    size = sizes.predict(script, args)
     if size is not None:
-        _check_room(args, folder, size, findings, settings)
+        _check_free_space(args, folder, size, findings, settings)
 
 
 def name_problem(folder: Path, name: str) -> str | None:
-    """Return what is wrong with an output name, and what to give instead; None when files can have it."""
+    """Return why files cannot have an output name, and a remedy; None when they can."""
     last = Path(name).name
-    wrong = "".join(letter for letter in _NOT_ON_WINDOWS if letter in last) if os.name == "nt" else ""
-    if wrong:
-        return f"has {wrong} in it, which no file name on Windows can have: give another name"
-    longest = _LONGEST_NAME - len(_LONGEST_ENDING)
+    invalid = "".join(character for character in _INVALID_ON_WINDOWS if character in last) if os.name == "nt" else ""
+    if invalid:
+        return f"contains {invalid}, which Windows does not allow in file names; use another name"
+    longest = _MAX_NAME - len(_LONGEST_SUFFIX)
     if len(last.encode()) > longest:
-        return f"is too long for the names of files: give one of {longest} bytes at most"
+        return f"is too long for a file name; use at most {longest} bytes"
     if not last or (last != name and not (folder / name).parent.is_dir()):
-        return "is not a name but a path, and its folder does not exist: give the folder as --output_dir"
+        return "is a path in a folder that does not exist; give the folder as --output_dir"
     return None
 
 
-def _shortened(name: str) -> str:
-    """Return a name for a message, its middle left out where it is long."""
+def _abbreviated(name: str) -> str:
+    """Return a name for a message, without its middle if it is long."""
     return name if len(name) <= 60 else f"{name[:40]}...{name[-10:]}"
 
 
-def _check_room(args: Namespace, folder: Path, size: Size, findings: Findings, settings: Settings) -> None:
-    """An error when not even one model fits, a warning when all that will be kept does not."""
+def _check_free_space(args: Namespace, folder: Path, size: Size, findings: Findings, settings: Settings) -> None:
+    """Add an error when one model does not fit on the disk, or a warning when all files of the run do not."""
     free = shutil.disk_usage(folder).free
     if free < size.model:
         findings.errors.append(
-            f"there is no room for the model in {folder}: it takes about {_size(size.model)}, {_size(free)} is free"
+            f"not enough disk space in {folder}: the model takes about {_format(size.model)}, and {_format(free)} is free"
         )
         return
     models, states = 1 + _saves(args, ""), 0
@@ -82,41 +82,39 @@ def _check_room(args: Namespace, folder: Path, size: Size, findings: Findings, s
     elif getattr(args, "save_state_on_train_end", False):
         states = 1
     if settings.save_state_every_n_minutes is not None:
-        states += settings.save_last_n_timed_states + 1  # a new one is whole before an old one goes
-    average = 4 * size.trained if settings.ema else 0
-    needed = models * size.model * (2 if settings.ema else 1) + states * (size.state + average)
+        states += settings.save_last_n_timed_states + 1  # an old one is removed after the new one is complete
+    ema = 4 * size.trained if settings.ema else 0
+    needed = models * size.model * (2 if settings.ema else 1) + states * (size.state + ema)
     if free < needed:
         findings.warnings.append(
-            f"what will be kept takes about {_size(needed)} ({models} models of {_size(size.model)}, {states} states of at "
-            f"least {_size(size.state)}), and {_size(free)} is free in {folder}: save more seldom, or see --save_last_n_steps"
+            f"saves will need about {_format(needed)} ({models} models of {_format(size.model)}, {states} states of at least "
+            f"{_format(size.state)}), but {folder} has {_format(free)} free; save less often or use --save_last_n_steps"
         )
 
 
 def _saves(args: Namespace, kind: str) -> int:
-    """How many models, or states, of single epochs and steps are kept; what is not known before the data is read is not
-    counted.
-    """
+    """Return the number of models, or states, of single epochs and steps that are kept, as far as known in advance."""
     kept = 0
     for unit, total in (("steps", "max_train_steps"), ("epochs", "max_train_epochs")):
         every, last = getattr(args, f"save_every_n_{unit}", None), getattr(args, f"save_last_n_{unit}", None)
         if kind:
             last = getattr(args, f"save_last_n_{unit}_state", None) or last
         if every and getattr(args, total, None):
-            its = max(getattr(args, total) - 1, 0) // every
-            kept += min(its, last // every + 1) if last else its
+            saves = max(getattr(args, total) - 1, 0) // every
+            kept += min(saves, last // every + 1) if last else saves
     return kept
 
 
-def _size(count: float) -> str:
+def _format(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _check_older(folder: Path, name: str | None, findings: Findings, settings: Settings) -> None:
-    for older in final_models(folder, name):
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(older.stat().st_mtime))
+def _check_earlier(folder: Path, name: str | None, findings: Findings, settings: Settings) -> None:
+    for earlier in final_models(folder, name):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(earlier.stat().st_mtime))
         if not settings.keep_previous:
-            findings.warnings.append(f"{older} of {when} is there and will be replaced at the end")
+            findings.warnings.append(f"{earlier} of {when} will be replaced at the end")
             continue
-        kept = previous(older)
-        again = f", in the place of the {kept.name} that is there" if kept.exists() else ""
-        findings.warnings.append(f"{older} of {when} is there: when the new one is saved, it becomes {kept.name}{again}")
+        backup = previous(earlier)
+        replaced = f", replacing the existing {backup.name}" if backup.exists() else ""
+        findings.warnings.append(f"{earlier} of {when} will be renamed to {backup.name}{replaced}")

@@ -1,4 +1,4 @@
-"""How large the files of a run will be, from the header of the model that it trains."""
+"""Predict the sizes of a run's files from the header of the model that it trains."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from pathlib import Path
 
 from kohya_ext.run.safetensors_header import Header, read_header
 
-#: In whose layers networks.lora and its sisters for the other families look for modules, and which of those they take.
+#: Parts of tensor names by which networks.lora and its counterparts for other families select modules.
 _TEXT_ENCODERS = ("conditioner.embedders.", "cond_stage_model.")
 _FROZEN = ("first_stage_model.", *_TEXT_ENCODERS)
 _BLOCKS = ("transformer_blocks.", "double_blocks.", "single_blocks.", "joint_blocks.", "layers.", "resblocks.", "blocks.")
-_AROUND = ("proj_in.", "proj_out.")
+_PROJECTIONS = ("proj_in.", "proj_out.")
 _OUTSIDE = ("norm", "emb_layers.", "skip_connection.")
-"""Of a U-Net's residual blocks, beside the transformers."""
+"""Layers of a U-Net's residual blocks, outside its transformers."""
 
 _BYTES = {"fp16": 2, "bf16": 2, "float": 4}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes, but for ``trained``."""
+    """File sizes in bytes, and the number of trained parameters."""
 
     model: int
     state: int
-    """At least: the weights, and for an optimizer of AdamW's kind its two moments."""
+    """Lower bound: the trained parameters, and the two moments of AdamW."""
     trained: int
-    """Weights that are trained."""
 
 
-def check(script: Path, args: Namespace) -> Size | None:
-    """Return the sizes, or None when nothing tells them: another kind of network, a model in Diffusers' format."""
+def predict(script: Path, args: Namespace) -> Size | None:
+    """Return the sizes, or None when they are unknown (other networks, Diffusers models)."""
     file = Path(getattr(args, "pretrained_model_name_or_path", None) or "")
     if not file.is_file() or "textual_inversion" in script.name or "control_net" in script.name:
         return None
@@ -60,7 +59,7 @@ def check(script: Path, args: Namespace) -> Size | None:
 
 
 def _of_lora(header: Header, args: Namespace) -> int:
-    """The weights of a LoRA on every linear layer of the blocks: rank x (inputs + outputs) each."""
+    """Return the parameters of a LoRA on every linear layer of the blocks: rank x (inputs + outputs) each."""
     rank = getattr(args, "network_dim", None) or 4
     text = not getattr(args, "network_train_unet_only", False)
     model = not getattr(args, "network_train_text_encoder_only", False)
@@ -68,11 +67,11 @@ def _of_lora(header: Header, args: Namespace) -> int:
     for name, shape in header.shapes.items():
         if not name.endswith("weight") or name.startswith("first_stage_model.") or len(shape) not in (2, 4):
             continue
-        its = text if name.startswith(_TEXT_ENCODERS) else model
-        inside = any(block in name for block in _BLOCKS) or any(part in name for part in _AROUND)
+        is_trained = text if name.startswith(_TEXT_ENCODERS) else model
+        inside = any(block in name for block in _BLOCKS) or any(part in name for part in _PROJECTIONS)
         if any(part in name for part in _OUTSIDE) or shape[2:] not in ((), (1, 1)):
             continue
-        if its and inside:
-            # OpenCLIP's query, key and value are one matrix in the file, and three modules.
+        if is_trained and inside:
+            # OpenCLIP's query, key and value are one matrix in the file, but three modules.
             total += rank * (shape[0] + shape[1] * (3 if "in_proj" in name else 1))
     return total

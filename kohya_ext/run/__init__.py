@@ -1,1 +1,1 @@
-"""A run's life on disk: its states, its files, its lock, and how it stops."""
+"""A run's states, output files, lock and step times, and stopping it safely."""

@@ -1,8 +1,8 @@
-"""Files and folders that appear under their name only when they are whole.
+"""Atomic writes of files and folders.
 
-They are written under another name in the same folder, one for each writer, flushed to the disk and then renamed: a crash,
-a kill or a full disk leaves the earlier file, and two processes that write the same file do not meet. PostgreSQL, Git and
-Borg do the same; see https://lwn.net/Articles/457667/ ("Ensuring data reaches disk").
+Each writer uses a temporary name in the same folder, flushes to disk and renames. A crash, a kill or a full disk leaves the
+earlier file intact, and two processes that write the same file do not interfere. PostgreSQL, Git and Borg do the same; see
+https://lwn.net/Articles/457667/ ("Ensuring data reaches disk").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 from kohya_ext.console import note, warn
 
 PARTIAL = ".partial"
-"""The suffix of a file or folder that is being written: ``NAME.HOST-PID-NUMBER.partial``."""
+"""The suffix of a file or folder during the write: ``NAME.HOST-PID-NUMBER.partial``."""
 
 _OLD = ".replaced"
 _POLL_SECONDS = 2.0
@@ -33,15 +33,15 @@ R = TypeVar("R")
 
 
 class DiskFullError(OSError):
-    """There was no room; what bore the name before is whole."""
+    """The disk is full. The earlier file of that name, if any, is intact."""
 
     def __init__(self, path: Path, needed: int, free: int) -> None:
         """``needed`` and ``free`` are bytes."""
         self.path, self.needed, self.free = path, needed, free
         super().__init__(
             errno.ENOSPC,
-            f"no room for {path.name}: it needs {_gb(needed)}, {_gb(free)} is free in {path.parent}, "
-            f"{_gb(max(needed - free, 1))} is missing",
+            f"disk full: cannot write {path.name} ({_gb(needed)}) to {path.parent} ({_gb(free)} free); "
+            f"free up {_gb(max(needed - free, 1))}",
         )
 
     def __str__(self) -> str:
@@ -49,51 +49,51 @@ class DiskFullError(OSError):
 
 
 @dataclass(frozen=True)
-class WhenFull:
-    """What to do about a full disk."""
+class DiskFullPolicy:
+    """How to handle a full disk."""
 
     wait_seconds: float = 0.0
-    """For how long to keep the data in memory and try again."""
+    """How long to keep the data in memory and retry."""
     fallback: Path | None = None
-    """A folder to write to instead, at once."""
+    """A folder to write to instead, without waiting."""
 
 
-class _Inner(threading.local):
+class _FailFast(threading.local):
     depth = 0
-    """How many folders, and :func:`impatient` blocks, this thread is in."""
+    """The number of :func:`fail_fast` blocks that this thread is in."""
 
 
-_inner = _Inner()
+_fail_fast = _FailFast()
 
-_spared: set[Path] = set()
-"""What must not be replaced, but kept aside."""
+_preserved: set[Path] = set()
+"""Paths whose contents are renamed to :func:`previous` rather than replaced."""
 
 
 _numbers = itertools.count()
 
 _finals: dict[Path, Path] = {}
-"""What is being written -> the name it will have."""
+"""Temporary path -> final path."""
 
 
-def final_of(path: Path) -> Path:
-    """Return the name that a file or folder will have once it is whole; its own name when it is not being written."""
+def final_path(path: Path) -> Path:
+    """Return the final path of a temporary one; any other path unchanged."""
     return _finals.get(path, path)
 
 
-def shortened(name: str) -> str:
-    """Return as much of a file's name as leaves room for an ending: most file systems allow 255 bytes."""
+def truncated(name: str) -> str:
+    """Return a file name cut to 200 bytes. Most file systems allow 255, and a suffix follows."""
     return name.encode()[:200].decode(errors="ignore")
 
 
 def _partial(final: Path) -> Path:
-    """Return a name of this writer's own."""
+    """Return a temporary path that no other writer uses."""
     host = "".join(filter(str.isalnum, socket.gethostname()))[:16] or "host"
-    return final.with_name(f"{shortened(final.name)}.{host}-{os.getpid()}-{next(_numbers)}{PARTIAL}")
+    return final.with_name(f"{truncated(final.name)}.{host}-{os.getpid()}-{next(_numbers)}{PARTIAL}")
 
 
-def spare(path: Path) -> None:
-    """Have what is at ``path`` kept as :func:`previous` when something else is given its name."""
-    _spared.add(path)
+def preserve(path: Path) -> None:
+    """Keep the present contents of ``path`` as :func:`previous` when they are next replaced."""
+    _preserved.add(path)
 
 
 def previous(path: Path) -> Path:
@@ -101,47 +101,50 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.name}.previous" if path.is_dir() else f"{path.stem}.previous{path.suffix}")
 
 
-def set_aside(folders: Sequence[Path], older: Sequence[Path]) -> None:
-    """Rename folders to :func:`previous`, so that one earlier run's are kept; ``older`` ones go when there are newer ones."""
+def rename_to_previous(folders: Sequence[Path], older: Sequence[Path]) -> None:
+    """Rename folders to :func:`previous` and remove ``older`` ones, so that one earlier run is kept."""
     if not folders:
         return
     try:
         for folder in older:
-            remove_whole(folder)
+            remove_atomically(folder)
         for folder in folders:
             folder.rename(previous(folder))
-    except OSError as error:  # Windows, where a file in it is open: no reason to end a run
-        warn(f"states of an earlier run stay under their names: {error}")
+    except OSError as error:  # on Windows a file in it may be open, which must not end a run
+        warn(f"cannot rename the states of an earlier run: {error}")
         return
     names = ", ".join(sorted(folder.name for folder in folders))
-    note(f"states of an earlier run are kept as NAME.previous: {names}")
+    note(f"renamed the states of an earlier run to NAME.previous: {names}")
 
 
-def write_whole(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: WhenFull | None = None) -> R:
-    """Have ``write`` make the file or folder at another path, then give it the name ``final``.
+def write_atomically(
+    final: Path, write: Callable[[Path], R], size: Callable[[], int], policy: DiskFullPolicy | None = None
+) -> R:
+    """Write a file or folder with ``write(temporary_path)``, then rename it to ``final``.
 
-    ``size`` says how many bytes a file takes; it is asked only when there was no room. Of a folder it is 0 when that is
-    not known: then what was written and the file that did not fit are counted. Raises :class:`DiskFullError` when there is no
-    room and ``full`` did not help, and whatever else ``write`` raises; in each case ``final`` is what it was. Within a
-    folder that is itself being written this way nothing is waited for: the folder is tried again as a whole.
+    ``size`` returns the bytes needed, and is called only when the disk is full. It may return 0 for a folder: then the bytes
+    written so far and the file that failed are counted.
+
+    Raises :class:`DiskFullError` when the disk is full and ``policy`` did not help, and any exception of ``write``. On
+    failure ``final`` is unchanged. Inside another atomic write this one fails at once, and the outer one retries.
     """
-    full = WhenFull() if full is None or _inner.depth else full
+    policy = DiskFullPolicy() if policy is None or _fail_fast.depth else policy
     try:
         return _write_once(final, write, size)
     except DiskFullError as error:
-        if full.fallback is not None:
-            elsewhere = full.fallback / final.name
-            warn(f"{error}; it goes to {elsewhere} instead")
-            full.fallback.mkdir(parents=True, exist_ok=True)
-            return _write_once(elsewhere, write, size)
-        if full.wait_seconds <= 0:
+        if policy.fallback is not None:
+            fallback = policy.fallback / final.name
+            warn(f"{error}. Writing to {fallback} instead")
+            policy.fallback.mkdir(parents=True, exist_ok=True)
+            return _write_once(fallback, write, size)
+        if policy.wait_seconds <= 0:
             raise
-        return _wait_and_write(final, write, size, error, time.monotonic() + full.wait_seconds)
+        return _wait_and_write(final, write, size, error, time.monotonic() + policy.wait_seconds)
 
 
 def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: DiskFullError, until: float) -> R:
     minutes = (until - time.monotonic()) / 60
-    warn(f"{full}; the data stays in memory and is tried again for {minutes:.3g} minutes: make room there")
+    warn(f"{full}. Retrying for {minutes:.3g} minutes; the data stays in memory")
     while time.monotonic() < until:
         time.sleep(min(_POLL_SECONDS, max(until - time.monotonic(), 0)))
         if shutil.disk_usage(final.parent).free < full.needed:
@@ -151,7 +154,7 @@ def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], 
         except DiskFullError as error:
             full = error
         else:
-            note(f"there is room again: {final.name} is saved")
+            note(f"disk has free space again: saved {final.name}")
             return result
     raise full
 
@@ -160,11 +163,11 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
     partial = _partial(final)
     _finals[partial] = final
     try:
-        with impatient():
+        with fail_fast():
             result = write(partial)
         _flush(partial)
-        _set_usual_mode(partial, final)
-        _give_name(partial, final)
+        _set_default_mode(partial, final)
+        _rename(partial, final)
     except BaseException as error:
         written = _bytes_in(partial)
         remove(partial)
@@ -177,19 +180,19 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
 
 
 @contextlib.contextmanager
-def impatient() -> Iterator[None]:
-    """Within it a full disk is an error at once, whatever the caller of :func:`write_whole` says."""
-    _inner.depth += 1
+def fail_fast() -> Iterator[None]:
+    """Make :func:`write_atomically` raise on a full disk at once, whatever its policy."""
+    _fail_fast.depth += 1
     try:
         yield
     finally:
-        _inner.depth -= 1
+        _fail_fast.depth -= 1
 
 
 def _as_disk_full(error: Exception, final: Path, size: Callable[[], int], written: int) -> DiskFullError | None:
-    """Tell a full disk from another failure: safetensors and torch hide the operating system's number in a text."""
+    """Return a failed write as a full-disk error, or None. safetensors and torch give the error number only in the text."""
     free = shutil.disk_usage(final.parent).free
-    if isinstance(error, DiskFullError):  # of a file in this folder
+    if isinstance(error, DiskFullError):  # from a file in this folder
         return DiskFullError(final, max(size(), written + error.needed), free)
     known = getattr(error, "errno", None) in _FULL or any(
         sign in str(error) for sign in ("No space left", "os error 28", "code: 28", "os error 122", "code: 122")
@@ -200,7 +203,7 @@ def _as_disk_full(error: Exception, final: Path, size: Callable[[], int], writte
 
 
 def _flush(path: Path) -> None:
-    """Make what was written reach the disk, a folder with all that is in it."""
+    """Flush a file, or a folder and every file in it, to disk."""
     for folder, _, names in os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]:
         for name in names:
             with open(os.path.join(folder, name), "rb+") as file:
@@ -210,64 +213,65 @@ def _flush(path: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    if os.name != "posix":  # elsewhere a folder cannot be opened, and its entries need no flushing
+    if os.name != "posix":  # Windows cannot open a folder, and needs no flush of its entries
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # a network file system that knows no such thing
+    except OSError:  # not supported by some network file systems
         pass
     finally:
         os.close(descriptor)
 
 
-def _set_usual_mode(partial: Path, final: Path) -> None:
-    """Give a file the mode that ``open()`` gives: that of the file it replaces, or that of a new file in its folder.
+def _set_default_mode(partial: Path, final: Path) -> None:
+    """Set the mode that ``open()`` would give: that of the replaced file, or of a new file in the folder.
 
-    safetensors 0.8 writes through a temporary file that only its owner may read.
+    safetensors 0.8 writes a temporary file that only its owner can read.
     """
     if os.name != "posix" or not partial.is_file():
         return
-    if final.is_file() and final not in _spared:
+    if final.is_file() and final not in _preserved:
         mode = final.stat().st_mode
     elif partial.stat().st_mode & 0o077:
         return
     else:
         new = partial.with_name(f"{partial.name}{PARTIAL}")
-        new.touch()  # rather than asking for the umask, which is the whole process's: threads would meet there
+        new.touch()  # reading the umask means setting it for the whole process, which is not thread-safe
         mode = new.stat().st_mode
         new.unlink()
-    with contextlib.suppress(OSError):  # a file system without modes
+    with contextlib.suppress(OSError):  # file systems without modes
         partial.chmod(mode & 0o777)
 
 
-def in_own_folder(write: Callable[[Path], R]) -> Callable[[Path], R]:
-    """Return a writer that writes its file in a new folder first, so that a killed writer's temporary files are swept with it.
+def in_temporary_folder(write: Callable[[Path], R]) -> Callable[[Path], R]:
+    """Return ``write`` wrapped to write its file in a new folder first.
 
-    safetensors 0.8 writes the whole file under a random name (``.tmp`` and six letters) next to its target.
+    safetensors 0.8 writes to a random name (``.tmp`` and six letters) next to its target. In a folder that file is removed
+    along with the other temporary files of a killed run.
     """
 
-    def write_there(path: Path) -> R:
+    def write_in_folder(path: Path) -> R:
         path.mkdir()
         result = write(path / path.name)
-        whole = (path / path.name).rename(path.with_name(path.name.removesuffix(PARTIAL) + f"-0{PARTIAL}"))
+        complete = (path / path.name).rename(path.with_name(path.name.removesuffix(PARTIAL) + f"-0{PARTIAL}"))
         path.rmdir()
-        whole.rename(path)
+        complete.rename(path)
         return result
 
-    return write_there
+    return write_in_folder
 
 
-def _give_name(partial: Path, final: Path) -> None:
-    if final in _spared:
-        _spared.remove(final)
+def _rename(partial: Path, final: Path) -> None:
+    if final in _preserved:
+        _preserved.remove(final)
         if final.exists():
-            kept = previous(final)
-            remove(kept)
-            final.rename(kept)
-            note(f"{final.name}, which was there before this run, is kept as {kept.name}")
+            backup = previous(final)
+            remove(backup)
+            final.rename(backup)
+            note(f"renamed the earlier {final.name} to {backup.name}")
     if partial.is_dir() and final.is_dir():
-        # A folder cannot replace one that is not empty: the old one steps aside first.
+        # A folder cannot replace a non-empty one, so rename the old one first.
         old = final.with_name(final.name + _OLD)
         remove(old)
         final.rename(old)
@@ -278,12 +282,12 @@ def _give_name(partial: Path, final: Path) -> None:
     _flush_folder(final.parent)
 
 
-def remove_whole(folder: Path) -> None:
+def remove_atomically(folder: Path) -> None:
     """Remove a folder so that a crash leaves all of it or nothing under its name."""
-    doomed = folder.with_name(folder.name + _OLD)
-    remove(doomed)
-    folder.rename(doomed)
-    remove(doomed)
+    renamed = folder.with_name(folder.name + _OLD)
+    remove(renamed)
+    folder.rename(renamed)
+    remove(renamed)
 
 
 def _bytes_in(path: Path) -> int:
@@ -291,7 +295,7 @@ def _bytes_in(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; nothing happens where there is none."""
+    """Remove a file, or a folder and its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -299,5 +303,5 @@ def remove(path: Path) -> None:
 
 
 def _gb(size: int) -> str:
-    """A size in GB (1e9 bytes), or MB below one."""
+    """Format bytes as GB (1e9 bytes), or as MB (1e6 bytes) below 1 GB."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""The names that a run's models and states have in its output folder: upstream's, and those of the extension."""
+"""Names of a run's models and states in its output folder: upstream's and the extension's."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROLLING = "rolling"
-"""What stands before the step in the name of a state of --save_state_every_n_minutes."""
+"""Precedes the step in the names of the states of --save_state_every_n_minutes."""
 
 DEFAULT_NAME = "last"
-"""What upstream calls the final model where no --output_name is given."""
+"""Upstream's name for the final model without --output_name."""
 
 _MODEL = r"\.(safetensors|ckpt|pt|bin)"
 
 
-def stem(name: str | None) -> str:
-    """Return a pattern of what an output name's files begin with. Without a name, upstream has three of its own."""
+def _prefix(name: str | None) -> str:
+    """Return the regular expression for the start of a run's file names. Without ``--output_name`` upstream uses three."""
     return re.escape(name) if name else "(?:last|epoch|at)"
 
 
 def models(folder: Path, name: str | None) -> Iterator[Path]:
-    """Yield a run's models, those of single epochs and steps and their averages too; in Diffusers' format, folders."""
-    return _matching(folder, rf"{stem(name)}(-\d{{6}}|-step\d{{8}})?(-ema)?", _MODEL)
+    """Yield a run's models, including those of single epochs and steps and EMA weights. Diffusers models are folders."""
+    return _matching(folder, rf"{_prefix(name)}(-\d{{6}}|-step\d{{8}})?(-ema)?", _MODEL)
 
 
 def final_models(folder: Path, name: str | None) -> Iterator[Path]:
-    """Yield the models that the end of a run writes."""
-    return _matching(folder, rf"{stem(name)}(-ema)?", _MODEL)
+    """Yield the models that are written at the end of a run."""
+    return _matching(folder, rf"{_prefix(name)}(-ema)?", _MODEL)
 
 
 def rolling_state(folder: Path, name: str | None, step: int) -> Path:
-    """Return the folder of a timed state, which the state of a run that is out of memory is named like."""
+    """Return the folder of a timed state, or of a state saved after an out-of-memory error."""
     return folder / f"{name or DEFAULT_NAME}-{ROLLING}{step:08d}-state"
 
 
@@ -40,19 +40,19 @@ def states(folder: Path, name: str | None) -> Iterator[Path]:
     return _states(folder, name, "")
 
 
-def kept_states(folder: Path, name: str | None) -> Iterator[Path]:
-    """Yield the folders of an earlier run's states, which were kept aside."""
+def previous_states(folder: Path, name: str | None) -> Iterator[Path]:
+    """Yield the folders of an earlier run's states, renamed to ``NAME.previous``."""
     return _states(folder, name, ".previous")
 
 
 def _states(folder: Path, name: str | None, suffix: str) -> Iterator[Path]:
-    kind = re.compile(rf"{stem(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}")
+    kind = re.compile(rf"{_prefix(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}")
     return (path for path in folder.glob(f"*-state{suffix}") if kind.fullmatch(path.name) and path.is_dir())
 
 
-def unfinished(folder: Path, name: str | None, suffix: str) -> list[Path]:
-    """Return what ends in ``suffix`` behind a name of a model or a state."""
-    kind = rf"{stem(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
+def temporary_paths(folder: Path, name: str | None, suffix: str) -> list[Path]:
+    """Return temporary files and folders of a run's models and states, which end in ``suffix``."""
+    kind = rf"{_prefix(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
     return [path for path in folder.iterdir() if re.fullmatch(kind, path.name)]
 
 

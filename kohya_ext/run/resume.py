@@ -1,14 +1,15 @@
-"""Where a training run stands, kept in each of its states, and the way back there.
+"""Save a run's position in its states, and resume from there.
 
-A state of accelerate's holds weights, optimizer, scheduler and random numbers, but neither how many steps were made nor
-which batches of the epoch were seen; the scripts start to count at zero again. Added here: the steps, the pass over the
-data, the batches of it, and the random state in which that pass began. To go on, the passes that were finished are left
-out, the unfinished one is begun with its own random state and its batches are drawn (not trained) up to the place, and
-the random state of the save is put back: the next batch, the next noise and the next file name are those of the run that
-was not interrupted.
+accelerate's states hold weights, optimizer, scheduler and random state. They hold neither the step count nor the batches
+that the epoch has used, so the scripts count from zero again. This module adds the step, the epoch, the batch, and the
+random state at the start of the epoch.
 
-The batches drawn again cost their loading. Not restored: the random state of ``--persistent_data_loader_workers``, which
-lives in the workers across epochs.
+A resumed run skips finished epochs. It starts the unfinished epoch with that epoch's random state, draws its batches without
+training up to the saved position, and restores the random state of the save. The next batch, noise and file name are then
+those of an uninterrupted run.
+
+Skipped batches are still loaded. With ``--persistent_data_loader_workers`` the random state of the workers, which live
+across epochs, is not restored.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.run import run_record
-from kohya_ext.run.atomic_write import final_of
+from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import states
 from kohya_ext.run.run_record import RunRecord
 from kohya_ext.run.safetensors_header import read_header
@@ -40,21 +41,21 @@ FILE = "kohya_ext_position.pt"
 """The file in a state's folder."""
 
 RANDOM_FILE = "kohya_ext_random.pt"
-"""The random state with which the run went on after it had saved a state, in the state's folder."""
+"""The random state after the step that saved a state, in the state's folder."""
 
-_SMALL = 16_000_000
-"""Bytes of a file that is small enough to be read to its end before a run."""
+_CHECKSUM_LIMIT = 16_000_000
+"""Largest file, in bytes, whose checksums are verified before a run."""
 
 AUTO = "auto"
-"""What ``--resume`` says for the newest whole state of this output name."""
+"""The value of ``--resume`` for the newest complete state of this output name."""
 
-#: What the end of an epoch reads, and what it must say for an epoch that was left out to save and sample nothing.
-_NOTHING_AT_EPOCH_END = {"save_every_n_epochs": None, "sample_every_n_epochs": None, "validate_every_n_epochs": sys.maxsize}
+#: Arguments that the scripts read at the end of an epoch -> values with which a skipped epoch saves and samples nothing.
+_SKIPPED_EPOCH = {"save_every_n_epochs": None, "sample_every_n_epochs": None, "validate_every_n_epochs": sys.maxsize}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run stood after one of its steps: everything that a state keeps beside weights and optimizer."""
+class Snapshot:
+    """The position and random state after a step: what a state holds besides weights and optimizer."""
 
     step: int
     epoch: int
@@ -66,37 +67,37 @@ class Place:
 
 @dataclass
 class Position(TrainingCallback):
-    """Where the training loop of this process stands."""
+    """The position of this process's training loop."""
 
     args: Namespace
     accelerator: Any
     step: int = 0
-    """Optimizer steps made, those before a resume included."""
+    """Optimizer steps, including those before a resume."""
     epoch: int = -1
-    """The pass over the data that is going on, from 0; -1 before the first."""
+    """The current epoch, from 0; -1 before the first."""
     batch: int = 0
-    """Micro-batches of this pass that were trained."""
+    """Micro-batches of this epoch that were trained."""
     finished: bool = False
-    """Whether this pass came to its end."""
+    """Whether all batches of this epoch were trained."""
     _began: dict[str, Any] = field(default_factory=dict)
-    """The random state and the data set's counters when this pass began."""
+    """The random state and the dataset's counters at the start of this epoch."""
     _ranks: list[dict[str, Any]] | None = None
     """With several processes, the random state of each after this step: see :meth:`gather`."""
-    _held: dict[str, Any] | None = None
-    """The random state for states that an uninterrupted run would not have saved: see :meth:`hold`."""
-    _unsettled: list[Path] = field(default_factory=list)
-    """States that were saved since the loop last took a batch: see :meth:`_settle`."""
-    _goal: dict[str, Any] | None = None
-    """The position to go on from."""
+    _fixed: dict[str, Any] | None = None
+    """The random state for states that an uninterrupted run would not save: see :meth:`fix_random_state`."""
+    _new_states: list[Path] = field(default_factory=list)
+    """States saved since the loop last took a batch: see :meth:`_save_next_random_state`."""
+    _target: dict[str, Any] | None = None
+    """The position to resume from."""
     _random: dict[str, Any] = field(default_factory=dict)
-    """The random state to go on with."""
-    _hidden: dict[str, Any] = field(default_factory=dict)
-    """While epochs are left out, the arguments' own values."""
+    """The random state to resume with."""
+    _original: dict[str, Any] = field(default_factory=dict)
+    """The user's values of arguments that are overridden while epochs are skipped."""
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def after_batch(self, accelerator: Any) -> None:
-        """Count a micro-batch, and the optimizer's step when it made one."""
+        """Count a micro-batch, and the optimizer step if there was one."""
         self.batch += 1
         self.step += bool(accelerator.sync_gradients)
         if accelerator.num_processes > 1 and accelerator.sync_gradients:
@@ -105,205 +106,202 @@ class Position(TrainingCallback):
                 self.gather()
 
     def state_is_due(self, epoch_ends: bool = False) -> bool:
-        """Return whether the script itself will save a state after this step, or may do so because the epoch ends."""
+        """Return whether the script itself saves a state after this step, or may do so because the epoch ends."""
         if not (getattr(self.args, "save_state", False) or getattr(self.args, "save_state_on_train_end", False)):
             return False
         every = getattr(self.args, "save_every_n_steps", None)
         return bool(epoch_ends or (every and self.step % every == 0))
 
     def gather(self) -> None:
-        """Collect every process's random state; all of them must call it. Only the first process saves states."""
+        """Collect the random state of every process, because only the first one saves states. All must call this."""
         if self.accelerator.num_processes > 1:
             from accelerate.utils import gather_object
 
             self._ranks = gather_object([{"random": random_state(), "began": self._began}])
 
-    def hold(self) -> None:
-        """Save the random state of this moment in every state from now on.
+    def fix_random_state(self) -> None:
+        """Write the current random state into every state from now on.
 
-        For states that the uninterrupted run does not save: rich 14.1, which sd-scripts pins, draws a random number for each
-        line that it logs, so saving a state changes how captions are shuffled afterwards.
+        Call it for states that an uninterrupted run does not save. rich 14.1, which sd-scripts pins, draws a random number
+        per logged line, so saving a state changes how captions are shuffled afterwards.
         """
-        self._held = random_state()
+        self._fixed = random_state()
 
     @contextlib.contextmanager
-    def unnoticed(self) -> Iterator[None]:
-        """Save a state within it, and the run goes on as if it had not been saved."""
-        self.hold()
+    def preserving_random_state(self) -> Iterator[None]:
+        """Save a state inside this block without affecting the rest of the run."""
+        self.fix_random_state()
         before = random.getstate()
         try:
             yield
         finally:
             random.setstate(before)
-            self._held = None
+            self._fixed = None
 
-    def place(self) -> Place:
-        """Return where the run stands now."""
-        return Place(self.step, self.epoch, self.batch, self.finished, self._began, random_state())
+    def snapshot(self) -> Snapshot:
+        """Return the current position and random state."""
+        return Snapshot(self.step, self.epoch, self.batch, self.finished, self._began, random_state())
 
-    def return_to(self, place: Place) -> None:
-        """Stand where the run stood before, random numbers included, for a state that is saved later than its step."""
-        self.step, self.epoch, self.batch, self.finished = place.step, place.epoch, place.batch, place.finished
-        self._began = place.began
-        set_random_state(place.random)
+    def restore(self, snapshot: Snapshot) -> None:
+        """Restore an earlier position and random state, to save a state of that step later."""
+        self.step, self.epoch, self.batch = snapshot.step, snapshot.epoch, snapshot.batch
+        self.finished, self._began = snapshot.finished, snapshot.began
+        set_random_state(snapshot.random)
 
     def on_state_save(self, folder: Path) -> None:
         """Write the position into a state."""
         if self.accelerator.is_main_process:
             import torch
 
-            stands = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
+            counters = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
             accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
-            ranks = self._ranks or [{"random": self._held or random_state(), "began": self._began}]
+            ranks = self._ranks or [{"random": self._fixed or random_state(), "began": self._began}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
-            torch.save({**stands, **accumulated, **processes}, folder / FILE)
-            if self._held is None and self.accelerator.num_processes == 1:
-                self._unsettled.append(final_of(folder))
+            torch.save({**counters, **accumulated, **processes}, folder / FILE)
+            if self._fixed is None and self.accelerator.num_processes == 1:
+                self._new_states.append(final_path(folder))
 
-    def _settle(self) -> None:
-        """Keep the random state with which the run goes on in the states that it has just saved."""
+    def _save_next_random_state(self) -> None:
+        """Add the current random state, with which the next step begins, to the states that were just saved."""
         import torch
 
-        for state in self._unsettled:
-            if state.is_dir():  # it may be gone already: only the newest few are kept
-                with contextlib.suppress(OSError):  # a full disk: the state has the random state of its save
+        for state in self._new_states:
+            if state.is_dir():  # only the newest few states are kept, so it may already be removed
+                with contextlib.suppress(OSError):  # full disk: the state still has the random state of its save
                     torch.save(random_state(), state / RANDOM_FILE)
-        self._unsettled.clear()
+        self._new_states.clear()
 
-    # --- going on ----------------------------------------------------------------------------------------------------
+    # --- resuming ----------------------------------------------------------------------------------------------------
 
     def on_state_load(self, folder: Path) -> None:
-        """Read the position of a state that is about to be loaded."""
+        """Read the position from a state that is about to be loaded."""
         import torch
 
         file = folder / FILE
         if not file.is_file():
-            warn(f"{folder} was saved without kohya_ext: sd-scripts counts steps and epochs from it in its own way")
+            warn(f"{folder} was saved without kohya_ext: the step and epoch counts are upstream's and may be wrong")
             return
         if getattr(self.args, "initial_step", None) is not None or getattr(self.args, "initial_epoch", None) is not None:
-            return  # the user says where to begin
-        goal = torch.load(file, map_location="cpu", weights_only=True)
-        if "ranks" not in goal:
+            return  # the user sets the start
+        target = torch.load(file, map_location="cpu", weights_only=True)
+        if "ranks" not in target:
+            stop(f"cannot resume: {folder} was saved by an earlier version of kohya_ext; finish the run with that version")
+        if target["step"] >= self.args.max_train_steps:
             stop(
-                f"{folder} was saved by an earlier version of kohya_ext, from whose states this one cannot resume: "
-                "finish the run with that version"
+                f"nothing left to train: {folder} is at step {target['step']} and --max_train_steps is "
+                f"{self.args.max_train_steps}; increase it or remove --resume"
             )
-        if goal["step"] >= self.args.max_train_steps:
-            stop(
-                f"{folder} is at step {goal['step']} and --max_train_steps is {self.args.max_train_steps}: "
-                "there is nothing left to train. Give more steps or leave out --resume"
-            )
-        # Smaller batches, more of them accumulated: as many images were seen.
+        # With another number of accumulated micro-batches the position has the same number of images.
         accumulated = getattr(self.args, "gradient_accumulation_steps", 1)
-        goal["batch"] = goal["batch"] * accumulated // goal["accumulated"]
-        mine = self._mine(goal, folder)
-        goal.update(mine["began"])
-        settled = folder / RANDOM_FILE
-        self._random = torch.load(settled, weights_only=True) if settled.is_file() else mine["random"]
-        self._goal = goal
+        target["batch"] = target["batch"] * accumulated // target["accumulated"]
+        rank = self._rank_state(target, folder)
+        target.update(rank["began"])
+        next_random = folder / RANDOM_FILE
+        self._random = torch.load(next_random, weights_only=True) if next_random.is_file() else rank["random"]
+        self._target = target
         if hasattr(self.args, "initial_step"):
-            self.args.initial_step = 0  # LoRA scripts would count on their own, from the state's train_state.json
+            self.args.initial_step = 0  # otherwise LoRA scripts count from the state's train_state.json
 
-    def _mine(self, goal: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Return this process's part of a saved position; the first process's where it has none."""
-        ranks: list[dict[str, Any]] = goal["ranks"]
+    def _rank_state(self, target: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Return this process's part of a saved position, or else the first process's."""
+        ranks: list[dict[str, Any]] = target["ranks"]
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
-        if not len(ranks) == goal["processes"] == processes and index == 0:
+        if not len(ranks) == target["processes"] == processes and index == 0:
             warn(
-                f"{folder} holds the random state of {len(ranks)} of {goal['processes']} processes, and this run has "
-                f"{processes}: the result will differ from the uninterrupted run's"
+                f"{folder} holds the random state of {len(ranks)} of {target['processes']} processes, but this run has "
+                f"{processes}: the result will differ from an uninterrupted run"
             )
         return ranks[index if index < len(ranks) else 0]
 
     def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
-        """Yield the batches of one pass over the training data, from the place on where a resumed run goes on."""
-        self._settle()
+        """Yield the batches of one epoch; in a resumed run, only those after the saved position."""
+        self._save_next_random_state()
         self.epoch += 1
-        goal = self._goal
-        if goal is not None and (self.epoch < goal["epoch"] or (self.epoch == goal["epoch"] and goal["finished"])):
+        target = self._target
+        if target is not None and (self.epoch < target["epoch"] or (self.epoch == target["epoch"] and target["finished"])):
             loader.iteration += 1
-            self._hide()
+            self._skip_epoch()
             return
-        if goal is None or self.epoch > goal["epoch"]:
-            if goal is not None:
-                self._arrive(goal, loop)
+        if target is None or self.epoch > target["epoch"]:
+            if target is not None:
+                self._finish_resume(target, loop)
             self.batch, self.finished = 0, False
-            self._began = {"random": random_state(), **_data_state(loader)}
-            yield from self._settling(batches())
+            self._began = {"random": random_state(), **_dataset_state(loader)}
+            yield from self._after_each(batches())
         else:
-            self._began = {name: goal[name] for name in ("random", "counters", "seeds", "generator")}
-            _set_data_state(loader, goal)
-            set_random_state(goal["random"])
+            self._began = {name: target[name] for name in ("random", "counters", "seeds", "generator")}
+            _set_dataset_state(loader, target)
+            set_random_state(target["random"])
             drawn = batches()
-            for _ in itertools.islice(drawn, goal["batch"]):
+            for _ in itertools.islice(drawn, target["batch"]):
                 pass
-            self.batch, self.finished = goal["batch"], False
-            self._arrive(goal, loop)
-            yield from self._settling(drawn)
+            self.batch, self.finished = target["batch"], False
+            self._finish_resume(target, loop)
+            yield from self._after_each(drawn)
         self.finished = True
 
-    def _settling(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield batch
-            if self._unsettled:  # the loop is done with this step, whatever it saved, sampled and logged
-                self._settle()
+            if self._new_states:  # the loop has finished saving, sampling and logging for this step
+                self._save_next_random_state()
 
-    def _arrive(self, goal: dict[str, Any], frame: FrameType | None) -> None:
-        self._goal = None
-        for name, value in self._hidden.items():
+    def _finish_resume(self, target: dict[str, Any], frame: FrameType | None) -> None:
+        self._target = None
+        for name, value in self._original.items():
             setattr(self.args, name, value)
-        self._hidden = {}
+        self._original = {}
         vars(self.accelerator).pop("log", None)
-        self.step = goal["step"]
-        # What takes the batches may itself be wrapped.
+        self.step = target["step"]
+        # The loop may take its batches through a wrapper, so search the callers too.
         while frame is not None and not isinstance(frame.f_locals.get("global_step"), int):
             frame = frame.f_back
         if frame is None or not _set_local(frame, "global_step", self.step):
-            stop("this script counts its steps in a way that is not known, so it cannot go on: --disable_patch exact_resume")
+            stop("cannot resume: no local `global_step` in this script; use --disable_patch exact_resume")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
-            _begin_at(bar, self.step)
+            _set_initial_step(bar, self.step)
         set_random_state(self._random)
-        note(f"going on after step {self.step}, in epoch {self.epoch + 1} after {self.batch} batches")
+        note(f"resumed after step {self.step}, in epoch {self.epoch + 1} after {self.batch} batches")
 
-    def _hide(self) -> None:
-        if not self._hidden:
-            self._hidden = {name: getattr(self.args, name) for name in _NOTHING_AT_EPOCH_END if hasattr(self.args, name)}
-            for name in self._hidden:
-                setattr(self.args, name, _NOTHING_AT_EPOCH_END[name])
+    def _skip_epoch(self) -> None:
+        if not self._original:
+            self._original = {name: getattr(self.args, name) for name in _SKIPPED_EPOCH if hasattr(self.args, name)}
+            for name in self._original:
+                setattr(self.args, name, _SKIPPED_EPOCH[name])
             self.accelerator.log = lambda *args, **kwargs: None
 
 
-def _begin_at(bar: Any, step: int) -> None:
-    """Have a tqdm bar begin at a step, so that its rate and the time left are those of the steps to come."""
+def _set_initial_step(bar: Any, step: int) -> None:
+    """Set the first step of a tqdm bar, so that its rate and remaining time cover only the steps to come."""
     bar.initial = bar.n = bar.last_print_n = step
     bar.start_t = bar.last_print_t = time.time()
     bar.refresh()
 
 
-def _data_sets(loader: Any) -> list[Any]:
+def _datasets(loader: Any) -> list[Any]:
     return list(getattr(loader.dataset, "datasets", [loader.dataset]))
 
 
-def _data_state(loader: Any) -> dict[str, Any]:
-    """Return what decides the order of a pass: the data sets' epoch, step and seeds, and the sampler's own generator.
+def _dataset_state(loader: Any) -> dict[str, Any]:
+    """Return the values that determine the order of an epoch: the datasets' epoch, step and seeds, the sampler's generator.
 
-    Epoch and step are kept in this process without data-loader workers; a generator exists with several processes.
+    Without data-loader workers this process holds epoch and step. The sampler has a generator only with several processes.
     """
-    sets = _data_sets(loader)
+    sets = _datasets(loader)
     generator = getattr(loader, "synchronized_generator", None)
     return {
         "counters": [getattr(sets[0], "current_epoch", 0), getattr(sets[0], "current_step", 0)] if sets else [0, 0],
-        "seeds": [getattr(one, "seed", None) for one in sets],
+        "seeds": [getattr(dataset, "seed", None) for dataset in sets],
         "generator": generator.get_state() if generator is not None else None,
     }
 
 
-def _set_data_state(loader: Any, state: Mapping[str, Any]) -> None:
-    sets, now = _data_sets(loader), _data_state(loader)
+def _set_dataset_state(loader: Any, state: Mapping[str, Any]) -> None:
+    sets, now = _datasets(loader), _dataset_state(loader)
     if len(state["seeds"]) == len(sets):
-        for one, seed in zip(sets, state["seeds"], strict=True):
-            if seed is not None and hasattr(one, "set_seed"):
-                one.set_seed(seed)
+        for dataset, seed in zip(sets, state["seeds"], strict=True):
+            if seed is not None and hasattr(dataset, "set_seed"):
+                dataset.set_seed(seed)
     for name, value, old in zip(("set_current_epoch", "set_current_step"), state["counters"], now["counters"], strict=True):
         if value != old and hasattr(loader.dataset, name):
             getattr(loader.dataset, name)(value)
@@ -312,21 +310,21 @@ def _set_data_state(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def _set_local(frame: FrameType, name: str, value: int) -> bool:
-    """Set a local number of a running function, as a debugger does; return whether it now has it.
+    """Set a local integer of a running function, as debuggers do; return whether that worked.
 
-    The count of steps is a local variable of each script's ``train``, and nothing that the script calls can hand it over.
+    The step count is a local variable of each script's ``train``, out of reach for the functions that it calls.
     """
     frame.f_locals[name] = value
-    if sys.version_info < (3, 13):  # since then f_locals writes through (PEP 667)
+    if sys.version_info < (3, 13):  # from 3.13 on, f_locals writes through (PEP 667)
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
     return bool(frame.f_locals[name] == value)
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------
+# --- random state ----------------------------------------------------------------------------------------------------
 
 
 def random_state() -> dict[str, Any]:
-    """The random state of Python, numpy, torch and every CUDA device, of types that ``weights_only`` loads."""
+    """Return the random state of Python, numpy, torch and every CUDA device, in types that ``weights_only`` loads."""
     import numpy
     import torch
 
@@ -341,7 +339,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put a random state back. On other GPUs than it was saved on, the result will differ, which is logged."""
+    """Restore a random state. Warns when the number of GPUs differs, because the result will too."""
     import numpy
     import torch
 
@@ -353,8 +351,8 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     elif state["cuda"] or torch.cuda.is_available():
         warn(
-            f"the state was saved with {len(state['cuda'])} GPUs and there are {torch.cuda.device_count()}: "
-            "the result will differ from the uninterrupted run's"
+            f"the state was saved with {len(state['cuda'])} GPUs, but there are {torch.cuda.device_count()}: "
+            "the result will differ from an uninterrupted run"
         )
 
 
@@ -362,7 +360,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def newest_state(folder: Path, name: str | None) -> Path | None:
-    """Return the newest whole state of an output name in a folder, of this process's run where that is known, or None."""
+    """Return the newest complete state of an output name, or None; only this process's run counts where it is known."""
     running = run_record.current()
     for state in _newest_first(folder, name):
         record = run_record.read(state)
@@ -371,23 +369,23 @@ def newest_state(folder: Path, name: str | None) -> Path | None:
         problem = state_problem(state)
         if problem is None:
             return state
-        warn(f"{state} is left out: {problem}")
+        warn(f"skipping {state}: {problem}")
     return None
 
 
 def state_to_resume(folder: Path, name: str | None, run: RunRecord, inexact: bool = False) -> Path | None:
-    """Return the state that ``--resume auto`` means: the newest whole one that ``run`` continues; None when there is none.
+    """Return the state for ``--resume auto``: the newest complete one that belongs to ``run``, or None.
 
-    A state without a record, which upstream saved, counts as the run's. Raises UserError when there are states of this run
-    and none can be resumed: starting over in silence would cost what they hold.
+    States without a record (saved by upstream) count as the run's. Raises UserError when every state of this run is
+    damaged: silently starting over would lose that training.
     """
     broken: list[str] = []
     for state in _newest_first(folder, name):
         record = run_record.read(state)
         if record is not None and (differences := run.differences(record)):
             note(
-                f"--resume auto: {state.name} was saved by another run ({', '.join(differences)}); "
-                f"to resume it anyway: --resume {state}"
+                f"--resume auto: skipping {state.name}, saved by another run ({', '.join(differences)}); "
+                f"use --resume {state} to resume it anyway"
             )
         elif (problem := state_problem(state, inexact)) is not None:
             broken.append(f"{state.name}: {problem}")
@@ -397,8 +395,8 @@ def state_to_resume(folder: Path, name: str | None, run: RunRecord, inexact: boo
             return state
     if broken:
         raise UserError(
-            f"--resume auto: no state in {folder} can be resumed ({'; '.join(broken)}). Restore one from a backup, or leave "
-            "out --resume to start from the beginning: the states are then kept aside as NAME.previous"
+            f"--resume auto: every state in {folder} is damaged ({'; '.join(broken)}). Restore one from a backup, or remove "
+            "--resume to start from the beginning; the states are then renamed to NAME.previous"
         )
     return None
 
@@ -411,29 +409,29 @@ def _newest_first(folder: Path, name: str | None) -> list[Path]:
     return sorted(states(folder, name), key=saved, reverse=True)
 
 
-def leftovers(folder: Path, name: str | None, run: RunRecord, resumed: Path | None) -> list[Path]:
-    """Return the states of this output name that are not part of ``run``: an earlier run's, or of steps that it goes back on.
+def stale_states(folder: Path, name: str | None, run: RunRecord, resumed: Path | None) -> list[Path]:
+    """Return this output name's states that ``run`` does not continue: of an earlier run, or of steps after ``resumed``.
 
-    ``resumed`` is the state that it goes on from. States of unknown origin are leftovers only of a run that starts anew.
+    Without ``resumed`` every state is stale; with it, states without a record are not.
     """
-    there = _newest_first(folder, name)
+    candidates = _newest_first(folder, name)
     if resumed is None:
-        return there
+        return candidates
     origin = run_record.read(resumed)
-    found = []
-    for state in there:
+    stale = []
+    for state in candidates:
         record = run_record.read(state)
         if origin is None or record is None or state.resolve() == resumed.resolve():
             continue
         if record.id != run.id or record.step > origin.step:
-            found.append(state)
-    return found
+            stale.append(state)
+    return stale
 
 
 def state_problem(state: Path, inexact: bool = False) -> str | None:
-    """Return why a state cannot be resumed from, or None when its files are whole.
+    """Return why a state cannot be resumed, or None when its files are complete.
 
-    ``inexact``: a random state that is missing or damaged is no problem.
+    ``inexact``: accept a missing or damaged random state.
     """
     record = run_record.read(state)
     if record is not None:
@@ -442,9 +440,9 @@ def state_problem(state: Path, inexact: bool = False) -> str | None:
             if inexact and name.startswith("random_states_"):
                 continue
             if name not in sizes:
-                return f"it has no {name}"
+                return f"{name} is missing"
             if sizes[name] != size:
-                return f"{name} has {sizes[name]} of {size} bytes"
+                return f"{name} is truncated: {sizes[name]} of {size} bytes"
     elif problem := _missing(state, inexact):
         return problem
     for file in sorted(state.iterdir()):
@@ -455,13 +453,13 @@ def state_problem(state: Path, inexact: bool = False) -> str | None:
                 read_header(file)
             except ValueError as error:
                 return str(error)
-        elif file.suffix in (".bin", ".pkl", ".pt") and not _is_whole_zip(file):
+        elif file.suffix in (".bin", ".pkl", ".pt") and not _is_complete_zip(file):
             return f"{file.name} is damaged"
     return None
 
 
 def _missing(state: Path, inexact: bool) -> str | None:
-    """Return what accelerate writes and a state lacks. DeepSpeed has files of its own for weights and optimizer."""
+    """Return which of accelerate's files a state lacks. DeepSpeed stores weights and optimizer in a folder."""
     names = [path.name for path in state.iterdir()]
     needed = ["scheduler.bin", *([] if inexact else ["random_states_0.pkl"])]
     if not any(path.is_dir() for path in state.iterdir()):
@@ -469,32 +467,32 @@ def _missing(state: Path, inexact: bool) -> str | None:
     missing = [name for name in needed if name not in names]
     if not any(name.startswith(("model", "pytorch_model")) for name in names):
         missing.append("model.safetensors")
-    return f"it has no {' and no '.join(missing)}" if missing else None
+    return f"{' and '.join(missing)} missing" if missing else None
 
 
-def _is_whole_zip(file: Path) -> bool:
-    """Return whether a file of torch.save's is whole; the contents of large ones are not read."""
+def _is_complete_zip(file: Path) -> bool:
+    """Return whether a file written by torch.save is complete; checksums of large files are not verified."""
     try:
         with zipfile.ZipFile(file) as archive:
-            return file.stat().st_size > _SMALL or archive.testzip() is None
+            return file.stat().st_size > _CHECKSUM_LIMIT or archive.testzip() is None
     except (OSError, ValueError, zipfile.BadZipFile):
         return False
 
 
 def random_state_problem(folder: Path, process: int) -> str | None:
-    """Return why a state's random numbers cannot be restored, or None. accelerate only logs it, and trains on."""
+    """Return why a state's random state cannot be restored, or None. accelerate only logs a failure and trains on."""
     if (folder / FILE).is_file():
-        return None  # it has its own
+        return None  # the position file holds the random state
     from accelerate.utils import load
 
     file = folder / f"random_states_{process}.pkl"
     try:
         missing = {"random_state", "numpy_random_seed", "torch_manual_seed"} - load(str(file)).keys()
-    except Exception as error:  # whatever a damaged pickle raises
+    except Exception as error:  # a damaged pickle can raise anything
         return f"{file.name} cannot be read ({type(error).__name__}: {error})"
     return f"{file.name} has no {', '.join(sorted(missing))}" if missing else None
 
 
 def position() -> Position | None:
-    """Return where this process's run stands; None where nothing keeps it (exact_resume is off)."""
+    """Return the position of this process's run; None when exact_resume is off."""
     return current(Position)

@@ -1,6 +1,6 @@
-"""Which run a saved state belongs to, and which files it consists of: one JSON file in every state.
+"""Record the run and the files of a saved state, as JSON in the state's folder.
 
-Written last, so a state that has it was saved to the end. It is read without torch.
+The record is written last, so a state that has one is complete. Reading it does not need torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 FILE = "kohya_ext_run.json"
 """The file in a state's folder."""
 
-#: The arguments that tell one run from another of the same name. What may change when a run is resumed (steps, learning
-#: rate, batch size, memory savings) is not among them.
+#: Arguments that distinguish runs of the same name. Those that may change on a resume (steps, learning rate, batch size,
+#: memory savings) are left out.
 _IDENTITY = (
     *("pretrained_model_name_or_path", "train_data_dir", "reg_data_dir", "in_json", "dataset_config"),
     *("network_module", "network_dim", "seed"),
@@ -33,26 +33,26 @@ class RunRecord:
     script: str
     """The script's file name."""
     identity: Mapping[str, str]
-    """What tells this run from others, by argument; arguments that were not given are left out."""
+    """The arguments in ``_IDENTITY`` that were given, with their values."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """The same in every state of a run, and in those of the runs that resume it."""
+    """Identifies the run in all of its states, across resumes."""
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
-    """When its first process started, local time."""
+    """Local time at which the run's first process started."""
     command: tuple[str, ...] = ()
     """The command line that started it."""
     step: int = 0
-    """Optimizer steps at which this state was saved."""
+    """Optimizer steps before this state was saved."""
     saved: float = 0.0
-    """When this state was saved, seconds since the epoch."""
+    """Time at which this state was saved, in seconds since 1970."""
     files: Mapping[str, int] = field(default_factory=dict)
     """The state's files and their sizes in bytes."""
 
-    def continues(self, earlier: RunRecord) -> RunRecord:
-        """Return this run as the continuation of an earlier one: with its id and start."""
+    def as_continuation_of(self, earlier: RunRecord) -> RunRecord:
+        """Return this run as the continuation of an earlier one, with the earlier id and start time."""
         return replace(self, id=earlier.id, started=earlier.started)
 
     def differences(self, other: RunRecord) -> list[str]:
-        """Return how another run differs from this one, in words; empty when they are one."""
+        """Return one text per argument in which another run differs; empty when both are the same run."""
         ours, theirs = ({"script": run.script, **run.identity} for run in (self, other))
         return [
             f"{'' if key == 'script' else '--'}{key} was {theirs.get(key, 'not given')} and is {ours.get(key, 'not given')}"
@@ -62,7 +62,7 @@ class RunRecord:
 
 
 def describe(script: str, args: Namespace) -> RunRecord:
-    """Return the record of a run that begins with these final arguments."""
+    """Return the record of a new run with these final arguments."""
     given = {name: getattr(args, name, None) for name in _IDENTITY}
     identity = {
         name: os.path.abspath(value) if isinstance(value, str) and os.path.exists(value) else str(value)
@@ -73,7 +73,7 @@ def describe(script: str, args: Namespace) -> RunRecord:
 
 
 def write(folder: Path, record: RunRecord, step: int) -> None:
-    """Write a run's record into a state whose other files are all there."""
+    """Write a run's record into a state; all other files must be written already."""
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -84,7 +84,7 @@ def write(folder: Path, record: RunRecord, step: int) -> None:
 
 
 def read(folder: Path) -> RunRecord | None:
-    """Return the record of a state; None when it has none that can be read (saved without kohya_ext, or damaged)."""
+    """Return the record of a state; None when it is missing (saved without kohya_ext) or damaged."""
     try:
         row = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return RunRecord(**{**row, "command": tuple(row["command"])})
@@ -96,7 +96,7 @@ _current: RunRecord | None = None
 
 
 def begin(record: RunRecord) -> None:
-    """Make a record that of this process's run."""
+    """Set the record of this process's run."""
     global _current
     _current = record
 

@@ -1,4 +1,4 @@
-"""What a safetensors file holds, from its header alone: no tensor is read, nothing needs torch.
+"""Read the header of a safetensors file, without its tensors and without torch.
 
 Format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_LONGEST = 100_000_000
-"""Bytes of header that the format allows."""
+_MAX_LENGTH = 100_000_000
+"""The longest header that the format allows, in bytes."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """A file's tensors and metadata."""
+    """The tensor shapes, dtypes and metadata of a file."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
@@ -25,18 +25,18 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read the header and compare the file's size with it. Raises ValueError that says what is wrong, OSError."""
+    """Read the header and check the file's size. Raises ValueError with the file's name when it is invalid, and OSError."""
     size = file.stat().st_size
     if size == 0:
         raise ValueError(f"{file.name} is empty (0 bytes)")
     with file.open("rb") as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= _LONGEST:
+        if not 2 <= length <= _MAX_LENGTH:
             raise ValueError(f"{file.name} is not a safetensors file")
         text = stream.read(length)
     if len(text) < length:
-        raise ValueError(f"{file.name} is truncated: {size} bytes, its header alone has {8 + length}")
+        raise ValueError(f"{file.name} is truncated: {size} bytes, but its header alone takes {8 + length}")
     try:
         rows = json.loads(text)
         metadata = rows.pop("__metadata__", {})

@@ -1,6 +1,6 @@
-"""How long a step took in earlier runs of the same settings on this machine: what a run's expected time is made of.
+"""Store measured step times on this machine, to predict the duration of later runs with the same settings.
 
-A time is measured (patches/step_times.py), never computed: where these settings have not been run, nothing is expected.
+patches/step_times.py measures them. There is no prediction for settings that have not been run.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pathlib import Path
 from kohya_ext import cache
 from kohya_ext.config.settings import Settings, options
 
-FEWEST = 5
-"""Steps that make a measurement."""
+MIN_STEPS = 5
+"""Fewest steps of a measurement that is stored."""
 
-_MOST = 200
-"""Measurements that are kept, the newest."""
+_MAX_FILES = 200
+"""Measurements that are kept; older ones are removed."""
 
-#: Pieces of the names of arguments that say where things go, how long it lasts or how fast is learnt.
-_NO_MATTER = (
+#: Argument-name substrings that don't affect step time: output paths, run length, learning rates.
+_IGNORED = (
     *("output", "log", "save_", "sample_", "resume", "metadata", "wandb", "huggingface", "comment", "seed", "config_file"),
     *("max_train_", "initial_", "skip_until", "learning_rate", "lr_", "_lr", "data_dir", "in_json", "tokenizer_cache"),
 )
 
 
-def identify(script: Path, args: Namespace, settings: Settings) -> str:
-    """Return what two runs have in common whose steps take the same time."""
-    said = {name: value for name, value in vars(args).items() if not any(piece in name for piece in _NO_MATTER)}
-    ours = {name: getattr(settings, name) for name, option in options("training") if option.patch}
-    cards = os.environ.get("CUDA_VISIBLE_DEVICES")
-    text = json.dumps([script.name, said, ours, cards], sort_keys=True, default=str)
+def cache_key(script: Path, args: Namespace, settings: Settings) -> str:
+    """Return a hash of all settings that affect the time of a step."""
+    script_values = {name: value for name, value in vars(args).items() if not any(part in name for part in _IGNORED)}
+    patch_values = {name: getattr(settings, name) for name, option in options("training") if option.patch}
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    text = json.dumps([script.name, script_values, patch_values, gpus], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def known(key: str) -> tuple[float, str] | None:
-    """Return the seconds that a step took, and the day, as the last run with this key measured them."""
+def load(key: str) -> tuple[float, str] | None:
+    """Return the seconds per step and the date of the last measurement with this key, or None."""
     try:
         measured = json.loads(_file(key).read_text(encoding="utf-8"))
         return float(measured["seconds"]), str(measured["day"])
@@ -48,20 +48,20 @@ def known(key: str) -> tuple[float, str] | None:
         return None
 
 
-def remember(key: str, seconds: float, steps: int) -> None:
-    """Keep a measurement of at least :data:`FEWEST` steps. What cannot be written is not worth a word."""
-    if steps < FEWEST:
+def store(key: str, seconds: float, steps: int) -> None:
+    """Store a measurement of at least :data:`MIN_STEPS` steps. Ignores write errors."""
+    if steps < MIN_STEPS:
         return
     with contextlib.suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         measured = {"seconds": round(seconds, 4), "steps": steps, "day": time.strftime("%Y-%m-%d")}
         _file(key).write_text(json.dumps(measured), encoding="utf-8")
-        for old in sorted(_file(key).parent.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)[:-_MOST]:
+        for old in sorted(_file(key).parent.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)[:-_MAX_FILES]:
             old.unlink()
 
 
-def in_words(seconds: float) -> str:
-    """``2 h 10 min``, ``10 min``, ``40 s``."""
+def format_duration(seconds: float) -> str:
+    """Return ``2 h 10 min``, ``10 min`` or ``40 s``."""
     return " ".join(_parts(seconds))
 
 
@@ -82,12 +82,12 @@ def _file(key: str) -> Path:
 _key: str | None = None
 
 
-def begin(key: str) -> None:
-    """Name what this process's run measures."""
+def set_current_key(key: str) -> None:
+    """Set the key under which this process's run stores its measurement."""
     global _key
     _key = key
 
 
-def key_of_this_run() -> str | None:
-    """What this process's run measures; None when nobody has looked at its arguments."""
+def current_key() -> str | None:
+    """Return the key of this process's run; None before preflight."""
     return _key

@@ -1,1 +1,1 @@
-"""What is known about sd-scripts. Nothing here changes it."""
+"""Knowledge about sd-scripts. Nothing here changes it."""

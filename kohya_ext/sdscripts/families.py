@@ -1,10 +1,10 @@
-"""The model families that sd-scripts trains: one row each, the only place that lists them.
+"""The table of model families that sd-scripts trains, with one row per family.
 
-A row holds facts about upstream that several parts of the extension read: scripts, classes, file formats, limits. Facts that
-one module alone needs stay in that module, keyed by a family's name; tests/unit/test_families.py names the places that lack a
-family. Standard library only, and no other module of the extension is imported.
+A row contains facts about upstream that several modules need: scripts, classes, file formats, limits. Facts that only one
+module needs stay in that module, keyed by the family's name. tests/unit/test_families.py reports where a family is missing.
+This module uses only the standard library.
 
-To add a family: a row here, its models in vram/models.py (``BUILDERS``), a tiny model in tiny/, and its folders in presets/.
+To add a family, add a row here, its models in estimate/models.py (``BUILDERS``), a tiny model in tiny/, and its presets.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Checkpoint:
     """One kind of checkpoint that a family's scripts load."""
 
     title: str
-    """For messages: ``SD 1.5``."""
+    """Name for messages: ``SD 1.5``."""
     tensors: tuple[str, ...]
-    """Parts of tensor names. A checkpoint with any of them is of this kind, unless it is of an earlier row."""
+    """Substrings of tensor names. A checkpoint with any of them is of this kind, unless an earlier row matches too."""
     option: tuple[str, object] | None = None
-    """The argument with which the scripts load this kind; None for the kind that they load without it."""
+    """The argument that makes the scripts load this kind; None for the default kind."""
 
-    def is_asked_for(self, values: Mapping[str, object]) -> bool:
-        """Whether arguments have the option of this kind."""
+    def is_selected(self, values: Mapping[str, object]) -> bool:
+        """Return whether the arguments select this kind."""
         return self.option is not None and values.get(self.option[0]) == self.option[1]
 
 
@@ -37,63 +37,63 @@ class Blocks:
     module: str
     classes: tuple[str, ...]
     method: str
-    """The method that is recomputed where a block is checkpointed: the inner one where ``forward`` checkpoints it."""
+    """The method that checkpointing recomputes: the inner forward if ``forward`` checkpoints it."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the training scripts make sample images."""
+    """How the training scripts generate sample images."""
 
     guided_together: bool = False
-    """Whether the prompt and the empty prompt are one batch."""
+    """Whether the prompt and the empty prompt are in one batch."""
     decodes_under_autocast: bool = False
     side: int = 512
-    """Width and height of an image whose prompt sets none, in pixels."""
+    """Default width and height of a sample image, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family, as sd-scripts trains it."""
+    """A model family and how sd-scripts trains it."""
 
     name: str
-    """The one name that the extension uses: ``sdxl``, ``hunyuan-image``."""
+    """The family's name in the extension: ``sdxl``, ``hunyuan-image``."""
     checkpoints: tuple[Checkpoint, ...]
-    """The usual kind first."""
+    """Kinds of checkpoints, the most common first."""
 
     lora: str
-    """The script that trains a LoRA or another network on a frozen base. Its trainer also runs the step of an estimate."""
+    """The script that trains a LoRA or another network on a frozen base. Estimates run its training step."""
     finetune: tuple[str, ...] = ()
-    """The scripts of a full fine-tune, the usual one first."""
+    """The scripts for full fine-tuning, the most common first."""
     others: tuple[str, ...] = ()
     """Other training scripts: ControlNet, LLLite, textual inversion, LECO. They have no presets and no estimates."""
     files: tuple[str, ...] = ()
-    """Options that name the files that the scripts need beside the model."""
+    """Options for the files that the scripts need in addition to the model."""
     networks: tuple[str, ...]
-    """``--network_module`` of upstream's own LoRA, the usual one first."""
+    """``--network_module`` values of upstream's LoRA networks, the most common first."""
 
     module: str
-    """Module of the U-Net or DiT."""
+    """The module of the U-Net or DiT."""
     model: str
-    """Its class there."""
+    """The class of the U-Net or DiT."""
     first_input: str
-    """The first parameter of its forward."""
+    """The first parameter of the model's forward."""
     blocks: Blocks
 
     unet: bool = False
-    """A U-Net. Its scripts choose the attention (--sdpa, --xformers, --mem_eff_attn), load models onto the GPU with --lowram,
-    and train text encoders in a full fine-tune."""
+    """Whether the model is a U-Net. Its scripts have --sdpa, --xformers, --mem_eff_attn and --lowram, and can train text
+    encoders in a full fine-tune."""
     attn_mode: bool = False
-    """Whether the LoRA script has --attn_mode, for which --xformers is another spelling."""
+    """Whether the LoRA script has --attn_mode, to which --xformers is an alias."""
     side: int = 1024
-    """Width and height of the images that the model was made for, in pixels."""
+    """The model's native width and height, in pixels."""
     bucket_steps: tuple[int, int]
-    """What --bucket_reso_steps must be a multiple of, in pixels: in the LoRA script, and in the others."""
-    most_swapped: int = 0
-    """The most that the scripts take for --blocks_to_swap; 0 where none or not all of them move blocks to host memory."""
+    """The required divisors of --bucket_reso_steps, in pixels: in the LoRA script, and in the other scripts."""
+    max_blocks_to_swap: int = 0
+    """The largest --blocks_to_swap of the scripts; 0 if not all of them support it."""
     fp8: str = "fp8_base"
-    """The option that has the LoRA script load the model in 8 bits; empty where there is none."""
+    """The LoRA script's option to load the model in 8 bits; empty if there is none."""
     offloads_checkpoints: bool = True
-    """Whether the model's enable_gradient_checkpointing takes ``cpu_offload``."""
+    """Whether the model's enable_gradient_checkpointing has the parameter ``cpu_offload``."""
     finetune_in_16_bits: bool = False
     """Whether the fine-tuning script loads the model in 16 bits without --full_bf16."""
 
@@ -102,25 +102,25 @@ class Family:
     caches_t5_alone: bool = False
     """Whether CLIP can be trained while the outputs of T5 are cached. In other families caching covers all text encoders."""
     caches_empty_caption: bool = False
-    """Whether cached text encoder outputs include the empty caption, so that captions can be dropped."""
+    """Whether cached text encoder outputs include the empty caption, which caption dropout needs."""
     t5_tokens: int = 0
-    """Tokens of a caption that T5 reads without --t5xxl_max_token_length; 0 without T5."""
+    """The default of --t5xxl_max_token_length; 0 without T5."""
     assumed: str = ""
-    """What an estimate assumes about the user's captions, for messages."""
+    """The assumption of estimates about captions, for messages."""
     sampler: Sampler = Sampler()
 
     @property
     def scripts(self) -> tuple[str, ...]:
-        """Every training script of the family."""
+        """All training scripts of the family."""
         return (self.lora, *self.finetune, *self.others)
 
     @property
     def is_chosen_by_option(self) -> bool:
-        """Whether its scripts are another family's, and train this one with an option."""
+        """Whether the family shares another family's scripts and is selected by an option."""
         return self.checkpoints[0].option is not None
 
     def presets(self, script: str) -> str | None:
-        """Return the folder of presets for one of its scripts: ``sdxl-finetune``; None for a script without presets."""
+        """Return the presets folder of a script: ``sdxl-finetune``; None for a script without presets."""
         return f"{self.name}-lora" if script == self.lora else f"{self.name}-finetune" if script in self.finetune else None
 
 
@@ -164,7 +164,7 @@ FAMILIES: tuple[Family, ...] = (
         offloads_checkpoints=False,
         sampler=Sampler(guided_together=True),
     ),
-    # Before FLUX, whose tensors a Chroma checkpoint has too.
+    # Must precede FLUX, because a Chroma checkpoint also has FLUX's tensors.
     Family(
         name="chroma",
         checkpoints=(Checkpoint("Chroma", ("distilled_guidance_layer.",), ("model_type", "chroma")),),
@@ -176,7 +176,7 @@ FAMILIES: tuple[Family, ...] = (
         first_input="img",
         blocks=Blocks("library.chroma_models", ("DoubleStreamBlock", "SingleStreamBlock"), "_forward"),
         bucket_steps=(32, 16),
-        most_swapped=34,
+        max_blocks_to_swap=34,
         caches_t5_alone=True,
         t5_tokens=512,
         sampler=Sampler(decodes_under_autocast=True),
@@ -194,8 +194,8 @@ FAMILIES: tuple[Family, ...] = (
         first_input="img",
         blocks=Blocks("library.flux_models", ("DoubleStreamBlock", "SingleStreamBlock"), "_forward"),
         bucket_steps=(32, 16),
-        # 19 double and 38 single blocks, of which two each stay on the GPU; two single blocks are moved for one double block.
-        most_swapped=34,
+        # 19 double and 38 single blocks; two of each stay on the GPU. Two single blocks count as one double block.
+        max_blocks_to_swap=34,
         finetune_in_16_bits=True,
         caches_t5_alone=True,
         t5_tokens=512,
@@ -213,7 +213,7 @@ FAMILIES: tuple[Family, ...] = (
         first_input="x",
         blocks=Blocks("library.sd3_models", ("MMDiTBlock",), "_forward"),
         bucket_steps=(32, 8),
-        most_swapped=22,  # 24 blocks of the medium models, of which two stay on the GPU
+        max_blocks_to_swap=22,  # the medium model has 24 blocks; two stay on the GPU
         offloads_checkpoints=False,
         finetune_in_16_bits=True,
         caches_t5_alone=True,
@@ -232,7 +232,7 @@ FAMILIES: tuple[Family, ...] = (
         first_input="x",
         blocks=Blocks("library.lumina_models", ("JointTransformerBlock",), "_forward"),
         bucket_steps=(16, 16),
-        most_swapped=0,  # lumina_train.py takes --blocks_to_swap and moves no block
+        max_blocks_to_swap=0,  # lumina_train.py accepts --blocks_to_swap but ignores it
         finetune_in_16_bits=True,
         assumed="captions as long as --gemma2_max_token_length allows",
         sampler=Sampler(decodes_under_autocast=True, side=1024),
@@ -251,7 +251,7 @@ FAMILIES: tuple[Family, ...] = (
         blocks=Blocks("library.anima_models", ("Block",), "_forward"),
         attn_mode=True,
         bucket_steps=(16, 16),
-        most_swapped=26,  # 28 blocks, of which two stay on the GPU
+        max_blocks_to_swap=26,  # 28 blocks; two stay on the GPU
         fp8="",
         caches_empty_caption=True,
     ),
@@ -267,7 +267,7 @@ FAMILIES: tuple[Family, ...] = (
         blocks=Blocks("library.hunyuan_image_modules", ("MMDoubleStreamBlock", "MMSingleStreamBlock"), "_forward"),
         attn_mode=True,
         bucket_steps=(32, 32),
-        most_swapped=36,  # 20 double and 40 single blocks, counted as FLUX's
+        max_blocks_to_swap=36,  # 20 double and 40 single blocks, counted as in FLUX
         fp8="fp8_scaled",
         trains_text_encoders=False,
         assumed="captions of 256 tokens and 128 bytes of quoted text",
@@ -276,15 +276,15 @@ FAMILIES: tuple[Family, ...] = (
 
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 
-#: Tensor names of a LoRA, in a file that was given as the model.
+#: Substrings of tensor names that identify a LoRA file, to reject it as a model.
 LORA_TENSORS = ("lora_down.", "lora_A.", "lora_unet_", "lora_te")
 
 
 def of(script: str, values: Mapping[str, Any]) -> Family | None:
-    """Return the family that a script (its file name) trains with these arguments; None for an unknown script."""
+    """Return the family that a script trains with these arguments; None for an unknown script. ``script`` is a file name."""
     trained = [family for family in FAMILIES if script in family.scripts]
-    asked_for = [family for family in trained if family.checkpoints[0].is_asked_for(values)]
-    return next(iter(asked_for or [family for family in trained if not family.is_chosen_by_option]), None)
+    selected = [family for family in trained if family.checkpoints[0].is_selected(values)]
+    return next(iter(selected or [family for family in trained if not family.is_chosen_by_option]), None)
 
 
 def checkpoint_of(script: str, values: Mapping[str, Any]) -> Checkpoint | None:
@@ -292,11 +292,11 @@ def checkpoint_of(script: str, values: Mapping[str, Any]) -> Checkpoint | None:
     family = of(script, values)
     if family is None:
         return None
-    return next((kind for kind in family.checkpoints if kind.is_asked_for(values)), family.checkpoints[0])
+    return next((kind for kind in family.checkpoints if kind.is_selected(values)), family.checkpoints[0])
 
 
 def recognize(names: Collection[str]) -> tuple[Family, Checkpoint] | None:
-    """Return the family and kind of a checkpoint with these tensor names; None where they are of none."""
+    """Return the family and kind of a checkpoint with these tensor names; None if it is unknown."""
     for family in FAMILIES:
         for kind in family.checkpoints:
             if any(part in name for name in names for part in kind.tensors):
@@ -305,7 +305,7 @@ def recognize(names: Collection[str]) -> tuple[Family, Checkpoint] | None:
 
 
 def with_presets() -> Iterator[tuple[Family, str, str]]:
-    """Yield (family, script, folder of presets) for every script that has presets and estimates."""
+    """Yield (family, script, presets folder) for every script with presets and estimates."""
     for family in FAMILIES:
         for script in (family.lora, *family.finetune):
             yield family, script, str(family.presets(script))

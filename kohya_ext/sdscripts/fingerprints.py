@@ -1,13 +1,12 @@
-"""What a replacement needs to know about the code that it stands in for, and whether that code is what runs here.
+"""Fingerprints of the functions that patches replace, to detect edits, forks and other releases.
 
-A replacement that runs the original, with everything that it was given, keeps whatever a user or a fork has changed there.
-One that does the work in another way would discard such a change silently. So each target of a patch states which it is:
-``"runs"``, or the :class:`Known` bodies that the replacement was written for. Any other body is left alone, with a reason.
+A replacement that calls the original with all of its arguments keeps the changes of a user or a fork. A replacement that
+reimplements the original would silently discard them. So each target of a patch states its kind: ``"runs"``, or the
+:class:`KnownBodies` that the replacement was written for. A function with any other body is not replaced.
 
-A body is known by a fingerprint of its syntax tree. Unlike bytecode, that is the same on every Python, and comments,
-docstrings, annotations and layout do not change it. Functions of torch and accelerate follow the same rule. Only a few of
-them are replaced and they change rarely; a release that changes one has not been tested with the replacement, so it keeps
-torch's own code, which is slower but correct, until its fingerprint is added.
+A fingerprint is a hash of the syntax tree. Unlike bytecode, it is the same on every version of Python, and it ignores
+comments, docstrings, annotations and layout. Functions of torch and accelerate follow the same rule. A release that changes
+one of them is untested with the replacement, so it runs its own slower but correct code until the fingerprint is added.
 """
 
 from __future__ import annotations
@@ -25,84 +24,86 @@ from typing import Any, Literal
 
 from kohya_ext.sdscripts.checkouts import KNOWN_REFS
 
-#: The releases that fingerprints are of, unless a patch names others.
+#: The releases of the fingerprints, unless a patch names others.
 SD_SCRIPTS = f"sd-scripts {' and '.join(sorted(KNOWN_REFS))}"
 
-#: Fields of a syntax tree that do not change what code does, or differ between versions of Python.
-_SILENT = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "simple"})
-_DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+#: Fields of a syntax tree that do not affect behaviour, or that differ between versions of Python.
+_IGNORED_FIELDS = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "simple"})
+_WITH_DOCSTRING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-#: Replacement -> original, of every replacement that was applied. It is not read from ``__wrapped__``: somebody else's
-#: wrapper has that too, and its own work would be discarded.
-_beneath: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+#: Replacement -> original, for every applied replacement. ``__wrapped__`` is not used, because wrappers of other authors
+#: have it too, and their own code would then be discarded.
+_originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Known:
-    """The bodies that a replacement was written for, as :func:`fingerprint` returns them."""
+class KnownBodies:
+    """The bodies that a replacement was written for, as fingerprints."""
 
     fingerprints: frozenset[str]
-    """Of the function or class that is replaced, one for each body among the releases."""
+    """Fingerprints of the replaced function or class, one for each body among the releases."""
     helpers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Of others in the same module, by dotted name: those whose work the replacement does too, or relies on."""
+    """Fingerprints of other functions in the module that the replacement reimplements or relies on, by dotted name."""
     releases: str = SD_SCRIPTS
-    """The releases that have these bodies, for messages."""
+    """The releases with these bodies, for messages."""
 
     def surprise(self, module: ModuleType, attribute: str) -> str | None:
-        """Return why ``attribute`` of ``module`` or a helper is not one of these bodies; None when all are."""
+        """Return why the body of ``attribute`` or of a helper is unknown; None if all bodies are known."""
         for name, fingerprints in {attribute: self.fingerprints, **self.helpers}.items():
-            function = _look_up(module, name)
-            found = fingerprint(function)
+            function = _attribute(module, name)
+            actual = fingerprint(function)
             file = f"{getattr(function, '__module__', module.__name__).replace('.', '/')}.py"
-            if found is None:
+            if actual is None:
                 return f"the source code of {name} in {file} cannot be read"
-            if found not in fingerprints:
+            if actual not in fingerprints:
                 return f"{name} in {file} differs from {self.releases} (edited, a fork or another release)"
         return None
 
 
-Body = Known | Literal["runs"]
-"""``"runs"``: the replacement runs the original with what it was given, whatever its code is. It may write to another path
-first, and may leave the call out, for example in a step that is skipped. Also for a constant, whose value ``expect`` knows."""
+Body = KnownBodies | Literal["runs"]
+"""``"runs"``: the replacement calls the original with its arguments, whatever its code is. It may change an output path, and
+may omit the call, for example to skip a step. Also for a constant, whose value ``expect`` checks."""
 
 
-def known(*fingerprints: str, helpers: Mapping[str, tuple[str, ...]] | None = None, releases: str = SD_SCRIPTS) -> Known:
+def known_bodies(
+    *fingerprints: str, helpers: Mapping[str, tuple[str, ...]] | None = None, releases: str = SD_SCRIPTS
+) -> KnownBodies:
     """Return the bodies with these fingerprints."""
-    return Known(frozenset(fingerprints), {name: frozenset(its) for name, its in (helpers or {}).items()}, releases)
+    return KnownBodies(frozenset(fingerprints), {name: frozenset(values) for name, values in (helpers or {}).items()}, releases)
 
 
 def remember(replacement: Any, original: Any) -> None:
-    """Note what a replacement of ours stands in for, so that the next patch of the same target sees the code beneath."""
+    """Record the original of a replacement, so that the next patch of the same target checks the original's code."""
     if isinstance(replacement, (FunctionType, type)):
-        _beneath[replacement] = original
+        _originals[replacement] = original
 
 
 def fingerprint(original: Any) -> str | None:
-    """Return the fingerprint of a function, or of all functions of a class; None when the source code cannot be read.
+    """Return the fingerprint of a function, or of all functions of a class; None if the source code cannot be read.
 
-    Of a replacement of ours, it is that of the original. A wrapper of anybody else's counts with what it wraps: its own work
-    would be discarded as well.
+    For a replacement of a patch, return the fingerprint of its original. For another author's wrapper, the fingerprint covers
+    both the wrapper and the wrapped function, because a replacement would discard both.
     """
     trees = [_tree(function) for function in _functions(original)]
     if not trees or None in trees:
         return None
-    return hashlib.sha256("\n".join(map(_written, trees)).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join(map(_serialize, trees)).encode()).hexdigest()[:12]
 
 
-def _look_up(module: ModuleType, name: str) -> Any:
-    found: Any = module
+def _attribute(module: ModuleType, name: str) -> Any:
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _functions(original: Any) -> Iterator[FunctionType]:
-    while isinstance(original, (FunctionType, type)) and original in _beneath:
-        original = _beneath[original]
+    while isinstance(original, (FunctionType, type)) and original in _originals:
+        original = _originals[original]
     if isinstance(original, type):
         for member in vars(original).values():
             if not isinstance(member, type):
-                yield from _functions(getattr(member, "__func__", member))  # static and class methods have it
+                yield from _functions(getattr(member, "__func__", member))  # of static and class methods
         return
     if isinstance(original, FunctionType):
         yield original
@@ -111,31 +112,31 @@ def _functions(original: Any) -> Iterator[FunctionType]:
 
 
 def _tree(function: FunctionType) -> ast.AST | None:
-    # inspect.getsource would first look through all modules for the one with this file, and unwrap the function.
+    # inspect.getsource would search all modules for the file and unwrap the function.
     code = function.__code__
     lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
     if not lines:
         return None
-    # A method is indented. Dedenting would fail on, or change, a string that spans several lines.
+    # A method is indented. Dedenting could change or break a multi-line string.
     nesting = "if True:\n" * lines[0][0].isspace()
     try:
-        with warnings.catch_warnings():  # what there was to warn of, Python warned of when it compiled the file
+        with warnings.catch_warnings():  # Python has already issued them when it compiled the file
             warnings.simplefilter("ignore")
             tree = ast.parse(nesting + "".join(inspect.getblock(lines))).body[0]
-    except (SyntaxError, IndexError):  # the file is not the one that was compiled
+    except (SyntaxError, IndexError):  # the file has changed since it was compiled
         return None
     return tree.body[0] if isinstance(tree, ast.If) else tree
 
 
-def _written(node: Any) -> str:
-    """Write a syntax tree as text; ``ast.dump`` writes another text on each version of Python."""
+def _serialize(node: Any) -> str:
+    """Return a syntax tree as text. The text of ``ast.dump`` differs between versions of Python."""
     if isinstance(node, list):
-        return f"[{','.join(map(_written, node))}]"
+        return f"[{','.join(map(_serialize, node))}]"
     if not isinstance(node, ast.AST):
         return ascii(node)
-    fields = {name: value for name, value in ast.iter_fields(node) if name not in _SILENT and value not in (None, [])}
-    if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+    fields = {name: value for name, value in ast.iter_fields(node) if name not in _IGNORED_FIELDS and value not in (None, [])}
+    if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = node.body[1:]
-    elif isinstance(node, ast.JoinedStr):  # some releases of Python 3.12 put an empty string behind a nested format
+    elif isinstance(node, ast.JoinedStr):  # some releases of Python 3.12 add an empty string after a nested format
         fields["values"] = [part for part in node.values if not isinstance(part, ast.Constant) or part.value]
-    return f"{type(node).__name__}({','.join(f'{name}={_written(value)}' for name, value in fields.items())})"
+    return f"{type(node).__name__}({','.join(f'{name}={_serialize(value)}' for name, value in fields.items())})"

@@ -1,4 +1,4 @@
-"""A script without running it: the options in its text, its parser, and the modules that patches look at."""
+"""Read a script's options, import its modules and build its parser without running it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def option_names(script: Path) -> frozenset[str]:
 
 @contextlib.contextmanager
 def importable(checkout: Checkout) -> Iterator[None]:
-    """Make the checkout's modules importable, as they are for its scripts; what they print on import is dropped."""
+    """Make the checkout's modules importable, as for its scripts, and discard what they print."""
     sys.path.insert(0, str(checkout.path))
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -48,24 +48,24 @@ def importable(checkout: Checkout) -> Iterator[None]:
 
 
 def script_names(checkout: Checkout, script: Path) -> dict[str, Any]:
-    """Return the names a training script defines, from running it as a module. Takes about ten seconds: its imports.
+    """Return the names that a training script defines. Its imports take about ten seconds.
 
-    Raises UserError when one of them is missing or it is not a training script.
+    Raises UserError if an import fails or the script is not a training script.
     """
     try:
         with importable(checkout):
             names = runpy.run_path(str(script), run_name="kohya_ext_probe")
     except ImportError as error:
-        raise UserError(f"{script.name} cannot be imported here: {error}. See `python -m kohya_ext doctor`") from None
+        raise UserError(f"{script.name} cannot be imported: {error}; run `python -m kohya_ext doctor` for details") from None
     if "setup_parser" not in names:
-        raise UserError(f"{script.name} is not a training script: it has no setup_parser")
+        raise UserError(f"{script.name} is not a training script, because it has no setup_parser")
     return names
 
 
 def script_parser(checkout: Checkout, script: Path) -> argparse.ArgumentParser:
-    """Return the parser that a training script builds for itself, without what takes it over when a session is on.
+    """Return the parser of a training script, without the options that a session adds.
 
-    Raises UserError as :func:`script_names` does.
+    Raises UserError like :func:`script_names`.
     """
     parser = script_names(checkout, script)["setup_parser"]()
     assert isinstance(parser, argparse.ArgumentParser)

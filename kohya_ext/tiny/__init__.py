@@ -1,13 +1,13 @@
-"""sd-scripts' real training scripts on tiny random models: offline, on a CPU, in seconds.
+"""Run sd-scripts' training scripts on tiny random models: offline, on a CPU, in seconds.
 
-The scripts are run untouched. What makes them small is the following, one module each:
+The scripts themselves are unchanged. These modules make the models small:
 
-- `shrink` makes the architectures that sd-scripts hard-codes small, when it imports them;
+- `shrink` shrinks the hard-coded architectures of sd-scripts when they are imported;
 - `vocabulary` and `tokenizers` replace the tokenizers that a first run downloads;
-- `checkpoints` writes random weights of those small architectures;
-- `dataset` draws pictures with captions;
-- `arguments` and `environment` are what to run a script with to use all of these.
+- `checkpoints` writes random weights for the small architectures;
+- `dataset` draws images with captions;
+- `arguments` and `environment` return the command line and the environment of a run.
 
-`python -m kohya_ext.tiny FAMILY CHECKOUT FOLDER` writes models and tokenizers. The demo and the tests build on this.
-What is trained is noise: only the way to it is real.
+`python -m kohya_ext.tiny FAMILY CHECKOUT FOLDER` writes models and tokenizers. The demo and the tests use this package.
+The weights are random, so the trained result is useless, but the training code is real.
 """

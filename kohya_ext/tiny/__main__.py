@@ -1,4 +1,4 @@
-"""`python -m kohya_ext.tiny FAMILY CHECKOUT FOLDER`: see `checkpoints.write`, which runs this."""
+"""Entry point of `python -m kohya_ext.tiny FAMILY CHECKOUT FOLDER`, which `checkpoints.write` runs."""
 
 import argparse
 from pathlib import Path
@@ -7,11 +7,11 @@ from kohya_ext.tiny import checkpoints, tokenizers, weights
 
 
 def main() -> None:
-    """Writes what the command line asks for."""
+    """Write the models and tokenizers of a family."""
     parser = argparse.ArgumentParser(prog="python -m kohya_ext.tiny", description="Write tiny models and tokenizers.")
     parser.add_argument("family", choices=checkpoints.FAMILIES)
     parser.add_argument("checkout", type=Path, help="a checkout of kohya-ss/sd-scripts")
-    parser.add_argument("folder", type=Path, help="where to write; made if missing")
+    parser.add_argument("folder", type=Path, help="output folder; created if missing")
     arguments = parser.parse_args()
     models = checkpoints.locate(arguments.family, arguments.folder)
     tokenizers.write(models.tokenizers)

@@ -1,4 +1,4 @@
-"""The command line of a tiny run of each training script."""
+"""Command lines for tiny runs of the training scripts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FLOW = ("--model_prediction_type", "raw", "--timestep_sampling", "sigmoid")
 _T5_TOKENS = ("--t5xxl_max_token_length", "64")
 _TEXT_INVERSION = ("--token_string", "sks", "--init_word", "a", "--num_vectors_per_token", "2")
 
-#: Options of every script of a family.
-_OF_FAMILIES: Mapping[str, tuple[str, ...]] = {
+#: Family -> options of all its scripts.
+_FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sdxl": ("--no_half_vae",),
     "sd3": _T5_TOKENS,
     "flux": (*_FLOW, *_T5_TOKENS, "--guidance_scale", "1"),
@@ -28,15 +28,16 @@ _OF_FAMILIES: Mapping[str, tuple[str, ...]] = {
     "hunyuan-image": _FLOW,
 }
 
-#: Options of a script.
-_OF_SCRIPTS: Mapping[str, tuple[str, ...]] = {
+#: Script -> options.
+_SCRIPT_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "fine_tune.py": ("--train_text_encoder",),
     "train_textual_inversion.py": _TEXT_INVERSION,
     "sdxl_train_textual_inversion.py": _TEXT_INVERSION,
     "sdxl_train_control_net.py": (),
     "sdxl_train_control_net_lllite.py": ("--cond_emb_dim", "8", "--network_dim", "4"),
     "flux_train_control_net.py": (),
-    # Its text encoders are bf16, which do without autocast from a cache only; for one in memory see hunyuan_cached_texts.
+    # Its text encoders are bf16, which without autocast requires cached outputs on disk; for a cache in memory see the
+    # patch hunyuan_cached_texts.
     "hunyuan_image_train_network.py": ("--network_train_unet_only", "--cache_text_encoder_outputs_to_disk"),
     "anima_train_network.py": ("--network_train_unet_only",),
     "anima_train.py": ("--attn_mode", "torch"),  # v0.11 does not infer it there
@@ -44,24 +45,24 @@ _OF_SCRIPTS: Mapping[str, tuple[str, ...]] = {
 
 
 def _scripts() -> dict[str, tuple[str, ...]]:
-    """Every script that trains a LoRA or fine-tunes, and those above -> its families."""
-    found: dict[str, tuple[str, ...]] = {}
-    # Those that are chosen by an option come last.
+    """Return script -> families, for all LoRA and fine-tuning scripts and the scripts above."""
+    scripts: dict[str, tuple[str, ...]] = {}
+    # Families that are selected by an option come last.
     for family in sorted(families.FAMILIES, key=lambda family: family.is_chosen_by_option):
-        for script in (script for script in family.scripts if script not in family.others or script in _OF_SCRIPTS):
-            found[script] = (*found.get(script, ()), family.name)
-    return found
+        for script in (script for script in family.scripts if script not in family.others or script in _SCRIPT_OPTIONS):
+            scripts[script] = (*scripts.get(script, ()), family.name)
+    return scripts
 
 
 SCRIPTS = _scripts()
-"""Training script -> the families of models it trains, the usual one first."""
+"""Training script -> the model families that it trains, the default first."""
 
 
 def training_arguments(script: str, models: Models, data: Path, output: Path) -> list[str]:
-    """What follows the script's name on the command line: four steps in float32, saved to `output`/tiny.safetensors.
+    """Return a script's arguments for four steps in float32, saved to `output`/tiny.safetensors.
 
     `data` is a folder written by `dataset.write`. Raises KeyError for a script that is not in `SCRIPTS`, and ValueError
-    for models that it does not train.
+    for models of a family that the script does not train.
     """
     if models.family not in SCRIPTS[script]:
         raise ValueError(f"{script} trains {' or '.join(SCRIPTS[script])} models, not {models.family}")
@@ -71,9 +72,9 @@ def training_arguments(script: str, models: Models, data: Path, output: Path) ->
     return [
         *(part for option, path in models.files.items() for part in (f"--{option}", str(path))),
         *("--tokenizer_cache_dir", str(models.tokenizers)),
-        *_pictures(script, data),
+        *_image_folders(script, data),
         *("--caption_extension", ".txt", "--cache_latents"),
-        # Without upscaling, the buckets are the pictures' own sizes, rounded down.
+        # Without upscaling, buckets have the sizes of the images, rounded down.
         *("--resolution", "128,128", "--enable_bucket", "--bucket_no_upscale"),
         *("--min_bucket_reso", "64", "--max_bucket_reso", "256", "--bucket_reso_steps", "64"),
         *("--output_dir", str(output), "--output_name", OUTPUT_NAME, "--save_model_as", "safetensors"),
@@ -82,15 +83,15 @@ def training_arguments(script: str, models: Models, data: Path, output: Path) ->
         *("--max_data_loader_n_workers", "0"),
         *(lora if script == family.lora else ()),
         *option_words({} if option is None else dict([option])),
-        *_OF_FAMILIES.get(family.name, ()),
-        *_OF_SCRIPTS.get(script, ()),
+        *_FAMILY_OPTIONS.get(family.name, ()),
+        *_SCRIPT_OPTIONS.get(script, ()),
     ]
 
 
-def _pictures(script: str, data: Path) -> tuple[str, ...]:
-    pictures = str(data / dataset.CLASS)
+def _image_folders(script: str, data: Path) -> tuple[str, ...]:
+    images = str(data / dataset.CLASS)
     if script == "fine_tune.py":
-        return ("--train_data_dir", pictures, "--in_json", str(data / dataset.METADATA))
+        return ("--train_data_dir", images, "--in_json", str(data / dataset.METADATA))
     if "control_net" in script:
-        return ("--train_data_dir", pictures, "--conditioning_data_dir", pictures)
+        return ("--train_data_dir", images, "--conditioning_data_dir", images)
     return ("--train_data_dir", str(data))

@@ -1,4 +1,4 @@
-"""Tiny models of each family, as the files that the training scripts ask for."""
+"""Tiny models of each family, in the file formats of the training scripts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Models:
     files: dict[str, Path]
     """Option of the training script, without dashes -> .safetensors file, float32."""
     tokenizers: Path
-    """For --tokenizer_cache_dir and HF_HUB_CACHE."""
+    """Folder for --tokenizer_cache_dir and HF_HUB_CACHE."""
 
 
 def locate(family: str, folder: Path) -> Models:
-    """Where `write` puts the models of `family`. Raises KeyError for a family not in `FAMILIES`."""
+    """Return the paths of the models that `write` creates. Raises KeyError for a family not in `FAMILIES`."""
     stems = {"pretrained_model_name_or_path": family, **{option: option for option in families.BY_NAME[family].files}}
     files = {option: folder / family / f"{stem}.safetensors" for option, stem in stems.items()}
     return Models(family, files, folder / "tokenizers")
 
 
 def write(family: str, checkout: Path, folder: Path, python: str = sys.executable) -> Models:
-    """Writes models and tokenizers to `folder`, in a process of its own: the caller's sd-scripts is not shrunk.
+    """Write models and tokenizers to `folder`, in a separate process, so that the caller's sd-scripts is not shrunk.
 
-    `checkout` is any sd-scripts tree: the files are the same, bit for bit, and work with every other. `python` needs
-    what sd-scripts needs. Takes about six seconds, nearly all of them imports. Raises KeyError for a family not in
-    `FAMILIES`, and CalledProcessError, whose `stderr` holds the traceback, when the process fails.
+    The files are bit-identical for every sd-scripts `checkout` and work with all of them. `python` must have the
+    requirements of sd-scripts. Takes about six seconds, mostly for imports. Raises KeyError for a family not in
+    `FAMILIES`, and CalledProcessError with the traceback in `stderr` if the process fails.
     """
     models = locate(family, folder)
     command = [python, "-m", "kohya_ext.tiny", family, str(checkout), str(folder)]

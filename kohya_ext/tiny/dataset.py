@@ -1,4 +1,4 @@
-"""A small training set: coloured shapes on gradients, with captions."""
+"""A small data set: coloured shapes on gradients, with captions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _BACKGROUNDS = {"blue": (9, 64, 130), "orange": (225, 112, 45), "grey": (99, 110
 _SHAPES = ("circle", "square", "triangle", "diamond")
 
 CLASS = "2_sks"
-"""Subfolder in sd-scripts' layout: two repeats per epoch, class token "sks"."""
+"""Image folder in sd-scripts' layout: two repeats per epoch, class token "sks"."""
 
 METADATA = "metadata.json"
-"""The captions once more, by file name: what fine_tune.py calls --in_json."""
+"""File with all captions by file name, for --in_json of fine_tune.py."""
 
 
 def write(folder: Path, count: int, size: int) -> None:
-    """Draws `count` pictures, each with a caption of the same name (.txt), to the subfolder `CLASS` of `folder`.
+    """Write `count` images with captions (.txt) to the subfolder `CLASS` of `folder`, and `METADATA` to `folder`.
 
-    The even ones are `size` x `size` pixels, the odd ones `size` x 3/4 `size`, so that there is more than one bucket.
-    The same arguments give the same pictures. `METADATA`, in `folder`, holds the captions again.
+    Even images are `size` x `size` pixels and odd ones `size` x 3/4 `size`, which gives two buckets. The same arguments
+    give the same images.
     """
     target = folder / CLASS
     target.mkdir(parents=True, exist_ok=True)
@@ -39,10 +39,10 @@ def write(folder: Path, count: int, size: int) -> None:
         shape = _SHAPES[index % len(_SHAPES)]
         colour = list(_COLOURS)[index % len(_COLOURS)]
         background = list(_BACKGROUNDS)[index % len(_BACKGROUNDS)]
-        picture = _gradient(size, size if index % 2 == 0 else size * 3 // 4, _BACKGROUNDS[background])
-        _draw(picture, shape, _COLOURS[colour])
+        image = _gradient(size, size if index % 2 == 0 else size * 3 // 4, _BACKGROUNDS[background])
+        _draw(image, shape, _COLOURS[colour])
         path = target / f"{index:03}.png"
-        picture.save(path)
+        image.save(path)
         caption = f"a {colour} {shape} on {_article(background)} {background} background, sks style"
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
         captions[path.name] = {"caption": caption}
@@ -54,19 +54,19 @@ def _article(word: str) -> str:
 
 
 def _gradient(width: int, height: int, colour: tuple[int, int, int]) -> Image.Image:
-    from PIL import Image  # the names in this module are wanted where no picture can be drawn
+    from PIL import Image  # constants of this module are also used without Pillow
 
     light = tuple((part + 255) // 2 for part in colour)
     blend = Image.linear_gradient("L").resize((width, height))
     return Image.composite(Image.new("RGB", (width, height), colour), Image.new("RGB", (width, height), light), blend)
 
 
-def _draw(picture: Image.Image, shape: str, colour: tuple[int, int, int]) -> None:
+def _draw(image: Image.Image, shape: str, colour: tuple[int, int, int]) -> None:
     from PIL import ImageDraw
 
-    x, y = picture.width / 2, picture.height / 2
+    x, y = image.width / 2, image.height / 2
     radius = min(x, y) * 0.7
-    canvas = ImageDraw.Draw(picture)
+    canvas = ImageDraw.Draw(image)
     if shape == "circle":
         canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
         return

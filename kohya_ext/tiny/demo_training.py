@@ -1,8 +1,8 @@
-"""A training loop of our own, for a demo where no sd-scripts can be had: ``python -m kohya_ext.tiny.demo_training``.
+"""Train a LoRA without sd-scripts, for a demo where it is unavailable: ``python -m kohya_ext.tiny.demo_training``.
 
-An SDXL-shaped U-Net and text encoder from diffusers and transformers, tiny and random, and LoRA layers on its attention.
-Options, presets and patches go the same way as in sd-scripts. What it learns is noise prediction on very small pictures in
-place of latents: the loss is honest, the model is of no use.
+The model is a tiny random U-Net and text encoder with SDXL's structure, from diffusers and transformers, with LoRA layers
+on its attention. Options, presets and patches work as in sd-scripts. It learns to predict noise on very small images instead
+of latents: the loss is real, but the trained model is useless.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kohya_ext.launch.session import Session
 from kohya_ext.planning import automatic
 from kohya_ext.sdscripts.checkouts import Checkout
 
-#: The script whose presets apply.
+#: The script whose presets are used.
 STANDS_FOR = "sdxl_train_network.py"
 
 LATENT = 16
-"""Height and width of what stands for latents, in pixels."""
+"""Height and width of the images that replace latents, in pixels."""
 CONTEXT = 64
 POOLED = 32
 
 
 def setup_parser() -> argparse.ArgumentParser:
-    """Return a parser of the options that this loop knows, named as in sd-scripts."""
+    """Return a parser for the options of this loop, named as in sd-scripts."""
     parser = argparse.ArgumentParser(prog="python -m kohya_ext.tiny.demo_training", description=__doc__)
     for name in ("train_data_dir", "output_dir", "output_name", "logging_dir"):
         parser.add_argument(f"--{name}", required=True)
@@ -50,7 +50,7 @@ def setup_parser() -> argparse.ArgumentParser:
 
 
 def accept_presets(parser: argparse.ArgumentParser, presets: Overlay) -> None:
-    """Let the parser read every key of the presets; those that this loop does not know have no effect."""
+    """Add every key of the presets to the parser. Keys that this loop does not support have no effect."""
     known = {action.dest for action in parser._actions}
     for key, preset in presets.values.items():
         if key in known:
@@ -62,7 +62,7 @@ def accept_presets(parser: argparse.ArgumentParser, presets: Overlay) -> None:
 
 
 def main() -> None:
-    """Parse, arm, train, save."""
+    """Parse the command line, apply the patches, train and save."""
     own = Checkout(Path(__file__).parent, None, "unknown", "embedded")
     argv = [*sys.argv[1:], "--allow-unknown-version"]
     try:
@@ -101,12 +101,12 @@ def train(args: argparse.Namespace) -> None:
         for step in tqdm(range(args.max_train_steps), desc="steps"):
             chosen = torch.randint(len(latents), (args.train_batch_size,))
             noise = torch.randn_like(latents[chosen])
-            moments = torch.randint(schedule.config.num_train_timesteps, (args.train_batch_size,))
-            noisy = schedule.add_noise(latents[chosen], noise, moments)
+            timesteps = torch.randint(schedule.config.num_train_timesteps, (args.train_batch_size,))
+            noisy = schedule.add_noise(latents[chosen], noise, timesteps)
             with precision:
                 encoded = text_encoder(tokens[chosen])
                 added = {"text_embeds": encoded.text_embeds, "time_ids": times.expand(args.train_batch_size, -1)}
-                predicted = unet(noisy, moments, encoded.last_hidden_state, added_cond_kwargs=added).sample
+                predicted = unet(noisy, timesteps, encoded.last_hidden_state, added_cond_kwargs=added).sample
             loss = torch.nn.functional.mse_loss(predicted.float(), noise)
             loss.backward()
             optimizer.step()
@@ -154,7 +154,7 @@ def _models() -> tuple[Any, Any]:
 
 
 def _dataset(folder: Path) -> tuple[Any, Any]:
-    """Return latents (pictures, 4, LATENT, LATENT) in [-1, 1] and caption bytes (pictures, 77)."""
+    """Return latents (images, 4, LATENT, LATENT) in [-1, 1] and caption bytes (images, 77)."""
     import numpy
     import torch
     from PIL import Image

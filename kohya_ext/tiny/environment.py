@@ -1,4 +1,4 @@
-"""The environment variables of a tiny run."""
+"""Environment variables for tiny runs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sysconfig
 from pathlib import Path
 
 SITE = Path(__file__).parent / "site"
-"""On PYTHONPATH, shrinks the models in every Python process that can import kohya_ext, and does nothing else."""
+"""Folder for PYTHONPATH that shrinks the models in every Python process that can import kohya_ext."""
 
 _ROOT = Path(__file__).parents[2]
 
 
 def variables(tokenizers: Path) -> dict[str, str]:
-    """What a tiny run needs beside the caller's environment: models shrunk, offline, one thread.
+    """Return the variables that a tiny run adds to the environment: for shrunk models, offline use and one thread.
 
-    `tokenizers` is a folder written by `tokenizers.write`. One thread, because OpenMP's threads wait actively: where
-    cores are shared, they slow tiny steps down many times.
+    `tokenizers` is a folder written by `tokenizers.write`. OpenMP threads busy-wait, which makes tiny steps many times
+    slower on shared cores, so only one is used.
     """
     return {
         "HF_HUB_OFFLINE": "1",
@@ -27,9 +27,9 @@ def variables(tokenizers: Path) -> dict[str, str]:
 
 
 def python_path(*first: Path) -> str:
-    """A PYTHONPATH with the folders `first`, then what makes kohya_ext importable, then what the caller's has."""
+    """Return a PYTHONPATH with the folders `first`, the parent of kohya_ext, and the caller's PYTHONPATH."""
     folders = [str(folder) for folder in first]
-    # Never the folder of installed packages: PYTHONPATH precedes the standard library, which a backport would shadow.
+    # Never add site-packages: PYTHONPATH precedes the standard library, so backports would shadow it.
     if str(_ROOT) not in sysconfig.get_paths().values():
         folders.append(str(_ROOT))
     inherited = os.environ.get("PYTHONPATH")

@@ -1,8 +1,8 @@
-"""Makes the architectures that sd-scripts hard-codes tiny, when it imports them.
+"""Shrink the hard-coded architectures of sd-scripts when they are imported.
 
-Class names, layer names and the number of resolutions stay: LoRA modules, block weights and checkpoint conversion work
-as in a full-size model. Known: Stable Diffusion 1.5, SDXL (with ControlNet), FLUX.1, Chroma, Lumina Image 2.0, SD3,
-HunyuanImage 2.1 and Anima.
+Class names, layer names and the number of resolutions do not change, so LoRA modules, block weights and checkpoint
+conversion work as in a full-size model. Supports Stable Diffusion 1.5, SDXL (with ControlNet), FLUX.1, Chroma, Lumina Image
+2.0, SD3, HunyuanImage 2.1 and Anima.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GEMMA_WIDTH = 32
 QWEN_WIDTH = 16
 QWEN_VL_WIDTH = 32
 UNET_WIDTH = 16
-"""Channels at the first resolution; real models have 320."""
+"""Channels at the first resolution; 320 in real models."""
 
 REAL_T5_WIDTH = 4096
 REAL_CLIP_L_WIDTH = 768
@@ -35,18 +35,18 @@ REAL_CLIP_G_WIDTH = 1280
 _REAL_UNET_WIDTH = 320
 
 UNET_DEPTHS = {2: 1, 10: 2}
-"""SDXL's transformer layers at a resolution -> the tiny model's; a benchmark of what each block costs takes them all."""
+"""SDXL's transformer layers at a resolution -> those of the tiny model. A benchmark sets this to full depth."""
 
 
 @functools.cache
 def install() -> None:
-    """Shrinks each architecture when its module is imported, at once if it already is. A second call does nothing."""
+    """Shrink each architecture when its module is imported, or now if it already is. Repeated calls do nothing."""
     for name, shrink in SHRINKERS.items():
         wrapt.register_post_import_hook(shrink, name)
 
 
 def _with_overrides(build: Callable[..., Any], overrides: Callable[[_Arguments], _Arguments]) -> Callable[..., Any]:
-    """`build`, called with its keyword arguments updated by what `overrides` says about them."""
+    """Return `build` with keyword arguments updated by `overrides(kwargs)`."""
 
     @functools.wraps(build)
     def built(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def _with_overrides(build: Callable[..., Any], overrides: Callable[[_Arguments],
 def _clip_text(config: _Arguments) -> _Arguments:
     width = config.get("hidden_size")
     if width == REAL_CLIP_L_WIDTH:
-        # SDXL reads hidden_states[11] of this text encoder, so its twelve layers stay.
+        # SDXL reads hidden_states[11] of this text encoder, so it keeps its twelve layers.
         small = {"hidden_size": CLIP_L_WIDTH, "num_hidden_layers": 12}
     elif width == REAL_CLIP_G_WIDTH:
         small = {"hidden_size": CLIP_G_WIDTH, "num_hidden_layers": 3}
@@ -136,7 +136,7 @@ def _shrink_sdxl_unet(module: Any) -> None:
     module.MODEL_CHANNELS = UNET_WIDTH
     module.TIME_EMBED_DIM = 4 * UNET_WIDTH
     module.CONTEXT_DIM = CLIP_L_WIDTH + CLIP_G_WIDTH
-    # The pooled output of text encoder 2, and six sizes as embeddings of 256 numbers each.
+    # The pooled output of text encoder 2 and six size embeddings of width 256.
     module.ADM_IN_CHANNELS = CLIP_G_WIDTH + 6 * 256
     transformer = module.Transformer2DModel
     transformer.__init__ = _with_overrides(transformer.__init__, _sdxl_transformer)
@@ -180,8 +180,8 @@ FLUX_TRANSFORMER: _Arguments = {
     "depth_single_blocks": 4,
     "axes_dim": [8, 12, 12],
 }
-"""Three double and four single blocks are the fewest with which `--blocks_to_swap 1` is allowed; a benchmark of compiling
-takes more."""
+"""Arguments of FLUX's transformer. `--blocks_to_swap 1` requires at least three double and four single blocks. The compile
+benchmark uses more."""
 
 
 def _shrink_flux_models(module: Any) -> None:
@@ -189,7 +189,7 @@ def _shrink_flux_models(module: Any) -> None:
         module.configs[name] = dataclasses.replace(
             spec,
             params=dataclasses.replace(spec.params, **FLUX_TRANSFORMER, vec_in_dim=CLIP_L_WIDTH),
-            # 32 channels are the fewest: the autoencoder normalises in 32 groups.
+            # 32 is the minimum, because the autoencoder has group norms with 32 groups.
             ae_params=dataclasses.replace(spec.ae_params, ch=32, ch_mult=[1, 1, 1, 1], num_res_blocks=1),
         )
 
@@ -231,7 +231,7 @@ def _shrink_sd3_strategy(module: Any) -> None:
     concat = strategy.concat_encodings
 
     def concat_encodings(self: Any, lg_out: Any, t5_out: Any, lg_pooled: Any) -> Any:
-        # The CLIP outputs are padded to the width of the real T5, so the tiny T5's must be as well.
+        # sd-scripts pads CLIP outputs to the width of the real T5, so pad the outputs of the tiny T5 too.
         if t5_out is not None:
             t5_out = module.torch.nn.functional.pad(t5_out, (0, REAL_T5_WIDTH - t5_out.shape[-1]))
         return concat(self, lg_out, t5_out, lg_pooled)
@@ -241,7 +241,7 @@ def _shrink_sd3_strategy(module: Any) -> None:
 
 def _shrink_anima_models(module: Any) -> None:
     small: dict[str, _Arguments] = {
-        # Three blocks are the fewest with which `--blocks_to_swap 1` is allowed.
+        # `--blocks_to_swap 1` requires at least three blocks.
         "Anima": {"model_channels": 64, "num_blocks": 3, "num_heads": 2, "adaln_lora_dim": 8},
         "LLMAdapter": {"source_dim": QWEN_WIDTH, "target_dim": 32, "model_dim": 32, "num_layers": 2, "num_heads": 2},
     }
@@ -252,7 +252,7 @@ def _shrink_anima_models(module: Any) -> None:
 
 
 def _shrink_anima_utils(module: Any) -> None:
-    """The text encoder; its vocabulary stays: sd-scripts brings the real tokenizers along."""
+    """Shrink the text encoder but not its vocabulary, because sd-scripts includes the real tokenizers."""
     config = importlib.import_module("transformers").Qwen3Config
     small = {
         "hidden_size": QWEN_WIDTH,
@@ -264,7 +264,7 @@ def _shrink_anima_utils(module: Any) -> None:
         "max_window_layers": 2,
         "layer_types": ["full_attention"] * 2,
     }
-    config.from_pretrained = _with_overrides(config.from_pretrained, lambda asked: small)
+    config.from_pretrained = _with_overrides(config.from_pretrained, lambda config: small)
 
 
 def _shrink_qwen_vae(module: Any) -> None:
@@ -272,12 +272,12 @@ def _shrink_qwen_vae(module: Any) -> None:
     kind.__init__ = _with_overrides(kind.__init__, lambda config: {"base_dim": 8, "num_res_blocks": 1})
 
 
-#: Three double and four single blocks, as FLUX; each with 2 heads of 16 numbers, which the positions of two axes share.
+#: Three double and four single blocks, as in FLUX. The 16 channels of a head are split between the positions of two axes.
 _HUNYUAN_WIDTH, _HUNYUAN_HEADS, _HUNYUAN_DEPTHS, _HUNYUAN_ROPE = 32, 2, (3, 4), [8, 8]
 
 
 def _shrink_hunyuan_image_models(module: Any) -> None:
-    """Its sizes are constants within ``__init__``, handed on to these."""
+    """Override the sizes of the submodules, because they are constants in the model's ``__init__``."""
     width, heads = {"hidden_size": _HUNYUAN_WIDTH}, {"heads_num": _HUNYUAN_HEADS}
     sizes: dict[str, _Arguments] = {
         "ByT5Mapper": dict.fromkeys(("out_dim", "hidden_dim", "out_dim1"), _HUNYUAN_WIDTH),
@@ -323,7 +323,7 @@ def _qwen_vl(config: _Arguments) -> _Arguments:
         "num_key_value_heads": 1,
         "layer_types": ["full_attention"] * 3,
         "max_window_layers": 3,
-        "rope_scaling": {**config["rope_scaling"], "mrope_section": [2, 3, 3]},  # half of a head's 16 numbers
+        "rope_scaling": {**config["rope_scaling"], "mrope_section": [2, 3, 3]},  # half of a head's 16 channels
         "vocab_size": len(vocabulary.QWEN_VL),
     }
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_VL_WIDTH}
@@ -335,7 +335,7 @@ def _qwen_vl(config: _Arguments) -> _Arguments:
 
 
 def _byt5(config: _Arguments) -> _Arguments:
-    """Its width stays: sd-scripts pads with it where a caption quotes no text."""
+    """Return the overrides without a width: sd-scripts hard-codes it for captions without quoted text."""
     return {"d_ff": 16, "d_kv": 8, "num_heads": 1, "num_layers": 1, "num_decoder_layers": 1}
 
 
@@ -345,7 +345,7 @@ def _shrink_hunyuan_text_encoders(module: Any) -> None:
 
 
 def _shrink_hunyuan_vae(module: Any) -> None:
-    # The narrowest that its shortcuts, which share channels out, and the 64 channels of a latent allow.
+    # The narrowest widths that the channel-splitting shortcuts and the 64 latent channels allow.
     small = {"Encoder": (32, 32, 32, 32, 64, 128), "Decoder": (128, 64, 32, 32, 32, 32)}
     for name, widths in small.items():
         kind = getattr(module, name)

@@ -1,7 +1,7 @@
-"""Tiny tokenizers in the places where sd-scripts looks for those that it would download.
+"""Tiny tokenizers, in the layouts in which sd-scripts looks for downloaded ones.
 
-A folder written by `write` serves both as `--tokenizer_cache_dir` and as HF_HUB_CACHE: flux_train.py, sd3_train.py and
-(for caching) lumina_train.py ignore the option, and the Lumina scripts take it for the hub's own cache folder.
+A folder written by `write` works both as `--tokenizer_cache_dir` and as HF_HUB_CACHE, because flux_train.py, sd3_train.py
+and (for caching) lumina_train.py ignore the option, and the Lumina scripts use it as the hub's cache folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REVISION = "tiny"
 
 
 def write(folder: Path) -> None:
-    """Writes all tokenizers to `folder`, which is made if it is missing, in both layouts."""
+    """Write all tokenizers to `folder` in both layouts. Create the folder if it is missing."""
     write_clip(folder)
     write_t5(folder)
     write_gemma(folder)
@@ -34,7 +34,7 @@ def write(folder: Path) -> None:
 
 
 def write_clip(folder: Path) -> None:
-    """Writes the tokenizers of CLIP-L and CLIP-G, 514 tokens, to their subfolders of `folder`."""
+    """Write the tokenizers of CLIP-L and CLIP-G, 514 tokens, to their subfolders of `folder`."""
     for model, padding in ((CLIP_L, "<|endoftext|>"), (CLIP_G, "!")):
         target = _subfolder(folder, model)
         _write_json(target / "vocab.json", {token: index for index, token in enumerate(vocabulary.CLIP)})
@@ -51,7 +51,7 @@ def write_clip(folder: Path) -> None:
 
 
 def write_t5(folder: Path) -> None:
-    """Writes the tokenizer of T5, 192 tokens, to its subfolder of `folder`."""
+    """Write the tokenizer of T5, 192 tokens, to its subfolder of `folder`."""
     target = _subfolder(folder, T5)
     _write_json(target / "tokenizer.json", _unigram(vocabulary.T5, special=3, before=[], after=["</s>"]))
     settings = {
@@ -66,7 +66,7 @@ def write_t5(folder: Path) -> None:
 
 
 def write_gemma(folder: Path) -> None:
-    """Writes the tokenizer of Gemma 2, 193 tokens, to its subfolder of `folder`."""
+    """Write the tokenizer of Gemma 2, 193 tokens, to its subfolder of `folder`."""
     target = _subfolder(folder, GEMMA)
     _write_json(target / "tokenizer.json", _unigram(vocabulary.GEMMA, special=4, before=["<bos>"], after=[]))
     settings = {
@@ -80,7 +80,7 @@ def write_gemma(folder: Path) -> None:
 
 
 def write_qwen_vl(folder: Path) -> None:
-    """Writes the tokenizer of Qwen2.5-VL, 259 tokens, to its subfolder of `folder`."""
+    """Write the tokenizer of Qwen2.5-VL, 259 tokens, to its subfolder of `folder`."""
     target = _subfolder(folder, QWEN_VL)
     special = vocabulary.QWEN_VL[-3:]
     _write_json(target / "vocab.json", {token: index for index, token in enumerate(vocabulary.QWEN_VL[:-3])})
@@ -99,12 +99,12 @@ def write_qwen_vl(folder: Path) -> None:
 
 
 def write_byt5(folder: Path) -> None:
-    """Writes the settings of ByT5's tokenizer, which has no vocabulary but the bytes, to its subfolder of `folder`."""
+    """Write the configuration of ByT5's tokenizer, whose vocabulary is the bytes, to its subfolder of `folder`."""
     _write_json(_subfolder(folder, BYT5) / "tokenizer_config.json", {"tokenizer_class": "ByT5Tokenizer"})
 
 
 def write_hub_cache(folder: Path) -> None:
-    """Copies the tokenizers in `folder` into the layout of a Hugging Face hub cache in the same folder."""
+    """Copy the tokenizers in `folder` into the layout of a Hugging Face hub cache in the same folder."""
     for model in (CLIP_L, CLIP_G, T5, GEMMA, QWEN_VL, BYT5):
         source = _subfolder(folder, model)
         cached = folder / f"models--{model.replace('/', '--')}"
@@ -120,10 +120,10 @@ def _subfolder(folder: Path, model: str) -> Path:
 
 
 def _unigram(tokens: tuple[str, ...], special: int, before: list[str], after: list[str]) -> dict[str, Any]:
-    """The content of a tokenizer.json.
+    """Return the content of a tokenizer.json.
 
-    The first `special` tokens are special, the last of these is the unknown one; `before` and `after` are put around
-    each text. A piece of two characters is likelier than the two apart, so that words start with their space.
+    The first `special` tokens are special, and the last of them is the unknown token. `before` and `after` are added to
+    each text. Pieces of two characters score higher than two pieces of one, so that a space joins the following character.
     """
 
     def mark(token: str) -> dict[str, Any]:

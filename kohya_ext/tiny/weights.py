@@ -1,6 +1,6 @@
-"""Random weights for the shrunk architectures, made by sd-scripts' own classes and converters.
+"""Random weights for the shrunk architectures, written with sd-scripts' classes and converters.
 
-Only for `python -m kohya_ext.tiny`: it puts a checkout on `sys.path` and shrinks the models until the process ends.
+Use it only in `python -m kohya_ext.tiny`: it adds a checkout to `sys.path` and shrinks the models for the whole process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ transformers: Any = importlib.import_module("transformers")
 safetensors: Any = importlib.import_module("safetensors.torch")
 
 _SD3_DEPTH = 2
-_SD3_GRID = 32  # latents of up to 64x64, pictures of up to 512x512 pixels
+_SD3_GRID = 32  # latents of up to 64x64, images of up to 512x512 pixels
 
 
 def write(family: str, checkout: Path, files: dict[str, Path]) -> None:
-    """Writes each of `files` (option of the training script -> path) in float32. KeyError: `family` is unknown."""
+    """Write `files` (option of the training script -> path) in float32. Raises KeyError for an unknown family."""
     sys.path.insert(0, str(checkout))
     shrink.install()
     with torch.no_grad():
@@ -36,13 +36,13 @@ def _write_sdxl(files: dict[str, Path]) -> None:
     unet = importlib.import_module("library.sdxl_original_unet").SdxlUNet2DConditionModel()
     library.save_stable_diffusion_checkpoint(
         str(files["pretrained_model_name_or_path"]),
-        _filled(_clip_l(library), 1),
-        _filled(_clip_g(library), 2),
-        _filled(unet, 3),
+        _randomized(_clip_l(library), 1),
+        _randomized(_clip_g(library), 2),
+        _randomized(unet, 3),
         epochs=0,
         steps=0,
         ckpt_info=None,
-        vae=_filled(_vae(), 4),
+        vae=_randomized(_vae(), 4),
         logit_scale=torch.tensor(4.6),
         metadata={"format": "pt"},
     )
@@ -54,13 +54,13 @@ def _write_sd15(files: dict[str, Path]) -> None:
     library.save_stable_diffusion_checkpoint(
         v2=False,
         output_file=str(files["pretrained_model_name_or_path"]),
-        text_encoder=_filled(_clip_l(library), 1),
-        unet=_filled(library.UNet2DConditionModel(**config), 3),
+        text_encoder=_randomized(_clip_l(library), 1),
+        unet=_randomized(library.UNet2DConditionModel(**config), 3),
         ckpt_path=None,
         epochs=0,
         steps=0,
         metadata={"format": "pt"},
-        vae=_filled(_vae(), 4),
+        vae=_randomized(_vae(), 4),
     )
 
 
@@ -112,7 +112,7 @@ def _write_hunyuan(files: dict[str, Path]) -> None:
     _save(vae.HunyuanVAE2D(), 4, files["vae"])
     sizes = {"rope_scaling": {"rope_type": "default"}, "text_config": {}, "vision_config": {}}
     qwen_vl = transformers.Qwen2_5_VLForConditionalGeneration(library.Qwen2_5_VLConfig(**sizes, tie_word_embeddings=False))
-    # Of the files that it reads, sd-scripts changes these names to the ones that transformers has now.
+    # sd-scripts renames the tensors of its files to the current names of transformers; undo that here.
     _save(qwen_vl, 1, files["text_encoder"], {"model.language_model.": "model.", "model.visual.": "visual."})
     colours, fonts = json.loads(library.COLOR_IDX_JSON), json.loads(library.MULTILINGUAL_10_LANG_IDX_JSON)
     config = library.T5Config(d_model=1472, feed_forward_proj="gated-gelu", vocab_size=384 + len(colours) + len(fonts))
@@ -137,8 +137,8 @@ def _write_sd3(files: dict[str, Path]) -> None:
     tensors = {
         prefix + name: tensor
         for prefix, module in (
-            ("model.diffusion_model.", _filled(models.create_sd3_mmdit(params), 3)),
-            ("first_stage_model.", _filled(models.SDVAE(), 4)),
+            ("model.diffusion_model.", _randomized(models.create_sd3_mmdit(params), 3)),
+            ("first_stage_model.", _randomized(models.SDVAE(), 4)),
         )
         for name, tensor in module.state_dict().items()
     }
@@ -149,7 +149,7 @@ def _write_sd3(files: dict[str, Path]) -> None:
     _save(_t5(), 5, files["t5xxl"])
 
 
-#: Name of a family -> what writes its tiny model.
+#: Family -> the function that writes its tiny model.
 WRITERS: dict[str, Callable[[dict[str, Path]], None]] = {
     "sdxl": _write_sdxl,
     "sd15": _write_sd15,
@@ -172,7 +172,7 @@ def _clip_g(library: Any) -> Any:
 
 def _flux_clip_l() -> Any:
     library = importlib.import_module("library.flux_utils")
-    # What a text model reads from its configuration, but a CLIPConfig (which FLUX loads it with) has no default for.
+    # Fields that a text model needs and CLIPConfig, which FLUX's loader uses, has no defaults for.
     text = {"max_position_embeddings": 77, "hidden_act": "quick_gelu", "attention_dropout": 0.0, "layer_norm_eps": 1e-5}
     return transformers.CLIPTextModel(library.CLIPConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH, **text, eos_token_id=2))
 
@@ -188,22 +188,22 @@ def _vae() -> Any:
 
 
 def _save(module: Any, seed: int, path: Path, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Writes `module` with random weights; `renamed`: beginnings of its tensors' names -> those in the file."""
+    """Write `module` with random weights. `renamed` maps prefixes of tensor names to those in the file."""
 
     def name_in_file(name: str) -> str:
         return next((new + name[len(old) :] for old, new in renamed.items() if name.startswith(old)), name)
 
-    # Cloned because safetensors refuses tensors that share memory: T5 holds its embedding twice.
-    tensors = {name_in_file(name): tensor.clone() for name, tensor in _filled(module, seed).state_dict().items()}
+    # Clone, because safetensors rejects shared memory, and T5 has two names for its embedding.
+    tensors = {name_in_file(name): tensor.clone() for name, tensor in _randomized(module, seed).state_dict().items()}
     safetensors.save_file(tensors, path)
 
 
-def _filled(module: Any, seed: int) -> Any:
-    """`module` with random parameters and buffers.
+def _randomized(module: Any, seed: int) -> Any:
+    """Return `module` with random parameters and buffers.
 
-    Its own initialisation would not do: layers that start at zero keep every gradient before them at zero, and a
-    training test on such a model proves nothing. Tensors are filled in the order of their names, each at a scale that
-    keeps the size of activations: 1 / sqrt(fan-in) for matrices and kernels, about 1 for norms, about 0 for biases.
+    The module's own initialization is unsuitable: layers that start at zero block all gradients before them, so a training
+    test would prove nothing. Tensors are set in the order of their names, at scales that preserve the size of
+    activations: 1 / sqrt(fan-in) for matrices and kernels, about 1 for norms, about 0 for biases.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in sorted(module.state_dict().items()):

@@ -1,4 +1,4 @@
-"""The real scripts, on tiny models, in processes of their own; once for every generation of sd-scripts that is there."""
+"""Fixtures that run the real scripts on tiny models in child processes, for every installed generation of sd-scripts."""
 
 import functools
 import importlib
@@ -22,59 +22,59 @@ from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 from kohya_ext.tiny.checkpoints import Models
 from tests.real import starting
 
-#: The ways in which a person starts a script: untouched, through the launcher, with the launcher below accelerate, and
-#: plain with the environment's switch.
+#: How a user starts a script: unchanged, through the launcher, through accelerate and the launcher, or with the environment
+#: variable.
 Start = Literal["plain", "launcher", "accelerate", "environment"]
 
-#: The steps made, in the progress bar of a training script.
+#: The number of finished steps in the progress bar of a training script.
 PROGRESS = re.compile(rb"steps: +\d+%\|[^|]*\| (\d+)/\d+ \[")
 
 ROOT = Path(__file__).parent.parent.parent
 SITE = Path(__file__).parent / "site"
 REPORT = "report.json"
-SPIED = "checkpoint_calls.json"
+RECORD = "checkpoint_calls.json"
 
-# The environment as it is where people train. With ``CI`` set, transformers passes its warnings on to the root logger, where
-# rich 14.1 draws random numbers for each line; one of them is logged only with gradient checkpointing. The server that runs
-# are forked from imports transformers with this process's environment.
+# Train as users do, without ``CI``. With it, transformers passes warnings to the root logger, where rich 14.1 draws random
+# numbers for each line, and one warning is logged only with gradient checkpointing. The fork server imports transformers
+# with this process's environment.
 os.environ.pop("CI", None)
 
-#: More arguments for a script, the same in every run of it.
-MORE = {
-    # AdamW would blow up the rounding noise of weights whose true gradient is zero (a key's bias, say) to whole steps.
+#: Additional arguments for every run of a script.
+EXTRA_ARGUMENTS = {
+    # AdamW amplifies rounding noise to full steps for weights with a true gradient of zero, such as a key's bias.
     "sdxl_train.py": ("--train_text_encoder", "--optimizer_type", "SGDNesterov", "--learning_rate", "0.01"),
 }
 
 
 @functools.cache
 def _generations() -> dict[str, Checkout]:
-    """One checkout of each known layout that the product itself finds: the one it would use, or else the first one known.
+    """Return one checkout for each supported layout: the default one, or else the first registered one.
 
-    They are looked for while tests are collected, when the variable that names one is still set.
+    Called while tests are collected, because a test may unset the variable that names a checkout.
     """
-    found = [checkout for checkout in (checkouts.find(), *checkouts.known()) if checkout is not None]
-    return {checkout.layout: checkout for checkout in reversed(found) if checkout.layout in checkouts.KNOWN_LAYOUTS}
+    available = [checkout for checkout in (checkouts.find(), *checkouts.registered()) if checkout is not None]
+    return {checkout.layout: checkout for checkout in reversed(available) if checkout.layout in checkouts.KNOWN_LAYOUTS}
 
 
-def _why_not() -> str | None:
+def _skip_reason() -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     return None if _generations() else "no sd-scripts found (python -m kohya_ext setup)"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test that asks for a checkout once for each generation, a generation's tests all on one worker.
+    """Run every test with a checkout once for each generation, and all tests of a generation on one worker.
 
-    What upstream's own runs gave is kept there for all of them.
+    They share the results of upstream's runs there.
     """
     if "checkout" not in metafunc.fixturenames:
         return
-    reason = _why_not()
+    reason = _skip_reason()
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
-    found = sorted(_generations().items())
-    ends = {"newest": found[-1], "oldest": found[0]}
+    layouts = sorted(_generations().items())
+    ends = {"newest": layouts[-1], "oldest": layouts[0]}
     only = [end for marker, end in ends.items() if metafunc.definition.get_closest_marker(marker)]
     generations = [
         pytest.param(
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             id=layout,
             marks=[pytest.mark.xdist_group(layout), *([] if not only or (layout, checkout) in only else [pytest.mark.slow])],
         )
-        for layout, checkout in found
+        for layout, checkout in layouts
     ]
     metafunc.parametrize("checkout", generations, scope="session")
 
@@ -94,7 +94,7 @@ class Run:
     script: str
     code: int
     output: str
-    """Standard output and standard error, as they came."""
+    """Standard output and standard error, interleaved."""
     folder: Path
 
     @property
@@ -103,38 +103,38 @@ class Run:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the extension says of the run; empty when it was not there."""
+        """The extension's report of the run; empty without the extension."""
         file = self.folder / REPORT
         return json.loads(file.read_text()) if file.is_file() else {}
 
     @property
     def checkpoint_calls(self) -> dict[str, int]:
-        """How often each kind of checkpointing was reached."""
-        return {kind: count for kind, count in self._spied.items() if kind not in ("steps", "left", "losses", "graphs")}
+        """The number of calls of each kind of checkpointing."""
+        return {kind: count for kind, count in self._record.items() if kind not in ("steps", "left", "losses", "graphs")}
 
     @property
-    def weighed_steps(self) -> list[tuple[int, int]]:
-        """(peak bytes of tensors, FLOPs) of each batch; empty unless ``SPY_MEMORY`` was set."""
-        return [(peak, flops) for peak, flops in self._spied.get("steps", [])]
+    def measured_steps(self) -> list[tuple[int, int]]:
+        """(peak bytes of tensors, FLOPs) of each batch; empty unless ``SPY_MEMORY`` is set."""
+        return [(peak, flops) for peak, flops in self._record.get("steps", [])]
 
     @property
-    def left_by_steps(self) -> list[int]:
-        """The bytes that each batch allocated and that the next one found alive; empty unless ``SPY_MEMORY`` was set."""
-        return self._spied.get("left", [])
+    def bytes_left_by_steps(self) -> list[int]:
+        """The bytes that each batch allocated and left to the next one; empty unless ``SPY_MEMORY`` is set."""
+        return self._record.get("left", [])
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each batch; empty unless ``SPY_LOSSES`` was set."""
-        return self._spied.get("losses", [])
+        """The loss of each batch; empty unless ``SPY_LOSSES`` is set."""
+        return self._record.get("losses", [])
 
     @property
     def graphs(self) -> list[int]:
-        """How many graphs had been compiled after each batch's backward; empty unless ``SPY_LOSSES`` was set."""
-        return self._spied.get("graphs", [])
+        """The number of compiled graphs after each batch's backward; empty unless ``SPY_LOSSES`` is set."""
+        return self._record.get("graphs", [])
 
     @property
-    def _spied(self) -> dict[str, Any]:
-        file = self.folder / SPIED
+    def _record(self) -> dict[str, Any]:
+        file = self.folder / RECORD
         return json.loads(file.read_text()) if file.is_file() else {}
 
     @cached_property
@@ -145,7 +145,7 @@ class Run:
         return load_file(self.file)
 
     def distance_from(self, exact: "Run") -> tuple[float, float]:
-        """How far losses and trained weights are from another run's, as Euclidean norms; needs ``SPY_LOSSES``."""
+        """Return the Euclidean distances of losses and trained weights from another run's; needs ``SPY_LOSSES``."""
         losses = sum((a - b) ** 2 for a, b in zip(self.losses, exact.losses, strict=True)) ** 0.5
         ours: Mapping[str, Any] = self.tensors
         weights = sum((tensor - exact.tensors[name]).double().square().sum() for name, tensor in ours.items()) ** 0.5
@@ -154,7 +154,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
-    """family -> tiny models, written once a session, all with the same tokenizers."""
+    """family -> tiny models, written once per session. All families share the tokenizers."""
     folder = tmp_path_factory.mktemp("models")
     written: dict[str, Models] = {}
 
@@ -168,14 +168,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
     dataset.write(folder, 4, 128)
     return folder
 
 
 @pytest.fixture(scope="session")
-def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def train(models: Callable[[str], Models], images: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run a training script of a checkout for four steps: ``train(checkout, script, *more arguments, start=, env=)``."""
 
     def run(
@@ -192,21 +192,21 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
         family: str | None = None,
         without: tuple[str, ...] = (),
     ) -> Run:
-        """Train, and wait for the end.
+        """Train and wait until the run ends.
 
-        ``output``: a folder to write to, instead of a new one. ``act(process id)`` is called once ``at_step`` is reached.
-        ``bare``: in a bare interpreter, as a person starts it, not in a fork of one that has imported torch already.
-        ``family``: of the models, where the script trains several. ``without``: switches that are otherwise given.
+        ``output``: the output folder, by default a new one. ``act(process id)`` is called once, after step ``at_step``.
+        ``bare``: run in a new interpreter, as users do, not in a fork of one that has imported torch.
+        ``family``: the model family, if the script trains several. ``without``: default arguments to omit.
         """
         tiny = models(family or arguments.SCRIPTS[script][0])
         output = output or tmp_path_factory.mktemp("run")
-        usual = arguments.training_arguments(script, tiny, pictures, output)
-        given = [*(part for part in usual if part not in without), *MORE.get(script, ()), *more]
+        usual = arguments.training_arguments(script, tiny, images, output)
+        argv = [*(part for part in usual if part not in without), *EXTRA_ARGUMENTS.get(script, ()), *more]
         environ = {
             **os.environ,
             **environment.variables(tiny.tokenizers),
             "PYTHONPATH": environment.python_path(SITE),
-            "SPY_FILE": str(output / SPIED),
+            "SPY_FILE": str(output / RECORD),
             "COLUMNS": "200",
             **({} if start == "plain" else {"KOHYA_EXT_REPORT": str(output / REPORT)}),
             **({"KOHYA_EXT": "1"} if start == "environment" else {}),
@@ -220,25 +220,25 @@ def train(models: Callable[[str], Models], pictures: Path, tmp_path_factory: pyt
             "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *launcher],
         }[start]
         if bare or start == "accelerate" or not starting.FORKS:
-            process = starting.bare([*command, *given], environ, output)
+            process = starting.start_bare([*command, *argv], environ, output)
         else:
-            starting.serve(environment.variables(tiny.tokenizers))
-            process = starting.forked([*command, *given], environ, output)
-        said = b""
-        while piece := os.read(process.output, 65536):
-            said += piece
-            if act is not None and any(int(step) >= at_step for step in PROGRESS.findall(said)):
+            starting.start_server(environment.variables(tiny.tokenizers))
+            process = starting.start_forked([*command, *argv], environ, output)
+        printed = b""
+        while chunk := os.read(process.output, 65536):
+            printed += chunk
+            if act is not None and any(int(step) >= at_step for step in PROGRESS.findall(printed)):
                 act(process.pid)
                 act = None
         os.close(process.output)
-        return Run(script, process.wait(), said.decode(errors="replace"), output)
+        return Run(script, process.wait(), printed.decode(errors="replace"), output)
 
     return run
 
 
 @pytest.fixture
 def from_checkout(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """name -> a module of the checkout, in this process; none of them stays."""
+    """name -> a module of the checkout, imported into this process and removed after the test."""
     monkeypatch.syspath_prepend(str(checkout.path))
 
     def forget() -> None:
@@ -252,7 +252,7 @@ def from_checkout(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture(scope="session")
 def upstream(train: Callable[..., Run]) -> Callable[[Checkout, str], Run]:
-    """(checkout, script) -> upstream's own run, the oracle; each is run once a session."""
+    """(checkout, script) -> upstream's own run, the reference; each runs once per session."""
     runs: dict[tuple[str, str], Run] = {}
 
     def of(checkout: Checkout, script: str) -> Run:

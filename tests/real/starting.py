@@ -1,9 +1,9 @@
-"""Two ways of starting Python: bare, as a person does, and forked, with the heavy imports of a training script behind it.
+"""Start Python in a new interpreter, or in a fork that has already imported the packages of a training script.
 
-Most of the time of a tiny run is the import of torch, transformers and diffusers. A server of Python's multiprocessing
-imports them once, and each forked run becomes what ``python -m module ...`` or ``python script.py ...`` would be: arguments,
-environment, path, output, signals, exit code and exit handlers. Neither sd-scripts nor the extension is there before the
-fork. How a bare interpreter starts is left to the tests of starting.
+A tiny run spends most of its time importing torch, transformers and diffusers. A fork server of Python's multiprocessing
+imports them once. Each forked run behaves like ``python -m module ...`` or ``python script.py ...``: arguments, environment,
+path, output, signals, exit code and exit handlers. The server imports neither sd-scripts nor the extension. The startup of a
+new interpreter is covered by test_start.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-#: What the scripts of both generations import of others' packages.
+#: Third-party modules that the scripts of both generations import.
 HEAVY = (
     "torch",
     "torchvision.transforms",
@@ -38,7 +38,7 @@ HEAVY = (
     "cv2",
 )
 
-#: The line that an installed kohya_ext runs at every Python start.
+#: The startup file of an installed kohya_ext, which Python runs at every start.
 STARTUP = Path(__file__).parents[2] / "kohya_ext.pth"
 
 
@@ -48,15 +48,15 @@ FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 
 @dataclass(frozen=True)
 class Started:
-    """A process, and the reading end of its standard output and error."""
+    """A process and the reading end of its standard output and error."""
 
     pid: int
     output: int
     wait: Callable[[], int]
-    """Returns the exit code, or minus the number of the signal that ended it."""
+    """Returns the exit code, or the negative number of the signal that ended the process."""
 
 
-def bare(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Started:
+def start_bare(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Started:
     """Start ``python *command`` in `folder`."""
     reading, writing = os.pipe()
     process = subprocess.Popen(
@@ -66,18 +66,18 @@ def bare(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> St
     return Started(process.pid, reading, process.wait)
 
 
-def serve(variables: Mapping[str, str]) -> None:
-    """Start the server, once, with these environment variables, some of which the packages read at import and never again."""
+def start_server(variables: Mapping[str, str]) -> None:
+    """Start the fork server once, with environment variables that the packages read only at import."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(HEAVY))
     with mock.patch.dict(os.environ, variables):
         forkserver.ensure_running()
 
 
-def forked(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Started:
-    """Become ``python *command`` in `folder`, after `serve`."""
+def start_forked(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Started:
+    """Start ``python *command`` in `folder` as a fork; call `start_server` first."""
     context = multiprocessing.get_context("forkserver")
     reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_become, args=(list(command), dict(environ), str(folder), writing))
+    process = context.Process(target=_run_as_interpreter, args=(list(command), dict(environ), str(folder), writing))
     process.start()
     writing.close()
 
@@ -90,7 +90,7 @@ def forked(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> 
     return Started(process.pid, os.dup(reading.fileno()), wait)
 
 
-def _become(command: list[str], environ: dict[str, str], folder: str, output: Connection) -> None:
+def _run_as_interpreter(command: list[str], environ: dict[str, str], folder: str, output: Connection) -> None:
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output.fileno(), 1), (output.fileno(), 2)):
         os.dup2(source, target)
     output.close()
@@ -98,7 +98,7 @@ def _become(command: list[str], environ: dict[str, str], folder: str, output: Co
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
-    # Nobody's worker, and its own workers start as they do elsewhere: a killed run's are then no server's, and end with it.
+    # Detach from the server, so that workers start as usual and end with a killed run.
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
     code = 0
@@ -111,7 +111,7 @@ def _become(command: list[str], environ: dict[str, str], folder: str, output: Co
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    # From here on as a Python interpreter ends, which a child of multiprocessing does not.
+    # Exit like an interpreter, which children of multiprocessing do not.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A patch that replaces the code of a function knows that code; what a user or a fork has edited there is never thrown away."""
+"""Patches replace only known code, so the edits of a user or a fork are never discarded."""
 
 import ast
 import dataclasses
@@ -15,7 +15,7 @@ from kohya_ext.patching.patch import Patch, Patcher, registry  # noqa: E402
 from kohya_ext.sdscripts import checkouts  # noqa: E402
 from kohya_ext.sdscripts.fingerprints import fingerprint  # noqa: E402
 
-#: Every target that replaces code, and each function that its patch has to know.
+#: Every target with reimplemented code, and each function whose body its patch must know.
 KNOWN = [
     (patch.name, target, name)
     for patch in registry().values()
@@ -25,8 +25,8 @@ KNOWN = [
 ]
 
 
-def _arm(name, target, checkout):
-    """What became of the target, which is put back."""
+def _outcome(name, target, checkout):
+    """Apply a target and undo it; return its outcome."""
     patch = Patch(name, "", (target,), exactness="exact", held_to="", idea="")
     patcher = Patcher({name: patch}, Settings(), checkout)
     patcher.arm()
@@ -36,7 +36,7 @@ def _arm(name, target, checkout):
 
 
 def _edit(module, original, file):
-    """The function with one more line in it, in a file of its own."""
+    """Return the function with one more line, from its own file."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(original)))
     tree.body[0].body.insert(0, ast.parse("edited = 3").body[0])
     tree.body[0].decorator_list.clear()
@@ -50,28 +50,28 @@ def _edit(module, original, file):
 @pytest.mark.parametrize(
     ("patch", "target", "name"), KNOWN, ids=[f"{patch}-{target.module}-{name}" for patch, target, name in KNOWN]
 )
-def test_each_release_has_the_known_body_and_an_edited_one_is_left_alone(
+def test_each_release_has_a_known_body_and_an_edited_one_is_not_replaced(
     checkout, from_checkout, monkeypatch, tmp_path, patch, target, name
 ):
-    """A new release of sd-scripts, torch or accelerate fails here with the fingerprint to add, once the patch fits it."""
+    """A new release of sd-scripts, torch or accelerate fails here. Check the patch, then add the new fingerprint."""
     module = owner = from_checkout(target.module)
     *path, last = name.split(".")
     for part in path:
         owner = getattr(owner, part)
     function = getattr(owner, last)
-    if checkout.layout not in target.layouts:  # there it is imported from another module, which has a target of its own
+    if checkout.layout not in target.layouts:  # imported there from another module, which has its own target
         assert function.__module__ != target.module
         return
-    known = {target.attribute: target.body.fingerprints, **target.body.helpers}[name]
-    assert fingerprint(function) in known, f"{name} of {target.module} is another one in {checkout.label}"
-    assert _arm(patch, target, checkout).status == "applied"
+    bodies = {target.attribute: target.body.fingerprints, **target.body.helpers}[name]
+    assert fingerprint(function) in bodies, f"{name} of {target.module} has an unknown body in {checkout.label}"
+    assert _outcome(patch, target, checkout).status == "applied"
 
     edited = _edit(module, function.__init__ if isinstance(function, type) else function, tmp_path / "edited.py")
     if isinstance(function, type):
         owner, last = function, "__init__"
     is_static = isinstance(inspect.getattr_static(owner, last), staticmethod)
     monkeypatch.setattr(owner, last, staticmethod(edited) if is_static else edited)
-    outcome = _arm(patch, target, checkout)
+    outcome = _outcome(patch, target, checkout)
     assert (outcome.status, outcome.surprise) == ("skipped", True)
     assert f"{name} in " in outcome.reason
     assert f" differs from {target.body.releases} (edited" in outcome.reason
@@ -79,7 +79,7 @@ def test_each_release_has_the_known_body_and_an_edited_one_is_left_alone(
 
 @pytest.fixture
 def edited(checkout, tmp_path):
-    """A copy of the checkout whose LoRA counts three times as much."""
+    """A copy of the checkout with the LoRA scaled by three."""
     copy = tmp_path / "edited"
     shutil.copytree(checkout.path, copy, ignore=shutil.ignore_patterns(".git", "__pycache__"))
     file = copy / "networks" / "lora.py"
@@ -91,17 +91,17 @@ def edited(checkout, tmp_path):
 
 
 @pytest.mark.newest
-def test_a_users_edit_trains_as_it_does_without_the_extension(checkout, edited, train):
+def test_a_users_edit_trains_as_without_the_extension(checkout, edited, train):
     run = ("sdxl_train_network.py", "--network_train_unet_only")
     theirs, ours = (train(edited, *run, start=start, without=("--gradient_checkpointing",)) for start in ("plain", "launcher"))
     assert ours.tensors.keys() == theirs.tensors.keys()
     assert [name for name, tensor in theirs.tensors.items() if not torch.equal(ours.tensors[name], tensor)] == []
     unedited = train(checkout, *run, start="plain", without=("--gradient_checkpointing",))
     assert any(not torch.equal(unedited.tensors[name], tensor) for name, tensor in theirs.tensors.items())
-    said = (
+    message = (
         "skip_unit_scaling does not know this networks.lora:LoRAModule.forward: LoRAModule.forward in networks/lora.py differs"
     )
-    assert f"{said} from sd-scripts v0.10.1 and v0.11.1" in ours.output
+    assert f"{message} from sd-scripts v0.10.1 and v0.11.1" in ours.output
     strict = train(edited, *run, before=("--strict",))
     assert strict.code == 2
-    assert said in strict.output
+    assert message in strict.output

@@ -1,4 +1,4 @@
-"""What a budget keeps and recomputes, counted on tensors without data."""
+"""The activations that an activation memory budget keeps and recomputes, counted on fake tensors."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kohya_ext.compiling.budget import set_budget  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.estimate import activation_budgets, compiled  # noqa: E402
 from kohya_ext.estimate.events import Kind, peak_by_phase  # noqa: E402
-from kohya_ext.estimate.step import faking  # noqa: E402
+from kohya_ext.estimate.step import fake_tensors  # noqa: E402
 from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 from kohya_ext.tiny import environment  # noqa: E402
 
@@ -22,7 +22,7 @@ ROWS, WIDTH = 64, 32
 
 
 class Block(torch.nn.Module):
-    """Two layers, between which eager keeps what enters the activation and what leaves it."""
+    """Two layers. Between them eager mode keeps the input and the output of the activation."""
 
     def __init__(self):
         super().__init__()
@@ -34,42 +34,42 @@ class Block(torch.nn.Module):
 
 @pytest.fixture
 def compile_with(monkeypatch, tmp_path):
-    """Have the block compiled by a backend."""
+    """Return a function that compiles the block with a backend."""
     monkeypatch.setattr(blocks, "RUN", blocks.Run())
     monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
 
-    def compile_it(backend):
+    def compile_block(backend):
         settings = Settings(selective_torch_compile=True, compile_backend=backend, compile_dynamic="false")
         monkeypatch.setattr(Block, "forward", blocks.compile_method(Block.forward, "here:Block.forward", "1 of 1", settings))
 
-    return compile_it
+    return compile_block
 
 
-def test_each_way_is_counted_by_hand(compile_with):
+def test_costs_of_eager_checkpointed_and_budgets(compile_with):
     compile_with(activation_budgets.BACKEND)
     mode = compiled.traceable()
-    with faking(mode), activation_budgets._collecting(mode) as graphs:
+    with fake_tensors(mode), activation_budgets._collecting(mode) as graphs:
         torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
     (graph,) = graphs
     assert (graph.block, graph.enters, graph.calls) == ("Block", (ROWS, WIDTH), 3)
     inner = 4 * ROWS * 4 * WIDTH  # bytes of the four times wider tensor, in float32
     product = 2 * ROWS * WIDTH * 4 * WIDTH  # FLOPs of one layer
     assert graph.eager == activation_budgets.Cost(2 * inner, 6 * product)
-    assert graph.checkpointed == activation_budgets.Cost(0, 7 * product), "recomputing stops before the second layer"
-    # 1: both as eager. 0.75, 0.5: the activation is made again, for nothing. Below a half: the first layer is, too.
-    found = {share: (cost.kept // inner, cost.flops // product) for share, cost in graph.budgets.items()}
-    assert found == {1.0: (2, 6), 0.75: (1, 6), 0.5: (1, 6), 0.25: (0, 7), 0.1: (0, 7), 0.0: (0, 7)}
-    assert activation_budgets.total(graphs, lambda one: one.eager) == activation_budgets.Cost(6 * inner, 18 * product)
+    assert graph.checkpointed == activation_budgets.Cost(0, 7 * product), "the second layer must not be recomputed"
+    # 1: the same as eager. 0.75, 0.5: the activation is recomputed, at no FLOPs. Below 0.5: the first layer is recomputed too.
+    costs = {budget: (cost.kept // inner, cost.flops // product) for budget, cost in graph.budgets.items()}
+    assert costs == {1.0: (2, 6), 0.75: (1, 6), 0.5: (1, 6), 0.25: (0, 7), 0.1: (0, 7), 0.0: (0, 7)}
+    assert activation_budgets.total(graphs, lambda graph: graph.eager) == activation_budgets.Cost(6 * inner, 18 * product)
 
 
 @pytest.mark.parametrize(("budget", "kept", "held"), [(1.0, 1, 2), (0.0, 0, 1)])
-def test_a_compiled_step_is_weighed_by_hand(compile_with, budget, kept, held):
+def test_peak_memory_of_a_compiled_step(compile_with, budget, kept, held):
     compile_with(compiled.BACKEND)
     set_budget(budget)
     mode, tracker = compiled.traceable(), Tracker()
-    with faking(mode), compiled.weighing(mode, tracker):
+    with fake_tensors(mode), compiled.logging_to(mode, tracker):
         model, x = torch.nn.Sequential(Block(), Block()), torch.randn(ROWS, WIDTH, requires_grad=True)
-        model.requires_grad_(False)  # so that only what enters the activation is wanted in backward
+        model.requires_grad_(False)  # then backward needs only the input of the activation
         model(x).sum().backward()
         with tracker:
             tracker.mark([x, x.grad, *model.parameters()], Kind.WEIGHT)
@@ -83,32 +83,32 @@ def test_a_compiled_step_is_weighed_by_hand(compile_with, budget, kept, held):
     inner = 4 * ROWS * 4 * WIDTH  # bytes of the four times wider tensor, in float32
     outer = inner // 4
     forward = peak_by_phase(tracker.events[before:])["forward"]
-    # Of the first block what is kept and what it returns; of the second what it holds, and what its last layer writes. The
-    # activation takes the place of what it is made from, unless that is kept, as the sum takes that of the last layer.
+    # First block: the kept tensors and the output. Second block: its live tensors and the output of its last layer. The
+    # activation is computed in place unless its input is kept, and so is the sum.
     assert forward == kept * inner + outer + held * inner + outer
-    assert sum(event.bytes for event in tracker.events[before:]) == 0, "everything is freed"
+    assert sum(event.bytes for event in tracker.events[before:]) == 0, "all memory must be freed"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py"])
-def test_the_command_counts_every_block_of_a_real_model(checkout, script, tmp_path):
+def test_command_counts_every_block_of_a_real_model(checkout, script, tmp_path):
     module = "networks.lora" if script.startswith("sdxl") else "networks.lora_flux"
     command = [sys.executable, "-m", "kohya_ext", "budget", "--json", "--plot", str(tmp_path / "curve.png")]
-    given = ["--network_module", module, "--network_dim", "4", "--network_train_unet_only", "--mixed_precision", "bf16"]
-    given += ["--resolution", "256", "--cache_latents", "--cache_text_encoder_outputs", "--sdpa", "--no_half_vae"]
+    options = ["--network_module", module, "--network_dim", "4", "--network_train_unet_only", "--mixed_precision", "bf16"]
+    options += ["--resolution", "256", "--cache_latents", "--cache_text_encoder_outputs", "--sdpa", "--no_half_vae"]
     done = subprocess.run(
-        [*command, "--sd-scripts", str(checkout.path), script, *given],
+        [*command, "--sd-scripts", str(checkout.path), script, *options],
         env={**os.environ, **environment.variables(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    said = json.loads(done.stdout)
-    total = said["total"]
+    result = json.loads(done.stdout)
+    total = result["total"]
     kept = [total[name]["kept"] for name in ("eager", "1", "0.5", "0.1", "0")]
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] == 0 < kept[1] < kept[0]
     assert total["checkpointing"]["flops"] >= total["0"]["flops"] > total["1"]["flops"] >= total["eager"]["flops"]
-    classes = {row["class"] for row in said["blocks"]}
+    classes = {row["class"] for row in result["blocks"]}
     assert {"BasicTransformerBlock", "ResnetBlock2D"} <= classes or classes == {"DoubleStreamBlock", "SingleStreamBlock"}
     assert (tmp_path / "curve.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""Non-reentrant checkpointing is exact against no checkpointing, on real classes where the reentrant kind loses gradients."""
+"""Non-reentrant checkpointing gives the gradients without checkpointing, also where reentrant checkpointing loses some."""
 
 import json
 import os
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 PROBE = Path(__file__).parent / "probes" / "checkpointing.py"
 
-#: case -> what upstream's own kind does there: None where nothing is lost.
+#: Case -> how upstream's reentrant checkpointing fails, or None.
 UPSTREAM = {
     "lora": None,
     "locon": "gradients are missing",
@@ -28,7 +28,7 @@ UPSTREAM = {
 
 @pytest.fixture(scope="session")
 def gradients(checkout):
-    """case -> what the probe says of it, for this checkout."""
+    """Case -> result of the probe with this checkout."""
     environ = {**os.environ, "PYTHONPATH": environment.python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROBE), str(checkout.path), *UPSTREAM]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, encoding="utf-8")
@@ -37,21 +37,20 @@ def gradients(checkout):
 
 
 @pytest.mark.parametrize("case", UPSTREAM)
-def test_gradients_are_bitwise_those_without_checkpointing(gradients, case):
+def test_gradients_are_bit_identical_to_those_without_checkpointing(gradients, case):
     result = gradients[case]
     assert result["gradients"] > 0
     assert result["patched"] == {"missing": 0, "different": 0}
-    lost = UPSTREAM[case]
-    if lost is None:
+    failure = UPSTREAM[case]
+    if failure is None:
         assert result["upstream"]["missing"] == 0
-    elif lost == "gradients are missing":
+    elif failure == "gradients are missing":
         assert result["upstream"]["missing"] > 0
     else:
-        assert lost in result["upstream"]["error"]
+        assert failure in result["upstream"]["error"]
 
 
-#: script -> how it is started here. Upstream's own run of each checkpoints some of it, its text encoders at least, in the
-#: reentrant way.
+#: Script -> way to start it. In each, upstream uses reentrant checkpointing at least for the text encoders.
 RUNS = {
     "sdxl_train_network.py": "launcher",
     "sdxl_train.py": "accelerate",
@@ -62,13 +61,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize("script", RUNS)
-def test_the_real_script_reaches_it_and_trains_to_upstreams_tensors(checkout, train, upstream, script):
+def test_real_script_uses_non_reentrant_checkpointing_and_trains_upstreams_tensors(checkout, train, upstream, script):
     theirs, ours = upstream(checkout, script), train(checkout, script, start=RUNS[script])
     assert theirs.checkpoint_calls["reentrant"] > 0
     assert ours.checkpoint_calls == {"non-reentrant": sum(theirs.checkpoint_calls.values())}
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, tensor in theirs.tensors.items():
         torch.testing.assert_close(ours.tensors[name], tensor, rtol=0, atol=1e-6)
-    ours_on = {row["patch"]: row["status"] for row in ours.report["patches"] if row["patch"].endswith("_checkpointing")}
-    assert ours_on.pop("selective_checkpointing") == "skipped"
-    assert ours_on == {"nonreentrant_checkpointing": "applied", "fast_checkpoint_hooks": "applied"}
+    statuses = {row["patch"]: row["status"] for row in ours.report["patches"]}
+    assert statuses["selective_checkpointing"] == "skipped"
+    assert statuses["nonreentrant_checkpointing"] == statuses["fast_checkpoint_hooks"] == "applied"

@@ -1,4 +1,4 @@
-"""Chroma's blocks with their text lengths read once a forward: the same bits, and nothing left to ask the GPU."""
+"""chroma_text_lengths: bit-identical blocks that read the text lengths once per forward pass, without syncs."""
 
 import pytest
 
@@ -6,18 +6,18 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.chroma_text_lengths import PATCH, Lengths  # noqa: E402
 
-from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
+from kohya_ext.compiling.tracing import apply_workarounds  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
-WIDTH, HEADS, PICTURE = 64, 2, 6
-#: Text lengths of a batch: different, equal, and those of another size.
+WIDTH, HEADS, IMAGE_TOKENS = 64, 2, 6
+#: Text lengths of batches: different, equal, and with another maximum.
 BATCHES = ((3, 5), (4, 4), (2, 7), (1, 6))
 
 
 @pytest.fixture
 def models(checkout, from_checkout):
-    """Chroma's module with the patch, and its blocks' own forwards."""
+    """Chroma's patched module, and the original forward methods of its blocks."""
     module = from_checkout("library.chroma_models")
     kinds = (module.DoubleStreamBlock, module.SingleStreamBlock)
     originals = [kind.forward for kind in kinds]
@@ -37,37 +37,37 @@ def blocks_and_inputs(module, lengths):
     def modulation():
         return module.ModulationOut(*torch.randn(3, batch, 1, WIDTH))
 
-    picture, text = torch.randn(batch, PICTURE, WIDTH), torch.randn(batch, longest, WIDTH)
-    positions = torch.randn(batch, 1, PICTURE + longest, WIDTH // HEADS // 2, 2, 2)
-    return double, single, (picture, text), positions, [[modulation(), modulation()] for _ in range(2)], modulation()
+    image, text = torch.randn(batch, IMAGE_TOKENS, WIDTH), torch.randn(batch, longest, WIDTH)
+    positions = torch.randn(batch, 1, IMAGE_TOKENS + longest, WIDTH // HEADS // 2, 2, 2)
+    return double, single, (image, text), positions, [[modulation(), modulation()] for _ in range(2)], modulation()
 
 
 def run(module, forwards, lengths, txt_seq_len):
-    double, single, (picture, text), positions, modulations, modulation = blocks_and_inputs(module, lengths)
-    picture, text = forwards[0](double, img=picture, txt=text, pe=positions, distill_vec=modulations, txt_seq_len=txt_seq_len)
-    both = torch.cat([picture, text], 1)
+    double, single, (image, text), positions, modulations, modulation = blocks_and_inputs(module, lengths)
+    image, text = forwards[0](double, img=image, txt=text, pe=positions, distill_vec=modulations, txt_seq_len=txt_seq_len)
+    both = torch.cat([image, text], 1)
     return forwards[1](single, both, pe=positions, distill_vec=modulation, txt_seq_len=txt_seq_len)
 
 
-def test_the_blocks_give_the_same_bits_and_read_the_lengths_once(models, monkeypatch):
+def test_blocks_are_bit_identical_and_do_not_sync(models, monkeypatch):
     module, originals = models
     patched = [module.DoubleStreamBlock.forward, module.SingleStreamBlock.forward]
     expected = [run(module, originals, lengths, torch.tensor(lengths)) for lengths in BATCHES]
 
     def refuse(*args):
-        raise AssertionError("the GPU was asked")
+        raise AssertionError("the CPU waited for the GPU")
 
     for lengths, theirs in zip(BATCHES, expected, strict=True):
-        seen = torch.tensor(lengths)
-        numbers = Lengths(seen)
+        tensor = torch.tensor(lengths)
+        numbers = Lengths(tensor)
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "item", refuse)
             patch.setattr(torch.Tensor, "tolist", lambda tensor, numbers=numbers: list(numbers.numbers))
             patch.setattr(torch.Tensor, "__index__", refuse)
-            assert torch.equal(run(module, patched, lengths, seen), theirs)
+            assert torch.equal(run(module, patched, lengths, tensor), theirs)
 
 
-def test_what_else_is_asked_is_answered_by_the_tensor():
+def test_lengths_behave_like_their_tensor():
     lengths = Lengths(torch.tensor([3, 5]))
     assert torch.max(lengths).item() == 5
     assert torch.max(lengths, dim=0).indices.item() == 1
@@ -75,9 +75,9 @@ def test_what_else_is_asked_is_answered_by_the_tensor():
     assert lengths.shape == (2,)
 
 
-def test_the_blocks_are_traced_in_one_piece_whatever_the_lengths(models):
+def test_blocks_compile_to_one_graph_for_all_lengths(models):
     module, _ = models
-    close_gaps()
+    apply_workarounds()
     torch._dynamo.reset()
     graphs = []
 
@@ -88,10 +88,10 @@ def test_the_blocks_are_traced_in_one_piece_whatever_the_lengths(models):
     kinds = (module.DoubleStreamBlock, module.SingleStreamBlock)
     forwards = [torch.compile(kind._forward, backend=count, fullgraph=True) for kind in kinds]
 
-    def through_all():
-        for lengths in BATCHES[::2]:  # two: what takes time is tracing
+    def count_graphs():
+        for lengths in BATCHES[::2]:  # two are enough, because tracing is slow
             run(module, forwards, lengths, Lengths(torch.tensor(lengths)))
         return len(graphs)
 
-    assert through_all() == through_all() > 0
+    assert count_graphs() == count_graphs() > 0
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Options, presets, doctor and demo against the real scripts' own parsers and modules."""
+"""Options, presets, doctor and demo against the real scripts' parsers and modules."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ print("CHECKED", checked)
 """
 
 
-def test_every_shipped_preset_fits_its_scripts_own_parser(checkout):
+def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
     done = call("-c", CHECK_PRESETS, checkout.path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "PROBLEM" not in done.stdout, done.stdout
@@ -57,7 +57,7 @@ def test_every_shipped_preset_fits_its_scripts_own_parser(checkout):
 
 
 @pytest.mark.parametrize("start", ["launcher", "environment"])
-def test_a_scripts_help_shows_the_extension(checkout, start):
+def test_help_of_a_script_lists_the_extensions_options(checkout, start):
     script = checkout.path / "sdxl_train.py"
     command = ["-m", "kohya_ext", script] if start == "launcher" else [script]
     done = call(*command, "--help", **({} if start == "launcher" else {"KOHYA_EXT": "1"}))
@@ -66,7 +66,7 @@ def test_a_scripts_help_shows_the_extension(checkout, start):
         assert flag in done.stdout
 
 
-def test_a_bad_config_file_is_refused_before_anything_is_loaded(checkout, tmp_path):
+def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp_path):
     (tmp_path / "mine.toml").write_text('learnign_rate = 1e-4\nresolution = 512\nsave_model_as = "zip"\n')
     script = checkout.path / "sdxl_train_network.py"
     done = call(script, "--config_file", "mine.toml", "--strict", cwd=tmp_path, KOHYA_EXT="1")
@@ -77,7 +77,7 @@ def test_a_bad_config_file_is_refused_before_anything_is_loaded(checkout, tmp_pa
     assert "Traceback" not in done.stderr
 
 
-def test_explain_traces_a_whole_command_line(checkout, tmp_path):
+def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
     (tmp_path / "mine.toml").write_text("learning_rate = 3e-5\n")
     done = call(
         *("-m", "kohya_ext", "presets", "show", "auto", "--sd-scripts", checkout.path, "--script", "sdxl_train.py"),
@@ -100,7 +100,7 @@ def test_explain_traces_a_whole_command_line(checkout, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["networks/check_lora_weights.py", "tools/show_metadata.py"])
-def test_tools_run_too(checkout, upstream, script):
+def test_tools_run(checkout, upstream, script):
     file = upstream(checkout, "sdxl_train_network.py").file
     option = ["--model"] if "metadata" in script else []
     done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, cwd=file.parent)
@@ -111,25 +111,27 @@ def test_tools_run_too(checkout, upstream, script):
 def test_doctor_shows_every_patch_applied(checkout):
     done = call("-m", "kohya_ext", "doctor", "--json", "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout)
-    assert found["sd_scripts"]["layout"] == checkout.layout
-    assert found["sd_scripts"]["version"] == checkout.version
-    assert found["packages"]["torch"] == torch.__version__.split("+")[0]
-    statuses = {(row["patch"], row["target"]): (row["status"], row["reason"]) for row in found["patches"]}
+    result = json.loads(done.stdout)
+    assert result["sd_scripts"]["layout"] == checkout.layout
+    assert result["sd_scripts"]["version"] == checkout.version
+    assert result["packages"]["torch"] == torch.__version__.split("+")[0]
+    statuses = {(row["patch"], row["target"]): (row["status"], row["reason"]) for row in result["patches"]}
     assert statuses["nonreentrant_checkpointing", "library.sdxl_original_unet:USE_REENTRANT"] == ("applied", "")
     assert sum(status == "applied" for status, _ in statuses.values()) >= 3
     assert all(status == "applied" or reason for status, reason in statuses.values())
 
 
-def test_a_training_script_that_cannot_be_estimated_is_refused_in_one_line(checkout, capsys):
+def test_training_script_without_estimate_is_an_error_of_one_line(checkout, capsys):
     training = [script for script in checkout.scripts() if checkouts.is_training_script(checkout.path / script)]
     others = [script for script in training if script not in preset_files.FAMILIES]
     assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"
     for command, script in [*(("estimate", script) for script in others), ("plan", others[0]), ("budget", others[0])]:
         assert main([command, "--sd-scripts", str(checkout.path), script, "--resolution", "512", "--vram", "24"]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"kohya_ext: error: the memory of {Path(script).name} cannot be estimated. Scripts that can: ")
-        assert said.count("\n") == 1
+        message = capsys.readouterr().err
+        assert message.startswith(
+            f"kohya_ext: error: the memory of {Path(script).name} cannot be estimated. Scripts that can: "
+        )
+        assert message.count("\n") == 1
 
 
 UPSTREAMS_TESTS = """
@@ -145,7 +147,7 @@ sys.exit(code)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("dadaptation") is None, reason="upstream's tests need dadaptation ([test])")
-def test_upstreams_own_tests_pass_with_the_extension_on(checkout):
+def test_upstreams_tests_pass_with_the_extension(checkout):
     done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", cwd=checkout.path)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "ON Session(" in done.stdout
@@ -154,7 +156,7 @@ def test_upstreams_own_tests_pass_with_the_extension_on(checkout):
 
 @pytest.fixture
 def without_matplotlib(tmp_path):
-    """A PYTHONPATH on which matplotlib cannot be imported."""
+    """A PYTHONPATH with which importing matplotlib fails."""
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent" / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
     return os.pathsep.join([str(tmp_path / "absent"), environment.python_path()])
@@ -164,7 +166,7 @@ NO_CHART = "none: drawing needs matplotlib (No module named matplotlib)"
 
 
 @pytest.mark.newest
-def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
+def test_demo_trains_with_the_real_script(checkout, tmp_path):
     done = call("-m", "kohya_ext", "demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
@@ -176,7 +178,7 @@ def test_the_demo_trains_with_the_real_script(checkout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.newest
-def test_the_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotlib):
+def test_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotlib):
     words = ["demo", "--steps", "3", "--output", tmp_path, "--sd-scripts", checkout.path]
     done = call("-m", "kohya_ext", *words, PYTHONPATH=without_matplotlib)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -185,7 +187,7 @@ def test_the_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotl
     assert (tmp_path / "demo.safetensors").is_file()
 
 
-def test_the_demo_goes_on_without_sd_scripts_and_matplotlib(tmp_path, without_matplotlib):
+def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, without_matplotlib):
     no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
     done = call(
         "-m",
@@ -197,7 +199,7 @@ def test_the_demo_goes_on_without_sd_scripts_and_matplotlib(tmp_path, without_ma
         tmp_path / "demo",
         cwd=tmp_path,
         PYTHONPATH=without_matplotlib,
-        **{k: str(v) for k, v in no_network.items()},
+        **{name: str(value) for name, value in no_network.items()},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "no sd-scripts found and none could be fetched" in " ".join(done.stdout.split())

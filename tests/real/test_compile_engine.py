@@ -1,4 +1,4 @@
-"""The engine behind selective compile, on small modules of its own: no sd-scripts needed."""
+"""The engine behind selective compile, tested on small modules without sd-scripts."""
 
 import copy
 import os
@@ -19,9 +19,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.compiling import blocks, budget, configuration, support
-from kohya_ext.compiling.fallback import falling_back
+from kohya_ext.compiling.fallback import with_fallback
 from kohya_ext.compiling.inputs import Inputs
-from kohya_ext.compiling.tracing import GAPS, close_gaps
+from kohya_ext.compiling.tracing import WORKAROUNDS, apply_workarounds
 from kohya_ext.config.settings import Settings
 
 EAGER = Settings(selective_torch_compile=True, compile_backend="eager")
@@ -30,7 +30,7 @@ INDUCTOR = replace(EAGER, compile_backend="inductor")
 
 
 class Lora(torch.nn.Module):
-    """Takes the place of a layer's forward, as sd-scripts' networks do."""
+    """Replaces a layer's forward, as sd-scripts' networks do."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Lora(torch.nn.Module):
 
 
 def block_class() -> type[torch.nn.Module]:
-    """A class of its own for each test: what is compiled is a class's attribute."""
+    """Return a new class for each test, because compiling replaces a class attribute."""
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -62,7 +62,7 @@ def block_class() -> type[torch.nn.Module]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[blocks.Run]:
-    """A run of its own, with torch as it was afterwards."""
+    """A new run. torch is reset afterwards."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = blocks.Run()
@@ -82,16 +82,16 @@ def gradients(model: torch.nn.Sequential, *sizes: int) -> list[torch.Tensor]:
     torch.manual_seed(1)
     for size in sizes:
         model(torch.randn(1, size, 8, requires_grad=True)).pow(2).sum().backward()
-    found = [parameter.grad.clone() for block in model for lora in block.loras for parameter in lora.parameters()]
+    result = [parameter.grad.clone() for block in model for lora in block.loras for parameter in lora.parameters()]
     model.zero_grad()
     for block in model:
         for lora in block.loras:
             lora.zero_grad()
-    return found
+    return result
 
 
 def pair(settings: Settings, depth: int = 3) -> tuple[list[torch.Tensor], torch.nn.Sequential, blocks.Block]:
-    """Eager gradients over sizes 4 and 6, then the same model with its class compiled."""
+    """Return eager gradients for sizes 4 and 6, and the same model with its class compiled."""
     torch.manual_seed(0)
     kind = block_class()
     model = torch.nn.Sequential(*(kind() for _ in range(depth)))
@@ -109,30 +109,30 @@ def test_blocks_share_their_graphs_and_later_sizes_add_none(run: blocks.Run) -> 
     assert "_orig_mod" not in "".join(model.state_dict())
 
 
-def pictures_of(*sizes: tuple[int, int]) -> SimpleNamespace:
-    """A data set of sd-scripts, as far as it is asked for its buckets; the last one is empty."""
-    return SimpleNamespace(bucket_manager=SimpleNamespace(resos=[*sizes, (9, 9)], buckets=[["one"]] * len(sizes) + [[]]))
+def data_set_of(*sizes: tuple[int, int]) -> SimpleNamespace:
+    """Return a data set with the buckets of sd-scripts; the last bucket is empty."""
+    return SimpleNamespace(bucket_manager=SimpleNamespace(resos=[*sizes, (9, 9)], buckets=[["image"]] * len(sizes) + [[]]))
 
 
 @pytest.mark.parametrize(("sizes", "graphs"), [([(64, 64)], 2), ([(64, 64), (64, 96)], 1)])
-def test_sizes_that_are_known_beforehand_take_one_graph(run: blocks.Run, sizes: list[tuple[int, int]], graphs: int) -> None:
+def test_known_sizes_need_one_graph(run: blocks.Run, sizes: list[tuple[int, int]], graphs: int) -> None:
     torch.manual_seed(0)
     kind = block_class()
     model = torch.nn.Sequential(*(kind() for _ in range(3)))
     expected = gradients(model, 4, 6, 9)
-    run.data_sets = lambda: [pictures_of(*sizes)]
+    run.data_sets = lambda: [data_set_of(*sizes)]
     block = compiled(kind, AOT, Inputs({"x": (1,)}))
     torch.testing.assert_close(gradients(model, 4, 6, 9), expected)
-    assert block.graphs == graphs, "dynamo's own way is a second one when it meets a second size"
+    assert block.graphs == graphs, "dynamo alone compiles a second graph at the second size"
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_first_block_is_compiled_as_the_others(run: blocks.Run, alike: bool) -> None:
-    """What enters it requires no gradient. It is given one, that goes nowhere; the weights' are the same."""
+@pytest.mark.parametrize("unified", [True, False])
+def test_the_first_block_shares_the_graph_of_the_others(run: blocks.Run, unified: bool) -> None:
+    """Its input requires no gradient. Requiring one does not change the gradients of the weights."""
     torch.manual_seed(0)
     kind = block_class()
     model = torch.nn.Sequential(*(kind() for _ in range(3)))
-    x = torch.randn(8, 1, 4).transpose(0, 2)  # cut off from something: no block's output is laid out so
+    x = torch.randn(8, 1, 4).transpose(0, 2)  # a slice, with strides that no block's output has
 
     def step() -> list[torch.Tensor]:
         model(x).pow(2).sum().backward()
@@ -142,14 +142,14 @@ def test_a_first_block_is_compiled_as_the_others(run: blocks.Run, alike: bool) -
     for block in model:
         for lora in block.loras:
             lora.zero_grad()
-    block = compiled(kind, AOT, Inputs(activations=("x",) if alike else ()))
+    block = compiled(kind, AOT, Inputs(activations=("x",) if unified else ()))
     torch.testing.assert_close(step(), expected)
-    assert block.graphs == (1 if alike else 2)
+    assert block.graphs == (1 if unified else 2)
     assert x.grad is None
     assert not x.requires_grad
 
 
-def test_blocks_that_nobody_trains_have_no_backward(run: blocks.Run) -> None:
+def test_frozen_blocks_have_no_backward(run: blocks.Run) -> None:
     torch.manual_seed(0)
     kind = block_class()
     frozen, trained = kind(), kind()
@@ -163,7 +163,7 @@ def test_blocks_that_nobody_trains_have_no_backward(run: blocks.Run) -> None:
     assert all(weight.grad is not None for lora in trained.loras for weight in lora.parameters())
 
 
-def test_no_garbage_is_collected_while_a_graph_is_compiled(run: blocks.Run) -> None:
+def test_garbage_collection_is_disabled_while_compiling(run: blocks.Run) -> None:
     import gc
 
     enabled = []
@@ -188,7 +188,7 @@ def test_guards_are_not_timed(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) 
     assert timed == []
 
 
-def test_einops_is_one_call_of_a_graph_and_its_sizes_stay_dynamic(run: blocks.Run) -> None:
+def test_einops_is_one_call_in_a_graph_with_dynamic_sizes(run: blocks.Run) -> None:
     from einops import rearrange
 
     graphs: list[Any] = []
@@ -211,7 +211,7 @@ def test_einops_is_one_call_of_a_graph_and_its_sizes_stay_dynamic(run: blocks.Ru
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("affine", [True, False], ids=("affine", "plain"))
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_a_group_norm_of_dynamic_sizes_is_what_torch_finds_it_to_be(
+def test_registered_group_norm_shapes_are_torchs_own(
     run: blocks.Run, dtype: torch.dtype, affine: bool, memory_format: torch.memory_format
 ) -> None:
     from torch._subclasses import fake_impls
@@ -222,29 +222,29 @@ def test_a_group_norm_of_dynamic_sizes_is_what_torch_finds_it_to_be(
     weights = [torch.ones(8, dtype=dtype), torch.zeros(8, dtype=dtype)] if affine else [None, None]
     operation = torch.ops.aten.native_group_norm.default
 
-    def of_dynamic_sizes() -> list[Any]:
+    def symbolic_shapes() -> list[Any]:
         mode = FakeTensorMode(shape_env=ShapeEnv())
         fake = mode.from_tensor(x)
         assert fake._has_symbolic_sizes_strides
-        given = [weight if weight is None else mode.from_tensor(weight, static_shapes=True) for weight in weights]
+        inputs = [weight if weight is None else mode.from_tensor(weight, static_shapes=True) for weight in weights]
         with mode:
-            outputs = operation(fake, *given, 2, 8, fake.shape[2] * fake.shape[3], 4, 1e-5)
+            outputs = operation(fake, *inputs, 2, 8, fake.shape[2] * fake.shape[3], 4, 1e-5)
         return [(list(map(int, out.shape)), list(map(int, out.stride())), out.dtype, out.device) for out in outputs]
 
-    def of_real_ones() -> list[Any]:
+    def real_shapes() -> list[Any]:
         outputs = operation(x, *weights, 2, 8, 60, 4, 1e-5)
         return [(list(out.shape), list(out.stride()), out.dtype, out.device) for out in outputs]
 
     fake_impls.FAST_OP_IMPLEMENTATIONS.pop(operation, None)
-    gone_through = of_dynamic_sizes()
+    decomposed = symbolic_shapes()
     run.prepare(AOT, "cpu")
     assert operation in fake_impls.FAST_OP_IMPLEMENTATIONS
-    assert of_dynamic_sizes() == gone_through == of_real_ones()
+    assert symbolic_shapes() == decomposed == real_shapes()
 
 
-def test_a_product_in_bf16_times_a_number_is_not_taken_for_one_of_int8_weights(run: blocks.Run) -> None:
-    """Multiplied by its ``alpha / rank``, as a LoRA's is; torch 2.6 takes the number for their scales, and raises."""
-    falling_back("inductor", None, SimpleNamespace())
+def test_a_scaled_bf16_product_does_not_match_the_int8_pattern(run: blocks.Run) -> None:
+    """A LoRA's product is scaled by ``alpha / rank``. torch 2.6 treats the number as a tensor of scales and raises."""
+    with_fallback("inductor", None, SimpleNamespace())
     from torch._inductor.fx_passes import quantization
 
     number = {"x": SimpleNamespace(meta={"val": torch.empty(0)}), "scales": 0.5}
@@ -261,14 +261,14 @@ def test_nothing_is_compiled_without_gradients(run: blocks.Run) -> None:
 
 
 def test_preparing_draws_no_random_numbers(run: blocks.Run) -> None:
-    """Else the noise of a training would be another one than without compiling."""
+    """Otherwise compiling would change the noise of a training run."""
     torch.manual_seed(3)
     before = torch.get_rng_state()
     run.prepare(AOT, "cpu")
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_settings_hold_on_threads_that_start_later(run: blocks.Run) -> None:
+def test_settings_apply_to_later_threads(run: blocks.Run) -> None:
     import torch._dynamo.config as dynamo
 
     name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
@@ -280,38 +280,38 @@ def test_settings_hold_on_threads_that_start_later(run: blocks.Run) -> None:
     assert seen == [getattr(dynamo, name)] == [77]
 
 
-def test_what_blocks_do_is_traced_in_one_piece() -> None:
-    close_gaps()
-    assert [gap.example.__name__ for gap in GAPS if gap.is_open()] == []
+def test_workarounds_remove_graph_breaks() -> None:
+    apply_workarounds()
+    assert [each.example.__name__ for each in WORKAROUNDS if each.is_needed()] == []
 
 
 def test_a_backend_that_raises_leaves_the_class_eager(
     run: blocks.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried = []
+    attempts = []
 
     def broken(graph_module: Any, inputs: Any) -> Any:
-        tried.append(graph_module)
+        attempts.append(graph_module)
         raise RuntimeError("no such instruction\nsecond line")
 
     monkeypatch.setattr("kohya_ext.compiling.fallback._lookup", lambda name: broken)
     expected, model, block = pair(AOT)
     torch.testing.assert_close(gradients(model, 4, 6), expected, rtol=0, atol=0)
-    assert len(tried) == 1, "given up after the first"
+    assert len(attempts) == 1, "no second attempt"
     assert block.eager_because == "RuntimeError: no such instruction"
     assert capsys.readouterr().err.count("Block could not be compiled and runs eager: RuntimeError: no such instruction") == 1
 
 
-def test_a_backend_that_breaks_in_the_middle_keeps_what_it_compiled(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second size fails: recomputes of the first still have to meet its compiled graph."""
-    tried = []
+def test_a_backend_that_fails_later_keeps_its_compiled_graphs(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second size fails. Recomputes of the first size still use its compiled graph."""
+    attempts = []
     from kohya_ext.compiling import fallback
 
     aot_eager = fallback._lookup("aot_eager")
 
     def breaking(graph_module: Any, inputs: Any) -> Any:
-        tried.append(graph_module)
-        if len(tried) > 1:
+        attempts.append(graph_module)
+        if len(attempts) > 1:
             raise RuntimeError("out of registers")
         return aot_eager(graph_module, inputs)
 
@@ -320,13 +320,13 @@ def test_a_backend_that_breaks_in_the_middle_keeps_what_it_compiled(run: blocks.
     torch.testing.assert_close(gradients(model, 4, 6), expected)
     torch.testing.assert_close(gradients(model, 4, 6), expected)
     assert block.eager_because == "RuntimeError: out of registers"
-    assert len(tried) == 2
+    assert len(attempts) == 2
 
 
 def test_a_backward_graph_that_cannot_be_compiled_is_interpreted(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = os.environ.get("CXX", {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++"))
     if shutil.which(compiler) is None:
-        pytest.skip(f"inductor compiles for a CPU with {compiler}, which is not here")
+        pytest.skip(f"inductor needs {compiler} to compile for a CPU")
     assert support.find_obstacle("cpu") is None
     import torch._inductor.compile_fx as inductor
 
@@ -344,7 +344,7 @@ def test_a_backward_graph_that_cannot_be_compiled_is_interpreted(run: blocks.Run
     assert block.backward_graphs > 0
 
 
-def test_what_dynamo_cannot_trace_runs_as_it_is(run: blocks.Run) -> None:
+def test_untraceable_code_runs_eager(run: blocks.Run) -> None:
     class Untraceable(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             torch._dynamo.graph_break()
@@ -361,26 +361,26 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(run: blocks.Run) -> None:
     block = run.blocks["here:Untraceable.forward"]
     assert block.eager
     assert block.eager_because is not None
-    assert block.calls == 1, "let go after the first"
+    assert block.calls == 1, "dynamo is bypassed after the first call"
 
 
 def test_an_error_of_the_block_itself_is_raised(run: blocks.Run) -> None:
     _, model, _ = pair(AOT)
-    # Not through the checkpoint: one that is left by an error leaves its hooks behind in some versions of torch.
+    # Not through the checkpoint, which leaves its hooks behind after an error in some versions of torch.
     with pytest.raises(RuntimeError, match=r"shape|size"):
         model[0]._forward(torch.zeros(1, 4, 9))
 
 
-def test_an_unusable_device_is_said_before_anything_is_compiled(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_device_is_detected_before_compiling(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "find_obstacle", lambda device, backend: f"Triton is not installed for {device}")
     expected, model, block = pair(AOT)
     torch.testing.assert_close(gradients(model, 4, 6), expected, rtol=0, atol=0)
-    assert run.standing_aside == "Triton is not installed for cpu"
+    assert run.disabled_because == "Triton is not installed for cpu"
     assert block.calls == 0
 
 
-def test_a_budget_counts_activations_even_where_weights_are_larger(run: blocks.Run) -> None:
-    """Float32 weights under autocast at batch 1: torch by itself keeps the same for every budget above 0."""
+def test_a_budget_counts_only_activations(run: blocks.Run) -> None:
+    """With float32 weights under autocast at batch 1, torch alone keeps the same for every budget above 0."""
     layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64), torch.nn.GELU()]
     model = torch.nn.Sequential(*layers, *copy.deepcopy(layers))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -401,15 +401,15 @@ def test_a_budget_counts_activations_even_where_weights_are_larger(run: blocks.R
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
             out = torch.compile(model.forward, backend="aot_eager")(x)
         out.float().pow(2).sum().backward()
-        found = [parameter.grad.clone() for parameter in model.parameters()]
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
-        return sum(kept.values()), found
+        return sum(kept.values()), gradients
 
     try:
         bytes_kept = {share: step(share) for share in (1.0, 0.5, 0.2, 0.0)}
     finally:
         budget.set_budget(1.0)
     everything, half, little, nothing = (kept for kept, _ in bytes_kept.values())
-    assert everything > half >= little > nothing, "where the steps lie differs between versions"
-    for _, found in bytes_kept.values():
-        torch.testing.assert_close(found, bytes_kept[1.0][1])
+    assert everything > half >= little > nothing, "the steps differ between versions"
+    for _, actual in bytes_kept.values():
+        torch.testing.assert_close(actual, bytes_kept[1.0][1])

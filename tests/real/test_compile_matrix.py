@@ -1,10 +1,10 @@
-"""Compiled against eager over twenty steps of every script and network: the same losses, the same file, one piece, no
-recompiles after the first epoch.
+"""Compare compiled and eager training over twenty steps of every script and network: the same losses and file, no graph
+breaks, no recompiles after the first epoch.
 
     python -m pytest tests/real/test_compile_matrix.py -m slow -n 0 -s
 
-prints a line for each row; with the variable COMPILE_MATRIX it is written to that JSON file too, row by row. Eager is the
-extension's, so that nothing but compiling differs.
+prints a line per row, and writes it to the JSON file in the variable COMPILE_MATRIX. Eager runs use the extension too, so
+that only compiling differs.
 """
 
 import json
@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 COMMAND = "COMPILE_MATRIX=FILE python -m pytest tests/real/test_compile_matrix.py -m slow -n 0 -s -k twenty_steps"
 STEPS = 20
-#: Of the pictures' 8 batches in 2 sizes; each size comes at least twice in it.
+#: Steps per epoch: 8 batches in 2 sizes, with each size at least twice.
 EPOCH = 8
 TOLERANCE = 1e-5
 
@@ -26,8 +26,8 @@ UNET = {"BasicTransformerBlock", "ResnetBlock2D"}
 CLIP = {"CLIPEncoderLayer"}
 FLUX = {"DoubleStreamBlock", "SingleStreamBlock"}
 DIT_ONLY = ("--network_train_unet_only",)
-#: AdamW makes whole steps of rounding noise where the true gradient is zero (a key's bias, say).
-PLAIN_DESCENT = ("--optimizer_type", "SGDNesterov", "--learning_rate", "0.01")
+#: AdamW amplifies rounding noise to full steps where the true gradient is zero, such as a key's bias.
+SGD = ("--optimizer_type", "SGDNesterov", "--learning_rate", "0.01")
 
 
 def network(module, *arguments):
@@ -45,15 +45,15 @@ class Row:
     name: str
     script: str
     classes: frozenset[str]
-    """Those that are compiled."""
+    """The compiled classes."""
     more: tuple[str, ...] = ()
     family: str | None = None
-    settled: int = EPOCH
+    last_compiling_step: int = EPOCH
     """The last step that may compile."""
 
 
-def row(name, script, classes, *more, family=None, settled=EPOCH):
-    return Row(name, f"{script}.py", frozenset(classes), more, family, settled)
+def row(name, script, classes, *more, family=None, last_compiling_step=EPOCH):
+    return Row(name, f"{script}.py", frozenset(classes), more, family, last_compiling_step)
 
 
 ROWS = (
@@ -68,14 +68,14 @@ ROWS = (
     row("sdxl-lycoris-locon", "sdxl_train_network", UNET | CLIP, *lycoris("locon", "conv_dim=4")),
     row("sdxl-lycoris-lokr", "sdxl_train_network", UNET, *lycoris("lokr"), *DIT_ONLY),
     row("sdxl-finetune", "sdxl_train", UNET | CLIP),
-    row("sdxl-controlnet", "sdxl_train_control_net", UNET, *PLAIN_DESCENT),
-    row("sdxl-lllite", "sdxl_train_control_net_lllite", UNET, *PLAIN_DESCENT),
+    row("sdxl-controlnet", "sdxl_train_control_net", UNET, *SGD),
+    row("sdxl-lllite", "sdxl_train_control_net_lllite", UNET, *SGD),
     row("sdxl-inversion", "sdxl_train_textual_inversion", UNET | CLIP),
     row("sd15", "train_network", UNET | CLIP),
-    row("sd15-dreambooth", "train_db", UNET | CLIP, *PLAIN_DESCENT),
-    row("sd15-finetune", "fine_tune", UNET | CLIP, *PLAIN_DESCENT),
+    row("sd15-dreambooth", "train_db", UNET | CLIP, *SGD),
+    row("sd15-finetune", "fine_tune", UNET | CLIP, *SGD),
     row("sd3", "sd3_train_network", {"MMDiTBlock"} | CLIP),
-    row("sd3-finetune", "sd3_train", {"MMDiTBlock"}, *PLAIN_DESCENT),
+    row("sd3-finetune", "sd3_train", {"MMDiTBlock"}, *SGD),
     row("flux", "flux_train_network", FLUX | CLIP),
     row("flux-lycoris-dora", "flux_train_network", FLUX, *lycoris("locon", "dora_wd=True"), *DIT_ONLY),
     row("flux-lycoris-loha", "flux_train_network", FLUX, *lycoris("loha"), *DIT_ONLY),
@@ -84,48 +84,48 @@ ROWS = (
     row("flux-lycoris-full", "flux_train_network", FLUX, *lycoris("full"), *DIT_ONLY),
     row("flux-lycoris-oft", "flux_train_network", FLUX, *lycoris("diag-oft"), *DIT_ONLY),
     row("flux-swap", "flux_train_network", FLUX, *DIT_ONLY, "--blocks_to_swap", "1"),
-    row("flux-finetune", "flux_train", FLUX, *PLAIN_DESCENT),
-    row("flux-controlnet", "flux_train_control_net", FLUX, *PLAIN_DESCENT),
+    row("flux-finetune", "flux_train", FLUX, *SGD),
+    row("flux-controlnet", "flux_train_control_net", FLUX, *SGD),
     row("chroma", "flux_train_network", FLUX, *DIT_ONLY, family="chroma"),
-    # Two texts of one length and two of different lengths are graphs of their own, and each epoch pairs them anew.
-    row("chroma-b2", "flux_train_network", FLUX, *DIT_ONLY, "--train_batch_size", "2", family="chroma", settled=16),
+    # Texts of equal and of different lengths need separate graphs, and each epoch pairs them differently.
+    row("chroma-b2", "flux_train_network", FLUX, *DIT_ONLY, "--train_batch_size", "2", family="chroma", last_compiling_step=16),
     row("lumina", "lumina_train_network", {"JointTransformerBlock"}),
-    row("lumina-finetune", "lumina_train", {"JointTransformerBlock"}, *PLAIN_DESCENT),
+    row("lumina-finetune", "lumina_train", {"JointTransformerBlock"}, *SGD),
     row("hunyuan", "hunyuan_image_train_network", {"MMDoubleStreamBlock", "MMSingleStreamBlock"}),
     row("anima", "anima_train_network", {"Block"}),
-    row("anima-finetune", "anima_train", {"Block"}, *PLAIN_DESCENT),
+    row("anima-finetune", "anima_train", {"Block"}, *SGD),
 )  # fmt: skip
 
 
-#: Networks that v0.10 does not have.
+#: Networks that v0.10 lacks.
 ONLY_NEWER = ("networks.loha", "networks.lokr")
 
 
 def facts(run):
-    found = run.report["facts"]["selective_torch_compile"]
-    return found, {label.partition(":")[2].partition(".")[0]: block for label, block in found["blocks"].items()}
+    compiling = run.report["facts"]["selective_torch_compile"]
+    return compiling, {label.partition(":")[2].partition(".")[0]: block for label, block in compiling["blocks"].items()}
 
 
 def compare(compiled, eager):
-    """What the two runs differ in, and what was compiled; the numbers of a row."""
+    """Return the numbers of a row: the differences between the runs, and the compiled graphs."""
     assert len(eager.losses) == len(compiled.losses) == STEPS
     assert compiled.tensors.keys() == eager.tensors.keys()
     assert not any("_orig_mod" in name for name in compiled.tensors)
-    found, blocks = facts(compiled)
+    compiling, blocks = facts(compiled)
     return {
         "loss": max(abs(a - b) for a, b in zip(compiled.losses, eager.losses, strict=True)),
         "file": max(
             (tensor.double() - eager.tensors[name].double()).abs().max().item() for name, tensor in compiled.tensors.items()
         ),
         "graphs": {name: block["graphs"] for name, block in sorted(blocks.items())},
-        "breaks": found["graph_breaks"],
+        "breaks": compiling["graph_breaks"],
         "last_compiled_in_step": compiled.graphs.index(compiled.graphs[-1]) + 1,
     }
 
 
 @pytest.fixture(scope="session")
-def saw():
-    """Print a row, and keep it in the file that COMPILE_MATRIX names."""
+def record_row():
+    """Print a row, and add it to the file in COMPILE_MATRIX."""
 
     def keep(name, checkout, backend, numbers):
         graphs = ", ".join(f"{kind} {count}" for kind, count in numbers["graphs"].items())
@@ -145,14 +145,14 @@ def saw():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_twenty_steps_are_those_of_eager(checkout, train, saw, row):
+def test_twenty_steps_equal_eager(checkout, train, record_row, row):
     if "lycoris.kohya" in row.more:
         pytest.importorskip("lycoris")
     module = next((word for word in row.more if word.startswith("networks.")), None)
     if checkout.layout == "v0.10" and module in ONLY_NEWER:
-        refused = train(checkout, row.script, *row.more)
-        assert refused.code == 2
-        assert module in refused.output
+        rejected = train(checkout, row.script, *row.more)
+        assert rejected.code == 2
+        assert module in rejected.output
         return
     backend = os.environ.get("COMPILE_MATRIX_BACKEND", "aot_eager")
     given = (*row.more, "--max_train_steps", str(STEPS))
@@ -161,33 +161,33 @@ def test_twenty_steps_are_those_of_eager(checkout, train, saw, row):
     on = ("--selective_torch_compile", "--compile_backend", backend)
     compiled = train(checkout, row.script, *given, *on, family=row.family, env=spied)
     numbers = compare(compiled, eager)
-    saw(row.name, checkout, backend, numbers)
+    record_row(row.name, checkout, backend, numbers)
     assert numbers["graphs"].keys() == row.classes
     assert numbers["loss"] <= TOLERANCE
     assert numbers["file"] <= TOLERANCE
     assert numbers["breaks"] == 0
-    assert numbers["last_compiled_in_step"] <= row.settled
-    assert facts(compiled)[0]["standing_aside"] is None
+    assert numbers["last_compiled_in_step"] <= row.last_compiling_step
+    assert facts(compiled)[0]["disabled_because"] is None
     assert {block["eager_because"] for block in facts(compiled)[1].values()} == {None}
 
 
-ASIDE = {
-    "dylora": (network("networks.dylora"), "DyLoRA draws the rank"),
-    "lycoris-dylora": (lycoris("dylora"), "DyLoRA draws the rank"),
-    "module-dropout": (network("networks.lora", "module_dropout=0.5"), "module_dropout draws in every call"),
+NOT_COMPILED = {
+    "dylora": (network("networks.dylora"), "DyLoRA draws a random rank"),
+    "lycoris-dylora": (lycoris("dylora"), "DyLoRA draws a random rank"),
+    "module-dropout": (network("networks.lora", "module_dropout=0.5"), "module_dropout skips layers at random"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ASIDE)
-def test_what_cannot_be_traced_in_one_piece_is_left_eager_and_said(checkout, train, kind):
-    more, said = ASIDE[kind]
+@pytest.mark.parametrize("kind", NOT_COMPILED)
+def test_networks_with_graph_breaks_run_eager_with_a_warning(checkout, train, kind):
+    more, message = NOT_COMPILED[kind]
     if "lycoris.kohya" in more:
         pytest.importorskip("lycoris")
     given = (*more, *DIT_ONLY)
     run = train(checkout, "sdxl_train_network.py", *given, "--selective_torch_compile")
     eager = train(checkout, "sdxl_train_network.py", *given)
-    assert run.output.count(f"selective compile is off: {said}") == 1
+    assert run.output.count(f"selective compile is off: {message}") == 1
     assert facts(run)[1] == {}
     assert run.tensors.keys() == eager.tensors.keys()
     assert all(torch.equal(tensor, eager.tensors[name]) for name, tensor in run.tensors.items())
@@ -198,13 +198,13 @@ def test_what_cannot_be_traced_in_one_piece_is_left_eager_and_said(checkout, tra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sdxl_train_network.py", "lumina_train_network.py"])
-def test_bf16_is_as_near_to_float32_compiled_as_eager(checkout, train, script):
-    """Inductor's own kernels: rounding falls elsewhere, and less of it where products are no longer stored."""
+def test_compiled_bf16_is_as_close_to_float32_as_eager(checkout, train, script):
+    """Inductor's kernels round at other places, and less often where products are not stored."""
     more = ("--max_train_steps", str(STEPS), *DIT_ONLY)
     bf16 = ("--mixed_precision", "bf16")
     exact, eager, compiled = (
-        train(checkout, script, *more, *one, env={"SPY_LOSSES": "1"})
-        for one in ((), bf16, (*bf16, "--selective_torch_compile"))
+        train(checkout, script, *more, *options, env={"SPY_LOSSES": "1"})
+        for options in ((), bf16, (*bf16, "--selective_torch_compile"))
     )
 
     (eager_losses, eager_weights), (losses, weights) = eager.distance_from(exact), compiled.distance_from(exact)
@@ -222,7 +222,7 @@ def test_bf16_is_as_near_to_float32_compiled_as_eager(checkout, train, script):
 
 @pytest.mark.slow
 def test_graphs_do_not_grow_with_depth(checkout, from_checkout, monkeypatch, tmp_path):
-    """FLUX's own classes, 2 + 2 blocks and 6 + 12, checkpointed."""
+    """Compares FLUX with 2 + 2 and with 6 + 12 checkpointed blocks."""
     from kohya_ext.compiling import blocks, configuration
     from kohya_ext.config.settings import Settings
 
@@ -243,9 +243,9 @@ def test_graphs_do_not_grow_with_depth(checkout, from_checkout, monkeypatch, tmp
         model = models.Flux(models.FluxParams(**sizes, **shape, depth=depth, depth_single_blocks=single))
         model.enable_gradient_checkpointing()
         for tokens in (16, 24, 32):
-            given = {"img": torch.randn(1, tokens, 64), "txt": torch.randn(1, 6, 8), "y": torch.randn(1, 8)}
+            inputs = {"img": torch.randn(1, tokens, 64), "txt": torch.randn(1, 6, 8), "y": torch.randn(1, 8)}
             ids = {"img_ids": torch.zeros(1, tokens, 3), "txt_ids": torch.zeros(1, 6, 3), "timesteps": torch.rand(1)}
-            model(**given, **ids).sum().backward()
+            model(**inputs, **ids).sum().backward()
         assert run.breaks == 0
         counts.append({block.name: block.graphs for block in run.blocks.values()})
         assert {block.name: block.calls for block in run.blocks.values()} == {
@@ -258,7 +258,7 @@ def test_graphs_do_not_grow_with_depth(checkout, from_checkout, monkeypatch, tmp
 
 # --- five buckets -----------------------------------------------------------------------------------------------------
 
-#: Width x height of five pictures, each a bucket of its own.
+#: Width and height of five images, each in its own bucket.
 SIZES = ((128, 128), (128, 64), (64, 128), (192, 64), (64, 192))
 
 
@@ -270,7 +270,7 @@ def five_sizes(tmp_path_factory):
     (folder / "1_sks").mkdir()
     for index, size in enumerate(SIZES):
         Image.linear_gradient("L").resize(size).rotate(90 * index).convert("RGB").save(folder / "1_sks" / f"{index}.png")
-        (folder / "1_sks" / f"{index}.txt").write_text(f"picture {index}")
+        (folder / "1_sks" / f"{index}.txt").write_text(f"image {index}")
     return folder
 
 
@@ -288,20 +288,20 @@ def five_sizes(tmp_path_factory):
         ("hunyuan_image_train_network.py", None),
     ],
 )
-def test_five_buckets_three_times_round(checkout, train, five_sizes, script, family):
-    """Two times round may compile; the third meets nothing new."""
+def test_five_buckets_over_three_epochs(checkout, train, five_sizes, script, family):
+    """The first two epochs may compile; the third must not."""
     more = ("--train_data_dir", str(five_sizes), "--max_train_steps", "15", "--network_train_unet_only")
     on = ("--selective_torch_compile", "--compile_backend", "eager")
     run = train(checkout, script, *more, *on, family=family, env={"SPY_LOSSES": "1"})
     assert run.code == 0, run.output[-4000:]
-    found, blocks = facts(run)
+    compiling, blocks = facts(run)
     counts = {name: block["graphs"] for name, block in blocks.items()}
     first, second, third = run.graphs[4], run.graphs[9], run.graphs[14]
     print(
         f"\n{script} {family or ''} ({checkout.label}): graphs after each step {run.graphs} {counts}, "
-        f"{found['graph_breaks']} breaks, {third - second} recompiles in the third round"
+        f"{compiling['graph_breaks']} breaks, {third - second} recompiles in the third epoch"
     )
     assert first > 0
     assert third == second
-    assert found["graph_breaks"] == 0
+    assert compiling["graph_breaks"] == 0
     assert {block["eager_because"] for block in blocks.values()} == {None}

@@ -1,4 +1,4 @@
-"""DyLoRA under gradient checkpointing: the gradients without it, to the bit."""
+"""DyLoRA with gradient checkpointing gives bit-identical gradients."""
 
 import importlib
 import random
@@ -19,7 +19,7 @@ RANKS, STEPS = 4, 12
 
 @pytest.fixture
 def dylora(checkout, monkeypatch):
-    """The checkout's module, and its patcher, not armed yet."""
+    """The checkout's DyLoRA module, and a patcher that is not armed."""
     monkeypatch.syspath_prepend(str(checkout.path))
     for name in [name for name in sys.modules if name.partition(".")[0] in ("library", "networks")]:
         monkeypatch.delitem(sys.modules, name)
@@ -29,7 +29,7 @@ def dylora(checkout, monkeypatch):
 
 
 def train(module, checkpointing):
-    """The gradients of each step, None where a rank was not trained, and how often Python's random numbers were drawn."""
+    """Return each step's gradients (None where a rank was not trained) and Python's final random state."""
     torch.manual_seed(0)
     random.seed(0)
     layer = torch.nn.Linear(8, 8)
@@ -51,18 +51,18 @@ def trained(steps):
     return sum(gradient is not None for step in steps for gradient in step)
 
 
-def test_every_gradient_is_kept_as_without_checkpointing(dylora):
+def test_gradients_equal_those_without_checkpointing(dylora):
     module, patcher = dylora
-    expected, drawn = train(module, checkpointing=False)
-    assert trained(expected) == 2 * STEPS, "one rank, up and down, in every step"
-    assert trained(train(module, checkpointing=True)[0]) < 2 * STEPS, "upstream loses those that are drawn again otherwise"
+    expected, random_state = train(module, checkpointing=False)
+    assert trained(expected) == 2 * STEPS, "expected one rank, up and down, per step"
+    assert trained(train(module, checkpointing=True)[0]) < 2 * STEPS, "upstream draws other ranks when it recomputes"
     original = module.DyLoRAModule.forward
     patcher.arm()
     assert module.DyLoRAModule.forward is not original
-    steps, drawn_by_ours = train(module, checkpointing=True)
-    assert drawn_by_ours == drawn
+    steps, patched_random_state = train(module, checkpointing=True)
+    assert patched_random_state == random_state
     for ours, theirs in zip(steps, expected, strict=True):
-        for gradient, other in zip(ours, theirs, strict=True):
-            assert gradient is other is None or torch.equal(gradient, other)
+        for gradient, expected_gradient in zip(ours, theirs, strict=True):
+            assert gradient is expected_gradient is None or torch.equal(gradient, expected_gradient)
     patcher.undo()
     assert module.DyLoRAModule.forward is original

@@ -1,8 +1,8 @@
-"""With all default patches and no preset, a script writes upstream's own files, bit for bit.
+"""With the default patches and no preset, model files are bit-identical to upstream's.
 
-Captions are shuffled, and models and states are saved in the middle of training: a random number that the extension draws, or
-keeps from being drawn, shows in every weight after it. CI runs this with sd-scripts' own pins too (see .ci/run): rich 14.1,
-which they name, draws one for each line that is logged.
+Captions are shuffled, and models and states are saved during training, so any change in the sequence of random numbers
+changes all later weights. CI also runs this with sd-scripts' pinned packages (see .ci/run): their rich 14.1 draws a random
+number per logged line.
 """
 
 import re
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 SHUFFLED = ("--shuffle_caption", "--caption_dropout_rate", "0.2")
 SAVING = ("--save_every_n_steps", "2", "--save_state")
 
-#: Case -> script and more arguments. Text encoders are trained wherever the script can.
+#: Case -> script and further arguments. Text encoders are trained if the script supports it.
 RUNS = {
     "sdxl lora": ("sdxl_train_network.py", *SHUFFLED, *SAVING),
     "sdxl fine-tune": ("sdxl_train.py", *SHUFFLED, *SAVING),
@@ -28,14 +28,13 @@ RUNS = {
     "sdxl lora, two workers": ("sdxl_train_network.py", *SHUFFLED, *SAVING, "--max_data_loader_n_workers", "2"),
 }
 
-#: Where upstream's reentrant checkpointing, in SDXL's U-Net and its text encoders, is itself further from no checkpointing
-#: than rounding: AdamW divides the rounding error of a gradient near zero by that gradient. The extension's file is upstream's
-#: without checkpointing there. In the other scripts the switch does more than recompute: it puts models into training mode, in
-#: which T5 has dropout.
-LIKE_NONE = [case for case in RUNS if case.startswith(("sdxl", "lumina"))]
+#: Cases compared with upstream without checkpointing. Upstream's reentrant checkpointing (in SDXL's U-Net and text encoders)
+#: differs from no checkpointing by more than rounding, because AdamW divides the rounding error of a gradient near zero by
+#: that gradient. Other scripts are compared with it, because their option also enables training mode, where T5 has dropout.
+COMPARED_WITHOUT_CHECKPOINTING = [case for case in RUNS if case.startswith(("sdxl", "lumina"))]
 
-#: How far sums in another order are from upstream's.
-ANOTHER_ORDER = 1e-7
+#: Tolerance for sums in another order.
+SUMMATION_TOLERANCE = 1e-7
 
 Files = dict[str, dict[str, torch.Tensor]]
 CHECKPOINTING = "--gradient_checkpointing"
@@ -43,7 +42,7 @@ CHECKPOINTING = "--gradient_checkpointing"
 
 @pytest.fixture(scope="session")
 def files(train) -> Callable[..., Files]:
-    """(checkout, case, start, checkpointing) -> the model files of a run; each is run once a session."""
+    """(checkout, case, start, checkpointing) -> the model files of a run; each runs once per session."""
     from safetensors.torch import load_file
 
     runs: dict[tuple[object, ...], Files] = {}
@@ -62,17 +61,17 @@ def files(train) -> Callable[..., Files]:
     return of
 
 
-#: Of the patches that are on by default, those with something to do in every row.
+#: The default patches that are applied in every case.
 DEFAULTS = {"exact_resume", "nan_guard", "safe_stop", "atomic_saves", "skip_unused_gradients", "single_process_reduce"}
 
 
 def distances(ours: Files, theirs: Files) -> dict[str, float]:
-    """The largest difference in each file."""
-    kinds = [
-        {(file, name): (value.shape, value.dtype) for file, tensors in one.items() for name, value in tensors.items()}
-        for one in (ours, theirs)
+    """Return the largest difference in each file."""
+    specs = [
+        {(file, name): (value.shape, value.dtype) for file, tensors in files.items() for name, value in tensors.items()}
+        for files in (ours, theirs)
     ]
-    assert kinds[0] == kinds[1]
+    assert specs[0] == specs[1]
     return {
         file: max((ours[file][name].double() - value.double()).abs().max().item() for name, value in tensors.items())
         for file, tensors in theirs.items()
@@ -83,28 +82,28 @@ DEFAULT = "sdxl lora"
 
 
 @pytest.mark.parametrize("case", [DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in RUNS if case != DEFAULT)])
-def test_every_file_is_upstreams_bit_for_bit(checkout, files, case):
-    found = distances(files(checkout, case, "launcher", False), files(checkout, case, "plain", False))
-    assert found == dict.fromkeys(found, 0.0)
+def test_files_are_bit_identical_to_upstream(checkout, files, case):
+    differences = distances(files(checkout, case, "launcher", False), files(checkout, case, "plain", False))
+    assert differences == dict.fromkeys(differences, 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
-def test_with_gradient_checkpointing_it_is_upstreams_up_to_the_order_of_sums(checkout, files, case):
-    exactly = case in LIKE_NONE
-    found = distances(files(checkout, case, "launcher", True), files(checkout, case, "plain", not exactly))
-    assert max(found.values()) <= (0.0 if exactly else ANOTHER_ORDER), found
+def test_gradient_checkpointing_is_upstreams_up_to_the_order_of_sums(checkout, files, case):
+    is_exact = case in COMPARED_WITHOUT_CHECKPOINTING
+    differences = distances(files(checkout, case, "launcher", True), files(checkout, case, "plain", not is_exact))
+    assert max(differences.values()) <= (0.0 if is_exact else SUMMATION_TOLERANCE), differences
 
 
 def pins(text: str) -> dict[str, str]:
-    """The versions that a requirements file pins; OpenCV's builds with and without a window system count as one."""
+    """Return the versions that a requirements file pins, with both builds of OpenCV under one name."""
     return {
         name.lower().replace("opencv-python-headless", "opencv-python"): version
         for name, version in re.findall(r"^([\w-]+)(?:\[\w+\])?==([\w.]+)", text, re.MULTILINE)
     }
 
 
-def test_the_pins_in_ci_are_upstreams(checkout):
+def test_pins_in_ci_are_upstreams(checkout):
     ours = pins((ROOT / "tests" / "upstream-pins.txt").read_text(encoding="utf-8"))
     theirs = pins((checkout.path / "requirements.txt").read_text(encoding="utf-8"))
     differ = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}

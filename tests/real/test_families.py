@@ -1,4 +1,4 @@
-"""The table of families against upstream's own code and the checkpoints of tiny models."""
+"""The table of families matches upstream's code and the checkpoints of tiny models."""
 
 import inspect
 import json
@@ -18,7 +18,7 @@ from tests.real.conftest import ROOT
 
 pytest.importorskip("torch")
 
-#: Textual inversion of v0.10 that v0.11 has removed; it lacks the checks that the other scripts have.
+#: A textual inversion script of v0.10 that v0.11 has removed.
 WITHOUT_A_ROW = {"train_textual_inversion_XTI.py"}
 
 
@@ -46,30 +46,30 @@ def test_models_and_networks_are_upstreams(from_checkout):
         blocks = from_checkout(family.blocks.module)
         assert all(inspect.isfunction(getattr(getattr(blocks, kind), family.blocks.method)) for kind in family.blocks.classes)
         for network in map(from_checkout, family.networks):
-            # A network without a class of its own takes another network's.
+            # A network without its own class uses another network's.
             lora = getattr(network, "LoRAModule", None) or network.lora_flux.LoRAModule
             assert lora.__module__ in NETWORKS, f"{family.name} is missing from kohya_ext/patching/lora_modules.py NETWORKS"
 
 
 @pytest.mark.newest
-def test_options_of_a_row_are_the_scripts_own(checkout):
+def test_options_of_a_row_exist_in_its_script(checkout):
     scripts = {family.lora for family in FAMILIES}
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     command = [sys.executable, str(ROOT / "tests" / "real" / "probes" / "parsers.py"), str(checkout.path), *scripts]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    parsers = json.loads(done.stdout.split("JSON", 1)[1])
+    process = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
+    assert process.returncode == 0, process.stderr[-2000:]
+    parsers = json.loads(process.stdout.split("JSON", 1)[1])
     for family in FAMILIES:
-        known = parsers[family.lora].keys()
+        options_of_script = parsers[family.lora].keys()
         options = [kind.option[0] for kind in family.checkpoints if kind.option is not None]
-        assert {*family.files, *options, *filter(None, [family.fp8])} <= known
-        assert ("attn_mode" in known) == family.attn_mode
-        assert not family.most_swapped or "blocks_to_swap" in known
+        assert {*family.files, *options, *filter(None, [family.fp8])} <= options_of_script
+        assert ("attn_mode" in options_of_script) == family.attn_mode
+        assert not family.max_blocks_to_swap or "blocks_to_swap" in options_of_script
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_checkpoint_is_of_one_family(checkout, models, name):
+def test_a_checkpoint_matches_one_family(checkout, models, name):
     tensors = read_header(models(name).files["pretrained_model_name_or_path"]).shapes
     family = BY_NAME[name]
     assert families.recognize(tensors) == (family, family.checkpoints[0])

@@ -1,4 +1,4 @@
-"""The patches that take waste out of a step: on by default, reached, and bit for bit the training without them."""
+"""Patches that avoid unnecessary work: on by default, applied, and bit-identical to training without them."""
 
 import itertools
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
-WINS = ("fast_checkpoint_hooks", "skip_unused_gradients", "skip_unit_scaling", "single_process_reduce", "snr_lookup")
+PATCHES = ("fast_checkpoint_hooks", "skip_unused_gradients", "skip_unit_scaling", "single_process_reduce", "snr_lookup")
 
-#: Case -> script, and arguments with which the patches have something to do there.
+#: Case -> script, and arguments for which the patches have an effect.
 RUNS = {
     "sdxl": ("sdxl_train_network.py", "--train_batch_size", "2", "--min_snr_gamma", "5"),
-    "sdxl, U-Net alone": ("sdxl_train_network.py", "--network_train_unet_only", "--cache_text_encoder_outputs"),
+    "sdxl, U-Net only": ("sdxl_train_network.py", "--network_train_unet_only", "--cache_text_encoder_outputs"),
     "flux": ("flux_train_network.py",),
     "lumina": ("lumina_train_network.py",),
     "sd3": ("sd3_train_network.py",),
@@ -27,19 +27,21 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", ["sdxl", *(pytest.param(name, marks=pytest.mark.slow) for name in [*RUNS][1:])])
-def test_the_real_script_trains_the_same_bits(checkout, train, case):
+def test_real_script_trains_bit_identically(checkout, train, case):
     ours = train(checkout, *RUNS[case])
-    without = train(checkout, *RUNS[case], before=("--disable_patch", ",".join(WINS)))
-    assert not set(WINS) & set(without.report["facts"])
-    facts = {name: ours.report["facts"].get(name, {}) for name in WINS}
+    without = train(checkout, *RUNS[case], before=("--disable_patch", ",".join(PATCHES)))
+    assert not set(PATCHES) & set(without.report["facts"])
+    facts = {name: ours.report["facts"].get(name, {}) for name in PATCHES}
     assert facts["fast_checkpoint_hooks"]["recomputed_blocks"] >= 4
     assert facts["skip_unused_gradients"]["inputs"] >= 4
     assert facts["skip_unit_scaling"]["passes"] >= 4
     assert facts["single_process_reduce"]["gradients_not_copied"] >= 4
     if case == "sdxl":
-        assert facts["skip_unused_gradients"]["embeddings"] == 4, "token and position embeddings of two text encoders"
-    if case == "sdxl, U-Net alone":
-        assert facts["skip_unused_gradients"]["inputs"] == 12, "latents, text and pooled text in each of four steps"
+        assert facts["skip_unused_gradients"]["embeddings"] == 4, (
+            "expected the token and position embeddings of two text encoders"
+        )
+    if case == "sdxl, U-Net only":
+        assert facts["skip_unused_gradients"]["inputs"] == 12, "expected latents, text and pooled text in each of four steps"
     if case in ("sdxl", "sd15"):
         assert facts["snr_lookup"]["gathers"] == 4
     assert ours.tensors.keys() == without.tensors.keys()
@@ -48,8 +50,8 @@ def test_the_real_script_trains_the_same_bits(checkout, train, case):
 
 
 @pytest.mark.slow
-def test_where_checkpointing_is_reentrant_every_gradient_stays(checkout, train, upstream):
-    """The reentrant kind needs them; and with it, all other patches leave upstream's bits."""
+def test_reentrant_checkpointing_keeps_every_gradient(checkout, train, upstream):
+    """Reentrant checkpointing needs the gradients of its inputs. The other patches are bit-identical to upstream."""
     theirs = upstream(checkout, "sdxl_train_network.py")
     ours = train(checkout, "sdxl_train_network.py", before=("--disable_patch", "nonreentrant_checkpointing"))
     assert ours.report["facts"]["skip_unused_gradients"] == {}
@@ -58,8 +60,8 @@ def test_where_checkpointing_is_reentrant_every_gradient_stays(checkout, train, 
         assert torch.equal(ours.tensors[name], tensor), name
 
 
-class _Waits(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts what makes the CPU wait for a GPU: reading a number out of a tensor."""
+class _Syncs(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts reads of a tensor's value, for which the CPU would wait for a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +74,7 @@ class _Waits(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.fixture
 def functions(checkout, from_checkout):
-    """sd-scripts' loss weights, patched and as they are."""
+    """Name -> (patched, original) function of sd-scripts' loss weights."""
     module = from_checkout("library.custom_train_functions")
     patcher = Patcher({snr_lookup.PATCH.name: snr_lookup.PATCH}, Settings(), checkout)
     originals = {target.attribute: getattr(module, target.attribute) for target in snr_lookup.PATCH.targets}
@@ -82,25 +84,25 @@ def functions(checkout, from_checkout):
     patcher.undo()
 
 
-def test_loss_weights_are_the_same_bits_and_nothing_waits(functions):
+def test_loss_weights_are_bit_identical_without_syncs(functions):
     timesteps = torch.tensor([0, 7, 7, 999])
     scheduler = SimpleNamespace(all_snr=torch.linspace(5, -5, 1000).exp())
-    given = {
+    arguments = {
         "apply_snr_weight": (torch.rand(4), timesteps, scheduler, 5),
         "get_snr_scale": (timesteps, scheduler),
         "apply_debiased_estimation": (torch.rand(4), timesteps, scheduler),
     }
     for name, (patched, original) in functions.items():
         results = []
-        for function, waits in ((patched, 0), (original, len(timesteps))):
-            with _Waits() as counter:
-                results.append(function(*given[name]))
-            assert counter.count == waits, name
+        for function, syncs in ((patched, 0), (original, len(timesteps))):
+            with _Syncs() as counter:
+                results.append(function(*arguments[name]))
+            assert counter.count == syncs, name
         assert torch.equal(*results)
 
 
 class _Multiplications(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the tensors as wide as the layer that are multiplied by a number."""
+    """Counts multiplications of tensors that are as wide as the layer."""
 
     def __init__(self):
         super().__init__()
@@ -113,20 +115,20 @@ class _Multiplications(torch.utils._python_dispatch.TorchDispatchMode):
 
 RANK, WIDTH = 8, 96
 
-#: alpha -> how many are left of two with the exponents that a power of two wants, and without.
-LEFT = {8: (0, 0), 2: (0, 1), 3: (1, 1)}
+#: alpha -> remaining multiplications of two, for dtypes with the exponent range of float32 and for float16.
+REMAINING = {8: (0, 0), 2: (0, 1), 3: (1, 1)}
 
 SPLIT = ("networks.lora_flux", "networks.lora_lumina")
 
 
 @pytest.mark.parametrize(("name", "split"), [*((name, False) for name in NETWORKS), *((name, True) for name in SPLIT)])
-def test_a_lora_is_the_same_bits_with_fewer_passes(checkout, from_checkout, name, split):
+def test_lora_is_bit_identical_with_fewer_multiplications(checkout, from_checkout, name, split):
     kind = from_checkout(name).LoRAModule
-    # Where a network has no class of its own, it takes one that is patched.
+    # A network without its own class uses one that is patched.
     assert (kind.__module__ == name) == (checkout.layout in NETWORKS[name])
     assert kind.__module__ in NETWORKS
     forwards = (kind.forward, skip_unit_scaling._scaled_where_it_is_narrow(kind.forward, Settings()))
-    for dtype, alpha in itertools.product((torch.float32, torch.bfloat16, torch.float16), LEFT):
+    for dtype, alpha in itertools.product((torch.float32, torch.bfloat16, torch.float16), REMAINING):
         results, counts = [], []
         for kind.forward in forwards:
             torch.manual_seed(0)
@@ -141,6 +143,6 @@ def test_a_lora_is_the_same_bits_with_fewer_passes(checkout, from_checkout, name
             y.float().square().mean().backward()
             results.append([y, x.grad, *(weight.grad for weight in lora.parameters())])
             counts.append(counter.count)
-        assert counts == [2, LEFT[alpha][dtype is torch.float16]]
+        assert counts == [2, REMAINING[alpha][dtype is torch.float16]]
         for theirs, ours in zip(*results, strict=True):
             assert torch.equal(theirs, ours)

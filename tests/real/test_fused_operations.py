@@ -1,4 +1,4 @@
-"""--fused_operations: on upstream's own classes as near to the truth as they, in fewer bytes; real scripts train the same."""
+"""--fused_operations: as accurate as upstream's classes with less memory traffic, and the same training result."""
 
 import pytest
 
@@ -16,7 +16,7 @@ BATCH, TOKENS, HEADS, WIDTH, RANK = 2, 24, 2, 64, 8
 
 
 class _Traffic(torch.utils._python_dispatch.TorchDispatchMode):
-    """Adds up the bytes of what operators read and write."""
+    """Sums the bytes that operators read and write."""
 
     def __init__(self):
         super().__init__()
@@ -25,9 +25,9 @@ class _Traffic(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in func.name():
-            into = {argument.name for argument in func._schema.arguments if argument.is_out}
-            read = {name: value for name, value in (kwargs or {}).items() if name not in into}
-            tensors = [value for value in tree_iter((args, read, result)) if isinstance(value, torch.Tensor)]
+            outputs = {argument.name for argument in func._schema.arguments if argument.is_out}
+            inputs = {name: value for name, value in (kwargs or {}).items() if name not in outputs}
+            tensors = [value for value in tree_iter((args, inputs, result)) if isinstance(value, torch.Tensor)]
             self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
 
@@ -95,7 +95,7 @@ CASES = {
 
 
 def _results(build, modules, dtype, compute):
-    """Output and gradients, of weights and activations of ``dtype``, under CUDA's autocast; and the bytes moved."""
+    """Return output and gradients for weights and activations of ``dtype`` under CUDA's autocast rules, and the bytes moved."""
     torch.manual_seed(0)
     to, function, trained, inputs = build(modules)
     to(dtype=dtype)
@@ -114,16 +114,16 @@ def _results(build, modules, dtype, compute):
     return [y, *(value.grad for value in inputs), *(weight.grad for weight in trained.parameters())], traffic.bytes
 
 
-def _distance(found, truth):
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True)]
+def _relative_errors(results, exact):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nearer_to_the_truth_in_fewer_bytes(checkout, from_checkout, case):
-    truths, theirs = {}, {}
+def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, from_checkout, case):
+    exact, theirs = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
-        # The truth in float64 of weights and inputs that were rounded to ``dtype``.
-        truths[dtype] = _results(CASES[case], from_checkout, dtype, torch.float64)[0]
+        # The float64 result for weights and inputs rounded to ``dtype``.
+        exact[dtype] = _results(CASES[case], from_checkout, dtype, torch.float64)[0]
         theirs[dtype] = _results(CASES[case], from_checkout, dtype, dtype)
     patches = {patch.name: patch for patch in (fused_operations.PATCH, skip_unit_scaling.PATCH)}
     patcher = Patcher(patches, Settings(fused_operations=True), checkout)
@@ -134,19 +134,19 @@ def test_nearer_to_the_truth_in_fewer_bytes(checkout, from_checkout, case):
             ours, moved = _results(CASES[case], from_checkout, dtype, dtype)
             upstream, moved_by_upstream = theirs[dtype]
             assert [value.dtype for value in ours] == [value.dtype for value in upstream]
-            of_ours, of_theirs = _distance(ours, truths[dtype]), _distance(upstream, truths[dtype])
-            share = moved / moved_by_upstream
-            print(f"{case} {dtype}: {share:.2f} of the bytes, error {max(of_ours):.1e} against {max(of_theirs):.1e}")
-            assert max(of_ours) < limit
-            assert max(of_ours) < 1.1 * max(of_theirs) + 1e-7
-            assert share < 0.99
+            errors, upstream_errors = _relative_errors(ours, exact[dtype]), _relative_errors(upstream, exact[dtype])
+            ratio = moved / moved_by_upstream
+            print(f"{case} {dtype}: {ratio:.2f} of the bytes, error {max(errors):.1e}, upstream's {max(upstream_errors):.1e}")
+            assert max(errors) < limit
+            assert max(errors) < 1.1 * max(upstream_errors) + 1e-7
+            assert ratio < 0.99
     finally:
         patcher.undo()
     assert fused_operations._done
 
 
 @pytest.mark.parametrize("name", ["library.flux_models", "library.lumina_models"])
-def test_a_base_in_fp8_is_normalized_as_upstream_does(checkout, from_checkout, name):
+def test_fp8_norm_equals_upstreams(checkout, from_checkout, name):
     norm = from_checkout(name).RMSNorm(WIDTH).to(torch.float8_e4m3fn).requires_grad_(False)
     patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
     x = _activation(TOKENS, WIDTH).bfloat16().requires_grad_()
@@ -163,8 +163,8 @@ def test_a_base_in_fp8_is_normalized_as_upstream_does(checkout, from_checkout, n
         torch.testing.assert_close(ours, theirs)
 
 
-def test_what_is_no_plain_product_is_left_to_upstream(checkout, from_checkout):
-    """Dropout, trained base weights, a layer that is not torch's own."""
+def test_unsupported_layers_use_upstreams_code(checkout, from_checkout):
+    """Check dropout, trained base weights, and layers other than torch.nn.Linear."""
     patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
     kind = from_checkout("networks.lora").LoRAModule
     patcher.arm()
@@ -185,13 +185,13 @@ def test_what_is_no_plain_product_is_left_to_upstream(checkout, from_checkout):
             lora, before = kind("a", layer, **more), layer.forward
             lora.apply_to()
             x = torch.randn(2, 8, 1, 1) if isinstance(layer, torch.nn.Conv2d) else torch.randn(2, 8)
-            assert torch.equal(layer(x), before(x)), "its own up weights are zero"
+            assert torch.equal(layer(x), before(x)), "a new LoRA has zero up weights"
         assert not fused_operations._done
     finally:
         patcher.undo()
 
 
-#: Case -> script, more arguments, what must have been reached.
+#: Case -> script, further arguments, operations that must be used.
 RUNS = {
     "sdxl": ("sdxl_train_network.py", (), {"products", "gates"}),
     "flux": ("flux_train_network.py", ("--network_train_unet_only",), {"products", "norms", "rotations"}),
@@ -205,15 +205,15 @@ FAMILIES = {"chroma": "chroma"}
 
 
 @pytest.mark.parametrize("case", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "flux")])
-def test_the_real_script_trains_the_same(checkout, train, case):
-    script, more, reached = RUNS[case]
+def test_real_script_trains_to_the_same_tensors(checkout, train, case):
+    script, more, expected = RUNS[case]
     runs = [
         train(checkout, script, *more, *flag, family=FAMILIES.get(case), env={"SPY_LOSSES": "1"})
         for flag in ((), ("--fused_operations",))
     ]
     plain, fused = runs
     assert "fused_operations" not in plain.report["facts"]
-    assert {name for name, count in fused.report["facts"]["fused_operations"].items() if count >= 8} == reached
+    assert {name for name, count in fused.report["facts"]["fused_operations"].items() if count >= 8} == expected
     assert fused.losses == pytest.approx(plain.losses, abs=1e-5)
     assert fused.tensors.keys() == plain.tensors.keys()
     assert max((tensor - plain.tensors[name]).abs().max().item() for name, tensor in fused.tensors.items()) <= 1e-5
@@ -221,17 +221,17 @@ def test_the_real_script_trains_the_same(checkout, train, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py", "lumina_train_network.py"])
-def test_bf16_is_as_near_to_float32_with_it_as_without(checkout, train, script):
+def test_bf16_is_as_close_to_float32_as_without_the_patch(checkout, train, script):
     bf16 = ("--mixed_precision", "bf16")
     exact, plain, fused = (
-        train(checkout, script, "--max_train_steps", "20", "--network_train_unet_only", *one, env={"SPY_LOSSES": "1"})
-        for one in ((), bf16, (*bf16, "--fused_operations"))
+        train(checkout, script, "--max_train_steps", "20", "--network_train_unet_only", *options, env={"SPY_LOSSES": "1"})
+        for options in ((), bf16, (*bf16, "--fused_operations"))
     )
 
     (plain_losses, plain_weights), (losses, weights) = plain.distance_from(exact), fused.distance_from(exact)
     print(
-        f"\n{script} ({checkout.label}): from float32, losses {plain_losses:.2e} without and {losses:.2e} with it, "
-        f"weights {plain_weights:.2e} and {weights:.2e}"
+        f"\n{script} ({checkout.label}): distance from float32: losses {losses:.2e} (without {plain_losses:.2e}), "
+        f"weights {weights:.2e} (without {plain_weights:.2e})"
     )
     assert 0 < losses < 1.5 * plain_losses
     assert 0 < weights < 1.5 * plain_weights
@@ -239,8 +239,8 @@ def test_bf16_is_as_near_to_float32_with_it_as_without(checkout, train, script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py", "lumina_train_network.py"])
-def test_compiled_blocks_stay_whole_and_as_they_are(checkout, train, script):
-    """What is fused in eager is left to the compiler: the same graphs, no breaks, the same file."""
+def test_compiled_blocks_are_unchanged(checkout, train, script):
+    """In compiled blocks the compiler fuses: the patch changes neither graphs nor results."""
     compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager", "--network_train_unet_only")
     plain, fused = (train(checkout, script, *compiled, *more) for more in ((), ("--fused_operations",)))
     graphs = [

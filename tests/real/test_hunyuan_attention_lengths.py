@@ -1,4 +1,4 @@
-"""HunyuanImage's attention with the lengths read once: the same bits, and blocks that are compiled in one piece."""
+"""hunyuan_attention_lengths: bit-identical blocks that do not sync and compile to one graph."""
 
 import pytest
 
@@ -6,22 +6,22 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 
-from kohya_ext.compiling.tracing import close_gaps  # noqa: E402
+from kohya_ext.compiling.tracing import apply_workarounds  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
 MASKS = {
-    "one": [[1, 1, 1, 1, 1]],
+    "single": [[1, 1, 1, 1, 1]],
     "equal": [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
     "padded": [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]],
     "padded alike": [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0]],
 }
-PICTURE = 16
+IMAGE_TOKENS = 16
 
 
 @pytest.fixture
 def modules(checkout, from_checkout):
-    """The attention and the blocks of a checkout, patched, and the function that the patch wraps."""
+    """The patched attention parameters and blocks of a checkout, and the original function."""
     attention = from_checkout("library.attention")
     blocks = from_checkout("library.hunyuan_image_modules")
     original = attention.AttentionParams.create_attention_params_from_mask
@@ -36,40 +36,42 @@ def modules(checkout, from_checkout):
 def inputs(mask):
     torch.manual_seed(0)
     batch, length = mask.shape
-    rope = (torch.randn(PICTURE, 32), torch.randn(PICTURE, 32))
-    return torch.randn(batch, PICTURE, 64), torch.randn(batch, length, 64), torch.randn(batch, 64), rope
+    rope = (torch.randn(IMAGE_TOKENS, 32), torch.randn(IMAGE_TOKENS, 32))
+    return torch.randn(batch, IMAGE_TOKENS, 64), torch.randn(batch, length, 64), torch.randn(batch, 64), rope
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_blocks_give_the_same_bits(modules, mask):
+def test_blocks_are_bit_identical(modules, mask):
     params, blocks, original = modules
     mask = torch.tensor(MASKS[mask])
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
     results = []
     for create in (original, params.create_attention_params_from_mask):
         image, text, vector, rope = inputs(mask)
-        attention = create("torch", False, PICTURE, mask)
+        attention = create("torch", False, IMAGE_TOKENS, mask)
         image, text = double(image, text, vector, rope, attention)
         results.append([image, text, single(torch.cat([image, text], 1), vector, rope, attention)])
     for theirs, ours in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_nothing_is_left_to_ask_the_gpu_in_a_block(modules):
+def test_blocks_have_no_lengths_to_read(modules):
     params, _, original = modules
-    for name in ("one", "equal", "padded"):
+    for name in ("single", "equal", "padded"):
         mask = torch.tensor(MASKS[name])
-        assert original("torch", False, PICTURE, mask).seqlens is not None
-        assert params.create_attention_params_from_mask("torch", False, PICTURE, mask).seqlens is None
+        assert original("torch", False, IMAGE_TOKENS, mask).seqlens is not None
+        assert params.create_attention_params_from_mask("torch", False, IMAGE_TOKENS, mask).seqlens is None
     mask = torch.tensor(MASKS["padded"])
-    assert params.create_attention_params_from_mask("torch", False, 0, mask).seqlens is not None, "read by the text refiner"
-    assert params.create_attention_params_from_mask("torch", True, PICTURE, mask).seqlens is not None, "split by them"
+    assert params.create_attention_params_from_mask("torch", False, 0, mask).seqlens is not None, "the text refiner reads them"
+    assert params.create_attention_params_from_mask("torch", True, IMAGE_TOKENS, mask).seqlens is not None, (
+        "split attention needs them"
+    )
 
 
-def test_the_blocks_are_traced_in_one_piece_and_known_sizes_add_no_graphs(modules):
+def test_blocks_compile_to_one_graph_per_size(modules):
     params, blocks, _ = modules
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)
-    close_gaps()
+    apply_workarounds()
     torch._dynamo.reset()
     graphs = []
 
@@ -77,16 +79,16 @@ def test_the_blocks_are_traced_in_one_piece_and_known_sizes_add_no_graphs(module
         graphs.append(graph)
         return graph.forward
 
-    into = [torch.compile(kind._forward, backend=count, fullgraph=True) for kind in (type(double), type(single))]
+    forwards = [torch.compile(kind._forward, backend=count, fullgraph=True) for kind in (type(double), type(single))]
 
-    def through_all():
-        for name in ("one", "equal", "padded"):
+    def count_graphs():
+        for name in ("single", "equal", "padded"):
             mask = torch.tensor(MASKS[name])
             image, text, vector, rope = inputs(mask)
-            attention = params.create_attention_params_from_mask("torch", False, PICTURE, mask)
-            image, text = into[0](double, image, text, vector, rope, attention)
-            into[1](single, torch.cat([image, text], 1), vector, rope, attention)
+            attention = params.create_attention_params_from_mask("torch", False, IMAGE_TOKENS, mask)
+            image, text = forwards[0](double, image, text, vector, rope, attention)
+            forwards[1](single, torch.cat([image, text], 1), vector, rope, attention)
         return len(graphs)
 
-    assert through_all() == through_all() > 0
+    assert count_graphs() == count_graphs() > 0
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""HunyuanImage's text encoder outputs in memory are those on disk."""
+"""HunyuanImage trains alike with text encoder outputs cached in memory and on disk."""
 
 import pytest
 
@@ -8,7 +8,7 @@ SCRIPT = "hunyuan_image_train_network.py"
 
 
 @pytest.mark.slow
-def test_training_from_memory_is_training_from_disk(checkout, train):
+def test_training_from_memory_equals_training_from_disk(checkout, train):
     memory = ("--cache_text_encoder_outputs", "--no-cache_text_encoder_outputs_to_disk")
     run = train(checkout, SCRIPT, *memory, env={"SPY_LOSSES": "1"})
     disk = train(checkout, SCRIPT, start="plain", env={"SPY_LOSSES": "1"})

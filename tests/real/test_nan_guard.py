@@ -1,10 +1,10 @@
-"""A step that is not finite leaves as much memory to the next one as any other step."""
+"""A skipped step frees as much memory as any other step."""
 
 import numpy
 import pytest
 
 from kohya_ext.tiny import dataset
-from tests.real.test_losing_nothing import FULL, write_pictures_with_nan
+from tests.real.test_losing_nothing import FULL, write_images_with_nan
 
 torch = pytest.importorskip("torch")
 
@@ -15,19 +15,19 @@ GROUPS = ("--fused_optimizer_groups", "3")
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("fused", [FUSED, pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["backward-pass", "groups"])
-def test_a_step_that_is_skipped_holds_no_memory(checkout, train, tmp_path, fused):
+def test_skipped_step_frees_its_memory(checkout, train, tmp_path, fused):
     def run(name, latents):
-        write_pictures_with_nan(folder := tmp_path / name)
+        write_images_with_nan(folder := tmp_path / name)
         (file,) = (folder / dataset.CLASS).glob("*.npz")
         numpy.savez(file, **{name: latents(value) for name, value in numpy.load(file).items()})
         options = ("--max_train_steps", "8", "--train_data_dir", str(folder), "--cache_latents_to_disk", *fused)
         return train(checkout, FULL, *options, env={"SPY_MEMORY": "1"})
 
-    skipping, whole = run("nan", lambda value: value), run("zero", numpy.nan_to_num)
+    skipping, finite = run("nan", lambda value: value), run("zero", numpy.nan_to_num)
     skipped = [line for line in skipping.output.splitlines() if "is skipped, it is not finite: loss nan" in line]
     assert len(skipped) == 2, skipping.output[-4000:]
-    assert "is skipped" not in whole.output
+    assert "is skipped" not in finite.output
     assert all(tensor.isfinite().all() for tensor in skipping.tensors.values())
-    # Less where no optimizer's step has left something of its own.
-    assert len(whole.left_by_steps) == 7
-    assert all(ours <= theirs for ours, theirs in zip(skipping.left_by_steps, whole.left_by_steps, strict=True))
+    # A skipped step may leave less, because the optimizer did not step.
+    assert len(finite.left_by_steps) == 7
+    assert all(ours <= theirs for ours, theirs in zip(skipping.left_by_steps, finite.left_by_steps, strict=True))

@@ -1,13 +1,13 @@
-"""A run that is out of memory, on the real scripts: what it says, what it saves, and that the launcher goes on from there."""
+"""Out-of-memory errors in the real scripts: messages, the saved state, and the launcher's restart."""
 
 import re
 import signal
 
 import pytest
 
-from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_all_whole, orphans, posix, same, send
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_all_complete, orphans, posix, same, send
 
-#: So that checkpointing is the next thing to give up.
+#: With them, gradient checkpointing is the cheapest change.
 ARGUMENTS = ("--mixed_precision", "bf16")
 TOO_MUCH = (*ARGUMENTS, "--no-gradient_checkpointing")
 AT_STEP_3 = {"SPY_OUT_OF_MEMORY_AT": "3"}
@@ -17,33 +17,35 @@ slow = pytest.mark.slow
 
 @slow
 @pytest.mark.parametrize("script", [LORA, FULL])
-def test_the_launcher_goes_on_with_the_next_change_and_nothing_is_lost(checkout, train, script):
+def test_the_launcher_restarts_with_the_next_change_and_loses_nothing(checkout, train, script):
     run = train(checkout, script, *TOO_MUCH, "--on_oom", "retry", env=AT_STEP_3, bare=True)
     assert "out of memory (step 3, forward): CUDA out of memory. Tried to allocate 20.00 MiB." in run.output
     assert "nothing is lost: the state after step 2 is saved" in run.output
-    assert "the cheapest next step: gradient checkpointing of every block (--gradient_checkpointing)" in run.output
+    assert "the cheapest change: gradient checkpointing of every block (--gradient_checkpointing)" in run.output
     assert "restart 1 of 3, from tiny-rolling00000002-state, with gradient checkpointing" in run.output
-    assert "going on after step 2" in run.output
+    assert "resumed after step 2" in run.output
     assert "restart 2" not in run.output
-    # Recomputing changes no bit, and no step was lost or made twice.
+    # Recomputing is exact, and no step was lost or repeated.
     assert same(run.tensors, train(checkout, script, *ARGUMENTS).tensors)
-    assert_all_whole(run.folder)
+    assert_all_complete(run.folder)
 
 
 @slow
-def test_a_plain_start_says_what_to_paste(checkout, train):
+def test_a_plain_start_prints_the_command_line(checkout, train):
     run = train(checkout, LORA, *TOO_MUCH, start="environment", env={**AT_STEP_3, "KOHYA_EXT_ON_OOM": "retry"}, bare=True)
     assert run.code == 1
     assert "--on_oom retry needs the launcher" in run.output
-    (line,) = re.findall(r"to go on from tiny-rolling00000002-state with it: (.*)", run.output)
+    (line,) = re.findall(r"to resume from tiny-rolling00000002-state with it: (.*)", run.output)
     assert "--no-gradient_checkpointing" not in line
     assert "--gradient_checkpointing --resume" in line
-    assert re.search(r"what needs how much: python -m kohya_ext estimate sdxl_train_network.py .*--pretrained", run.output)
+    assert re.search(
+        r"for an estimate by part, run: python -m kohya_ext estimate sdxl_train_network.py .*--pretrained", run.output
+    )
 
 
 @slow
-def test_restarts_are_bounded(checkout, train):
-    # bf16 helps as little as anything that leaves checkpointing off.
+def test_restarts_are_limited(checkout, train):
+    # Without checkpointing neither bf16 nor any other change helps.
     run = train(
         checkout,
         LORA,
@@ -64,13 +66,13 @@ def test_restarts_are_bounded(checkout, train):
 @slow
 @posix
 @pytest.mark.parametrize("scripts", SCRIPTS[:1])
-def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, scripts):
+def test_a_signal_to_the_launcher_stops_the_run_safely(checkout, train, scripts):
     options = ("--max_train_steps", "500", "--on_oom", "retry")
     run = train(checkout, scripts[checkout.layout], *options, at_step=2, act=send(signal.SIGTERM), bare=True)
     assert run.code == 128 + signal.SIGTERM, run.output[-3000:]
-    assert "to go on: " in run.output
+    assert "to resume: " in run.output
     assert not orphans(run.folder)
-    assert_all_whole(run.folder)
+    assert_all_complete(run.folder)
 
 
 @slow
@@ -78,6 +80,6 @@ def test_a_signal_to_the_waiting_launcher_stops_the_run_safely(checkout, train, 
 def test_the_run_does_not_outlive_its_launcher(checkout, train):
     run = train(checkout, LORA, "--max_train_steps", "500", "--on_oom", "retry", at_step=2, act=send(signal.SIGKILL), bare=True)
     assert run.code == -signal.SIGKILL
-    # The pipe is closed: the training process has ended too, its state saved.
+    # The pipe is closed: the training process has saved its state and ended too.
     assert not orphans(run.folder)
     assert list(run.folder.glob("*-state")), run.output[-3000:]

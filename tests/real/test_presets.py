@@ -1,4 +1,4 @@
-"""Presets and the GUI's files against upstream's own parsers, buckets and runs."""
+"""Presets and the GUI's config files against upstream's parsers, buckets and runs."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 GUI = Path(__file__).parent.parent / "data" / "gui"
 
-#: Which script the GUI starts with a file.
+#: Config file of the GUI -> the script that the GUI starts with it.
 GUI_SCRIPTS = {
     "lora-sd15": "train_network.py",
     "lora-sdxl": "sdxl_train_network.py",
@@ -63,15 +63,15 @@ for file, script in zip(sys.argv[2::2], sys.argv[3::2]):
 """
 
 
-def test_every_file_of_the_gui_is_tested():
+def test_every_gui_file_is_tested():
     assert {file.stem for file in GUI.glob("*.toml")} == GUI_SCRIPTS.keys()
 
 
-def test_no_file_of_the_gui_gives_a_warning(checkout):
+def test_gui_files_give_no_warning(checkout):
     scripts = {name: script for name, script in GUI_SCRIPTS.items() if (checkout.path / script).is_file()}
-    named = [word for name, script in scripts.items() for word in (str(GUI / f"{name}.toml"), script)]
+    words = [word for name, script in scripts.items() for word in (str(GUI / f"{name}.toml"), script)]
     environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", CHECK_FILES, str(checkout.path), *named]
+    command = [sys.executable, "-c", CHECK_FILES, str(checkout.path), *words]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, encoding="utf-8", errors="replace")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "PROBLEM" not in done.stdout, done.stdout
@@ -79,37 +79,37 @@ def test_no_file_of_the_gui_gives_a_warning(checkout):
 
 
 @pytest.mark.newest
-def test_a_start_by_the_gui_changes_nothing_that_is_on(checkout, train, tmp_path):
-    """The GUI starts the script with its file alone; here the tiny model's arguments come on top."""
+def test_start_from_the_gui_keeps_its_switches(checkout, train, tmp_path):
+    """The GUI passes only its config file; this test adds the tiny model's arguments."""
     config = tmp_path / "config_lora-20260101-120000.toml"
     config.write_text((GUI / "lora-sdxl-unet.toml").read_text())
     paths = ("--config_file", str(config), "--sample_prompts", "", "--save_precision", "float", "--network_train_unet_only")
     env = {"KOHYA_EXT_PRESET": "12gb"}
     run = train(checkout, "sdxl_train_network.py", *paths, start="environment", env=env)
     assert run.code == 0, run.output[-4000:]
-    said = [line for line in run.output.splitlines() if line.startswith("kohya_ext: ")]
-    assert not [line for line in said if "must be" in line or "unknown key" in line]
-    assert [line for line in said if "preset sdxl-lora/12gb set" in line] == [
+    messages = [line for line in run.output.splitlines() if line.startswith("kohya_ext: ")]
+    assert not [line for line in messages if "must be" in line or "unknown key" in line]
+    assert [line for line in messages if "preset sdxl-lora/12gb set" in line] == [
         "kohya_ext: preset sdxl-lora/12gb set gradient_checkpointing_ratio=0.375"
     ]
 
 
 @pytest.mark.newest
-def test_a_preset_gives_way_to_a_text_encoder_that_is_trained_and_captions_that_are_shuffled(checkout, train, tmp_path):
+def test_preset_does_not_override_text_encoder_training_and_shuffled_captions(checkout, train, tmp_path):
     (tmp_path / "mine.toml").write_text("text_encoder_lr = [1e-5]\nshuffle_caption = true\n")
     run = train(checkout, "sdxl_train_network.py", "--preset", "12gb", "--config_file", str(tmp_path / "mine.toml"))
     assert run.code == 0, run.output[-4000:]
-    assert "left out network_train_unet_only, cache_text_encoder_outputs (text_encoder_lr = [1e-05])" in run.output
+    assert "skipped network_train_unet_only, cache_text_encoder_outputs (text_encoder_lr = [1e-05])" in run.output
     assert {name.split("_")[1] for name in run.tensors} == {"unet", "te1", "te2"}
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
-#: SDXL's usual sizes, and how an image of each aspect ratio may lose pixels to steps of 64 at most.
+#: SDXL's usual training sizes, which have multiples of 64 as sides.
 SIZES = ((1024, 1024), (896, 1152), (832, 1216), (768, 1344), (640, 1536), (512, 2048))
 
 
-def test_a_preset_keeps_the_pixels_of_an_image_that_is_not_square(checkout, from_checkout):
+def test_presets_keep_the_pixels_of_images_that_are_not_square(checkout, from_checkout):
     manager = from_checkout("library.train_util").BucketManager
     bases = [
         base
@@ -118,8 +118,8 @@ def test_a_preset_keeps_the_pixels_of_an_image_that_is_not_square(checkout, from
     ]
     assert len(bases) == 10
     for values in ({key: value.value for key, value in base.values.items()} for base in bases):
-        own = int(values["resolution"].split(",")[0])
-        for resolution in (512, 768, own):
+        default = int(values["resolution"].split(",")[0])
+        for resolution in (512, 768, default):
             buckets = manager(False, (resolution, resolution), 256, values["max_bucket_reso"], 64)
             buckets.make_buckets()
             for width, height in (size for size in SIZES if min(size) * resolution // 1024 >= 256):
@@ -131,7 +131,7 @@ def test_a_preset_keeps_the_pixels_of_an_image_that_is_not_square(checkout, from
 
 
 @pytest.mark.parametrize("no_upscale", [False, True])
-def test_the_preflights_buckets_are_upstreams(checkout, from_checkout, no_upscale):
+def test_preflight_buckets_equal_upstreams(checkout, from_checkout, no_upscale):
     manager = from_checkout("library.train_util").BucketManager
     for resolution, limits in (((1024, 1024), (256, 2048, 64)), ((512, 768), (256, 1024, 32)), ((1000, 1000), (256, 1024, 64))):
         theirs = manager(no_upscale, resolution, *limits)
@@ -142,8 +142,8 @@ def test_the_preflights_buckets_are_upstreams(checkout, from_checkout, no_upscal
             assert ours.bucket(size) == theirs.select_bucket(*size)[0], (resolution, limits, size)
 
 
-def test_the_upstream_default_would_lose_them(checkout, from_checkout):
-    """The test above can fail."""
+def test_upstream_default_loses_pixels(checkout, from_checkout):
+    """Show that test_presets_keep_the_pixels_of_images_that_are_not_square can fail."""
     buckets = from_checkout("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
     buckets.make_buckets()
     assert buckets.select_bucket(832, 1216)[0] == (704, 1024)
@@ -153,13 +153,13 @@ def test_the_upstream_default_would_lose_them(checkout, from_checkout):
 
 
 @pytest.mark.slow
-def test_the_steps_of_an_epoch_with_regularisation_images_are_upstreams(checkout, train, tmp_path):
+def test_steps_of_an_epoch_with_regularisation_images_equal_upstreams(checkout, train, tmp_path):
     dataset.write(tmp_path, 3, 128)
     folder = tmp_path / dataset.CLASS
     folder.rename(tmp_path / "2_cat")
     more = ("--reg_data_dir", str(tmp_path), "--train_batch_size", "2", "--max_train_epochs", "1")
     run = train(checkout, "sdxl_train_network.py", *more)
     assert run.code == 0, run.output[-4000:]
-    (counted,) = re.findall(r"about (\d+) steps an epoch", run.output)
-    (made,) = re.findall(r"total optimization steps / \S+: (\d+)", run.output)
-    assert counted == made
+    (predicted,) = re.findall(r"about (\d+) steps per epoch", run.output)
+    (actual,) = re.findall(r"total optimization steps / \S+: (\d+)", run.output)
+    assert predicted == actual

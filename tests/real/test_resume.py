@@ -1,4 +1,4 @@
-"""Runs that share a folder, a name or a machine: each resumes its own states, and nothing of another run's is lost."""
+"""Resuming and locking: a run resumes only its own states, and never destroys another run's."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 
 from kohya_ext.run import resume, run_record
 from kohya_ext.tiny import environment
-from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, TWO, assert_all_whole, posix, read, same, send
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, TWO, assert_all_complete, posix, read, same, send
 
 torch = pytest.importorskip("torch")
 
@@ -20,42 +20,42 @@ EVERY_STEP = ("--save_state_every_n_minutes", "0")
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("scripts", SCRIPTS)
-def test_a_rerun_prunes_and_resumes_its_own_states_only(checkout, train, scripts, tmp_path):
+def test_rerun_removes_and_resumes_only_its_own_states(checkout, train, scripts, tmp_path):
     script = scripts[checkout.layout]
-    whole = train(checkout, script, *EVERY_STEP, "--max_train_steps", "6", output=tmp_path)
-    expected = whole.tensors
+    first = train(checkout, script, *EVERY_STEP, "--max_train_steps", "6", output=tmp_path)
+    expected = first.tensors
     earlier = ["tiny-rolling00000005-state", "tiny-rolling00000006-state"]
     assert sorted(path.name for path in tmp_path.glob("*-state")) == earlier
 
-    again = train(checkout, script, *EVERY_STEP, "--max_train_steps", "3", output=tmp_path)
-    assert again.code == 0, again.output[-3000:]
+    rerun = train(checkout, script, *EVERY_STEP, "--max_train_steps", "3", output=tmp_path)
+    assert rerun.code == 0, rerun.output[-3000:]
     own = ["tiny-rolling00000002-state", "tiny-rolling00000003-state"]
     assert sorted(path.name for path in tmp_path.glob("*-state")) == own
     assert sorted(path.name for path in tmp_path.glob("*-state.previous")) == [f"{name}.previous" for name in earlier]
-    assert "states of an earlier run are kept as NAME.previous" in again.output
+    assert "renamed the states of an earlier run to NAME.previous" in rerun.output
 
-    rest = train(checkout, script, *EVERY_STEP, "--max_train_steps", "6", "--resume", "auto", output=tmp_path)
-    assert "tiny-rolling00000003-state, step 3 of the run started" in rest.output
-    assert same(rest.tensors, expected)
+    resumed = train(checkout, script, *EVERY_STEP, "--max_train_steps", "6", "--resume", "auto", output=tmp_path)
+    assert "tiny-rolling00000003-state, step 3 of the run started" in resumed.output
+    assert same(resumed.tensors, expected)
     assert sorted(path.name for path in tmp_path.glob("*-state")) == earlier
     ids = {run_record.read(tmp_path / name).id for name in earlier}
     assert len(ids) == 1
     assert ids.isdisjoint(run_record.read(tmp_path / f"{name}.previous").id for name in earlier)
 
-    # Another run of this name does not continue it.
+    # A run with other settings does not continue it.
     other = train(checkout, script, *EVERY_STEP, "--max_train_steps", "1", "--resume", "auto", "--seed", "7", output=tmp_path)
     assert other.code == 0, other.output[-3000:]
-    assert "was saved by another run (--seed was" in other.output
+    assert "saved by another run (--seed was" in other.output
     assert "starting from the beginning" in other.output
 
 
 @pytest.mark.oldest
 @posix
-def test_a_second_run_of_a_name_is_refused_and_the_first_is_not_disturbed(checkout, train, upstream, tmp_path):
+def test_second_run_of_a_name_is_rejected_and_the_first_continues(checkout, train, upstream, tmp_path):
     second = []
 
     def start_another(process):
-        os.kill(process, signal.SIGSTOP)  # it would have ended before the others had begun
+        os.kill(process, signal.SIGSTOP)  # otherwise it ends before the others start
         second.append(train(checkout, LORA, output=tmp_path))
         command = [sys.executable, "-m", "kohya_ext", "check", "--sd-scripts", str(checkout.path), LORA]
         options = ["--output_dir", str(tmp_path), "--output_name", "tiny"]
@@ -65,17 +65,17 @@ def test_a_second_run_of_a_name_is_refused_and_the_first_is_not_disturbed(checko
     options = (*EVERY_STEP, "--disable_patch", "nonreentrant_checkpointing")
     first = train(checkout, LORA, *options, output=tmp_path, at_step=1, act=start_another)
     assert same(first.tensors, upstream(checkout, LORA).tensors)
-    assert_all_whole(tmp_path)
+    assert_all_complete(tmp_path)
     run, check = second
     assert run.code == check.returncode == 2, run.output[-3000:] + check.stderr
     for output in (run.output, check.stderr):
-        assert re.search(r"another run is training --output_name tiny in .* \(process \d+ on ", output)
+        assert re.search(r"another run uses --output_name tiny in .* \(process \d+ on ", output)
     assert "U-Net" not in run.output
     assert not list(tmp_path.glob(".*.lock"))
 
 
 @posix
-def test_a_stop_that_upstream_swallows_stops_before_the_first_step(checkout, train, tmp_path):
+def test_system_exit_that_upstream_catches_stops_before_the_first_step(checkout, train, tmp_path):
     git = tmp_path / "bin" / "git"
     git.parent.mkdir()
     git.write_text("#!/bin/sh\nkill -TERM $PPID\nsleep 1\n")
@@ -89,25 +89,25 @@ def test_a_stop_that_upstream_swallows_stops_before_the_first_step(checkout, tra
 
 @pytest.mark.oldest
 @posix
-def test_what_is_printed_to_go_on_starts_the_same_run_in_a_fresh_shell(checkout, train, models):
+def test_printed_resume_command_continues_the_run_in_a_new_shell(checkout, train, models):
     options = ("--max_train_steps", "6", "--shuffle_caption")
-    # The preset is seen in the result: without it the learning rate would not rise slowly.
+    # The preset changes the result through its learning-rate warmup.
     environ = {"KOHYA_EXT_PRESET": "quality", "KOHYA_EXT_SAVE_STATE_EVERY_N_MINUTES": "0"}
-    whole = train(checkout, LORA, *options, start="environment", env=environ)
-    part = train(checkout, LORA, *options, start="environment", env=environ, at_step=3, act=send(signal.SIGTERM))
-    (command,) = re.findall(r"to go on: (.*)", part.output)
+    uninterrupted = train(checkout, LORA, *options, start="environment", env=environ)
+    stopped_run = train(checkout, LORA, *options, start="environment", env=environ, at_step=3, act=send(signal.SIGTERM))
+    (command,) = re.findall(r"to resume: (.*)", stopped_run.output)
     assert "--preset quality" in command
-    # Beside what every shell has, only what makes the models tiny.
-    fresh = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    fresh |= environment.variables(models("sdxl").tokenizers)
-    done = subprocess.run(["sh", "-c", command], cwd="/", env=fresh, capture_output=True, text=True)
+    # Only what every shell has, and the variables for the tiny models.
+    shell = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    shell |= environment.variables(models("sdxl").tokenizers)
+    done = subprocess.run(["sh", "-c", command], cwd="/", env=shell, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert same(read(part.file), whole.tensors)
+    assert same(read(stopped_run.file), uninterrupted.tensors)
 
 
 @pytest.fixture(scope="module")
 def stopped(train):
-    """(checkout) -> a finished run's folder with its rolling states; a copy of it is broken in every way."""
+    """(checkout) -> the folder of a finished run with timed states; tests damage copies of it."""
     runs = {}
 
     def of(checkout):
@@ -135,15 +135,15 @@ def with_damaged_random_state(state):
 
 
 DAMAGE = {
-    without_model: "it has no model.safetensors",
-    with_truncated_optimizer: r"optimizer.bin has \d+ of \d+ bytes",
+    without_model: "model.safetensors is missing",
+    with_truncated_optimizer: r"optimizer.bin is truncated: \d+ of \d+ bytes",
     with_damaged_random_state: "random_states_0.pkl is damaged",
 }
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("damage", DAMAGE, ids=[damage.__name__ for damage in DAMAGE])
-def test_a_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, train, stopped, damage, tmp_path):
+def test_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, train, stopped, damage, tmp_path):
     folder = tmp_path / "out"
     shutil.copytree(stopped(checkout), folder)
     for state in folder.glob("*-state"):
@@ -151,16 +151,16 @@ def test_a_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, trai
     for preflight in ((), ("--no-preflight",)):
         run = train(checkout, LORA, "--max_train_steps", "4", "--resume", "auto", *preflight, output=folder)
         assert run.code == 2, run.output[-3000:]
-        assert re.search(f"no state in .* can be resumed .*{DAMAGE[damage]}", run.output)
-        assert "leave out --resume to start from the beginning" in run.output
+        assert re.search(f"every state in .* is damaged .*{DAMAGE[damage]}", run.output)
+        assert "remove --resume to start from the beginning" in run.output
         assert "U-Net" not in run.output
 
 
 @pytest.mark.slow
-def test_upstreams_state_with_a_damaged_random_state_is_resumed_only_when_asked(checkout, train):
+def test_upstream_state_with_damaged_random_state_needs_inexact_resume(checkout, train):
     options = ("--save_state", "--save_every_n_steps", "2", "--max_train_steps", "4")
-    part = train(checkout, LORA, *options, start="plain")
-    state = part.folder / "tiny-step00000002-state"
+    first = train(checkout, LORA, *options, start="plain")
+    state = first.folder / "tiny-step00000002-state"
     with_damaged_random_state(state)
     resume = ("--resume", str(state), "--max_train_steps", "4")
     for more in ((), ("--no-preflight",)):
@@ -173,13 +173,13 @@ def test_upstreams_state_with_a_damaged_random_state_is_resumed_only_when_asked(
 
 @pytest.mark.slow
 @posix
-def test_two_processes_go_on_bit_for_bit(checkout, train, tmp_path):
+def test_two_processes_resume_bit_identically(checkout, train, tmp_path):
     options = ("--max_train_steps", "8", *EVERY_STEP, "--shuffle_caption")
-    whole = train(checkout, FULL, *options, **TWO)
-    part = train(checkout, FULL, *options, at_step=3, act=send(signal.SIGTERM), output=tmp_path, **TWO)
-    assert part.code == 143, part.output[-3000:]
-    kept = torch.load(resume.newest_state(tmp_path, "tiny") / resume.FILE, weights_only=True)
-    assert kept["processes"] == len(kept["ranks"]) == 2
-    rest = train(checkout, FULL, *options, "--resume", "auto", output=tmp_path, **TWO)
-    assert "will differ" not in rest.output
-    assert same(rest.tensors, whole.tensors)
+    uninterrupted = train(checkout, FULL, *options, **TWO)
+    stopped_run = train(checkout, FULL, *options, at_step=3, act=send(signal.SIGTERM), output=tmp_path, **TWO)
+    assert stopped_run.code == 143, stopped_run.output[-3000:]
+    position = torch.load(resume.newest_state(tmp_path, "tiny") / resume.FILE, weights_only=True)
+    assert position["processes"] == len(position["ranks"]) == 2
+    resumed = train(checkout, FULL, *options, "--resume", "auto", output=tmp_path, **TWO)
+    assert "will differ" not in resumed.output
+    assert same(resumed.tensors, uninterrupted.tensors)

@@ -1,4 +1,4 @@
-"""A part of the blocks checkpointed: the file is that of all of them, bit for bit, with so many fewer recomputations."""
+"""Checkpointing only some blocks gives a bit-identical model with fewer recomputations."""
 
 import re
 
@@ -10,18 +10,18 @@ from tests.real.test_start import assert_identical
 LORA, FLUX = "sdxl_train_network.py", "flux_train_network.py"
 STEPS = 4
 
-#: Weighs every step of a run.
+#: Measures the peak memory and FLOPs of every step.
 SPY = {"SPY_MEMORY": "1"}
 
-#: script -> how its models say that a share of them is checkpointed.
+#: Script -> model class in the message about checkpointed blocks.
 MODELS = {LORA: "SdxlUNet2DConditionModel", FLUX: "Flux"}
 
 slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def every(train):
-    """(checkout, script) -> a run with every block checkpointed; each is run once a session."""
+def fully_checkpointed(train):
+    """(checkout, script) -> a run with every block checkpointed; each runs once per session."""
     runs = {}
 
     def of(checkout, script):
@@ -33,63 +33,63 @@ def every(train):
 
 
 @pytest.mark.parametrize("script", [LORA, pytest.param(FLUX, marks=slow)])
-def test_the_file_is_that_of_a_run_with_every_block_checkpointed(checkout, train, every, script):
-    whole = every(checkout, script)
+def test_ratio_checkpoints_fewer_blocks_with_identical_results(checkout, train, fully_checkpointed, script):
+    full = fully_checkpointed(checkout, script)
     some = train(checkout, script, "--gradient_checkpointing_ratio", "0.3")
-    assert_identical(some, whole)
+    assert_identical(some, full)
     covered, blocks = map(int, re.search(rf"covers (\d+) of (\d+) blocks of {MODELS[script]}", some.output).groups())
     assert 0 < covered < blocks
     assert covered == blocks - round(blocks * 0.7)
-    fewer = whole.checkpoint_calls["non-reentrant"] - some.checkpoint_calls["non-reentrant"]
+    fewer = full.checkpoint_calls["non-reentrant"] - some.checkpoint_calls["non-reentrant"]
     assert fewer == (blocks - covered) * STEPS
     assert {row["status"] for row in some.report["patches"] if row["patch"] == "selective_checkpointing"} >= {"applied"}
 
 
 @slow
-def test_a_share_of_0_is_no_checkpointing_of_blocks(checkout, train):
+def test_ratio_0_checkpoints_no_block(checkout, train):
     none = train(checkout, LORA, env={"KOHYA_EXT_GRADIENT_CHECKPOINTING_RATIO": "0"})
     assert_identical(none, train(checkout, LORA, "--no-gradient_checkpointing"))
     assert re.search(r"covers 0 of \d+ blocks of SdxlUNet2DConditionModel", none.output)
 
 
-#: Family of models -> its script.
+#: Model family -> its LoRA script.
 FAMILIES = {family.name: family.lora for family in families.FAMILIES}
 
-#: Batches that weigh the same, activations for the most part. Without a card the batch that is loaded ahead counts, so that an
-#: epoch has at least as many as the run has steps before it is not.
-ALIKE = ("--no-enable_bucket", "--train_batch_size", "2", "--network_train_unet_only")
+#: Options for batches of equal memory, most of it activations. On the CPU the prefetched batch counts too, so an epoch must
+#: have at least as many batches as the run has steps.
+EQUAL_BATCHES = ("--no-enable_bucket", "--train_batch_size", "2", "--network_train_unet_only")
 
 
 @pytest.fixture(scope="session")
 def bounds(train):
-    """(checkout, family) -> runs with every block checkpointed and with none, in batches that weigh the same."""
+    """(checkout, family) -> runs with every block checkpointed and with none, in batches of equal memory."""
     runs = {}
 
     def of(checkout, family):
         if (checkout.layout, family) not in runs:
-            whole, none = ((), ("--no-gradient_checkpointing",))
+            options = ((), ("--no-gradient_checkpointing",))
             runs[checkout.layout, family] = tuple(
-                train(checkout, FAMILIES[family], *ALIKE, *more, family=family, env=SPY) for more in (whole, none)
+                train(checkout, FAMILIES[family], *EQUAL_BATCHES, *more, family=family, env=SPY) for more in options
             )
         return runs[checkout.layout, family]
 
     return of
 
 
-def weighed(run):
-    """The highest peak of a run's steps in bytes, and every step's work."""
+def peak_and_flops(run):
+    """Return the highest peak of a run's steps in bytes, and the FLOPs of each step."""
     return max(peak for peak, _ in run.weighed_steps), [flops for _, flops in run.weighed_steps]
 
 
 @slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_most_of_what_checkpointing_saves_is_spent_in_every_family(checkout, train, bounds, family):
-    whole, none = bounds(checkout, family)
-    (low, most), (high, least) = weighed(whole), weighed(none)
+def test_budget_frees_blocks_in_every_family(checkout, train, bounds, family):
+    full, none = bounds(checkout, family)
+    (low, most), (high, least) = peak_and_flops(full), peak_and_flops(none)
     budget = f"{(low + 0.85 * (high - low)) / 0.97 / 1e6:.3f}MB"
-    run = train(checkout, FAMILIES[family], *ALIKE, "--vram_budget", budget, family=family, env=SPY)
-    assert_identical(run, whole)
-    facts, (peak, work) = run.report["facts"]["vram_budget"], weighed(run)
+    run = train(checkout, FAMILIES[family], *EQUAL_BATCHES, "--vram_budget", budget, family=family, env=SPY)
+    assert_identical(run, full)
+    facts, (peak, work) = run.report["facts"]["vram_budget"], peak_and_flops(run)
     assert low < facts["limit"] < high
     assert peak <= facts["limit"]
     assert work[:2] == most[:2]
@@ -99,48 +99,48 @@ def test_most_of_what_checkpointing_saves_is_spent_in_every_family(checkout, tra
 
 @slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_compiled_blocks_keep_the_share_of_their_activations_that_fits(checkout, train, bounds, family):
-    whole, none = bounds(checkout, family)
-    (low, most), (high, least) = weighed(whole), weighed(none)
-    compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")  # whose operators can be weighed
+def test_compiled_blocks_keep_the_fraction_of_activations_that_fits(checkout, train, bounds, family):
+    full, none = bounds(checkout, family)
+    (low, most), (high, least) = peak_and_flops(full), peak_and_flops(none)
+    compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")  # this backend's operators can be measured
     budget = f"{(low + 0.5 * (high - low)) / 0.97 / 1e6:.3f}MB"
-    run = train(checkout, FAMILIES[family], *ALIKE, *compiled, "--vram_budget", budget, family=family, env=SPY)
-    facts, (peak, work) = run.report["facts"]["vram_budget"], weighed(run)
+    run = train(checkout, FAMILIES[family], *EQUAL_BATCHES, *compiled, "--vram_budget", budget, family=family, env=SPY)
+    facts, (peak, work) = run.report["facts"]["vram_budget"], peak_and_flops(run)
     assert 0.1 < facts["kept_share_of_free_blocks"] < 1
     assert facts["checkpointed"] == 0
     assert run.report["facts"]["selective_torch_compile"]["graph_breaks"] == 0
     assert peak <= facts["limit"] < high
     assert least[-1] < work[-1] < most[-1]
-    for name, tensor in whole.tensors.items():
+    for name, tensor in full.tensors.items():
         assert (run.tensors[name] - tensor).abs().max() <= 1e-5
 
 
-def budget_between(whole, room=1.12):
-    """A budget with a little room beside what every block checkpointed needs: the tiny model is mostly weights."""
-    return f"{room * max(peak for peak, _ in whole.weighed_steps) / 1e6:.2f}MB"
+def budget_above(full, factor=1.12):
+    """Return a budget slightly above the peak with every block checkpointed. The tiny model is mostly weights."""
+    return f"{factor * max(peak for peak, _ in full.weighed_steps) / 1e6:.2f}MB"
 
 
-def test_a_budget_is_spent_and_kept(checkout, train, every):
-    """Also where a block is out of memory in forward all the same, in the last step."""
-    whole = every(checkout, LORA)
-    run = train(checkout, LORA, "--vram_budget", budget_between(whole), env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
-    assert_identical(run, whole)
+def test_budget_frees_blocks_and_is_not_exceeded(checkout, train, fully_checkpointed):
+    """The last step also simulates an out-of-memory error in the forward pass of a block."""
+    full = fully_checkpointed(checkout, LORA)
+    run = train(checkout, LORA, "--vram_budget", budget_above(full), env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
+    assert_identical(run, full)
     facts = run.report["facts"]["vram_budget"]
     assert max(peak for peak, _ in run.weighed_steps) <= facts["limit"]
-    # Two steps to weigh the blocks and the peak; then some of them are not computed twice any more.
-    work, without = [[flops for _, flops in each.weighed_steps] for each in (run, whole)]
+    # Two steps measure the blocks and the peak. After that some blocks are no longer recomputed.
+    work, without = [[flops for _, flops in other.weighed_steps] for other in (run, full)]
     assert work[:2] == without[:2]
     assert work[2] < without[2]
     assert 0 < facts["recomputed_flops"] < facts["recomputed_flops_at_first"]
     assert (facts["rerun"], facts["settled"]) == (1, True)
-    assert "out of memory in a BasicTransformerBlock in forward: it runs again checkpointed" in run.output
+    assert "out of memory in forward of a BasicTransformerBlock; it runs again checkpointed" in run.output
 
 
 @slow
-def test_a_budget_for_everything_frees_every_block(checkout, train, every):
+def test_large_budget_frees_every_block(checkout, train, fully_checkpointed):
     for script in (LORA, FLUX):
         run = train(checkout, script, "--no-gradient_checkpointing", env={**SPY, "KOHYA_EXT_VRAM_BUDGET": "1GB"})
-        assert_identical(run, every(checkout, script))
+        assert_identical(run, fully_checkpointed(checkout, script))
         facts = run.report["facts"]["vram_budget"]
         assert facts["recomputed_flops"] == 0 < facts["recomputed_flops_at_first"]
-        assert run.weighed_steps[-1][1] < every(checkout, script).weighed_steps[-1][1]
+        assert run.weighed_steps[-1][1] < fully_checkpointed(checkout, script).weighed_steps[-1][1]

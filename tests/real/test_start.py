@@ -1,4 +1,4 @@
-"""A real script gives upstream's own result, in every way of starting it, on every generation."""
+"""With patches off, a real script gives upstream's result, however it is started."""
 
 import pytest
 
@@ -24,8 +24,8 @@ def assert_patches_off(ours: Run, theirs: Run) -> None:
     assert ours.checkpoint_calls == theirs.checkpoint_calls
 
 
-def test_a_checkout_that_only_the_variable_named_stays_known(checkout, monkeypatch, tmp_path):
-    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))  # empty, as of a person who never ran setup
+def test_a_checkout_named_only_by_the_variable_is_still_tested(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))  # empty, as for a user who never ran setup
     monkeypatch.chdir(tmp_path)
     assert checkout in conftest._generations().values()
 
@@ -40,12 +40,12 @@ def test_with_patches_off_the_file_is_upstreams_bit_for_bit(checkout, train, ups
 @pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("script", SCRIPTS[1:])
-def test_so_it_is_for_every_script_in_every_start(checkout, train, upstream, script, start):
+def test_with_patches_off_every_script_is_upstreams_in_every_start(checkout, train, upstream, script, start):
     ours = train(checkout, script, start=start, bare=True, env={"KOHYA_EXT_DISABLE_PATCH": "*"})
     assert_patches_off(ours, upstream(checkout, script))
 
 
-def test_the_master_switch_keeps_everything_out(checkout, train, upstream):
+def test_the_master_switch_disables_the_extension(checkout, train, upstream):
     ours = train(checkout, SCRIPTS[0], start="environment", bare=True, env={"KOHYA_EXT": "0", "KOHYA_EXT_PRESET": "8gb"})
     assert_identical(ours, upstream(checkout, SCRIPTS[0]))
     assert ours.report == {}

@@ -1,4 +1,4 @@
-"""The factor multiplies any schedule, and what is unusual is told from what is not."""
+"""adaptive_lr: a factor on any schedule, and clipping of unusually large gradients."""
 
 from types import SimpleNamespace
 
@@ -27,10 +27,10 @@ def adaptive(optimizer):
     return Adaptive(accelerator, patience=2)
 
 
-def test_it_multiplies_a_schedule_that_builds_on_the_rate_before(adaptive, optimizer):
+def test_factor_multiplies_a_recursive_schedule(adaptive, optimizer):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
     rates = []
-    for at, loss in enumerate([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]):
+    for step, loss in enumerate([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]):
         adaptive.before_batch(adaptive.accelerator)
         adaptive.sees_loss(torch.tensor(loss))
         rates.append(optimizer.param_groups[0]["lr"])
@@ -38,20 +38,20 @@ def test_it_multiplies_a_schedule_that_builds_on_the_rate_before(adaptive, optim
         adaptive.take_off()
         schedule.step()
         adaptive.after_batch(adaptive.accelerator)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.9 ** (at + 1))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.9 ** (step + 1))
     factors = [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
-    assert rates == pytest.approx([0.9**at * factor for at, factor in enumerate(factors)])
-    assert adaptive.factor == 0.25, "a mean that fell must not halve it"
+    assert rates == pytest.approx([0.9**step * factor for step, factor in enumerate(factors)])
+    assert adaptive.factor == 0.25, "a falling mean loss must not halve the factor"
 
 
-def test_a_loss_that_is_not_finite_counts_for_nothing(adaptive):
+def test_loss_that_is_not_finite_is_ignored(adaptive):
     for loss in (2.0, float("nan")):
         adaptive.sees_loss(torch.tensor(loss))
         adaptive.after_batch(adaptive.accelerator)
     assert adaptive.best == 2.0
 
 
-def test_an_unusual_gradient_is_scaled_to_the_usual_norm(adaptive, weight, optimizer, capsys):
+def test_unusually_large_gradient_is_scaled_to_the_usual_norm(adaptive, weight, optimizer, capsys):
     for norm in [1.0] * 30 + [3.9, 8.0]:
         weight.grad = torch.full((4,), norm / 2)
         adaptive.steady(optimizer)
@@ -59,7 +59,7 @@ def test_an_unusual_gradient_is_scaled_to_the_usual_norm(adaptive, weight, optim
     assert capsys.readouterr().err.count("clipped to 1") == 1
 
 
-def test_what_the_script_has_clipped_already_is_scaled_from_there(adaptive, weight, optimizer):
+def test_gradient_that_the_script_has_clipped_is_scaled_to_the_usual_norm(adaptive, weight, optimizer):
     adaptive.max_grad_norm = 2.0
     for norm in [1.0] * 30 + [8.0]:
         adaptive.norm = torch.tensor(norm)
@@ -68,20 +68,20 @@ def test_what_the_script_has_clipped_already_is_scaled_from_there(adaptive, weig
     assert float(weight.grad.norm()) == pytest.approx(1.0)
 
 
-def test_a_state_brings_all_of_it_back(adaptive, tmp_path):
+def test_state_is_restored(adaptive, tmp_path):
     adaptive.sees_loss(torch.tensor(0.1))
     adaptive.step, adaptive.factor, adaptive.best = 7, 0.25, 0.3
     adaptive.norms.extend([0.1, 0.2])
     adaptive.on_state_save(tmp_path)
-    other = Adaptive(adaptive.accelerator, patience=2)
-    other.on_state_load(tmp_path)
-    other.sees_loss(torch.tensor(0.2))
+    resumed = Adaptive(adaptive.accelerator, patience=2)
+    resumed.on_state_load(tmp_path)
+    resumed.sees_loss(torch.tensor(0.2))
     adaptive.sees_loss(torch.tensor(0.2))
-    assert (other.step, other.factor, other.best, other.norms) == (7, 0.25, 0.3, adaptive.norms)
-    assert torch.equal(other.total, adaptive.total)
+    assert (resumed.step, resumed.factor, resumed.best, resumed.norms) == (7, 0.25, 0.3, adaptive.norms)
+    assert torch.equal(resumed.total, adaptive.total)
 
 
-def test_the_rate_has_a_floor(adaptive):
+def test_factor_has_a_lower_limit(adaptive):
     for _ in range(20):
         adaptive.decide(1.0)
     assert adaptive.factor == 2**-6

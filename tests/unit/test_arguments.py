@@ -266,7 +266,7 @@ def test_every_value_is_traced_to_where_it_comes_from(preset, config):
 
 def test_a_config_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "mine.toml").write_bytes(bytes(range(256)))
-    with pytest.raises(UserError, match="is not a text file in UTF-8"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         _ = CommandLine(Path(SCRIPT), ["--config_file", str(tmp_path / "mine.toml")], {}).settings
 
 

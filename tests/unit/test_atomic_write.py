@@ -1,4 +1,4 @@
-"""A name is given only to what is whole; a full disk loses nothing."""
+"""Atomic writes: only complete files get their final name, and a full disk loses nothing."""
 
 import errno
 import os
@@ -7,64 +7,64 @@ import shutil
 import pytest
 
 from kohya_ext.run import atomic_write
-from kohya_ext.run.atomic_write import DiskFullError, WhenFull, impatient, write_whole
+from kohya_ext.run.atomic_write import DiskFullError, DiskFullPolicy, fail_fast, write_atomically
 
 
-def full(path):
-    path.write_text("a part")
+def fill_disk(path):
+    path.write_text("part")
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_file_appears_with_its_contents_only(tmp_path):
+def test_file_is_replaced_only_when_complete(tmp_path):
     final = tmp_path / "model.safetensors"
-    final.write_text("the one before")
+    final.write_text("old")
 
     def write(path):
         assert path.parent == tmp_path
         path.write_text("new")
-        assert final.read_text() == "the one before"
+        assert final.read_text() == "old"
         return "result"
 
-    assert write_whole(final, write, lambda: 3) == "result"
+    assert write_atomically(final, write, lambda: 3) == "result"
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "new")]
 
 
-def test_what_is_spared_is_kept_aside_once(tmp_path):
+def test_preserved_file_is_renamed_once(tmp_path):
     final = tmp_path / "model.safetensors"
-    for text in ("two nights ago", "last night", "today", "tonight"):
-        if text != "tonight":  # a run's own file, which it may replace
-            atomic_write.spare(final)
-        write_whole(final, lambda path: path.write_text(text), lambda: 3)  # noqa: B023 - called at once
+    for text in ("first run", "second run", "third run", "third run, later"):
+        if text != "third run, later":  # a run replaces its own file
+            atomic_write.preserve(final)
+        write_atomically(final, lambda path: path.write_text(text), lambda: 3)  # noqa: B023 - called at once
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "model.safetensors": "tonight",
-        "model.previous.safetensors": "last night",
+        "model.safetensors": "third run, later",
+        "model.previous.safetensors": "second run",
     }
 
 
-def test_a_spared_folder_is_kept_aside(tmp_path):
+def test_preserved_folder_is_renamed(tmp_path):
     final = tmp_path / "model-v1.5"
     final.mkdir()
     (final / "old").touch()
-    atomic_write.spare(final)
-    write_whole(final, lambda path: path.mkdir(), lambda: 0)
+    atomic_write.preserve(final)
+    write_atomically(final, lambda path: path.mkdir(), lambda: 0)
     assert (tmp_path / "model-v1.5.previous" / "old").is_file()
     assert not list(final.iterdir())
 
 
-def test_whatever_goes_wrong_the_earlier_file_stays(tmp_path):
+def test_failed_write_leaves_the_earlier_file(tmp_path):
     final = tmp_path / "model.safetensors"
-    final.write_text("the one before")
+    final.write_text("old")
 
     def write(path):
-        path.write_text("a part")
+        path.write_text("part")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_whole(final, write, lambda: 3)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "the one before")]
+        write_atomically(final, write, lambda: 3)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "old")]
 
 
-def test_a_folder_replaces_a_folder(tmp_path):
+def test_folder_replaces_a_folder(tmp_path):
     final = tmp_path / "a-state"
     final.mkdir()
     (final / "old").touch()
@@ -73,134 +73,134 @@ def test_a_folder_replaces_a_folder(tmp_path):
         path.mkdir()
         (path / "new").write_text("x")
 
-    write_whole(final, write, lambda: 0)
+    write_atomically(final, write, lambda: 0)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["a-state", "a-state/new"]
 
 
-def test_the_error_says_how_much_is_missing(tmp_path):
+def test_disk_full_error_names_the_missing_space(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(DiskFullError) as caught:
-        write_whole(tmp_path / "model.ckpt", full, lambda: free + 2_000_000_000)
+        write_atomically(tmp_path / "model.ckpt", fill_disk, lambda: free + 2_000_000_000)
     assert caught.value.needed - caught.value.free == pytest.approx(2_000_000_000, abs=5e8)
-    assert "no room for model.ckpt: it needs" in str(caught.value)
+    assert "disk full: cannot write model.ckpt (" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["I/O error: No space left on device (os error 28)", "Os { code: 28 }"])
-def test_a_full_disk_is_told_from_safetensors_own_words(tmp_path, text):
+def test_full_disk_is_recognized_in_the_text_of_safetensors_errors(tmp_path, text):
     def write(path):
         raise ValueError(text)
 
     with pytest.raises(DiskFullError):
-        write_whole(tmp_path / "x", write, lambda: 1)
+        write_atomically(tmp_path / "x", write, lambda: 1)
 
 
-def test_another_failure_is_passed_on(tmp_path):
+def test_other_errors_are_raised_unchanged(tmp_path):
     def write(path):
         raise ValueError("a tensor is not contiguous")
 
     with pytest.raises(ValueError, match="contiguous"):
-        write_whole(tmp_path / "x", write, lambda: 1)
+        write_atomically(tmp_path / "x", write, lambda: 1)
 
 
-def test_it_waits_for_room_with_the_data_in_memory(tmp_path, monkeypatch, capsys):
+def test_write_is_retried_until_the_disk_has_space(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
-    tries = iter([full, full, lambda path: path.write_text("all of it")])
-    write_whole(tmp_path / "x", lambda path: next(tries)(path), lambda: 9, WhenFull(wait_seconds=60))
-    assert (tmp_path / "x").read_text() == "all of it"
-    said = capsys.readouterr().err
-    assert "stays in memory" in said
-    assert "there is room again" in said
+    tries = iter([fill_disk, fill_disk, lambda path: path.write_text("complete")])
+    write_atomically(tmp_path / "x", lambda path: next(tries)(path), lambda: 9, DiskFullPolicy(wait_seconds=60))
+    assert (tmp_path / "x").read_text() == "complete"
+    log = capsys.readouterr().err
+    assert "stays in memory" in log
+    assert "disk has free space again" in log
 
 
-def test_it_gives_up_in_the_end(tmp_path, monkeypatch):
+def test_retries_end_after_the_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
     with pytest.raises(DiskFullError):
-        write_whole(tmp_path / "x", full, lambda: 9, WhenFull(wait_seconds=0.05))
+        write_atomically(tmp_path / "x", fill_disk, lambda: 9, DiskFullPolicy(wait_seconds=0.05))
 
 
-def test_it_goes_to_the_fallback_folder(tmp_path):
+def test_fallback_folder_is_used(tmp_path):
     def write(path):
-        return full(path) if path.parent == tmp_path else path.write_text("all of it")
+        return fill_disk(path) if path.parent == tmp_path else path.write_text("complete")
 
-    write_whole(tmp_path / "x", write, lambda: 9, WhenFull(60, tmp_path / "else"))
-    assert (tmp_path / "else" / "x").read_text() == "all of it"
+    write_atomically(tmp_path / "x", write, lambda: 9, DiskFullPolicy(60, tmp_path / "fallback"))
+    assert (tmp_path / "fallback" / "x").read_text() == "complete"
 
 
-def test_a_file_in_a_folder_waits_for_nothing_and_the_folder_counts_it(tmp_path):
+def test_full_disk_inside_a_folder_fails_at_once_and_counts_all_bytes(tmp_path):
     def write(folder):
         folder.mkdir()
         (folder / "first").write_bytes(bytes(1000))
-        write_whole(folder / "second", full, lambda: 500, WhenFull(wait_seconds=600))
+        write_atomically(folder / "second", fill_disk, lambda: 500, DiskFullPolicy(wait_seconds=600))
 
-    with impatient(), pytest.raises(DiskFullError) as caught:
-        write_whole(tmp_path / "a-state", write, lambda: 0, WhenFull(wait_seconds=600))
+    with fail_fast(), pytest.raises(DiskFullError) as caught:
+        write_atomically(tmp_path / "a-state", write, lambda: 0, DiskFullPolicy(wait_seconds=600))
     assert caught.value.path.name == "a-state"
     assert caught.value.needed == 1500
 
 
-@pytest.mark.skipif(os.name != "posix", reason="modes as POSIX has them")
-def test_a_file_has_the_mode_that_open_gives(tmp_path):
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX file modes")
+def test_file_has_the_mode_that_open_gives(tmp_path):
     def private(path):  # as safetensors 0.8 writes
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
 
     (tmp_path / "opened").touch()
-    usual = (tmp_path / "opened").stat().st_mode
+    default = (tmp_path / "opened").stat().st_mode
     final = tmp_path / "model.safetensors"
-    write_whole(final, private, lambda: 0)
-    assert final.stat().st_mode == usual
+    write_atomically(final, private, lambda: 0)
+    assert final.stat().st_mode == default
     final.chmod(0o640)
-    write_whole(final, private, lambda: 0)
+    write_atomically(final, private, lambda: 0)
     assert final.stat().st_mode & 0o777 == 0o640
 
 
-def test_two_writers_of_one_file_do_not_meet(tmp_path):
+def test_concurrent_writers_of_one_file_do_not_interfere(tmp_path):
     final = tmp_path / "model.safetensors"
 
     def slow(path):
-        path.write_text("the first one's")
-        assert atomic_write.final_of(path) == final
-        write_whole(final, lambda other: other.write_text("the second one's"), lambda: 0)
-        assert path.read_text() == "the first one's"
+        path.write_text("first")
+        assert atomic_write.final_path(path) == final
+        write_atomically(final, lambda other: other.write_text("second"), lambda: 0)
+        assert path.read_text() == "first"
 
-    write_whole(final, slow, lambda: 0)
-    assert final.read_text() == "the first one's"
+    write_atomically(final, slow, lambda: 0)
+    assert final.read_text() == "first"
     assert list(tmp_path.iterdir()) == [final]
 
 
-def test_one_earlier_run_is_kept_aside(tmp_path):
-    for night in ("first", "second", "third"):
-        (tmp_path / f"{night}-state").mkdir()
-        atomic_write.set_aside([tmp_path / f"{night}-state"], list(tmp_path.glob("*.previous")))
-        atomic_write.set_aside([], list(tmp_path.glob("*.previous")))
-        assert [path.name for path in tmp_path.iterdir()] == [f"{night}-state.previous"]
+def test_states_of_one_earlier_run_are_kept(tmp_path):
+    for run in ("first", "second", "third"):
+        (tmp_path / f"{run}-state").mkdir()
+        atomic_write.rename_to_previous([tmp_path / f"{run}-state"], list(tmp_path.glob("*.previous")))
+        atomic_write.rename_to_previous([], list(tmp_path.glob("*.previous")))
+        assert [path.name for path in tmp_path.iterdir()] == [f"{run}-state.previous"]
 
 
-def test_a_writers_own_temporary_files_go_with_it(tmp_path):
+def test_temporary_files_of_a_failed_writer_are_removed(tmp_path):
     def write(path):
-        path.with_name(".tmp123456").write_text("a part")  # as safetensors 0.8 does
+        path.with_name(".tmp123456").write_text("part")  # as safetensors 0.8 does
         if fails:
-            raise OSError("no more")
+            raise OSError("failed")
         path.with_name(".tmp123456").rename(path)
 
     final = tmp_path / "model.safetensors"
     fails = True
-    with pytest.raises(OSError, match="no more"):
-        write_whole(final, atomic_write.in_own_folder(write), lambda: 0)
+    with pytest.raises(OSError, match="failed"):
+        write_atomically(final, atomic_write.in_temporary_folder(write), lambda: 0)
     assert not list(tmp_path.iterdir())
     fails = False
-    write_whole(final, atomic_write.in_own_folder(write), lambda: 0)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "a part")]
+    write_atomically(final, atomic_write.in_temporary_folder(write), lambda: 0)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "part")]
 
 
-def test_a_state_that_cannot_be_renamed_does_not_end_the_run(tmp_path, capsys):
-    atomic_write.set_aside([tmp_path / "absent-state"], [])
-    assert "states of an earlier run stay under their names" in capsys.readouterr().err
+def test_failed_rename_of_a_state_is_a_warning(tmp_path, capsys):
+    atomic_write.rename_to_previous([tmp_path / "absent-state"], [])
+    assert "cannot rename the states of an earlier run" in capsys.readouterr().err
 
 
-def test_a_name_as_long_as_a_file_system_allows_is_written(tmp_path):
-    final = tmp_path / ("\u732b" * 82 + ".safetensors")  # 3 bytes a letter: 258 would not fit
+def test_name_of_the_maximum_length_is_written(tmp_path):
+    final = tmp_path / ("\u732b" * 82 + ".safetensors")  # 3 bytes a character: 258 bytes, 3 too many
     final = final.with_name(final.name[1:])
     assert len(final.name.encode()) == 255
-    write_whole(final, atomic_write.in_own_folder(lambda path: path.write_text("x")), lambda: 0)
+    write_atomically(final, atomic_write.in_temporary_folder(lambda path: path.write_text("x")), lambda: 0)
     assert [path.name for path in tmp_path.iterdir()] == [final.name]

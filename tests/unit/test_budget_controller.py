@@ -1,4 +1,4 @@
-"""What is spent of a budget, on made-up figures: the order in which blocks are freed, and the batch that counts."""
+"""The budget controller on invented sizes: the order in which blocks are freed, and the batch that counts."""
 
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.estimate.tracker import Allocations  # noqa: E402
 from kohya_ext.gpu import budget_controller  # noqa: E402
-from kohya_ext.gpu.budget_controller import Block, BudgetController, largest_batch, pixels_of  # noqa: E402
+from kohya_ext.gpu.budget_controller import Block, BudgetController, Phase, largest_batch, pixels_of  # noqa: E402
 from kohya_ext.gpu.memory_meter import HostMemoryMeter  # noqa: E402
-from kohya_ext.patching.checkpointed_blocks import covered_blocks  # noqa: E402
+from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks  # noqa: E402
 
-#: Two buckets, of which the second has pictures for half a batch.
+#: Two buckets with images, of which the second has half a batch.
 BUCKETS = SimpleNamespace(resos=[(128, 64), (256, 256), (512, 512)], buckets=[["a"] * 8, ["b"], []])
 
 
@@ -23,7 +23,7 @@ def accelerator():
 
 
 class Reading:
-    """A gauge that reads what it is told: (held before a step, its peak)."""
+    """A meter with fixed values: (held before a step, its peak)."""
 
     def __init__(self, *steps):
         self.steps = list(steps)
@@ -38,12 +38,12 @@ class Reading:
         pass
 
 
-def spender(limit, gauge, *blocks, compile_at=None):
-    """One whose blocks were weighed, with a batch of the first bucket, in its first step: (bytes kept, FLOPs) of each."""
-    made = BudgetController(limit, gauge, compile_at)
-    made.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
-    made.steps, made._weighed = 1, 2 * 128 * 64
-    return made
+def controller(limit, meter, *blocks, compile_at=None):
+    """A controller that has weighed its blocks with a batch of the first bucket: (bytes kept, FLOPs) of each."""
+    weighed = BudgetController(limit, meter, compile_at)
+    weighed.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
+    weighed.phase, weighed._weighed = Phase.FREEING, 2 * 128 * 64
+    return weighed
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +52,16 @@ def batch(monkeypatch):
     monkeypatch.setattr(budget_controller, "current_batch", lambda: {"images": None, "latents": torch.zeros(2, 4, 8, 16)})
 
 
-def step(one):
-    one.before_batch(accelerator())
-    one.after_batch(accelerator())
+def step(budget):
+    budget.before_batch(accelerator())
+    budget.after_batch(accelerator())
 
 
-def covered(one):
-    return [block.checkpointed for block in one.blocks]
+def covered(budget):
+    return [block.checkpointed for block in budget.blocks]
 
 
-def test_a_batchs_pixels_are_told_from_its_latents_and_the_largest_batch_counts_what_a_bucket_holds():
+def test_pixels_are_counted_from_latents_and_the_largest_batch_from_the_buckets():
     assert pixels_of({"images": None, "latents": torch.zeros(2, 4, 8, 16)}, accelerator()) == 2 * 128 * 64
     assert pixels_of({"latents": None, "images": torch.zeros(1, 3, 256, 256)}, accelerator()) == 256 * 256
     assert pixels_of({"latents": torch.zeros(2, 4, 9, 16)}, accelerator()) == 0
@@ -70,54 +70,54 @@ def test_a_batchs_pixels_are_told_from_its_latents_and_the_largest_batch_counts_
 
 def test_blocks_with_the_most_work_per_byte_are_freed_as_far_as_the_largest_batch_leaves_room():
     # The largest batch is four times the measured one: 200 held + 4 * 50 of activations, and 600 of 1000 left.
-    one = spender(1000, Reading((200, 250), (200, 380)), (50, 10), (50, 40), (50, 30), (100, 70))
-    step(one)
-    assert covered(one) == [True, False, True, False]  # 4 * 50 and 4 * 100: the one with 0.6 FLOPs a byte has no room
-    step(one)
-    assert one.settled
-    assert one.facts()["recomputed_flops"] == 40
+    budget = controller(1000, Reading((200, 250), (200, 380)), (50, 10), (50, 40), (50, 30), (100, 70))
+    step(budget)
+    assert covered(budget) == [True, False, True, False]  # 4 * 50 and 4 * 100: the one with 0.6 FLOPs a byte has no room
+    step(budget)
+    assert budget.phase is Phase.SETTLED
+    assert budget.facts()["recomputed_flops"] == 40
 
 
 def test_among_equals_the_last_block_comes_first():
-    one = spender(1000, Reading((200, 250)), *[(100, 10)] * 3)
-    step(one)
-    assert covered(one) == [True, True, False]
+    budget = controller(1000, Reading((200, 250)), *[(100, 10)] * 3)
+    step(budget)
+    assert covered(budget) == [True, True, False]
 
 
 def test_waiting_blocks_are_compiled_for_the_share_that_fits():
     shares = []
-    one = spender(1000, Reading((200, 250), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
-    step(one)
-    assert (shares, covered(one), one.settled) == ([0.5], [False, False], False)
-    step(one)
-    assert (shares, covered(one), one.settled) == ([0.5], [False, False], True)
+    budget = controller(1000, Reading((200, 250), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
+    step(budget)
+    assert (shares, covered(budget), budget.phase) == ([0.5], [False, False], Phase.CHECKING)
+    step(budget)
+    assert (shares, covered(budget), budget.phase) == ([0.5], [False, False], Phase.SETTLED)
 
 
 def test_what_compiled_blocks_hold_beyond_the_limit_is_taken_back():
     shares = []
-    one = spender(1000, Reading((200, 250), (200, 450), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
-    step(one)
-    step(one)  # 200 over, for the largest batch: the cheaper one to compute again frees 4 * 200 * a half of them
-    assert (covered(one), one.settled) == ([False, True], False)
-    step(one)
-    assert (shares, covered(one), one.settled) == ([0.5], [False, True], True)
+    budget = controller(1000, Reading((200, 250), (200, 450), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
+    step(budget)
+    step(budget)  # 200 over, for the largest batch: the cheaper one to compute again frees 4 * 200 * a half of them
+    assert (covered(budget), budget.phase) == ([False, True], Phase.CHECKING)
+    step(budget)
+    assert (shares, covered(budget), budget.phase) == ([0.5], [False, True], Phase.SETTLED)
 
 
 def test_a_step_that_holds_more_than_the_one_that_was_measured_takes_blocks_back_for_good():
-    one = spender(1000, Reading((200, 250), (300, 480), (200, 250)), (50, 10), (50, 40), (50, 30), (100, 70))
-    step(one)
-    assert covered(one) == [True, False, True, False]
-    step(one)  # 20 over: of the two, that with less work per byte
-    assert covered(one) == [True, False, True, True]
-    step(one)
-    assert (covered(one), one.settled) == ([True, False, True, True], True)
+    budget = controller(1000, Reading((200, 250), (300, 480), (200, 250)), (50, 10), (50, 40), (50, 30), (100, 70))
+    step(budget)
+    assert covered(budget) == [True, False, True, False]
+    step(budget)  # 20 over: of the two, that with less work per byte
+    assert covered(budget) == [True, False, True, True]
+    step(budget)
+    assert (covered(budget), budget.phase) == ([True, False, True, True], Phase.SETTLED)
 
 
 def test_waiting_blocks_are_compiled_whatever_happens(capsys):
     shares = []
-    step(spender(400, Reading((200, 250)), (100, 10), compile_at=shares.append))
+    step(controller(400, Reading((200, 250)), (100, 10), compile_at=shares.append))
     assert shares == [1.0]
-    unknown = spender(1000, Reading((200, 250)), (100, 10), compile_at=shares.append)
+    unknown = controller(1000, Reading((200, 250)), (100, 10), compile_at=shares.append)
     unknown._weighed = 0
     step(unknown)
     assert shares == [1.0, 1.0]
@@ -138,14 +138,14 @@ def test_allocations_are_what_is_new_and_alive():
     assert scale.alive == 0
 
 
-def test_without_a_card_every_tensor_counts():
+def test_without_a_gpu_every_tensor_counts():
     held = torch.zeros(1_000_000, requires_grad=True)
     held.grad = torch.zeros(1_000_000)
-    gauge = HostMemoryMeter()
-    before = gauge.begin()
+    meter = HostMemoryMeter()
+    before = meter.begin()
     assert before >= 8_000_000
     torch.zeros(500_000) + 1
-    assert gauge.end() - before == 4_000_000
+    assert meter.end() - before == 4_000_000
 
 
 class Stage(torch.nn.Module):
@@ -165,13 +165,13 @@ class Stage(torch.nn.Module):
 
 def test_a_stage_weighs_what_all_of_its_layers_do():
     model = torch.nn.Sequential(Stage(), Stage())
-    one = BudgetController(1000, Reading())
-    one.take(model)
+    budget = BudgetController(1000, Reading())
+    budget.take(model)
     model(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    assert [block.module for block in one.blocks] == list(model)
-    assert [block.turn for block in one.blocks] == [0, 1]
-    assert [(block.kept, block.flops) for block in one.blocks] == [(2 * 4 * 4 * 8, 2 * 2 * 4 * 8 * 8)] * 2
-    one._end_weighing()
+    assert [block.module for block in budget.blocks] == list(model)
+    assert [block.turn for block in budget.blocks] == [0, 1]
+    assert [(block.kept, block.flops) for block in budget.blocks] == [(2 * 4 * 4 * 8, 2 * 2 * 4 * 8 * 8)] * 2
+    budget._end_weighing()
     assert not any("forward" in vars(layer) for stage in model for layer in (*stage.resnets, *stage.attentions))
     model[0].gradient_checkpointing = False
-    assert covered_blocks(model) == [model[1]]
+    assert checkpointed_blocks(model) == [model[1]]

@@ -18,7 +18,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def make_tree(folder: Path, layout: str = "v0.11", version: str = "0.11.1") -> Path:
-    """The files by which a checkout is told: no code of sd-scripts."""
+    """Write the files that identify a checkout, without any code of sd-scripts."""
     (folder / "library").mkdir(parents=True)
     (folder / "networks").mkdir()
     (folder / "library" / "train_util.py").write_text("def prepare_accelerator(): ...\n" if layout == "v0.10" else "")
@@ -56,11 +56,11 @@ def test_a_checkout_is_described_from_its_files(tmp_path, layout):
     assert checkout.scripts() == ["train_network.py", "networks/merge_lora.py"]
 
 
-def test_another_folder_is_none(tmp_path):
+def test_a_folder_without_sd_scripts_is_not_a_checkout(tmp_path):
     assert checkouts.describe(tmp_path, "here") is None
 
 
-def test_a_script_is_found_by_name_and_a_misspelt_one_answered(tmp_path, monkeypatch):
+def test_a_script_is_found_by_name_and_a_misspelled_name_gets_a_suggestion(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkout = checkouts.describe(make_tree(tmp_path / "tree"), "here")
     assert checkout.script("train_network") == checkout.script("train_network.py") == checkout.path / "train_network.py"
@@ -71,7 +71,7 @@ def test_a_script_is_found_by_name_and_a_misspelt_one_answered(tmp_path, monkeyp
     assert not checkouts.is_training_script(checkout.script("networks/merge_lora.py"))
 
 
-def test_the_order_of_places(cache, tmp_path):
+def test_the_order_of_candidates(cache, tmp_path):
     here, gui, own, named = (make_tree(tmp_path / name) for name in ("here", "here/sd-scripts", "own", "named"))
     cached = checkouts.register(make_tree(tmp_path / "registered"))
     assert checkouts.find().path == cached.path
@@ -85,7 +85,7 @@ def test_the_order_of_places(cache, tmp_path):
     assert checkouts.find(named).path == named
 
 
-def test_the_variable_names_the_only_place_unless_the_option_does(cache, tmp_path, monkeypatch):
+def test_the_variable_is_the_only_candidate_unless_the_option_is_set(cache, tmp_path, monkeypatch):
     ours, theirs = make_tree(tmp_path / "ours"), make_tree(tmp_path / "theirs")
     monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(theirs))
     assert checkouts.find().path == checkouts.find_or_fetch(script="sdxl_train.py").path == theirs
@@ -107,16 +107,16 @@ def test_a_local_repository_is_cloned_at_any_ref(cache, repository, ref):
     assert fetched.checkout.commit == commit
     assert fetched.checkout.path.parent == cache
     assert git(fetched.checkout.path, "status", "--porcelain") == ""
-    assert [checkout.path for checkout in checkouts.known()] == [fetched.checkout.path]
+    assert [checkout.path for checkout in checkouts.registered()] == [fetched.checkout.path]
 
 
-def test_what_is_added_later_is_not_the_default_until_it_is_chosen(cache, repository, tmp_path, monkeypatch, capsys):
+def test_a_checkout_added_later_is_not_the_default_until_it_is_chosen(cache, repository, tmp_path, monkeypatch, capsys):
     mine = make_tree(tmp_path / "mine", "v0.10", "0.10.1")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
 
-    def setup(*words: str) -> str:
-        assert main(["setup", *words]) == 0
+    def setup(*arguments: str) -> str:
+        assert main(["setup", *arguments]) == 0
         return capsys.readouterr().out
 
     first = setup("--repo", str(repository), "--ref", "v1")
@@ -125,65 +125,65 @@ def test_what_is_added_later_is_not_the_default_until_it_is_chosen(cache, reposi
     second = setup("--repo", str(mine))
     assert checkouts.find().path == fetched
     assert (
-        f"the default is still sd-scripts v0.11.1 in {fetched}; to change it: python -m kohya_ext setup --default {mine}"
+        f"the default is still sd-scripts v0.11.1 in {fetched}; to change it, run: python -m kohya_ext setup --default {mine}"
         in second
     )
     assert f"sd-scripts v0.10.1 in {mine} is the default" in setup("--default", "v0.10.1")
-    assert [checkout.path for checkout in checkouts.known()] == [mine, fetched]
-    assert checkouts.find().found == "registered with `setup --repo`"
+    assert [checkout.path for checkout in checkouts.registered()] == [mine, fetched]
+    assert checkouts.find().source == "registered with `setup --repo`"
     for which in (str(fetched), git(fetched, "rev-parse", "HEAD")[:7], "0.11.1"):
         checkouts.make_default(str(mine))
         setup("--default", which)
-        assert [checkout.path for checkout in checkouts.known()] == [fetched, mine]
+        assert [checkout.path for checkout in checkouts.registered()] == [fetched, mine]
     third = make_tree(tmp_path / "third", "v0.10", "0.10.1")
     assert f"{third} is the default" in setup("--repo", str(third), "--default")
     assert main(["setup", "--default", "v0.10.1"]) == 2
-    assert "--default v0.10.1 means several checkouts" in capsys.readouterr().err
+    assert "--default v0.10.1 matches several checkouts" in capsys.readouterr().err
     assert main(["setup", "--default", "v9"]) == 2
-    assert "--default v9 is not there: " in capsys.readouterr().err
+    assert "--default v9 matches no checkout (registered: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("why", ["the default", "KOHYA_SD_SCRIPTS", "the working directory"])
-def test_the_list_marks_the_one_that_is_used_here_and_says_why(cache, tmp_path, monkeypatch, capsys, why):
+@pytest.mark.parametrize("reason", ["the default", "KOHYA_SD_SCRIPTS", "the working directory"])
+def test_the_list_marks_the_checkout_in_use_and_why(cache, tmp_path, monkeypatch, capsys, reason):
     cached = checkouts.register(make_tree(tmp_path / "cached")).path
     other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
-    if why == "the working directory":
+    if reason == "the working directory":
         monkeypatch.chdir(other)
-    elif why == "KOHYA_SD_SCRIPTS":
+    elif reason == "KOHYA_SD_SCRIPTS":
         monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(other))
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["setup", "--list"]) == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
-    assert rows[0][0] == f"yes: {why}"
+    assert rows[0][0] == f"yes: {reason}"
     assert rows[0][4] == str(checkouts.find().path)
-    assert [row[4] for row in rows] == [str(cached)] if why == "the default" else [str(other), str(cached)]
-    if why != "the default":
+    assert [row[4] for row in rows] == [str(cached)] if reason == "the default" else [str(other), str(cached)]
+    if reason != "the default":
         assert rows[1][0] == "the default"
         assert main(["setup", "--repo", str(cached)]) == 0
-        assert f"but here sd-scripts v0.10.1 in {other} is used, because of {why}" in capsys.readouterr().out
+        assert f"but this folder uses sd-scripts v0.10.1 in {other}, because of {reason}" in capsys.readouterr().out
 
 
-def test_a_variable_that_names_no_checkout_is_shown_in_the_list(cache, tmp_path, monkeypatch, capsys):
+def test_the_list_reports_a_variable_without_a_checkout(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(tmp_path / "nowhere"))
     assert main(["setup", "--list"]) == 0
     assert "KOHYA_SD_SCRIPTS: no sd-scripts in" in capsys.readouterr().out
 
 
-def test_so_is_a_url(cache, repository):
+def test_a_url_is_cloned(cache, repository):
     fetched = checkouts.fetch_report(repository.as_uri(), "v1")
     assert fetched.checkout.commit == git(repository, "rev-parse", "HEAD")
 
 
-def test_fetching_again_mends_what_was_spoilt(cache, repository):
+def test_fetching_again_restores_changed_files(cache, repository):
     first = checkouts.fetch(str(repository), "v1")
-    (first.path / "train_network.py").write_text("spoilt")
+    (first.path / "train_network.py").write_text("changed")
     second = checkouts.fetch(str(repository), "v1")
     assert second.path == first.path
     assert "read_config" in (second.path / "train_network.py").read_text()
-    assert len(checkouts.known()) == 1
+    assert len(checkouts.registered()) == 1
 
 
-def test_a_partial_repository_gives_what_it_has_and_names_the_rest(cache, repository):
+def test_a_partial_repository_is_cloned_and_missing_files_are_reported(cache, repository):
     (repository / "big.dll").write_text("many bytes")
     git(repository, "add", "-A")
     git(repository, "commit", "-qm", "two")
@@ -198,55 +198,55 @@ def test_a_partial_repository_gives_what_it_has_and_names_the_rest(cache, reposi
 @pytest.mark.parametrize(
     ("repo", "ref", "message"),
     [
-        ("repository", "v9", "it has no tag, branch or commit v9"),
-        ("nowhere", "v1", "could not fetch v1 of nowhere: there is no such folder"),
-        ("nowhere", checkouts.PINNED_REF, "could not fetch v0.11.1 of nowhere: there is no such folder"),
+        ("repository", "v9", "no tag, branch or commit v9"),
+        ("nowhere", "v1", "could not fetch v1 of nowhere: the folder does not exist"),
+        ("nowhere", checkouts.PINNED_REF, "could not fetch v0.11.1 of nowhere: the folder does not exist"),
         ("file:///nowhere", "v1", "could not fetch v1 of file:///nowhere: '/nowhere' does not appear to be a git repository"),
-        (".", "v1", r"could not fetch v1 of \.: it is neither a git repository nor a folder with sd-scripts"),
+        (".", "v1", r"could not fetch v1 of \.: the folder is neither a git repository nor sd-scripts"),
     ],
 )
-def test_what_cannot_be_fetched_is_said_and_leaves_nothing(cache, repository, tmp_path, repo, ref, message):
+def test_a_failed_fetch_is_reported_and_leaves_no_files(cache, repository, tmp_path, repo, ref, message):
     source = str(repository) if repo == "repository" else repo
     with pytest.raises(UserError, match=message):
         checkouts.fetch(source, ref)
     assert list(cache.glob("*/")) == []
 
 
-def test_a_repository_of_something_else_is_refused(cache, tmp_path):
+def test_another_repository_is_rejected(cache, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     git(other, "init", "-q")
     git(other, "commit", "-q", "--allow-empty", "-m", "one")
-    with pytest.raises(UserError, match="is no sd-scripts"):
+    with pytest.raises(UserError, match="is not sd-scripts"):
         checkouts.fetch(str(other), "HEAD")
-    assert checkouts.known() == []
+    assert checkouts.registered() == []
 
 
-def test_the_first_run_fetches_the_pinned_commit_once_and_says_so(cache, repository, monkeypatch, capsys):
+def test_the_first_run_fetches_the_pinned_commit_once_with_a_message(cache, repository, monkeypatch, capsys):
     monkeypatch.setattr(checkouts, "UPSTREAM", repository.as_uri())
     monkeypatch.setattr(checkouts, "PINNED_REF", git(repository, "rev-parse", "HEAD"))
     checkout = checkouts.find_or_fetch()
-    said = capsys.readouterr().err
-    assert "no sd-scripts found; fetching v0.11.1 from" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "no sd-scripts found; fetching v0.11.1 from" in output
+    assert output.count("\n") == 1
     assert checkout.path.parent == cache
     assert checkouts.find_or_fetch().path == checkout.path
     assert capsys.readouterr().err == ""
 
 
-def test_no_network_and_nothing_found_lists_the_places_and_the_ways_out(cache, monkeypatch, tmp_path):
+def test_without_network_and_checkout_the_error_lists_candidates_and_solutions(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(checkouts, "UPSTREAM", str(tmp_path / "no-network"))
     with pytest.raises(UserError) as raised:
         checkouts.find_or_fetch()
-    said = str(raised.value)
-    assert "\n" not in said
+    message = str(raised.value)
+    assert "\n" not in message
     for part in ("the working directory", "./sd-scripts", "--sd-scripts FOLDER", "setup --repo", "KOHYA_SD_SCRIPTS"):
-        assert part in said
+        assert part in message
 
 
-def test_a_registry_that_cannot_be_read_counts_as_empty(cache):
+def test_an_unreadable_registry_is_empty(cache):
     cache.mkdir(parents=True)
     (cache / "registry.json").write_text("{")
-    assert checkouts.known() == []
+    assert checkouts.registered() == []
     (cache / "registry.json").write_text(json.dumps([{"path": str(cache / "gone"), "cloned": True}]))
-    assert checkouts.known() == []
+    assert checkouts.registered() == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext.config.settings import flags, options
 from tests.unit.test_checkouts import make_tree
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,11 +42,10 @@ WRONG = [
     (["sdxl_train.py", "--config_file", "broken.toml"], "broken.toml is not valid TOML"),
     (["sdxl_train.py", "--config_file", "absent"], "--config_file absent.toml: No such file"),
     (["--presett", "16gb", "sdxl_train.py"], "Did you mean --preset?"),
-    (["--preset", "16gb", "tools/merge_models.py"], "--preset has no meaning for merge_models.py"),
+    (["--preset", "16gb", "tools/merge_models.py"], "--preset only applies to training scripts, not to merge_models.py"),
     (["--num_processes", "0", "sdxl_train.py"], "must be a whole number of 1 or more"),
     (["--sd-scripts", "nowhere", "sdxl_train.py"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "6gb", "--script", "sdxl_train.py"], "no preset 6gb"),
-    (["options", "--write", "absent.md"], "--write absent.md: No such file"),
     (["setup", "--repo", "nowhere", "--ref", "v1"], "could not fetch v1 of nowhere"),
     (["run", "sdxl_trian.py"], "Did you mean sdxl_train.py?"),
     (["estimte", "sdxl_train.py"], "no command or script estimte. Did you mean estimate?"),
@@ -53,10 +53,10 @@ WRONG = [
     (["--sd_scripts", "nowhere", "presets", "show", "sdxl-lora/16gb", "--explain"], "--sd-scripts: no sd-scripts in nowhere"),
     (["presets", "show", "nonsense/16gb"], "no preset nonsense/16gb"),
     (["presets", "show", "nowhere/mine.toml"], "no preset file nowhere/mine.toml"),
-    (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or the full name"),
+    (["presets", "show", "16gb"], "give --script sdxl_train_network.py, for example, or a full name"),
     (["estimate", "--preset", "16gb"], "the following arguments are required: SCRIPT"),
     (["demo", "--steps", "0"], "argument --steps: must be a whole number of 1 or more"),
-    (["demo", "--output", "README.md/demo"], "README.md/demo cannot be made: Not a directory; name another folder"),
+    (["demo", "--output", "README.md/demo"], "README.md/demo cannot be created: Not a directory; use another folder"),
     (["library"], "library is a folder, not a script"),
     (["README.md"], "README.md is not a Python script"),
 ]
@@ -77,7 +77,7 @@ def test_an_unknown_layout_is_refused_with_the_ways_out(tmp_path):
     old = make_tree(tmp_path / "old", "unknown", "0.9.1")
     done = call("train_network.py", cwd=old)
     assert done.returncode == 2
-    assert "layout that kohya_ext" in done.stderr
+    assert "has an unknown layout; kohya_ext" in done.stderr
     assert "--allow-unknown-version" in done.stderr
     assert call("--allow-unknown-version", "networks/merge_lora.py", cwd=old).returncode == 0
 
@@ -138,7 +138,7 @@ def test_the_master_switch_keeps_the_extension_out(tree):
     assert done.returncode == 0
     done = call("--preset", "16gb", "sdxl_train.py", cwd=tree, KOHYA_EXT="0")
     assert done.returncode == 2
-    assert "KOHYA_EXT=0 turns the extension off, but --preset is given" in done.stderr
+    assert "KOHYA_EXT=0 turns the extension off, but --preset is set" in done.stderr
 
 
 COMMANDS_ANYWHERE = [
@@ -183,13 +183,21 @@ def test_help_is_a_command_too(words):
     assert done.stdout.startswith("usage: python -m kohya_ext")
 
 
+def test_the_help_fits_a_screen_and_names_only_options_that_exist():
+    lines = call("--help").stdout.splitlines()
+    assert 24 <= len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    known = {flag for name, _ in options() for flag in flags(name)} | {"--help", "--version", "--config_file"}
+    assert set(re.findall(r"--[a-z][\w-]+", "\n".join(lines))) <= known
+
+
 @pytest.mark.parametrize("command", [[], ["estimate"]])
 def test_a_script_of_another_checkout_is_refused_by_its_path_and_not_taken_by_its_name(tree, tmp_path, command):
     other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
     (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
     done = call("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
     assert done.returncode == 2
-    assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts names {other}" in done.stderr
+    assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts is {other}" in done.stderr
     assert f"ran {other} " in call("--sd-scripts", str(other), "sdxl_train.py", cwd=tree).stdout
 
 

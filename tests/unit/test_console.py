@@ -1,4 +1,4 @@
-"""What is said, and from where."""
+"""Messages on standard error and the progress line."""
 
 import io
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from kohya_ext import console
 
-#: A signal comes while standard error is being written to.
+#: A signal arrives during a write to standard error.
 SCRIPT = """
 import io, os, signal, sys
 from kohya_ext import console
@@ -28,18 +28,18 @@ sys.stderr = io.TextIOWrapper(io.BufferedWriter(Terminal()), write_through=True)
 signal.signal(signal.SIGTERM, lambda *ignored: console.note_at_once("noticed"))
 sys.stderr.write("a progress bar")
 sys.stderr.flush()
-print("went on")
+print("continued")
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
-def test_a_signals_handler_speaks_in_the_midst_of_a_write():
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_signal_handler_can_print_during_a_write():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "went on\n", "kohya_ext: noticed")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "continued\n", "kohya_ext: noticed")
 
 
 class Listener(io.StringIO):
-    """Standard error that can be waited for."""
+    """A replacement for standard error that signals each write."""
 
     def __init__(self, terminal: bool = False) -> None:
         super().__init__()
@@ -53,28 +53,28 @@ class Listener(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("terminal", "said"),
+    ("terminal", "expected"),
     [(False, "kohya_ext: counting sheep ...\n"), (True, f"\rkohya_ext: counting sheep: 0 s\r{' ' * 30}\r")],
 )
-def test_work_that_takes_long_is_reported_on_standard_error(monkeypatch, terminal, said):
-    monkeypatch.setattr(sys, "stderr", heard := Listener(terminal))
-    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+def test_a_long_task_is_reported(monkeypatch, terminal, expected):
+    monkeypatch.setattr(sys, "stderr", stream := Listener(terminal))
+    monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
     with console.progress("counting sheep"):
-        assert heard.written.wait(10), "nothing was reported"
-    assert heard.getvalue() == said
+        assert stream.written.wait(10), "nothing was reported"
+    assert stream.getvalue() == expected
 
 
-def test_work_that_is_done_soon_or_in_silence_is_not_reported(monkeypatch, capsys):
+def test_a_short_or_silent_task_is_not_reported(monkeypatch, capsys):
     with console.progress("counting sheep"):
         pass
-    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    monkeypatch.setattr(console, "_PROGRESS_DELAY", 0.0)
     before = threading.active_count()
     with console.silent(), console.progress("counting sheep"):
         assert threading.active_count() == before
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_message_is_not_glued_to_a_progress_bar(capsys):
+def test_a_message_clears_the_progress_bar(capsys):
     tqdm = pytest.importorskip("tqdm")
     with tqdm.tqdm(total=2, desc="steps") as bar:
         bar.update(1)

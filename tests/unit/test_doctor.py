@@ -63,6 +63,6 @@ def test_a_problem_is_shown_with_what_to_do(shown):
     assert "1 off         disabled by the user: four" in said
     assert "python -m kohya_ext setup" in said
     assert "Report it" in said
-    assert not doctor._is_well({"patches": rows})
-    assert doctor._is_well({"patches": ALL})
-    assert not doctor._is_well({"patches": []})
+    assert not doctor._is_healthy({"patches": rows})
+    assert doctor._is_healthy({"patches": ALL})
+    assert not doctor._is_healthy({"patches": []})

@@ -1,4 +1,4 @@
-"""The table of families: every family has what it needs elsewhere, and nothing elsewhere names one that is not in it."""
+"""The table of families is complete, and other modules name only families in it."""
 
 import dataclasses
 import subprocess
@@ -20,29 +20,29 @@ from kohya_ext.tiny.checkpoints import locate
 
 
 def missing(family):
-    """The places that a family of the table is missing from."""
+    """Return the places that lack a family of the table."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from kohya_ext.estimate import models
     from kohya_ext.tiny import shrink, weights
 
     folder = family.presets(family.lora)
-    there = {
+    places = {
         "kohya_ext/estimate/models.py BUILDERS": family.name in models.BUILDERS,
         "kohya_ext/tiny/weights.py WRITERS": family.name in weights.WRITERS,
         "kohya_ext/tiny/shrink.py SHRINKERS": family.module in shrink.SHRINKERS,
-        f"presets/{folder}": any(its == folder for its, _, _ in preset_files.shipped()),
+        f"presets/{folder}": any(each == folder for each, _, _ in preset_files.shipped()),
         "checkpoints": all(kind.tensors for kind in family.checkpoints),
     }
-    return [place for place, has in there.items() if not has]
+    return [place for place, is_present in places.items() if not is_present]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=BY_NAME)
-def test_a_family_is_in_every_place(family):
+def test_a_family_is_complete(family):
     assert missing(family) == []
 
 
-def test_places_that_lack_a_family_are_named():
+def test_missing_places_are_named():
     new = dataclasses.replace(
         BY_NAME["hunyuan-image"],
         name="qwen-image",
@@ -80,7 +80,7 @@ row = dataclasses.replace(
     first_input="latents",
     blocks=Blocks("library.qwen_image_models", ("QwenBlock",), "_forward"),
     networks=("networks.lora_qwen_image",),
-    most_swapped=58,
+    max_blocks_to_swap=58,
     fp8="fp8_scaled",
     bucket_steps=(16, 16),
 )
@@ -125,13 +125,13 @@ assert "--qwen_vl" in words
 """
 
 
-def test_a_new_row_reaches_every_reader():
-    """Of a family that is not there yet; in a process of its own, where nothing has read the table."""
-    done = subprocess.run([sys.executable, "-c", A_NEW_ROW], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_a_new_row_is_used_everywhere():
+    """A new family works in a child process, where no module has read the table yet."""
+    process = subprocess.run([sys.executable, "-c", A_NEW_ROW], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
-def test_nothing_else_names_a_family_that_is_not_in_the_table():
+def test_other_modules_name_only_families_in_the_table():
     pytest.importorskip("transformers")
     from kohya_ext.estimate import models
     from kohya_ext.tiny import weights
@@ -159,10 +159,10 @@ def test_a_script_trains_one_family_unless_an_option_chooses_another():
     assert families.of("flux_train_network.py", {}) is BY_NAME["flux"]
     assert families.of("flux_train.py", {"model_type": "chroma"}) is BY_NAME["flux"]
     assert families.of("mine.py", {}) is None
-    # The option of another script, in a preset of the user's own: it is read without the script's parser.
+    # A user's preset may have another script's option, because it is read without the script's parser.
     assert MemoryConfig("flux_train_network.py", model_type="chroma").kind == "chroma-lora"
     assert MemoryConfig("sdxl_train_network.py", model_type="chroma").kind == "sdxl-lora"
 
 
-def test_the_files_of_a_tiny_model_are_those_that_its_scripts_ask_for():
+def test_a_tiny_model_has_the_files_that_its_scripts_need():
     assert set(locate("chroma", Path("x")).files) == {"pretrained_model_name_or_path", "t5xxl", "ae"}

@@ -1,4 +1,4 @@
-"""Whether the code that a patch replaces is the code that it knows."""
+"""Fingerprints of the code that patches replace."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ import pytest
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Patcher, Target, registry
 from kohya_ext.sdscripts import fingerprints
-from kohya_ext.sdscripts.fingerprints import fingerprint, known
+from kohya_ext.sdscripts.fingerprints import fingerprint, known_bodies
 from tests.unit.test_patch import CHECKOUT
 
 CODE = '''
@@ -40,7 +40,7 @@ def helper(x):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """code -> a module of it."""
+    """Source code -> a module."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -56,46 +56,46 @@ def module(tmp_path, monkeypatch):
 
 
 def test_a_fingerprint_is_the_same_on_every_python(module):
-    """These were made on Python 3.11; 3.10, 3.12 and 3.13 write other bytecode, and another ``ast.dump``."""
-    made = module()
-    assert fingerprint(made.Thing.plain) == "19ae380a91f9"
-    assert fingerprint(vars(made.Thing)["value"].__wrapped__) == "3d885870f35b"
+    """The expected values are from Python 3.11. Bytecode and ``ast.dump`` differ on 3.10, 3.12 and 3.13."""
+    loaded = module()
+    assert fingerprint(loaded.Thing.plain) == "19ae380a91f9"
+    assert fingerprint(vars(loaded.Thing)["value"].__wrapped__) == "3d885870f35b"
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("# explained", "# in other words"),
-        ('"""Documented."""', '"""Documented in another way."""'),
+        ('"""Documented."""', '"""Documented in another branch."""'),
         (": int", ""),
         (" -> int", ""),
         ("helper(x) * 2", "(helper(x)\n            * 2)"),
         ("class Thing", "a_line_more = 1\n\n\nclass Thing"),
     ],
 )
-def test_what_does_not_change_the_work_does_not_change_it(module, before, after):
-    known = fingerprint(module().Thing)
-    assert known is not None
-    assert fingerprint(module(CODE.replace(before, after)).Thing) == known
+def test_edits_without_effect_keep_the_fingerprint(module, before, after):
+    original = fingerprint(module().Thing)
+    assert original is not None
+    assert fingerprint(module(CODE.replace(before, after)).Thing) == original
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [("* 2", "* 3"), ('"a"', '"b"'), ("helper(x) *", "x *"), ("-7", "-6"), ("@functools.cache", "")]
 )
-def test_what_changes_the_work_changes_it(module, before, after):
-    known = fingerprint(module().Thing)
-    assert fingerprint(module(CODE.replace(before, after)).Thing) != known
+def test_edits_with_an_effect_change_the_fingerprint(module, before, after):
+    original = fingerprint(module().Thing)
+    assert fingerprint(module(CODE.replace(before, after)).Thing) != original
 
 
-def test_code_without_a_source_has_none(module):
+def test_code_without_source_has_no_fingerprint(module):
     compiled = {}
     exec("def function(x):\n    return x\n", compiled)
     for original in (compiled["function"], len, 3, None):
         assert fingerprint(original) is None
-    assert known("a").surprise(sys.modules["math"], "sqrt") == "the source code of sqrt in math.py cannot be read"
+    assert known_bodies("a").surprise(sys.modules["math"], "sqrt") == "the source code of sqrt in math.py cannot be read"
 
 
-def tripled(original, settings):
+def triple(original, settings):
     @wraps(original)
     def plain(self, x):
         return 3 * original(self, x)
@@ -103,65 +103,67 @@ def tripled(original, settings):
     return plain
 
 
-def armed(*names: str, body, strict: bool = False) -> Patcher:
-    target = Target("some_code", "Thing.plain", tripled, body=body)
+def apply_patches(*names: str, body, strict: bool = False) -> Patcher:
+    target = Target("some_code", "Thing.plain", triple, body=body)
     patches = {name: Patch(name, "triples", (target,), exactness="exact", held_to="it", idea="here") for name in names}
     patcher = Patcher(patches, Settings(strict=strict), CHECKOUT)
     patcher.arm()
     return patcher
 
 
-def test_two_patches_of_one_target_both_know_the_body_beneath(module):
-    made = module()
-    patcher = armed("one", "two", body=known(fingerprint(made.Thing.plain)))
-    assert made.Thing().plain(1) == 3 * 3 * 4
+def test_two_patches_of_one_target_both_check_the_original(module):
+    loaded = module()
+    patcher = apply_patches("one", "two", body=known_bodies(fingerprint(loaded.Thing.plain)))
+    assert loaded.Thing().plain(1) == 3 * 3 * 4
     patcher.undo()
-    assert made.Thing().plain(1) == 4
+    assert loaded.Thing().plain(1) == 4
 
 
-def test_somebody_elses_wrapper_is_not_looked_through(module):
-    made = module()
-    body = known(fingerprint(made.Thing.plain))
-    made.Thing.plain = tripled(made.Thing.plain, None)
-    armed("one", body=body)
-    assert made.Thing().plain(1) == 3 * 4
+def test_another_authors_wrapper_is_not_replaced(module):
+    loaded = module()
+    body = known_bodies(fingerprint(loaded.Thing.plain))
+    loaded.Thing.plain = triple(loaded.Thing.plain, None)
+    apply_patches("one", body=body)
+    assert loaded.Thing().plain(1) == 3 * 4
 
 
 @pytest.mark.parametrize(("edit", "named"), [(("* 2", "* 3"), "Thing.plain"), (("x + 1", "x + 2"), "helper")])
-def test_an_edited_body_is_left_alone_with_a_reason(module, capsys, edit, named):
-    made = module()
-    body = known(fingerprint(made.Thing.plain), helpers={"helper": (fingerprint(made.helper),)}, releases="theirs v1")
+def test_an_edited_body_is_not_replaced_and_the_reason_is_given(module, capsys, edit, named):
+    loaded = module()
+    body = known_bodies(
+        fingerprint(loaded.Thing.plain), helpers={"helper": (fingerprint(loaded.helper),)}, releases="theirs v1"
+    )
     edited = module(CODE.replace(*edit))
     own = edited.Thing.plain
-    outcome = armed("one", body=body).outcomes["one", "some_code:Thing.plain"]
+    outcome = apply_patches("one", body=body).outcomes["one", "some_code:Thing.plain"]
     assert edited.Thing.plain is own
     assert (outcome.status, outcome.surprise) == ("skipped", True)
     assert outcome.reason == f"{named} in some_code.py differs from theirs v1 (edited, a fork or another release)"
     assert outcome.reason in capsys.readouterr().err
     with pytest.raises(SystemExit) as leaving:
-        armed("one", body=body, strict=True)
+        apply_patches("one", body=body, strict=True)
     assert leaving.value.code == 2
 
 
-# --- what the shipped patches declare --------------------------------------------------------------------------------
+# --- declarations of the shipped patches --------------------------------------------------------------------------------
 
 
-def mentions_it(node: ast.AST) -> bool:
+def mentions_original(node: ast.AST) -> bool:
     return any(isinstance(part, ast.Name) and part.id == "original" for part in ast.walk(node))
 
 
 def follow(statements: list[ast.stmt], done: bool, without: list[str]) -> bool:
-    """Whether ``original`` has been used behind these statements; ``without`` gets the returns before which it has not."""
+    """Return whether ``original`` is used on all paths; add the returns before its first use to ``without``."""
     for statement in statements:
         if isinstance(statement, ast.If):
-            done = done or mentions_it(statement.test)
-            ways = [follow(way, done, without) for way in (statement.body, statement.orelse)]
-            done = all(ways)
+            done = done or mentions_original(statement.test)
+            branches = [follow(branch, done, without) for branch in (statement.body, statement.orelse)]
+            done = all(branches)
         elif isinstance(statement, (ast.With, ast.Try)):
-            done = done or any(map(mentions_it, getattr(statement, "items", [])))
+            done = done or any(map(mentions_original, getattr(statement, "items", [])))
             done = follow(statement.body, done, without)
         else:
-            done = done or mentions_it(statement)
+            done = done or mentions_original(statement)
             if isinstance(statement, ast.Return) and not done and ast.unparse(statement) not in ("return", "return None"):
                 without.append(ast.unparse(statement))
             if isinstance(statement, (ast.Return, ast.Raise)):
@@ -169,14 +171,14 @@ def follow(statements: list[ast.stmt], done: bool, without: list[str]) -> bool:
     return done
 
 
-def ways_without_the_original(replace) -> list[str]:
-    """The ways through a replacement on which it does its work without the original."""
+def paths_without_original(replace) -> list[str]:
+    """Return the paths through a replacement that do not use the original."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(replace))).body[0]
     replacements = [part for part in tree.body if isinstance(part, ast.FunctionDef)] or [tree]
     without: list[str] = []
     for replacement in replacements:
         follow(replacement.body, False, without)
-        if not mentions_it(replacement):
+        if not mentions_original(replacement):
             without.append(f"all of {replacement.name}")
     return without
 
@@ -185,20 +187,20 @@ TARGETS = {f"{patch.name}: {target.label}": target for patch in registry().value
 
 
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.body == "runs"])
-def test_what_says_that_it_runs_the_original_does(name):
-    """A replacement that does the work itself must state the bodies that it knows: ``body=known(...)``.
+def test_replacements_declared_to_run_the_original_do(name):
+    """A replacement that reimplements the original must state the known bodies: ``body=known_bodies(...)``.
 
-    Doing nothing is allowed: a step that is skipped is not made by the original either.
+    Returning without a value is allowed, because it skips the call.
     """
     target = TARGETS[name]
     if target.attribute.isupper():
         return  # a constant
-    assert ways_without_the_original(target.replace) == []
+    assert paths_without_original(target.replace) == []
 
 
 @pytest.mark.parametrize("patch", ["skip_unit_scaling", "fused_operations", "single_process_reduce"])
-def test_and_those_that_do_not_would_be_noticed(patch):
-    own_work = [name for name, target in TARGETS.items() if name.startswith(patch) and target.body != "runs"]
-    assert own_work
-    for name in own_work:
-        assert ways_without_the_original(TARGETS[name].replace) != [], name
+def test_replacements_that_do_not_run_the_original_are_detected(patch):
+    reimplemented = [name for name, target in TARGETS.items() if name.startswith(patch) and target.body != "runs"]
+    assert reimplemented
+    for name in reimplemented:
+        assert paths_without_original(TARGETS[name].replace) != [], name

@@ -1,11 +1,11 @@
-"""The ladder: which rungs a run has, in which order, and the command line that takes one."""
+"""Memory savings: which apply to a run, in which order, and the command line that applies one."""
 
 import importlib.util
 from dataclasses import replace
 
 import pytest
 
-from kohya_ext.planning.memory_savings import LADDER, Attempt, Step, after, steps
+from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Step, after, steps
 
 LORA, FULL, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
 
@@ -14,26 +14,26 @@ def attempt(script: str, unknown: tuple[str, ...] = (), **values: object) -> Att
     return Attempt(script, values, lambda key: key not in unknown)
 
 
-def climb(run: Attempt) -> list[Step]:
-    """Take the first rung again and again, to the top."""
+def apply_all(run: Attempt) -> list[Step]:
+    """Apply the first saving until none is left."""
     taken: list[Step] = []
     while (step := next(steps(run), None)) is not None:
         taken.append(step)
         run = after(run, step)
-        assert len(taken) < 40, "the ladder has no end"
+        assert len(taken) < 40, "savings must run out"
     return taken
 
 
 @pytest.fixture(autouse=True)
 def _eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let bitsandbytes be there, whatever is installed."""
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "bitsandbytes" else found(name))
+    """Make bitsandbytes importable, whatever is installed."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "bitsandbytes" else find_spec(name))
 
 
 def test_a_fine_tune_gives_up_precision_first_and_resolution_last() -> None:
-    taken = climb(attempt(FULL, resolution="1024,1024", train_batch_size=1))
-    assert [step.rung.name for step in taken] == [
+    taken = apply_all(attempt(FULL, resolution="1024,1024", train_batch_size=1))
+    assert [step.saving.name for step in taken] == [
         *("attention", "mixed precision", "cached latents", "cached text encoder outputs", "checkpointing"),
         *("8-bit optimizer", "Adafactor", "fused backward pass", "pure bf16", *["resolution"] * 3),
     ]
@@ -43,7 +43,7 @@ def test_a_fine_tune_gives_up_precision_first_and_resolution_last() -> None:
 def test_flux_goes_to_fp8_then_swaps_more_and_more_blocks() -> None:
     done = {"mixed_precision": "bf16", "network_train_unet_only": True, "cache_latents": True}
     run = attempt(FLUX, **done, cache_text_encoder_outputs=True, gradient_checkpointing=True, optimizer_type="AdamW8bit")
-    assert [dict(step.changes) for step in climb(run)] == [
+    assert [dict(step.changes) for step in apply_all(run)] == [
         {"fp8_base": True},
         {"blocks_to_swap": 17},
         {"blocks_to_swap": 34},
@@ -53,8 +53,8 @@ def test_flux_goes_to_fp8_then_swaps_more_and_more_blocks() -> None:
 def test_the_effective_batch_is_kept() -> None:
     run = attempt(LORA, train_batch_size=6, gradient_accumulation_steps=2)
     sizes = [(6, 2)]
-    for step in climb(run):
-        if step.rung.name == "batch":
+    for step in apply_all(run):
+        if step.saving.name == "batch":
             sizes.append((step.changes["train_batch_size"], step.changes["gradient_accumulation_steps"]))
     assert sizes == [(6, 2), (3, 4), (1, 12)]
 
@@ -85,22 +85,22 @@ def test_the_effective_batch_is_kept() -> None:
         (attempt(LORA, resolution="512"), "resolution"),
     ],
 )
-def test_a_rung_that_cannot_be_taken_is_not_offered(run: Attempt, missing: str) -> None:
-    assert missing in {rung.name for rung in LADDER}
-    assert missing not in {step.rung.name for step in steps(run)}
+def test_a_saving_that_cannot_apply_is_not_offered(run: Attempt, missing: str) -> None:
+    assert missing in {saving.name for saving in MEMORY_SAVINGS}
+    assert missing not in {step.saving.name for step in steps(run)}
 
 
 def test_only_what_helps_at_the_moment_is_offered() -> None:
     run = attempt(LORA, vae_batch_size=4, train_batch_size=4, mixed_precision="bf16", sdpa=True, resolution="1024")
-    assert [step.rung.name for step in steps(run, "caching latents")] == ["vae batch", "resolution"]
-    at_the_step = [step.rung.name for step in steps(run, "optimizer step")]
+    assert [step.saving.name for step in steps(run, "caching latents")] == ["vae batch", "resolution"]
+    at_the_step = [step.saving.name for step in steps(run, "optimizer step")]
     assert "8-bit optimizer" in at_the_step
     assert not {"checkpointing", "batch", "resolution"} & set(at_the_step)
 
 
 def test_compiled_blocks_stop_recomputing_what_is_checkpointed() -> None:
     run = attempt(LORA, activation_memory_budget=0.5)
-    (step,) = [step for step in steps(run) if step.rung.name == "checkpointing"]
+    (step,) = [step for step in steps(run) if step.saving.name == "checkpointing"]
     assert step.changes == {"gradient_checkpointing": True, "activation_memory_budget": 1}
 
 
@@ -110,4 +110,4 @@ def test_what_was_freed_from_checkpointing_is_covered_again() -> None:
     budget = attempt(LORA, gradient_checkpointing=True, vram_budget=14 * 10**9)
     everything = {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}
     assert everything in [step.changes for step in steps(budget)]
-    assert "checkpointing" not in {step.rung.name for step in steps(replace(budget, values={**budget.values, **everything}))}
+    assert "checkpointing" not in {step.saving.name for step in steps(replace(budget, values={**budget.values, **everything}))}

@@ -1,4 +1,4 @@
-"""A loss that is not finite goes through backward, and its gradients reach nothing."""
+"""nan_guard drops the gradients of a loss that is not finite."""
 
 import pytest
 
@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches.nan_guard import _gradients_dropped  # noqa: E402
 
 
-def test_gradients_are_dropped_inside_and_hooks_are_back_behind():
-    hooked, plain, frozen = (torch.nn.Parameter(torch.ones(2), requires_grad=needed) for needed in (True, True, False))
+def test_gradients_are_dropped_and_hooks_restored():
+    hooked, plain, frozen = (torch.nn.Parameter(torch.ones(2), requires_grad=required) for required in (True, True, False))
     called = []
     handle = hooked.register_post_accumulate_grad_hook(lambda weight: called.append("hooked"))
 

@@ -1,4 +1,4 @@
-"""One run for each output name at a time, told apart from runs that have died."""
+"""The lock on an output name: one run at a time, and none for runs that have ended."""
 
 import os
 import subprocess
@@ -10,14 +10,14 @@ import pytest
 from kohya_ext.errors import UserError
 from kohya_ext.run import output_lock
 
-posix = pytest.mark.skipif(os.name != "posix", reason="a kill that nothing can answer")
+posix = pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 
 
 HOLD = """
 import sys
 from argparse import Namespace
 from kohya_ext.run import output_lock
-output_lock.claim(Namespace(output_dir=sys.argv[1], output_name=sys.argv[2]))
+output_lock.acquire(Namespace(output_dir=sys.argv[1], output_name=sys.argv[2]))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -44,37 +44,37 @@ def _release():
     output_lock.release_all()
 
 
-def test_a_second_run_is_refused_and_the_first_one_named(args, other):
+def test_second_run_is_rejected_with_the_owner(args, other):
     with pytest.raises(UserError, match=rf"--output_name cat .*process {other.pid} on .*, since 20.*choose another"):
-        output_lock.claim(args)
-    assert output_lock.other_run(args)["pid"] == other.pid
-    output_lock.claim(Namespace(output_dir=args.output_dir, output_name="dog"))
+        output_lock.acquire(args)
+    assert output_lock.other_owner(args)["pid"] == other.pid
+    output_lock.acquire(Namespace(output_dir=args.output_dir, output_name="dog"))
 
 
-def test_a_run_that_ended_leaves_nothing(args, other):
+def test_lock_file_is_removed_when_the_run_ends(args, other):
     other.communicate(timeout=60)
-    assert output_lock.other_run(args) is None
+    assert output_lock.other_owner(args) is None
     assert not list(output_lock.lock_file(args).parent.iterdir())
 
 
 @posix
-def test_a_killed_runs_lock_is_taken_over_and_its_remains_removed(args, other, capsys):
+def test_lock_and_temporary_files_of_a_killed_run_are_cleaned_up(args, other, capsys):
     folder = output_lock.lock_file(args).parent
-    half = folder / f"cat-step00000010.safetensors.host-{other.pid}-0.partial"
-    half.touch()
+    partial = folder / f"cat-step00000010.safetensors.host-{other.pid}-0.partial"
+    partial.touch()
     (folder / f"cat-rolling00000010-state.host-{other.pid}-1.partial").mkdir()
     (folder / f"catch.safetensors.host-{other.pid}-2.partial").touch()
-    assert output_lock.other_run(args) is not None
+    assert output_lock.other_owner(args) is not None
     other.kill()
     other.wait(60)
-    assert output_lock.other_run(args) is None, "asking takes nothing"
-    assert half.exists()
-    output_lock.claim(args)
-    assert f"removed {half.name}" in capsys.readouterr().err
+    assert output_lock.other_owner(args) is None, "the query must not take the lock"
+    assert partial.exists()
+    output_lock.acquire(args)
+    assert f"removed {partial.name}" in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == [".cat.lock", f"catch.safetensors.host-{other.pid}-2.partial"]
 
 
-def test_a_run_that_writes_nothing_takes_no_lock(args):
+def test_no_lock_for_a_run_that_writes_nothing(args):
     assert output_lock.lock_file(Namespace(output_dir=None)) is None
-    output_lock.claim(Namespace(**vars(args), debug_dataset=True))
-    assert not output_lock._held
+    output_lock.acquire(Namespace(**vars(args), debug_dataset=True))
+    assert not output_lock._locks

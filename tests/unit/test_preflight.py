@@ -1,4 +1,4 @@
-"""What a preflight finds in files and arguments."""
+"""The checks of preflight on files and arguments."""
 
 import importlib.util
 import json
@@ -18,88 +18,87 @@ from kohya_ext.run.safetensors_header import read_header
 image = pytest.importorskip("PIL.Image")
 
 
-def found(check, script="sdxl_train_network.py", settings=None, **args):
+def check(run, script="sdxl_train_network.py", settings=None, **args):
     findings = preflight.Findings()
-    more = {"settings": settings or Settings()} if check in (output.check, models.check) else {}
-    check(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
+    more = {"settings": settings or Settings()} if run in (output.check, models.check) else {}
+    run(Path("/sd-scripts") / script, Namespace(**args), findings, **more)
     return findings
 
 
-def write_safetensors(file, names, cut=0):
+def write_safetensors(file, names, missing_bytes=0):
     rows = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * at, 4 * at + 4]} for at, name in enumerate(names)}
     header = json.dumps(rows).encode()
     content = struct.pack("<Q", len(header)) + header + bytes(4 * len(names))
-    file.write_bytes(content[: len(content) - cut])
+    file.write_bytes(content[: len(content) - missing_bytes])
     return file
 
 
 # --- model files -----------------------------------------------------------------------------------------------------
 
 
-def test_a_header_is_read(tmp_path):
+def test_safetensors_header_is_read(tmp_path):
     header = read_header(write_safetensors(tmp_path / "x.safetensors", ["a", "b"]))
     assert header.shapes == {"a": (1,), "b": (1,)}
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [(b"", "0 bytes"), (b"hello world, this is text", "not a safetensors"), (b"12", "not a safetensors")],
 )
-def test_what_is_no_safetensors_file_is_said(tmp_path, content, said):
+def test_invalid_safetensors_file_is_an_error(tmp_path, content, expected):
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         read_header(tmp_path / "x.safetensors")
 
 
-def test_a_truncated_file_is_said(tmp_path):
+def test_truncated_safetensors_file_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="truncated"):
-        read_header(write_safetensors(tmp_path / "x.safetensors", ["a"], cut=1))
+        read_header(write_safetensors(tmp_path / "x.safetensors", ["a"], missing_bytes=1))
 
 
 @pytest.mark.parametrize(
-    ("tensor", "script", "more", "said"),
+    ("tensor", "script", "more", "expected"),
     [
-        ("cond_stage_model.transformer.x", "sdxl_train.py", {}, "SD 1.5, and sdxl_train.py wants SDXL: fine_tune.py trains it"),
-        ("conditioner.embedders.1.model.x", "train_network.py", {}, "wants SD 1.5: sdxl_train_network.py trains it"),
-        ("cond_stage_model.model.x", "train_network.py", {"v2": False}, "SD 2, and train_network.py wants SD 1.5"),
+        ("cond_stage_model.transformer.x", "sdxl_train.py", {}, "of SD 1.5, but sdxl_train.py trains SDXL; use fine_tune.py"),
+        ("conditioner.embedders.1.model.x", "train_network.py", {}, "trains SD 1.5; use sdxl_train_network.py"),
+        ("cond_stage_model.model.x", "train_network.py", {"v2": False}, "of SD 2, but train_network.py trains SD 1.5"),
         ("cond_stage_model.model.x", "train_network.py", {"v2": True}, None),
         ("model.diffusion_model.double_blocks.0.img_attn.x", "flux_train_network.py", {}, None),
         ("distilled_guidance_layer.x", "flux_train_network.py", {}, "Chroma"),
         ("distilled_guidance_layer.x", "flux_train_network.py", {"model_type": "chroma"}, None),
-        ("distilled_guidance_layer.x", "sdxl_train.py", {}, "flux_train_network.py --model_type chroma trains it"),
-        ("double_blocks.0.img_attn.x", "flux_train_network.py", {"model_type": "chroma"}, "wants Chroma"),
-        ("byt5_in.x", "anima_train_network.py", {}, "of the family HunyuanImage, and anima_train_network.py wants Anima"),
-        ("byt5_in.x", "sdxl_train.py", {}, "wants SDXL: hunyuan_image_train_network.py trains it"),
+        ("distilled_guidance_layer.x", "sdxl_train.py", {}, "use flux_train_network.py --model_type chroma"),
+        ("double_blocks.0.img_attn.x", "flux_train_network.py", {"model_type": "chroma"}, "trains Chroma"),
+        ("byt5_in.x", "anima_train_network.py", {}, "of HunyuanImage, but anima_train_network.py trains Anima"),
+        ("byt5_in.x", "sdxl_train.py", {}, "trains SDXL; use hunyuan_image_train_network.py"),
         ("byt5_in.x", "hunyuan_image_train_network.py", {}, None),
-        ("net.llm_adapter.x", "lumina_train.py", {}, "Anima, and lumina_train.py wants Lumina: anima_train.py trains it"),
+        ("net.llm_adapter.x", "lumina_train.py", {}, "of Anima, but lumina_train.py trains Lumina; use anima_train.py"),
         ("net.llm_adapter.x", "anima_train.py", {}, None),
-        ("conditioner.embedders.1.model.x", "hunyuan_image_train_network.py", {}, "wants HunyuanImage"),
-        ("conditioner.embedders.1.model.x", "train_textual_inversion.py", {}, "wants SD 1.5: sdxl_train.py trains it"),
-        ("lora_unet_x.lora_down.weight", "sdxl_train.py", {}, "of the family LoRA"),
+        ("conditioner.embedders.1.model.x", "hunyuan_image_train_network.py", {}, "trains HunyuanImage"),
+        ("conditioner.embedders.1.model.x", "train_textual_inversion.py", {}, "trains SD 1.5; use sdxl_train.py"),
+        ("lora_unet_x.lora_down.weight", "sdxl_train.py", {}, "is a LoRA"),
         ("something.else", "sdxl_train.py", {}, None),
     ],
 )
-def test_a_checkpoint_of_another_family_is_named(tmp_path, tensor, script, more, said):
+def test_checkpoint_of_another_family_is_an_error(tmp_path, tensor, script, more, expected):
     file = write_safetensors(tmp_path / "model.safetensors", [tensor])
-    errors = found(models.check, script, pretrained_model_name_or_path=str(file), **more).errors
-    assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
+    errors = check(models.check, script, pretrained_model_name_or_path=str(file), **more).errors
+    assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
-def test_a_model_that_is_not_there_is_told_from_a_repository(tmp_path):
-    assert found(models.check, pretrained_model_name_or_path=str(tmp_path / "no.safetensors")).errors
-    assert not found(models.check, pretrained_model_name_or_path="stabilityai/sdxl").errors
-    assert found(models.check, pretrained_model_name_or_path=None).errors
+def test_missing_model_file_is_an_error_but_a_repository_is_not(tmp_path):
+    assert check(models.check, pretrained_model_name_or_path=str(tmp_path / "no.safetensors")).errors
+    assert not check(models.check, pretrained_model_name_or_path="stabilityai/sdxl").errors
+    assert check(models.check, pretrained_model_name_or_path=None).errors
 
 
 # --- the training set ------------------------------------------------------------------------------------------------
 
 
-def write_pictures(folder, count=2, captions=True):
+def write_images(folder, *sizes):
     folder.mkdir(parents=True)
-    for at in range(count):
-        image.new("RGB", (64, 64), (at, 0, 0)).save(folder / f"{at}.png")
-        if captions:
-            (folder / f"{at}.txt").write_text("a cat")
+    for index, size in enumerate(sizes or [(64, 64)] * 2):
+        image.new("RGB", size).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text("a cat")
     return folder
 
 
@@ -107,101 +106,99 @@ ARGS = {"resolution": "64", "caption_extension": ".txt", "max_train_steps": 20, 
 
 
 def test_steps_are_counted(tmp_path):
-    write_pictures(tmp_path / "5_cat")
-    findings = found(data.check, train_data_dir=str(tmp_path), **ARGS)
+    write_images(tmp_path / "5_cat")
+    findings = check(data.check, train_data_dir=str(tmp_path), **ARGS)
     assert not findings.errors
     assert not findings.warnings
-    assert findings.notes == ["2 images, 10 with repeats, about 5 steps an epoch; 20 steps in all, 4 epochs"]
+    assert findings.notes == ["2 images, 10 with repeats, about 5 steps per epoch; 20 steps in total, 4 epochs"]
 
 
 @pytest.mark.parametrize(
-    ("folder", "said"),
-    [("missing", "does not exist"), ("no_number", "no subfolder named N_name"), ("inside", "holds the images itself")],
+    ("folder", "expected"),
+    [
+        ("missing", "does not exist"),
+        ("no_number", "no subfolder of images named N_name"),
+        ("inside", "must contain folders of images"),
+    ],
 )
-def test_a_folder_that_upstream_would_train_nothing_from(tmp_path, folder, said):
-    write_pictures(tmp_path / "no_number" / "cat")
-    write_pictures(tmp_path / "inside")
-    (error,) = found(data.check, train_data_dir=str(tmp_path / folder), **ARGS).errors
-    assert said in error
+def test_data_folder_without_images_for_upstream_is_an_error(tmp_path, folder, expected):
+    write_images(tmp_path / "no_number" / "cat")
+    write_images(tmp_path / "inside")
+    (error,) = check(data.check, train_data_dir=str(tmp_path / folder), **ARGS).errors
+    assert expected in error
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp"])
-def test_a_truncated_picture_is_found(tmp_path, kind):
-    whole, cut = tmp_path / f"whole.{kind}", tmp_path / f"cut.{kind}"
-    image.effect_noise((200, 200), 50).convert("RGB").save(whole)
-    cut.write_bytes(whole.read_bytes()[:-2000])
-    assert data.picture_problem(whole) == (None, (200, 200))
-    assert data.picture_problem(cut)[0].startswith("is broken")
+def test_truncated_image_is_damaged(tmp_path, kind):
+    complete, truncated = tmp_path / f"complete.{kind}", tmp_path / f"truncated.{kind}"
+    image.effect_noise((200, 200), 50).convert("RGB").save(complete)
+    truncated.write_bytes(complete.read_bytes()[:-2000])
+    assert data.check_image(complete) == (None, (200, 200))
+    assert data.check_image(truncated)[0].startswith("is damaged")
 
 
-def test_an_empty_picture_and_one_that_is_none_are_found(tmp_path):
+def test_empty_and_invalid_images_are_problems(tmp_path):
     (tmp_path / "a.png").touch()
     (tmp_path / "b.jpg").write_text("hello")
-    assert data.picture_problem(tmp_path / "a.png")[0] == "is empty (0 bytes)"
-    assert "not an image" in data.picture_problem(tmp_path / "b.jpg")[0]
+    assert data.check_image(tmp_path / "a.png")[0] == "is empty (0 bytes)"
+    assert "not a readable image" in data.check_image(tmp_path / "b.jpg")[0]
 
 
-def test_captions_are_counted_and_the_other_extension_is_offered(tmp_path):
-    write_pictures(tmp_path / "1_cat", 3)
-    (warning,) = found(data.check, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
+def test_missing_captions_are_counted_and_the_other_extension_is_suggested(tmp_path):
+    write_images(tmp_path / "1_cat", *[(64, 64)] * 3)
+    (warning,) = check(data.check, train_data_dir=str(tmp_path), **{**ARGS, "caption_extension": ".caption"}).warnings
     assert "3 of 3 images" in warning
-    assert "'cat' alone" in warning
+    assert "caption 'cat'" in warning
     assert "--caption_extension .txt" in warning
 
 
-def test_a_dataset_config_is_followed(tmp_path):
-    write_pictures(tmp_path / "cats")
+def test_dataset_config_is_read(tmp_path):
+    write_images(tmp_path / "cats")
     config = tmp_path / "data.toml"
     config.write_text(
         f'[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 64\n'
         f"[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'cats')!r}\nnum_repeats = 3\n"
         f"[[datasets.subsets]]\nimage_dir = {str(tmp_path / 'dogs')!r}\n"
     )
-    (error,) = found(data.check, dataset_config=str(config), max_train_steps=3).errors
+    (error,) = check(data.check, dataset_config=str(config), max_train_steps=3).errors
     assert "dogs does not exist" in error
 
 
-def write_images(folder, *sizes):
-    folder.mkdir(parents=True)
-    for at, size in enumerate(sizes):
-        image.new("RGB", size).save(folder / f"{at}.png")
-        (folder / f"{at}.txt").write_text("a cat")
-    return folder
+def test_parent_of_a_subset_folder_is_suggested(tmp_path):
+    write_images(tmp_path / "2_sks")
+    (error,) = check(data.check, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
+    assert error.endswith(f"use --train_data_dir {tmp_path}")
 
 
-def test_a_folder_that_is_itself_the_subset_is_answered_with_the_one_above(tmp_path):
-    write_pictures(tmp_path / "2_sks")
-    (error,) = found(data.check, train_data_dir=str(tmp_path / "2_sks"), **ARGS).errors
-    assert error.endswith(f"give --train_data_dir {tmp_path}")
-
-
-def test_as_many_regularisation_images_are_drawn_as_there_are_trained_ones(tmp_path):
-    write_pictures(tmp_path / "train" / "5_cat", 2)
-    write_pictures(tmp_path / "reg" / "1_cat", 3)
+def test_regularisation_images_are_counted_as_often_as_training_images(tmp_path):
+    write_images(tmp_path / "train" / "5_cat")
+    write_images(tmp_path / "reg" / "1_cat", *[(64, 64)] * 3)
     args = {**ARGS, "train_data_dir": str(tmp_path / "train"), "reg_data_dir": str(tmp_path / "reg")}
-    assert found(data.check, **args).notes == ["5 images, 10 with repeats, about 10 steps an epoch; 20 steps in all, 2 epochs"]
-    # The last draw of the first round may go beyond.
-    write_pictures(tmp_path / "more" / "20_cat", 3)
+    assert check(data.check, **args).notes == [
+        "5 images, 10 with repeats, about 10 steps per epoch; 20 steps in total, 2 epochs"
+    ]
+    # The first round may draw more than needed.
+    write_images(tmp_path / "more" / "20_cat", *[(64, 64)] * 3)
     args["reg_data_dir"] = str(tmp_path / "more")
-    assert "about 15 steps an epoch" in found(data.check, **args).notes[0]
+    assert "about 15 steps per epoch" in check(data.check, **args).notes[0]
 
 
-def test_steps_are_counted_by_bucket(tmp_path):
+def test_steps_are_counted_per_bucket(tmp_path):
     write_images(tmp_path / "1_cat", *[(64, 64)] * 3, *[(64, 128)] * 3)
     args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "128"}
-    one = {"enable_bucket": False, "cache_latents": True}
-    assert "about 3 steps an epoch" in found(data.check, **args, **one).notes[0]
-    assert "about 4 steps an epoch" in found(data.check, **args, enable_bucket=True, min_bucket_reso=64).notes[0]
+    no_buckets = {"enable_bucket": False, "cache_latents": True}
+    assert "about 3 steps per epoch" in check(data.check, **args, **no_buckets).notes[0]
+    assert "about 4 steps per epoch" in check(data.check, **args, enable_bucket=True, min_bucket_reso=64).notes[0]
     args["max_train_epochs"] = 2
-    assert found(data.check, **args, enable_bucket=True, min_bucket_reso=64).steps == 8
+    assert check(data.check, **args, enable_bucket=True, min_bucket_reso=64).steps == 8
 
 
 @pytest.mark.parametrize(
-    ("sizes", "args", "said"),
+    ("sizes", "args", "expected"),
     [
         ([(64, 64), (96, 64)], {}, "1 of 2 images in"),
-        ([(64, 64), (32, 64)], {}, "(one is 32x64)"),
-        ([(64, 64), (32, 64)], {"random_crop": True}, "(one is 32x64)"),
+        ([(64, 64), (32, 64)], {}, "(for example 32x64)"),
+        ([(64, 64), (32, 64)], {"random_crop": True}, "(for example 32x64)"),
         ([(96, 64)], {"random_crop": True}, None),
         ([(96, 64)], {"cache_latents": True}, None),
         ([(96, 64)], {"face_crop_aug_range": "1.0,1.5"}, None),
@@ -209,74 +206,74 @@ def test_steps_are_counted_by_bucket(tmp_path):
         ([(64, 64)], {}, None),
     ],
 )
-def test_images_that_sd_scripts_would_not_scale_are_found(tmp_path, sizes, args, said):
+def test_images_that_sd_scripts_does_not_scale_are_an_error(tmp_path, sizes, args, expected):
     write_images(tmp_path / "1_cat", *sizes)
-    errors = found(data.check, train_data_dir=str(tmp_path), **ARGS, **args).errors
-    assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
+    errors = check(data.check, train_data_dir=str(tmp_path), **ARGS, **args).errors
+    assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
-def test_limits_of_buckets_that_upstream_refuses_are_found(tmp_path):
+def test_bucket_limits_that_upstream_rejects_are_an_error(tmp_path):
     write_images(tmp_path / "1_cat", (64, 64))
     args = {**ARGS, "train_data_dir": str(tmp_path), "enable_bucket": True}
-    (error,) = found(data.check, **args).errors
-    assert error.endswith("give --min_bucket_reso 64")
-    (error,) = found(data.check, **{**args, "resolution": "1536"}).errors
-    assert error.endswith("give --max_bucket_reso 3072")
+    (error,) = check(data.check, **args).errors
+    assert error.endswith("use --min_bucket_reso 64")
+    (error,) = check(data.check, **{**args, "resolution": "1536"}).errors
+    assert error.endswith("use --max_bucket_reso 3072")
 
 
-def test_images_that_lose_pixels_to_the_largest_bucket_are_counted(tmp_path):
+def test_images_limited_by_max_bucket_reso_are_counted(tmp_path):
     write_images(tmp_path / "1_cat", (832, 1216), (1024, 1024))
     args = {**ARGS, "train_data_dir": str(tmp_path), "resolution": "1024", "enable_bucket": True}
-    (warning,) = found(data.check, **args).warnings
+    (warning,) = check(data.check, **args).warnings
     assert "1 of 2 images" in warning
-    assert warning.endswith("Give --max_bucket_reso 2048")
-    assert not found(data.check, **args, max_bucket_reso=2048).warnings
-    assert not found(data.check, **args, bucket_no_upscale=True).warnings
+    assert warning.endswith("use --max_bucket_reso 2048")
+    assert not check(data.check, **args, max_bucket_reso=2048).warnings
+    assert not check(data.check, **args, bucket_no_upscale=True).warnings
 
 
-def test_broken_caches_are_found_where_they_are_read(tmp_path):
-    folder = write_pictures(tmp_path / "1_cat")
+def test_damaged_caches_are_errors_when_the_run_reads_caches(tmp_path):
+    folder = write_images(tmp_path / "1_cat")
     numpy = pytest.importorskip("numpy")
     numpy.savez(folder / "0_0064x0064_sdxl.npz", latents=numpy.zeros(4))
-    whole = (folder / "0_0064x0064_sdxl.npz").read_bytes()
+    complete = (folder / "0_0064x0064_sdxl.npz").read_bytes()
     args = {**ARGS, "train_data_dir": str(tmp_path)}
-    assert not found(data.check, **args, cache_latents_to_disk=True).errors
+    assert not check(data.check, **args, cache_latents_to_disk=True).errors
     (folder / "0_te_outputs.npz").touch()
-    (folder / "1.npz").write_bytes(whole[:-30])
+    (folder / "1.npz").write_bytes(complete[:-30])
     (folder / "1_0064x0064_sdxl.npz").write_text("garbage")
-    (folder / "another.npz").write_text("not of these images")
-    (error,) = found(data.check, **args, cache_latents_to_disk=True).errors
+    (folder / "another.npz").write_text("of another image")
+    (error,) = check(data.check, **args, cache_latents_to_disk=True).errors
     assert "0_te_outputs.npz, 1.npz, 1_0064x0064_sdxl.npz. Delete them" in error
-    assert not found(data.check, **args, cache_latents=True).errors
+    assert not check(data.check, **args, cache_latents=True).errors
 
 
-def test_a_dataset_config_in_json_is_read_and_one_that_upstream_cannot_read_is_named(tmp_path):
-    write_pictures(tmp_path / "cats")
+def test_json_dataset_config_is_read_and_invalid_ones_are_errors(tmp_path):
+    write_images(tmp_path / "cats")
     document = {"general": {"caption_extension": ".txt"}, "datasets": [{"subsets": [{"image_dir": str(tmp_path / "cats")}]}]}
     config = tmp_path / "data.json"
     config.write_text(json.dumps(document))
     args = {**ARGS, "dataset_config": str(config)}
-    assert not found(data.check, **args).errors
+    assert not check(data.check, **args).errors
     config.write_text("\ufeff" + json.dumps(document), encoding="utf-8")
-    (error,) = found(data.check, **args).errors
+    (error,) = check(data.check, **args).errors
     assert "save it as UTF-8 without BOM" in error
     config.write_bytes(b"\xff\xfe\x00")
-    assert found(data.check, **args).errors == [f"--dataset_config {config} is not a text file in UTF-8"]
+    assert check(data.check, **args).errors == [f"--dataset_config {config} is not UTF-8 text; save it as UTF-8"]
     args["dataset_config"] = str(config.rename(tmp_path / "data.yaml"))
-    assert found(data.check, **args).errors[0].endswith("sd-scripts reads files that end in .toml or .json")
+    assert check(data.check, **args).errors[0].endswith("the file name must end in .toml or .json")
 
 
-# --- output and choices ----------------------------------------------------------------------------------------------
+# --- output and options ----------------------------------------------------------------------------------------------
 
 
-def test_an_earlier_output_is_named_and_nothing_is_removed(tmp_path):
+def test_earlier_output_is_a_warning_and_is_not_removed(tmp_path):
     names = ["cat-step00000010.safetensors.host-7-0.partial", "cat.safetensors"]
     for name in names:
         (tmp_path / name).touch()
     args = {"output_dir": str(tmp_path), "output_name": "cat", "pretrained_model_name_or_path": ""}
-    findings = found(output.check, **args)
+    findings = check(output.check, **args)
     (warning,) = findings.warnings
-    assert warning.endswith("it becomes cat.previous.safetensors")
+    assert warning.endswith("will be renamed to cat.previous.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -291,43 +288,43 @@ def write_lora_state(folder, rank):
     return folder
 
 
-def test_a_state_of_another_rank_is_found_before_the_model_is_loaded(tmp_path):
+def test_state_of_another_rank_is_an_error(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     args = {"pretrained_model_name_or_path": "a/b", "network_module": "networks.lora", "resume": str(state)}
-    assert not found(models.check, **args, network_dim=8).errors
-    (error,) = found(models.check, **args, network_dim=16).errors
-    assert "has rank 8 and --network_dim is 16" in error
-    assert not found(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
+    assert not check(models.check, **args, network_dim=8).errors
+    (error,) = check(models.check, **args, network_dim=16).errors
+    assert "has rank 8, but --network_dim is 16" in error
+    assert not check(models.check, **args, network_dim=16, network_args=["conv_dim=8"]).errors
 
 
-def test_a_state_of_another_script_is_an_error(tmp_path):
+def test_state_of_another_script_is_an_error(tmp_path):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     run_record.write(state, run_record.describe("sdxl_train.py", Namespace()), step=3)
-    (error,) = found(models.check, pretrained_model_name_or_path="a/b", resume=str(state)).errors
+    (error,) = check(models.check, pretrained_model_name_or_path="a/b", resume=str(state)).errors
     assert "was saved by sdxl_train.py, not sdxl_train_network.py" in error
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl"])
-def test_a_state_that_lacks_a_file_is_not_resumed(tmp_path, name):
+def test_state_with_a_missing_file_is_an_error(tmp_path, name):
     state = write_lora_state(tmp_path / "cat-state", rank=8)
     args = {"pretrained_model_name_or_path": "a/b", "output_dir": str(tmp_path), "output_name": "cat"}
     for resume in (str(state), "auto"):
-        assert not found(models.check, **args, resume=resume).errors
+        assert not check(models.check, **args, resume=resume).errors
     (state / name).unlink()
     for resume in (str(state), "auto"):
-        (error,) = found(models.check, **args, resume=resume).errors
+        (error,) = check(models.check, **args, resume=resume).errors
         assert name in error
 
 
-def test_an_output_folder_that_cannot_be_made_is_said(tmp_path):
+def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    (error,) = found(output.check, output_dir=str(tmp_path / "file" / "out")).errors
+    (error,) = check(output.check, output_dir=str(tmp_path / "file" / "out")).errors
     assert "cannot be written to" in error
-    assert found(output.check, output_dir=None).errors
+    assert check(output.check, output_dir=None).errors
 
 
 @pytest.mark.parametrize(
-    ("script", "args", "said"),
+    ("script", "args", "expected"),
     [
         ("sdxl_train.py", {"fused_backward_pass": True, "optimizer_type": "AdamW"}, "Adafactor only"),
         (
@@ -350,51 +347,51 @@ def test_an_output_folder_that_cannot_be_made_is_said(tmp_path):
         ("sd3_train.py", {"enable_bucket": True, "bucket_reso_steps": 4}, "multiple of 8"),
     ],
 )
-def test_what_cannot_work_is_said(script, args, said):
-    (error,) = found(options.check, script, **args).errors
-    assert said in error
+def test_options_that_contradict_are_an_error(script, args, expected):
+    (error,) = check(options.check, script, **args).errors
+    assert expected in error
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
         (
             {"gradient_accumulation_steps": 0},
-            "--gradient_accumulation_steps 0: sd-scripts divides by it. Give 1 or more",
+            "--gradient_accumulation_steps 0: sd-scripts divides by it; use 1 or more",
         ),
         ({"train_batch_size": 0}, "--train_batch_size 0"),
         ({"network_dim": -4, "network_module": "lycoris.kohya"}, "--network_dim -4"),
         ({"network_dim": 0, "network_module": "networks.lora"}, "--network_dim 0"),
-        ({"learning_rate": -1.0}, "--learning_rate -1: optimizers take no negative learning rate. Give 0 or more"),
+        ({"learning_rate": -1.0}, "--learning_rate -1: optimizers reject a negative learning rate; use 0 or more"),
         ({"text_encoder_lr": [1e-5, -1e-5]}, "--text_encoder_lr -1e-05"),
         (
             {"save_every_n_steps": 0},
-            "--save_every_n_steps 0: sd-scripts divides by it. Give 1 or more, or leave it out",
+            "--save_every_n_steps 0: sd-scripts divides by it; use 1 or more, or remove it",
         ),
         ({"save_every_n_epochs": 0}, "--save_every_n_epochs 0"),
         ({"save_last_n_epochs": 0}, "--save_last_n_epochs 0: the file that was just saved would be removed"),
         ({"max_data_loader_n_workers": -1}, "--max_data_loader_n_workers -1"),
         ({"max_train_epochs": 0}, "--max_train_epochs 0: nothing would be trained"),
-        ({"seed": -1}, "--seed -1: NumPy takes no other seed. Give a number from 0 to 4294967295"),
+        ({"seed": -1}, "--seed -1: NumPy requires an unsigned 32-bit seed; use a number from 0 to 4294967295"),
         ({"min_snr_gamma": -5.0}, "--min_snr_gamma -5: the loss would be maximized"),
         ({"max_grad_norm": -1.0}, "--max_grad_norm -1"),
-        ({"network_dropout": 1.5}, "--network_dropout 1.5: it is a probability. Give a number from 0 to 1"),
+        ({"network_dropout": 1.5}, "--network_dropout 1.5: it is a probability; use a number from 0 to 1"),
         ({"caption_dropout_rate": 10}, "--caption_dropout_rate 10"),
         ({"lr_warmup_steps": -10, "lr_scheduler": "cosine"}, "--lr_warmup_steps -10"),
         (
             {"persistent_data_loader_workers": True, "max_data_loader_n_workers": 0},
-            "needs --max_data_loader_n_workers of 1 or more",
+            "use --max_data_loader_n_workers 1 or more",
         ),
     ],
 )
-def test_a_number_out_of_range_is_answered_with_the_range(args, said):
-    (error,) = found(options.check, "sdxl_train.py", **args).errors
-    assert error.startswith(said) or said in error
+def test_number_out_of_range_is_an_error_with_the_range(args, expected):
+    (error,) = check(options.check, "sdxl_train.py", **args).errors
+    assert error.startswith(expected) or expected in error
 
 
-def test_clip_skip_counts_for_sd15_alone():
-    assert found(options.check, "train_db.py", clip_skip=0).errors
-    assert not found(options.check, "sdxl_train.py", clip_skip=0).errors
+def test_clip_skip_is_checked_for_sd15_only():
+    assert check(options.check, "train_db.py", clip_skip=0).errors
+    assert not check(options.check, "sdxl_train.py", clip_skip=0).errors
 
 
 @pytest.mark.parametrize(
@@ -417,38 +414,38 @@ def test_clip_skip_counts_for_sd15_alone():
         {"max_data_loader_n_workers": 0, "persistent_data_loader_workers": True, "deepspeed": True},
     ],
 )
-def test_a_number_that_upstream_takes_in_a_meaningful_way_is_let_through(args):
-    assert not found(options.check, "sdxl_train.py", **args).errors
+def test_numbers_with_a_meaning_are_accepted(args):
+    assert not check(options.check, "sdxl_train.py", **args).errors
 
 
-def test_a_number_out_of_range_in_a_dataset_config_is_named(tmp_path):
+def test_number_out_of_range_in_a_dataset_config_is_an_error(tmp_path):
     config = tmp_path / "data.toml"
     config.write_text('[[datasets]]\nbatch_size = 0\n[[datasets.subsets]]\nimage_dir = "cats"\ncaption_dropout_rate = 2\n')
-    errors = found(options.check, "sdxl_train.py", dataset_config=str(config)).errors
+    errors = check(options.check, "sdxl_train.py", dataset_config=str(config)).errors
     assert [error.partition(": ")[2].partition(":")[0] for error in errors] == ["train_batch_size 0", "caption_dropout_rate 2"]
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
-        ({"optimizer_type": "Prodigy", "learning_rate": 1e-4}, "Give --learning_rate 1"),
-        ({"optimizer_type": "DAdaptAdam", "unet_lr": 1e-4}, "Give --learning_rate 1"),
-        ({"optimizer_type": "AdamW", "learning_rate": 1.0}, "Give --learning_rate 1e-4"),
-        ({"optimizer_type": "torch.optim.AdamW", "learning_rate": 1.0}, "Give --learning_rate 1e-4"),
-        ({"learning_rate": 1.0}, "Give --learning_rate 1e-4"),
+        ({"optimizer_type": "Prodigy", "learning_rate": 1e-4}, "Use --learning_rate 1"),
+        ({"optimizer_type": "DAdaptAdam", "unet_lr": 1e-4}, "Use --learning_rate 1"),
+        ({"optimizer_type": "AdamW", "learning_rate": 1.0}, "Use --learning_rate 1e-4"),
+        ({"optimizer_type": "torch.optim.AdamW", "learning_rate": 1.0}, "Use --learning_rate 1e-4"),
+        ({"learning_rate": 1.0}, "Use --learning_rate 1e-4"),
         ({"optimizer_type": "Prodigy", "learning_rate": 1.0}, None),
         ({"optimizer_type": "AdamW", "learning_rate": 1e-2}, None),
         ({"optimizer_type": "SGDNesterov", "learning_rate": 1.0}, None),
         ({"optimizer_type": "Adafactor", "learning_rate": 1.0}, None),
     ],
 )
-def test_a_learning_rate_of_another_kind_of_optimizer_is_warned_about(args, said):
-    warnings = found(options.check, "sdxl_train.py", **args).warnings
-    assert (said is None and not warnings) or (len(warnings) == 1 and said in warnings[0])
+def test_unusual_learning_rate_for_the_optimizer_is_a_warning(args, expected):
+    warnings = check(options.check, "sdxl_train.py", **args).warnings
+    assert (expected is None and not warnings) or (len(warnings) == 1 and expected in warnings[0])
 
 
 @pytest.mark.parametrize(
-    ("script", "args", "said"),
+    ("script", "args", "expected"),
     [
         ("sdxl_train.py", {"xformers": True}, "Use --sdpa"),
         ("train_textual_inversion.py", {"xformers": True}, "Use --sdpa"),
@@ -457,26 +454,27 @@ def test_a_learning_rate_of_another_kind_of_optimizer_is_warned_about(args, said
         ("sdxl_train.py", {"optimizer_type": "no_such_thing.Optimizer"}, "pip install no-such-thing"),
     ],
 )
-def test_a_package_that_is_not_installed_is_named_as_it_is_installed(monkeypatch, script, args, said):
+def test_missing_package_is_an_error_with_the_install_command(monkeypatch, script, args, expected):
     find = importlib.util.find_spec
 
     def absent(name, package=None):
         return None if name.partition(".")[0] in ("xformers", "lycoris", "no_such_thing") else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", absent)
-    errors = found(options.check, script, **args).errors
-    assert (said is None and not errors) or (len(errors) == 1 and said in errors[0])
+    errors = check(options.check, script, **args).errors
+    assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("x" * 300, "too long"), ("ü" * 120, "too long"), ("no/cat", "not a name but a path")]
+    ("name", "expected"),
+    [("x" * 300, "too long"), ("ü" * 120, "too long"), ("no/cat", "is a path in a folder that does not exist")],
 )
-def test_an_output_name_that_no_file_can_have_is_said(tmp_path, name, said):
-    (error,) = found(output.check, output_dir=str(tmp_path / "new"), output_name=name).errors
-    assert said in error
+def test_invalid_output_name_is_an_error(tmp_path, name, expected):
+    (error,) = check(output.check, output_dir=str(tmp_path / "new"), output_name=name).errors
+    assert expected in error
 
 
-def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
+def test_contradicting_options_of_one_subset_are_an_error(tmp_path):
     config = tmp_path / "data.toml"
     config.write_text(
         "[general]\nshuffle_caption = true\n[[datasets]]\n"
@@ -484,23 +482,23 @@ def test_what_a_single_subset_of_a_dataset_config_cannot_do_is_said(tmp_path):
         '[[datasets.subsets]]\nimage_dir = "dogs"\ncolor_aug = true\n'
     )
     args = {"cache_text_encoder_outputs": True, "cache_latents": True, "shuffle_caption": True}
-    errors = found(options.check, "sdxl_train.py", dataset_config=str(config), **args).errors
+    errors = check(options.check, "sdxl_train.py", dataset_config=str(config), **args).errors
     assert [error.partition(": ")[0] for error in errors] == [f"{config}, dogs"] * 2
     assert "--shuffle_caption" in errors[0]
     assert "--color_aug" in errors[1]
 
 
-def test_what_works_is_let_through():
+def test_valid_options_are_accepted():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
-    assert not found(options.check, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
+    assert not check(options.check, "sdxl_train.py", mixed_precision="bf16", full_bf16=True, lr_warmup_steps=5, **args).errors
 
 
 @pytest.mark.parametrize(
-    ("package", "args", "said"),
+    ("package", "args", "expected"),
     [
         ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["weight_decy=0.1"]}, "Did you mean weight_decay?"),
-        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["lr=0.1"]}, "--learning_rate says it"),
+        ("torch", {"optimizer_type": "AdamW", "optimizer_args": ["lr=0.1"]}, "--learning_rate sets it"),
         ("prodigyopt", {"optimizer_type": "prodigy", "optimizer_args": ["d_coeff=2"]}, "Did you mean d_coef?"),
         ("bitsandbytes", {"optimizer_type": "PagedLion8bit", "optimizer_args": ["wight_decay=2"]}, "weight_decay?"),
         ("transformers", {"optimizer_type": "Adafactor", "optimizer_args": ["relative=True"]}, "relative_step?"),
@@ -509,13 +507,13 @@ def test_what_works_is_let_through():
         ("torch", {"lr_scheduler_type": "StepLR", "lr_scheduler_args": ["step_sze=2"]}, "Did you mean step_size?"),
     ],
 )
-def test_an_optimizers_and_a_schedulers_own_arguments_are_checked(package, args, said):
+def test_arguments_of_optimizers_and_schedulers_are_checked(package, args, expected):
     pytest.importorskip(package)
-    (error,) = found(options.check, "sdxl_train.py", **args).errors
-    assert said in error
+    (error,) = check(options.check, "sdxl_train.py", **args).errors
+    assert expected in error
 
 
-def test_what_a_network_would_ignore_is_said(tmp_path):
+def test_network_args_that_the_network_ignores_are_a_warning(tmp_path):
     (tmp_path / "networks").mkdir()
     (tmp_path / "networks" / "__init__.py").touch()
     (tmp_path / "networks" / "lora.py").write_text('def create_network(**kwargs):\n    dim = kwargs.get("conv_dim")\n')
@@ -527,19 +525,19 @@ def test_what_a_network_would_ignore_is_said(tmp_path):
     assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
 
 
-def test_a_check_that_fails_does_not_stop_the_run(monkeypatch):
+def test_failing_check_does_not_stop_the_run(monkeypatch):
     def broken(script, args, findings, **more):
-        raise RuntimeError("a bug")
+        raise RuntimeError("bug in a check")
 
     for module in (options, models, data, output):
         monkeypatch.setattr(module, "check", broken)
     findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors
-    assert all("a bug" in warning for warning in findings.warnings)
+    assert all("bug in a check" in warning for warning in findings.warnings)
 
 
-def test_a_dynamo_backend_that_sd_scripts_overrules_is_pointed_out(monkeypatch):
+def test_dynamo_backend_that_sd_scripts_overrides_is_noted(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    (said,) = found(options.check, "sdxl_train.py").notes
-    assert said.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
-    assert not found(options.check, "sdxl_train.py", torch_compile=True).notes
+    (note,) = check(options.check, "sdxl_train.py").notes
+    assert note.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR does nothing: sd-scripts overrules it. Use --selective_torch")
+    assert not check(options.check, "sdxl_train.py", torch_compile=True).notes

@@ -1,11 +1,11 @@
-"""Where a preset gives way to the user's other options."""
+"""Preset values that are held back because of the user's options."""
 
 from pathlib import Path
 
 import pytest
 
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.config.preset_conflicts import in_words
+from kohya_ext.config.preset_conflicts import summary
 from kohya_ext.config.user_files import read_config_file
 
 GUI = Path(__file__).parent.parent / "data" / "gui"
@@ -14,11 +14,11 @@ LORA, FINE_TUNE, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_ne
 
 
 def held_back(script, *argv):
-    return {key: reason.words for key, reason in CommandLine(Path(script), argv, {}).presets.held_back.items()}
+    return {key: reason.text for key, reason in CommandLine(Path(script), argv, {}).presets.held_back.items()}
 
 
 @pytest.mark.parametrize(
-    ("script", "preset", "argv", "left_out"),
+    ("script", "preset", "argv", "expected"),
     [
         (LORA, "12gb", "--text_encoder_lr 5e-5", {"network_train_unet_only", "cache_text_encoder_outputs"}),
         (LORA, "12gb", "--text_encoder_lr 0 1e-5", {"network_train_unet_only", "cache_text_encoder_outputs"}),
@@ -58,13 +58,13 @@ def held_back(script, *argv):
         ("hunyuan_image_train_network.py", "12gb", "--text_encoder_lr 5e-5", set()),
     ],
 )
-def test_a_preset_leaves_out_what_contradicts_the_users_options(script, preset, argv, left_out):
+def test_contradicting_preset_values_are_held_back(script, preset, argv, expected):
     run = CommandLine(Path(script), ["--preset", preset, *argv.split()], {})
-    assert set(run.presets.held_back) == left_out
-    assert not left_out & run.presets.values.keys()
+    assert set(run.presets.held_back) == expected
+    assert not expected & run.presets.values.keys()
 
 
-def test_the_config_file_and_each_subset_count_too(tmp_path):
+def test_config_file_and_subsets_hold_values_back(tmp_path):
     config, dataset = tmp_path / "mine.toml", tmp_path / "data.toml"
     config.write_text(f"text_encoder_lr = [1e-5]\ndataset_config = {str(dataset)!r}\n")
     dataset.write_text('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n[[datasets.subsets]]\ncolor_aug = true\n')
@@ -76,24 +76,24 @@ def test_the_config_file_and_each_subset_count_too(tmp_path):
     }
 
 
-def test_a_subset_counts_over_the_arguments(tmp_path):
+def test_subset_options_override_arguments(tmp_path):
     dataset = tmp_path / "data.toml"
     dataset.write_text('[general]\nshuffle_caption = false\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = "a"\n')
     argv = ["--preset", "12gb", "--shuffle_caption", "--dataset_config", str(dataset)]
     assert held_back(LORA, *argv) == {}
 
 
-def test_one_line_names_what_was_filled_and_what_was_left_out():
+def test_summary_lists_set_and_skipped_values():
     run = CommandLine(Path(LORA), ["--preset", "12gb", "--shuffle_caption"], {})
-    line = in_words("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
+    line = summary("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
     assert line == (
-        "preset 12gb set sdpa, network_dim=16; left out cache_text_encoder_outputs (shuffle_caption = True)"
-        ". The run needs more memory than the preset is made for"
+        "preset 12gb set sdpa, network_dim=16; skipped cache_text_encoder_outputs (shuffle_caption = True)"
+        ". The run needs more memory than the preset is designed for"
     )
-    assert in_words("12gb", {"sdpa": True}, {}) == "preset 12gb set sdpa"
+    assert summary("12gb", {"sdpa": True}, {}) == "preset 12gb set sdpa"
 
 
-def test_a_box_that_is_off_in_the_gui_stays_off():
+def test_switch_that_is_off_in_the_gui_stays_off():
     left = held_back(LORA, "--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"))
     assert left == {
         "network_train_unet_only": "text_encoder_lr = [0.0001, 0.0001]",
@@ -104,36 +104,36 @@ def test_a_box_that_is_off_in_the_gui_stays_off():
     }
 
 
-def test_nothing_that_is_on_in_the_gui_is_changed_and_no_advice_is_given_without_need():
+def test_switches_that_are_on_in_the_gui_are_not_changed():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl-unet.toml")]
     presets = CommandLine(Path(LORA), argv, {}).presets
     assert presets.held_back == {}
-    on_screen = read_config_file(argv[-1]).values
-    assert {key for key in presets.values if key not in on_screen} == {"gradient_checkpointing_ratio"}
+    gui_values = read_config_file(argv[-1]).values
+    assert {key for key in presets.values if key not in gui_values} == {"gradient_checkpointing_ratio"}
 
 
-def test_the_gui_user_learns_what_to_turn_on():
+def test_summary_names_the_switches_to_turn_on_in_the_gui():
     run = CommandLine(Path(FLUX), ["--preset", "12gb", "--config_file", str(GUI / "lora-flux.toml")], {})
-    line = in_words("12gb", {}, run.presets.held_back)
+    line = summary("12gb", {}, run.presets.held_back)
     assert "fp8_base, blocks_to_swap (off in the GUI)" in line
-    assert line.endswith("turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI if it does not fit")
+    assert line.endswith("if it does not fit, turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI")
 
 
-def test_the_guis_additional_parameters_count_over_its_boxes():
+def test_additional_parameters_of_the_gui_override_its_switches():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"), "--gradient_checkpointing"]
     run = CommandLine(Path(LORA), argv, {})
     assert not {"gradient_checkpointing", "gradient_checkpointing_ratio"} & run.presets.held_back.keys()
     assert run.settings.gradient_checkpointing_ratio == 0.375
 
 
-def test_a_number_that_the_gui_writes_as_0_is_off_too():
+def test_number_that_the_gui_writes_as_0_is_off():
     presets = CommandLine(
         Path("flux_train.py"), ["--preset", "12gb", "--config_file", str(GUI / "dreambooth-flux.toml")], {}
     ).presets
-    assert presets.held_back["blocks_to_swap"].words == "off in the GUI"
+    assert presets.held_back["blocks_to_swap"].text == "off in the GUI"
 
 
-def test_the_same_file_by_another_hand_leaves_boxes_open(tmp_path):
+def test_missing_switches_are_unset_in_other_config_files(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text((GUI / "lora-sdxl-unet.toml").read_text().replace('noise_offset_type = "Original"\n', ""))
     file.write_text(file.read_text().replace("gradient_checkpointing = true\n", ""))

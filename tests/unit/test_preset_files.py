@@ -1,3 +1,5 @@
+"""Loading, stacking and parsing of presets."""
+
 from dataclasses import replace
 
 import pytest
@@ -9,15 +11,20 @@ from kohya_ext.planning import tiers
 SHIPPED = list(preset_files.shipped())
 
 
-def test_both_first_families_have_every_tier_and_a_stackable_one():
+def test_sdxl_families_have_every_tier_and_quality():
     for family in ("sdxl-lora", "sdxl-finetune"):
-        names = {name for its, name, _ in SHIPPED if its == family}
+        names = {name for folder, name, _ in SHIPPED if folder == family}
         assert names >= {"10gb", "12gb", "16gb", "24gb", "quality"}
-    assert {name for its, name, _ in SHIPPED if its == preset_files.ANY} == {"speed", "balanced", "quality", "fused-adamw"}
+    assert {name for family, name, _ in SHIPPED if family == preset_files.ANY} == {
+        "speed",
+        "balanced",
+        "quality",
+        "fused-adamw",
+    }
 
 
 @pytest.mark.parametrize(("family", "name", "file"), SHIPPED, ids=[f"{family}/{name}" for family, name, _ in SHIPPED])
-def test_a_shipped_preset_says_what_it_is_what_was_traded_and_why(family, name, file):
+def test_shipped_preset_has_summary_tradeoff_and_reasons(family, name, file):
     for script in preset_files.scripts(family):
         preset = preset_files.load([f"{family}/{name}"], script)
         about = preset.presets[-1].about
@@ -29,24 +36,24 @@ def test_a_shipped_preset_says_what_it_is_what_was_traded_and_why(family, name, 
 
 
 @pytest.mark.parametrize("name", ["speed", "balanced", "quality"])
-def test_an_overlay_goes_with_every_script_and_costs_no_memory(name):
+def test_common_preset_is_for_every_script_and_needs_no_memory(name):
     for script, family in preset_files.FAMILIES.items():
         assert preset_files.load([name], script).values
-        tier = next((f"{its}/{stem}" for its, stem, _ in SHIPPED if its == family and stem.endswith("gb")), None)
+        tier = next((f"{folder}/{stem}" for folder, stem, _ in SHIPPED if folder == family and stem.endswith("gb")), None)
         if tier is not None:
             stacked = tiers.read(script, ["--preset", tier, "--preset", name])
-            # Compiled blocks and fused operations, `speed`'s, need less than the tier was measured with.
+            # `speed` compiles blocks and fuses operations, which needs less memory than the tier alone.
             assert replace(stacked, selective_torch_compile=False, fused_operations=False) == tiers.read(
                 script, ["--preset", tier]
             )
 
 
-def test_a_tier_means_the_scripts_own_family():
+def test_tier_is_of_the_scripts_family():
     assert preset_files.load(["16gb"], "sdxl_train.py").label == "sdxl-finetune/16gb"
     assert preset_files.load(["16GB"], "sdxl_train_network.py").label == "sdxl-lora/16gb"
 
 
-def test_the_users_own_16_gb_settings_are_the_fine_tune_preset():
+def test_values_of_the_16_gb_fine_tune_preset():
     values = {key: value.value for key, value in preset_files.load(["16gb"], "sdxl_train.py").values.items()}
     assert values["mixed_precision"] == "bf16"
     assert values["train_batch_size"] == 1
@@ -55,12 +62,12 @@ def test_the_users_own_16_gb_settings_are_the_fine_tune_preset():
     assert values["gradient_checkpointing"] is True
 
 
-def test_a_tier_without_a_file_is_the_next_smaller_one():
+def test_tier_without_a_file_is_the_next_smaller_tier():
     assert preset_files.load(["20gb"], "sdxl_train.py").label == "sdxl-finetune/16gb"
     assert preset_files.load(["sdxl-lora/999gb"], "sdxl_train_network.py").presets[-1].about["vram_gb"] >= 24
 
 
-def test_a_preset_lies_over_what_it_extends_and_its_values_say_which_set_them(tmp_path):
+def test_preset_overrides_those_that_it_extends(tmp_path):
     mine, second = tmp_path / "mine.toml", tmp_path / "second.toml"
     mine.write_text('train_batch_size = 3 # because\n[preset]\nextends = ["sdxl-finetune/16gb"]\n')
     second.write_text('seed = 1 # any\n[preset]\nextends = ["sdxl-finetune/16gb"]\n')
@@ -68,11 +75,11 @@ def test_a_preset_lies_over_what_it_extends_and_its_values_say_which_set_them(tm
     assert stacked.values["train_batch_size"] == preset_files.Value(3, "because", str(mine))
     assert stacked.values["optimizer_type"].preset.startswith("sdxl-finetune/")
     mine.write_text('[preset]\nextends = ["nothing"]\n')
-    with pytest.raises(UserError, match=r"mine\.toml extends nothing, which is not there"):
+    with pytest.raises(UserError, match=r"mine\.toml extends nothing, which does not exist"):
         preset_files.load([str(mine)], "sdxl_train.py")
 
 
-def test_the_later_of_two_presets_wins(tmp_path):
+def test_later_preset_overrides_earlier_ones(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text("train_batch_size = 3 # because\n")
     stacked = preset_files.load(["16gb", str(mine)], "sdxl_train.py")
@@ -84,17 +91,17 @@ def test_the_later_of_two_presets_wins(tmp_path):
 @pytest.mark.parametrize(
     ("names", "script", "message"),
     [
-        (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py: there are 10gb, "),
-        (["4gb"], "sdxl_train.py", r"fused-adamw, speed; 10gb is the smallest tier$"),
+        (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py; use 10gb, "),
+        (["4gb"], "sdxl_train.py", r"fused-adamw, speed \(10gb is the smallest tier\)$"),
         (["balanced"], "train_textual_inversion.py", r"not for train_textual_inversion\.py\.$"),
-        (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py: .*Did you mean 24gb\?"),
+        (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py; .*Did you mean 24gb\?"),
         (["base"], "sdxl_train.py", "no preset base"),
         (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),
         (["16gb"], "sd3_train.py", "no preset 16gb"),
-        (["nowhere.toml"], "sdxl_train.py", "no preset file nowhere.toml"),
+        (["nowhere.toml"], "sdxl_train.py", "preset file nowhere.toml does not exist"),
     ],
 )
-def test_a_preset_that_cannot_be_had_is_answered_with_those_that_can(names, script, message):
+def test_unknown_preset_is_an_error_with_the_valid_names(names, script, message):
     with pytest.raises(UserError, match=message):
         preset_files.load(names, script)
 
@@ -103,17 +110,17 @@ def test_a_preset_that_cannot_be_had_is_answered_with_those_that_can(names, scri
     ("text", "message"),
     [
         ("a = ", "not valid TOML"),
-        ("[one]\na = 1\n[two]\na = 2\n", "says a twice"),
+        ("[one]\na = 1\n[two]\na = 2\n", "duplicate key a"),
         ("[one.two]\na = 1\n", "nested too deep"),
-        ("[one]\na = 1\n[preset]\n[one.three]\nb = 1", "two places|nested too deep"),
+        ("[one]\na = 1\n[preset]\n[one.three]\nb = 1", "is split|nested too deep"),
     ],
 )
-def test_a_broken_preset_is_named(text, message):
+def test_invalid_preset_is_an_error(text, message):
     with pytest.raises(UserError, match=message):
         preset_files.parse(text, "mine.toml", None)
 
 
-def test_a_preset_file_may_have_a_byte_order_mark_and_windows_line_ends(tmp_path):
+def test_preset_file_may_have_a_byte_order_mark_and_windows_line_ends(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_bytes(b"\xef\xbb\xbfseed = 1 # any\r\n[preset]\r\nextends = ['base']\r\nfamily = 'sdxl-lora'\r\n")
     loaded = preset_files.load([str(file)], "sdxl_train_network.py").values
@@ -121,8 +128,8 @@ def test_a_preset_file_may_have_a_byte_order_mark_and_windows_line_ends(tmp_path
     assert loaded["network_dim"].value == 16
 
 
-def test_a_preset_file_that_is_no_text_is_named(tmp_path):
+def test_binary_preset_file_is_an_error(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_bytes(bytes(range(256)))
-    with pytest.raises(UserError, match=r"mine\.toml is not a text file in UTF-8"):
+    with pytest.raises(UserError, match=r"mine\.toml is not UTF-8 text"):
         preset_files.load([str(file)], "sdxl_train.py")

@@ -1,5 +1,7 @@
 """What holds for the repository as a whole."""
 
+import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -8,9 +10,18 @@ from pathlib import Path
 import pytest
 import tomlkit
 
-from kohya_ext.commands import options
+from kohya_ext.config import settings
+from tools import generate
 
 ROOT = Path(__file__).parent.parent.parent
+#: Options of sd-scripts, and of a benchmark, that the documentation names and this package's code does not.
+OTHERS = {f"--{name}" for name in (
+    "compiled", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
+    "optimizer_args", "resume", "sample_prompts", "shuffle_caption", "split_attn", "text_encoder_lr", "torch_compile",
+    "vae_batch_size",
+)}  # fmt: skip
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("command", [("ruff", "check"), ("ruff", "format", "--check"), ("mypy",)], ids=" ".join)
@@ -20,9 +31,65 @@ def test_the_code_is_checked(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_readmes_tables_are_current():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert options.with_tables(text) == text, "run: python -m kohya_ext options --write README.md"
+def test_imports_between_rooms_point_downwards():
+    pytest.importorskip("importlinter")
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_generated_files_are_current():
+    for file, text in generate.generated().items():
+        assert file.read_text(encoding="utf-8") == text, f"{file.name} is not current; run: python tools/generate.py"
+
+
+def test_links_in_the_documentation_lead_to_files_and_headings():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, heading = target.partition("#")
+            if path.startswith("https:"):
+                continue
+            file = (page.parent / path) if path else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not heading or heading in _headings(file), f"{page.name} links to {target}"
+
+
+def _headings(file):
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_documentation_names_only_options_that_exist():
+    known = {flag for name, _ in settings.options() for flag in (*settings.flags(name), *settings.negated_flags(name))}
+    parsers = [*(ROOT / "kohya_ext").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in parsers)
+    for page in PAGES:
+        for flag in set(re.findall(r"--[a-z][\w-]+", page.read_text(encoding="utf-8"))) - known - OTHERS:
+            assert f'"{flag}"' in sources, f"{page.name} names {flag}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_patch_of_the_developers_page_works_and_passes_its_own_test(tmp_path):
+    page = (ROOT / "docs" / "developers.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)```$", page, re.MULTILINE | re.DOTALL))
+    assert len(files) == 3
+    for name, code in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    (tmp_path / "conftest.py").write_text(f"import kohya_ext.patches as p\np.__path__.append({str(tmp_path / 'patches')!r})\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -1,4 +1,4 @@
-"""Where a run stands, and finding the state to go on from."""
+"""A run's position, and the choice of the state to resume."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.run import resume, run_record
 
 
-def write_state(folder, name, age, without=(), cut=()):
+def write_state(folder, name, age, without=(), truncated=()):
     state = folder / name
     state.mkdir()
     for file in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "pytorch_model.bin"):
@@ -21,30 +21,30 @@ def write_state(folder, name, age, without=(), cut=()):
             continue
         with zipfile.ZipFile(state / file, "w") as archive:
             archive.writestr("data", bytes(100))
-        if file in cut:
+        if file in truncated:
             (state / file).write_bytes((state / file).read_bytes()[:-30])
     os.utime(state, (1e9 - age, 1e9 - age))
     return state
 
 
-def test_the_newest_whole_state_of_the_name_is_found(tmp_path, capsys):
+def test_newest_state_is_the_newest_complete_one(tmp_path, capsys):
     write_state(tmp_path, "cat-step00000100-state", 30)
     expected = write_state(tmp_path, "cat-000002-state", 20)
     write_state(tmp_path, "cat-rolling00000300-state", 10, without=["random_states_0.pkl"])
-    write_state(tmp_path, "cat-state", 5, cut=["optimizer.bin"])
+    write_state(tmp_path, "cat-state", 5, truncated=["optimizer.bin"])
     write_state(tmp_path, "cat-big-state", 1)
     write_state(tmp_path, "cat-step00000400-state.partial", 1)
     assert resume.newest_state(tmp_path, "cat") == expected
-    said = capsys.readouterr().err
-    assert "it has no random_states_0.pkl" in said
-    assert "optimizer.bin is damaged" in said
+    log = capsys.readouterr().err
+    assert "random_states_0.pkl missing" in log
+    assert "optimizer.bin is damaged" in log
 
 
-def test_no_state_is_none(tmp_path):
+def test_newest_state_is_none_without_states(tmp_path):
     assert resume.newest_state(tmp_path, "cat") is None
 
 
-def test_a_running_functions_count_is_set():
+def test_local_variable_of_a_running_function_is_set():
     def train(steps):
         global_step = 0
         for _ in steps():
@@ -60,7 +60,7 @@ def test_a_running_functions_count_is_set():
     assert train(steps) == 42
 
 
-def test_random_numbers_go_on():
+def test_random_state_is_restored():
     torch = pytest.importorskip("torch")
     numpy = pytest.importorskip("numpy")
     import random
@@ -80,7 +80,7 @@ def torch():
     return pytest.importorskip("torch")
 
 
-def stands(accumulated=1, processes=1, index=0, **more):
+def position(accumulated=1, processes=1, index=0, **more):
     args = SimpleNamespace(gradient_accumulation_steps=accumulated, max_train_steps=9)
     accelerator = SimpleNamespace(is_main_process=index == 0, num_processes=processes, process_index=index)
     return resume.Position(args, accelerator, **more)
@@ -89,59 +89,59 @@ def stands(accumulated=1, processes=1, index=0, **more):
 BEGAN = {"random": {}, "counters": [0, 0], "seeds": [7], "generator": None}
 
 
-def test_smaller_batches_and_more_of_them_accumulated_are_as_many_images(torch, tmp_path):
-    stands(2, step=3, epoch=0, batch=6, _began=BEGAN).on_state_save(tmp_path)
-    later = stands(8)
-    later.on_state_load(tmp_path)
-    assert (later._goal["step"], later._goal["batch"]) == (3, 24)
+def test_position_is_converted_when_gradient_accumulation_changes(torch, tmp_path):
+    position(2, step=3, epoch=0, batch=6, _began=BEGAN).on_state_save(tmp_path)
+    resumed = position(8)
+    resumed.on_state_load(tmp_path)
+    assert (resumed._target["step"], resumed._target["batch"]) == (3, 24)
 
 
-def test_a_state_ends_with_the_random_state_in_which_the_run_goes_on(torch, tmp_path):
-    running = stands(step=3, epoch=0, batch=3, _began=BEGAN)
+def test_state_holds_the_random_state_of_the_next_step(torch, tmp_path):
+    running = position(step=3, epoch=0, batch=3, _began=BEGAN)
     running.on_state_save(tmp_path)
-    random.random()  # what rich 14.1 draws for the lines about the save
-    goes_on = random.getstate()
-    running._settle()
+    random.random()  # as rich 14.1 does for each line logged about the save
+    next_state = random.getstate()
+    running._save_next_random_state()
     random.random()
-    later = stands()
-    later.on_state_load(tmp_path)
-    resume.set_random_state(later._random)
-    assert random.getstate() == goes_on
+    resumed = position()
+    resumed.on_state_load(tmp_path)
+    resume.set_random_state(resumed._random)
+    assert random.getstate() == next_state
 
 
-def test_a_state_that_only_we_save_is_not_noticed(torch, tmp_path):
-    running = stands(step=3, epoch=0, batch=3, _began=BEGAN)
-    goes_on = random.getstate()
-    with running.unnoticed():
+def test_extra_state_leaves_the_random_state_unchanged(torch, tmp_path):
+    running = position(step=3, epoch=0, batch=3, _began=BEGAN)
+    before = random.getstate()
+    with running.preserving_random_state():
         random.random()
         running.on_state_save(tmp_path)
         random.random()
-    assert random.getstate() == goes_on
-    running._settle()
+    assert random.getstate() == before
+    running._save_next_random_state()
     assert not (tmp_path / resume.RANDOM_FILE).exists()
-    later = stands()
-    later.on_state_load(tmp_path)
+    resumed = position()
+    resumed.on_state_load(tmp_path)
     random.random()
-    resume.set_random_state(later._random)
-    assert random.getstate() == goes_on
+    resume.set_random_state(resumed._random)
+    assert random.getstate() == before
 
 
-def test_every_process_goes_on_with_its_own_random_numbers(torch, tmp_path, capsys):
+def test_every_process_restores_its_own_random_state(torch, tmp_path, capsys):
     ranks = []
     for seed in (1, 2):
         random.seed(seed)
         ranks.append({"random": resume.random_state(), "began": BEGAN})
-    stands(processes=2, step=3, _ranks=ranks).on_state_save(tmp_path)
+    position(processes=2, step=3, _ranks=ranks).on_state_save(tmp_path)
     for index, seed in enumerate((1, 2)):
-        later = stands(processes=2, index=index)
-        later.on_state_load(tmp_path)
-        resume.set_random_state(later._random)
+        resumed = position(processes=2, index=index)
+        resumed.on_state_load(tmp_path)
+        resume.set_random_state(resumed._random)
         random_after = random.getstate()
         random.seed(seed)
         assert random.getstate() == random_after
     assert "will differ" not in capsys.readouterr().err
-    stands(processes=1).on_state_load(tmp_path)
-    assert "holds the random state of 2 of 2 processes, and this run has 1" in capsys.readouterr().err
+    position(processes=1).on_state_load(tmp_path)
+    assert "holds the random state of 2 of 2 processes, but this run has 1" in capsys.readouterr().err
 
 
 def describe(**more):
@@ -149,7 +149,7 @@ def describe(**more):
     return run_record.describe("sdxl_train_network.py", Namespace(**given))
 
 
-def test_auto_takes_the_newest_state_of_this_run_only(tmp_path, capsys):
+def test_auto_resumes_the_newest_state_of_this_run_only(tmp_path, capsys):
     run = describe()
     older, newer = (write_state(tmp_path, f"cat-rolling0000000{step}-state", 0) for step in (9, 3))
     run_record.write(older, run, 9)
@@ -157,22 +157,22 @@ def test_auto_takes_the_newest_state_of_this_run_only(tmp_path, capsys):
     other = write_state(tmp_path, "cat-rolling00000090-state", 0)
     run_record.write(other, describe(network_dim=8), 90)
     assert resume.state_to_resume(tmp_path, "cat", run) == newer
-    assert "cat-rolling00000090-state was saved by another run (--network_dim was 8 and is 4)" in capsys.readouterr().err
+    assert "cat-rolling00000090-state, saved by another run (--network_dim was 8 and is 4)" in capsys.readouterr().err
     assert resume.state_to_resume(tmp_path, "cat", describe(seed=2)) is None
 
 
-def test_auto_does_not_start_over_in_silence(tmp_path):
+def test_auto_fails_when_every_state_is_damaged(tmp_path):
     run = describe()
     state = write_state(tmp_path, "cat-rolling00000009-state", 0)
     run_record.write(state, run, 9)
     (state / "optimizer.bin").write_bytes(b"PK")
     with pytest.raises(
-        UserError, match=r"no state in .* can be resumed .*optimizer.bin has 2 of \d+ bytes.* leave out --resume"
+        UserError, match=r"every state in .* is damaged .*optimizer.bin is truncated: 2 of \d+ bytes.* remove --resume"
     ):
         resume.state_to_resume(tmp_path, "cat", run)
 
 
-def test_what_is_left_over(tmp_path):
+def test_stale_states_are_of_other_runs_or_later_steps(tmp_path):
     run = describe()
     paths = {}
     for name, record, step in (
@@ -182,27 +182,27 @@ def test_what_is_left_over(tmp_path):
     ):
         paths[name] = write_state(tmp_path, name, 0)
         run_record.write(paths[name], record, step)
-    upstreams = write_state(tmp_path, "cat-step00000004-state", 0)
+    without_record = write_state(tmp_path, "cat-step00000004-state", 0)
     resumed = paths["cat-rolling00000003-state"]
-    assert set(resume.leftovers(tmp_path, "cat", run, None)) == {*paths.values(), upstreams}
-    # Not a state of unknown origin, nor the one that is resumed; but one of later steps, which are trained again.
-    left = {paths["cat-rolling00000009-state"], paths["cat-000002-state"]}
-    assert set(resume.leftovers(tmp_path, "cat", run, resumed)) == left
-    assert resume.leftovers(tmp_path, "cat", run, upstreams) == []
+    assert set(resume.stale_states(tmp_path, "cat", run, None)) == {*paths.values(), without_record}
+    # Steps after the resumed state are trained again. A state without a record may belong to this run.
+    stale = {paths["cat-rolling00000009-state"], paths["cat-000002-state"]}
+    assert set(resume.stale_states(tmp_path, "cat", run, resumed)) == stale
+    assert resume.stale_states(tmp_path, "cat", run, without_record) == []
 
 
-def test_a_bar_begins_where_the_run_goes_on(monkeypatch):
+def test_progress_bar_starts_at_the_resumed_step():
     tqdm = pytest.importorskip("tqdm")
     bar = tqdm.tqdm(total=80, file=open(os.devnull, "w"))  # noqa: SIM115
-    resume._begin_at(bar, 60)
+    resume._set_initial_step(bar, 60)
     bar.update(1)
     shown = bar.format_dict
     assert (shown["initial"], shown["n"]) == (60, 61)
     assert shown["elapsed"] < 60
 
 
-def test_a_state_of_an_earlier_version_is_refused_in_words(torch, tmp_path, capsys):
+def test_state_of_an_earlier_version_is_rejected(torch, tmp_path, capsys):
     torch.save({"step": 3, "epoch": 0, "batch": 3, "finished": False}, tmp_path / resume.FILE)
     with pytest.raises(SystemExit):
-        stands().on_state_load(tmp_path)
+        position().on_state_load(tmp_path)
     assert "was saved by an earlier version of kohya_ext" in capsys.readouterr().err

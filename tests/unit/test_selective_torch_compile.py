@@ -1,27 +1,30 @@
-"""What selective compile leaves to eager code, by the arguments alone."""
+"""Arguments with which selective compile is disabled."""
 
 from argparse import Namespace
 
 import pytest
 
-from kohya_ext.compiling.support import reason_to_stand_aside
+from kohya_ext.compiling.support import reason_not_to_compile
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"torch_compile": True}, "--torch_compile compiles the whole model"),
-        ({"compile": True}, "sd-scripts' own --compile"),
+        ({"torch_compile": True}, "--torch_compile already compiles the whole model"),
+        ({"compile": True}, "sd-scripts' --compile"),
         ({"deepspeed": True}, "DeepSpeed"),
-        ({"split_attn": True}, "--split_attn cuts"),
-        ({"network_module": "networks.dylora"}, "DyLoRA draws the rank"),
-        ({"network_module": "lycoris.kohya", "network_args": ["algo=dylora"]}, "DyLoRA draws the rank"),
-        ({"network_module": "networks.lora", "network_args": ["conv_dim=4", "module_dropout=0.1"]}, "module_dropout draws"),
+        ({"split_attn": True}, "--split_attn slices"),
+        ({"network_module": "networks.dylora"}, "DyLoRA draws a random rank"),
+        ({"network_module": "lycoris.kohya", "network_args": ["algo=dylora"]}, "DyLoRA draws a random rank"),
+        (
+            {"network_module": "networks.lora", "network_args": ["conv_dim=4", "module_dropout=0.1"]},
+            "module_dropout skips layers",
+        ),
     ],
     ids=str,
 )
-def test_it_stands_aside(given, reason):
-    assert reason in reason_to_stand_aside(Namespace(**given))
+def test_these_arguments_disable_compiling(given, reason):
+    assert reason in reason_not_to_compile(Namespace(**given))
 
 
 @pytest.mark.parametrize(
@@ -34,5 +37,5 @@ def test_it_stands_aside(given, reason):
     ],
     ids=str,
 )
-def test_it_compiles(given):
-    assert reason_to_stand_aside(Namespace(**given)) is None
+def test_these_arguments_allow_compiling(given):
+    assert reason_not_to_compile(Namespace(**given)) is None

@@ -1,4 +1,4 @@
-"""A time is said only where it was measured."""
+"""Step times: the expected duration is printed only for settings that were measured."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -19,33 +19,33 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def key(settings=None, **args):
-    return step_times.identify(SCRIPT, Namespace(resolution="1024", train_batch_size=1, **args), settings or Settings())
+    return step_times.cache_key(SCRIPT, Namespace(resolution="1024", train_batch_size=1, **args), settings or Settings())
 
 
-def test_where_it_goes_and_how_long_it_lasts_does_not_matter():
+def test_key_ignores_output_and_run_length():
     assert key(output_dir="a", max_train_steps=10, learning_rate=1e-4) == key(output_dir="b", max_train_steps=99)
 
 
-def test_what_is_computed_does():
+def test_key_depends_on_settings_that_change_the_computation():
     assert len({key(), key(network_dim=8), key(Settings(selective_torch_compile=True)), key(sdpa=True)}) == 4
 
 
-def test_a_measurement_is_found_again_and_few_steps_are_none():
-    assert step_times.known(key()) is None
-    step_times.remember(key(), 1.5, step_times.FEWEST - 1)
-    assert step_times.known(key()) is None
-    step_times.remember(key(), 1.5, 100)
-    assert step_times.known(key())[0] == 1.5
-    assert step_times.known(key(network_dim=8)) is None
+def test_measurement_is_loaded_and_short_ones_are_not_stored():
+    assert step_times.load(key()) is None
+    step_times.store(key(), 1.5, step_times.MIN_STEPS - 1)
+    assert step_times.load(key()) is None
+    step_times.store(key(), 1.5, 100)
+    assert step_times.load(key())[0] == 1.5
+    assert step_times.load(key(network_dim=8)) is None
 
 
-def test_preflight_says_it(monkeypatch):
-    def count(script, args, found):
-        found.steps = 5200
+def test_preflight_notes_the_expected_duration(monkeypatch):
+    def count(script, args, findings):
+        findings.steps = 5200
 
     monkeypatch.setattr(data, "check", count)
-    step_times.remember(step_times.identify(SCRIPT, Namespace(), Settings()), 1.5, 100)
-    assert any("about 2 h 10 min of training: a step with these settings took 1.5 s on" in line for line in notes())
+    step_times.store(step_times.cache_key(SCRIPT, Namespace(), Settings()), 1.5, 100)
+    assert any("expected training time: 2 h 10 min (1.5 s per step with these settings on" in line for line in notes())
 
 
 def notes():
@@ -53,7 +53,7 @@ def notes():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(7800, "2 h 10 min"), (7200, "2 h"), (600, "10 min"), (40, "40 s"), (59.7, "60 s"), (0.2, "0 s")]
+    ("seconds", "expected"), [(7800, "2 h 10 min"), (7200, "2 h"), (600, "10 min"), (40, "40 s"), (59.7, "60 s"), (0.2, "0 s")]
 )
-def test_it_is_said_in_words(seconds, said):
-    assert step_times.in_words(seconds) == said
+def test_duration_is_formatted(seconds, expected):
+    assert step_times.format_duration(seconds) == expected

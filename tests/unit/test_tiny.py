@@ -1,4 +1,4 @@
-"""The demo's own training loop, where no sd-scripts can be had."""
+"""The demo's training loop, which needs no sd-scripts."""
 
 import pytest
 
@@ -10,7 +10,7 @@ PRESETS = [name for family, name, _ in preset_files.shipped() if family == "sdxl
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_embedded_loop_reads_every_key_of_a_preset(name):
+def test_the_demo_accepts_every_key_of_a_preset(name):
     presets = preset_files.load([name], demo_training.STANDS_FOR)
     parser = demo_training.setup_parser()
     demo_training.accept_presets(parser, presets)

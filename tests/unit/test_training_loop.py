@@ -1,4 +1,4 @@
-"""Patches take part in a training in the order of their stages, and leave nothing to the next run of the process."""
+"""Callbacks run in the order of their stages, and leave no state to the next run of the process."""
 
 import importlib
 import random
@@ -33,7 +33,7 @@ WRAPPED = {
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """sd-scripts' module that makes the accelerator; nothing of it stays."""
+    """sd-scripts' module with prepare_accelerator, removed after the test."""
     package = tmp_path / "checkout" / "library"
     package.mkdir(parents=True)
     (package / "accelerator_setup.py").write_text(
@@ -58,8 +58,8 @@ def arguments(output):
     return Namespace(**given, resume=None, max_grad_norm=0.0, optimizer_type="SGD", gradient_checkpointing=True)
 
 
-def train(args, look=lambda: None):
-    """A training script of sd-scripts in short: four steps of two micro-batches; return the weights."""
+def train(args, observe=lambda: None):
+    """Train like a script of sd-scripts, for four steps of two micro-batches; return the weights."""
     from library.accelerator_setup import prepare_accelerator
 
     torch.manual_seed(0)
@@ -79,41 +79,41 @@ def train(args, look=lambda: None):
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            look()
+            observe()
             global_step += accelerator.sync_gradients
     assert global_step == 4
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 class Recorder(TrainingCallback):
-    """Notes when it is called, together with the others of its list."""
+    """Append its calls to a shared list."""
 
-    def __init__(self, stage, heard):
-        self.stage, self.heard = stage, heard
+    def __init__(self, stage, events):
+        self.stage, self.events = stage, events
 
     def before_batch(self, accelerator):
-        self.heard.append(("before", self.stage))
+        self.events.append(("before", self.stage))
 
     def after_batch(self, accelerator):
-        self.heard.append(("after", self.stage))
+        self.events.append(("after", self.stage))
 
     def on_end(self):
-        self.heard.append(("end", self.stage))
+        self.events.append(("end", self.stage))
 
 
-def recording(name, stage, heard):
+def recording(name, stage, events):
     def start(args, accelerator, settings):
-        heard.append(("start", stage))
-        return Recorder(stage, heard)
+        events.append(("start", stage))
+        return Recorder(stage, events)
 
     return Patch(name, "records", (), "exact", "itself", "here", stage=stage, on_start=start)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_stage_decides_the_order_and_no_name_does(library, tmp_path, seed):
-    heard = []
+def test_stages_decide_the_order_and_names_do_not(library, tmp_path, seed):
+    events = []
     names = random.Random(seed).sample("abcdefgh", len(Stage))
-    patches = {name: recording(name, stage, heard) for name, stage in zip(names, Stage, strict=True)}
+    patches = {name: recording(name, stage, events) for name, stage in zip(names, Stage, strict=True)}
     patcher = Patcher(dict(sorted(patches.items())), Settings(), CHECKOUT)
     patcher.arm()
     try:
@@ -122,17 +122,17 @@ def test_the_stage_decides_the_order_and_no_name_does(library, tmp_path, seed):
         patcher.undo()
     inwards, outwards = list(reversed(Stage)), list(Stage)
     batch = [*(("before", stage) for stage in inwards), *(("after", stage) for stage in outwards)]
-    assert heard == [*(("start", stage) for stage in outwards), *batch * 8, *(("end", stage) for stage in inwards)]
+    assert events == [*(("start", stage) for stage in outwards), *batch * 8, *(("end", stage) for stage in inwards)]
 
 
-#: Everything that takes part in training and needs neither a GPU nor a compiler.
+#: Enables all callbacks that need neither a GPU nor a compiler.
 EVERYTHING = Settings(
     save_state_every_n_minutes=0.0, save_last_n_timed_states=99, ema=True, adaptive_lr=True, adaptive_lr_patience=1
 )
 
 
 def shuffled(seed):
-    """Return the shipped patches under each other's names, in the order of those names, and name -> own name."""
+    """Return the shipped patches with shuffled names, sorted by name, and shuffled name -> real name."""
     shipped = registry()
     names = list(shipped)
     if seed is not None:
@@ -142,18 +142,18 @@ def shuffled(seed):
 
 
 def run_everything(seed, folder):
-    """Train with the shipped patches; return what was trained, saved and counted."""
+    """Train with the shipped patches; return weights, positions, states, files, tensors, stages and wrappers."""
     patches, _ = shuffled(seed)
     patcher = Patcher(patches, EVERYTHING, CHECKOUT)
     stages, places, orders = {patch.on_start: patch.stage for patch in patches.values()}, [], []
     watch = importlib.import_module("kohya_ext.patches.out_of_memory")._Watch
 
-    def look():
-        places.append((resume.position().step, current(watch).place.step if current(watch).place else 0))
+    def observe():
+        places.append((resume.position().step, current(watch).snapshot.step if current(watch).snapshot else 0))
 
     patcher.arm()
     try:
-        weights = train(arguments(folder), look)
+        weights = train(arguments(folder), observe)
         orders = [stages[start] for start in patcher._loop.starts()]
         wrapped = {name: vars(owner())[name] for name, owner in WRAPPED.items()}
     finally:
@@ -188,13 +188,13 @@ def test_no_two_patches_of_a_stage_replace_the_same_function():
     assert {place for place in places if places.count(place) > 1} == set()
 
 
-def test_a_patch_that_takes_part_names_its_stage():
+def test_a_patch_with_a_callback_needs_a_stage():
     with pytest.raises(TypeError, match="patch a takes part in training and names no stage"):
         Patch("a", "", (), "exact", "", "", on_start=lambda args, accelerator, settings: None)
 
 
 @pytest.mark.parametrize("settings", [Settings(), EVERYTHING, replace(EVERYTHING, vram_budget=10**9)])
-def test_each_function_of_the_loop_is_wrapped_once_whatever_is_on(library, settings):
+def test_each_function_of_the_loop_is_wrapped_once(library, settings):
     before = {name: vars(owner())[name] for name, owner in WRAPPED.items()}
     patcher = Patcher(registry(), settings, CHECKOUT)
     patcher.arm()
@@ -211,7 +211,7 @@ def test_each_function_of_the_loop_is_wrapped_once_whatever_is_on(library, setti
     assert {name: vars(owner())[name] for name, owner in WRAPPED.items()} == before
 
 
-def test_without_a_patch_that_takes_part_the_loop_is_left_alone(library):
+def test_without_callbacks_the_loop_is_not_patched(library):
     before = vars(Accelerator)["accumulate"]
     patcher = Patcher(registry(), Settings(disable_patch=("*",)), CHECKOUT)
     patcher.arm()
@@ -219,7 +219,7 @@ def test_without_a_patch_that_takes_part_the_loop_is_left_alone(library):
     assert {row.status for row in patcher.outcomes.values()} == {"skipped"}
 
 
-def test_doctor_sees_what_became_of_a_callback(library):
+def test_outcomes_include_callbacks(library):
     patcher = Patcher({"a": recording("a", Stage.SAVE, [])}, Settings(), CHECKOUT)
     patcher.arm()
     row = patcher.outcomes["a", "training_loop:SAVE"]
@@ -229,7 +229,7 @@ def test_doctor_sees_what_became_of_a_callback(library):
     assert (row.status, row.reason) == ("skipped", "undone")
 
 
-def test_a_loop_that_is_not_the_known_one_is_left_alone_and_that_is_shown(library, capsys):
+def test_an_unknown_loop_is_not_patched_and_a_warning_is_printed(library, capsys):
     library.prepare_accelerator = lambda arguments: None
     patcher = Patcher({"a": recording("a", Stage.SAVE, [])}, Settings(), CHECKOUT)
     patcher.arm()
@@ -266,10 +266,10 @@ def test_a_second_run_of_the_same_patches_starts_clean(library, tmp_path):
     patcher.arm()
     try:
         first = train(arguments(tmp_path / "first"))
-        stands = resume.position()
+        position = resume.position()
         handler = signal.getsignal(signal.SIGTERM)
         second = train(arguments(tmp_path / "second"))
-        assert resume.position() is not stands
+        assert resume.position() is not position
         assert resume.position().step == 4
         assert signal.getsignal(signal.SIGTERM) not in (handler, signal.SIG_DFL)
         assert torch.equal(first[0], second[0])
@@ -277,7 +277,7 @@ def test_a_second_run_of_the_same_patches_starts_clean(library, tmp_path):
         patcher.undo()
 
 
-def test_the_batch_is_the_loaders_and_goes_with_it(library, tmp_path):
+def test_the_current_batch_is_the_loaders_last_one(library, tmp_path):
     patcher = Patcher({"a": recording("a", Stage.SAVE, [])}, Settings(), CHECKOUT)
     patcher.arm()
     try:

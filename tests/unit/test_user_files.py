@@ -1,4 +1,4 @@
-"""Files that the user wrote for sd-scripts."""
+"""Reading of the user's files as sd-scripts reads them."""
 
 import json
 from pathlib import Path
@@ -18,11 +18,11 @@ from kohya_ext.sdscripts.checkouts import Checkout
 DOCUMENT = {"general": {"a": 1, "b": 1}, "datasets": [{"b": 2, "resolution": 768, "subsets": [{"image_dir": "x"}, {"a": 3}]}]}
 
 
-def test_a_subsets_own_options_count_over_its_datasets_and_the_general_ones():
+def test_subset_options_override_dataset_and_general_options():
     assert [(subset["a"], subset["b"]) for subset in subsets(DOCUMENT)] == [(1, 2), (3, 2)]
 
 
-def test_an_estimate_reads_a_dataset_config_in_json_too(tmp_path):
+def test_estimate_reads_a_json_dataset_config(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(DOCUMENT))
     argv = ["--preset", "12gb", "--dataset_config", str(tmp_path / "data.json")]
     assert tiers.read("sdxl_train_network.py", argv).resolution == "768,768"
@@ -32,7 +32,7 @@ def test_an_estimate_reads_a_dataset_config_in_json_too(tmp_path):
     "document",
     [[], {"general": 1}, {"datasets": "x"}, {"datasets": {"subsets": []}}, {"datasets": [{"subsets": "x"}]}, {"datasets": [1]}],
 )
-def test_a_dataset_config_of_another_shape_is_refused_and_takes_no_start_down(tmp_path, document):
+def test_malformed_dataset_config_is_an_error_but_does_not_stop_argument_parsing(tmp_path, document):
     file = tmp_path / "data.json"
     file.write_text(json.dumps(document))
     with pytest.raises(UserError, match="must be a list of tables"):
@@ -41,7 +41,7 @@ def test_a_dataset_config_of_another_shape_is_refused_and_takes_no_start_down(tm
     assert command.presets.held_back == {}
 
 
-def test_upstreams_own_reading_of_toml_accepts_a_byte_order_mark(tmp_path):
+def test_upstreams_toml_reader_accepts_a_byte_order_mark(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_bytes(b"\xef\xbb\xbf[a]\r\nseed = 1\r\n")
     patcher = Patcher({PATCH.name: PATCH}, Settings(), Checkout(tmp_path, "0.11.1", "v0.11", ""))

@@ -1,4 +1,4 @@
-"""Run by Python at its start when this folder is on PYTHONPATH; Python carries on, with a message, if it fails."""
+"""Shrink the models. Python runs this module at startup if its folder is on PYTHONPATH."""
 
 from kohya_ext.tiny import shrink
 

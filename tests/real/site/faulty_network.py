@@ -1,4 +1,4 @@
-"""networks.lora with one fault, which --network_args names: fault=dtype, device, detached or base_model."""
+"""networks.lora with one fault, selected with --network_args: fault=dtype, device, detached or base_model."""
 
 import functools
 
@@ -24,7 +24,7 @@ def adapters(network):
 
 
 def device(network, unet):
-    """A weight somewhere else, after everything has been moved and prepared."""
+    """Move one weight to another device after everything has been prepared."""
 
     @functools.wraps(network.prepare_grad_etc)
     def prepare_grad_etc(*args):
@@ -35,7 +35,7 @@ def device(network, unet):
 
 
 def detached(network, unet):
-    """Adapters beside the model that it does not call."""
+    """Create adapters that the model does not call."""
     for adapter in adapters(network):
         adapter.apply_to = functools.partial(apply_to_nothing, adapter.apply_to, adapter.org_module)
 

@@ -1,8 +1,8 @@
-"""Runs at the start of every real script: shrinks the models, counts calls of torch's checkpoint by their kind, and where the
-environment asks for it, weighs every step, notes every loss and what was compiled so far, and breaks something.
+"""Shrink the models and record every real script's run. Python runs this module at startup.
 
-SPY_OUT_OF_MEMORY_AT lets blocks run out of memory. BREAK breaks, on purpose, what compiling needs: the age of ``torch``,
-the ``layout`` of Lumina's blocks, the ``backend`` in the middle of the first step.
+It counts calls of torch's checkpoint. Environment variables enable more: SPY_MEMORY records memory and FLOPs of every step,
+SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory. BREAK breaks
+compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in the first step.
 """
 
 import atexit
@@ -25,7 +25,7 @@ left = []
 losses = []
 graphs = []
 
-#: At the N-th training batch of the process, every block that is not checkpointed is out of memory in forward.
+#: Training batch at which every block that is not checkpointed runs out of memory in forward.
 OUT_OF_MEMORY = int(os.environ.get("SPY_OUT_OF_MEMORY_AT", 0))
 
 
@@ -42,29 +42,29 @@ def spy(module):
     module.checkpoint = checkpoint
 
 
-def weigh(module):
-    """Peak bytes and FLOPs of every batch, its optimizer step included, and the bytes it leaves to the next one's beginning."""
+def measure_memory(module):
+    """Record peak bytes and FLOPs of every batch and its optimizer step, and the bytes that it leaves to the next one."""
     original = module.Accelerator.accumulate
-    scales = []
+    records = []
 
     @contextlib.contextmanager
     def accumulate(self, *models):
         from kohya_ext.estimate.tracker import Allocations
         from kohya_ext.gpu.memory_meter import HostMemoryMeter
 
-        gauge, scale = HostMemoryMeter(), Allocations()
-        gauge.begin()
-        if scales:
-            left.append(scales.pop().alive)
-        scales.append(scale)
-        with original(self, *models), scale:
+        meter, record = HostMemoryMeter(), Allocations()
+        meter.begin()
+        if records:
+            left.append(records.pop().alive)
+        records.append(record)
+        with original(self, *models), record:
             yield
-        steps.append((gauge.end(), scale.flops))
+        steps.append((meter.end(), record.flops))
 
     module.Accelerator.accumulate = accumulate
 
 
-def note_losses(module):
+def record_losses(module):
     original = module.Accelerator.backward
 
     @functools.wraps(original)
@@ -77,7 +77,7 @@ def note_losses(module):
     module.Accelerator.backward = backward
 
 
-def run_out(module):
+def exhaust_memory(module):
     batches = 0
     body = module.BasicTransformerBlock.forward_body
     forward = module.SdxlUNet2DConditionModel.forward
@@ -104,9 +104,9 @@ def run_out(module):
 def write():
     if calls or steps or losses:
         lists = {"steps": steps, "left": left, "losses": losses, "graphs": graphs}
-        weighed = {name: found for name, found in lists.items() if found}
+        recorded = {name: values for name, values in lists.items() if values}
         with open(os.environ["SPY_FILE"], "w") as file:
-            json.dump({**calls, **weighed}, file)
+            json.dump({**calls, **recorded}, file)
 
 
 def age_torch(version):
@@ -114,7 +114,7 @@ def age_torch(version):
 
 
 def change_layout(models):
-    """The method is an attribute of each block, not of its class."""
+    """Make the method an attribute of each block, not of its class."""
     block = models.JointTransformerBlock
     init, method = block.__init__, block._forward
     del block._forward
@@ -128,7 +128,7 @@ def change_layout(models):
 
 
 def add_broken_backend(registry):
-    """Compiles one graph and no more."""
+    """Register a backend that fails at the second graph."""
     compiled = []
 
     def broken(graph_module, inputs):
@@ -147,15 +147,15 @@ BREAKAGES = {
 }
 
 if "BREAK" in os.environ:
-    name, break_it = BREAKAGES[os.environ["BREAK"]]
-    wrapt.register_post_import_hook(break_it, name)
+    name, apply_breakage = BREAKAGES[os.environ["BREAK"]]
+    wrapt.register_post_import_hook(apply_breakage, name)
 wrapt.register_post_import_hook(spy, "torch.utils.checkpoint")
-# Which has it by name, and is there already in a forked run.
+# It holds its own reference, and a forked run has already imported it.
 wrapt.register_post_import_hook(spy, "transformers.modeling_utils")
 if "SPY_MEMORY" in os.environ:
-    wrapt.register_post_import_hook(weigh, "accelerate.accelerator")
+    wrapt.register_post_import_hook(measure_memory, "accelerate.accelerator")
 if "SPY_LOSSES" in os.environ:
-    wrapt.register_post_import_hook(note_losses, "accelerate.accelerator")
+    wrapt.register_post_import_hook(record_losses, "accelerate.accelerator")
 if OUT_OF_MEMORY:
-    wrapt.register_post_import_hook(run_out, "library.sdxl_original_unet")
+    wrapt.register_post_import_hook(exhaust_memory, "library.sdxl_original_unet")
 atexit.register(write)

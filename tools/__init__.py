@@ -1,0 +1,1 @@
+"""Build steps: each writes files that the repository contains."""
