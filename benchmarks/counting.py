@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import measurement, step
 from kohya_ext.estimate.tracker import STEP, Tracker
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -59,14 +59,13 @@ def _storages(values: Any) -> dict[int, int]:
     return sizes
 
 
-def count(checkout: Checkout, script: str, argv: Sequence[str], without: Sequence[str]) -> dict[str, Any]:
+def count(checkout: Checkout, command: CommandLine, without: Sequence[str]) -> dict[str, Any]:
     """Return the counts of forward, recomputation and backward of one step, without the patches in ``without``.
 
     ``kernels``, ``moved_bytes`` and ``flops`` (a multiply-add is two), and the first two by operator.
     """
-    run = read_arguments(script, argv, {})
-    with importable(checkout), measurement.patched(checkout, run.settings.with_(disable_patch=tuple(without))):
-        choices, arguments, trainer = measurement.read(checkout, script, run, argv)
+    with importable(checkout), measurement.patched(checkout, command.settings.with_(disable_patch=tuple(without))):
+        choices, arguments, trainer = measurement.read(checkout, command)
         step.configure(choices, arguments, trainer)
         with step.fake_tensors() as assumptions:
             training = step.prepare(choices, arguments, trainer)

@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, measurement
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
@@ -67,14 +67,14 @@ def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     from kohya_ext.estimate.events import peak
     from kohya_ext.estimate.step import configure, measure
 
-    run = read_arguments(script, argv, {})
-    choices, arguments, trainer = measurement.read(checkout, script, run, argv)
+    command = CommandLine(checkout.script(script), argv, {})
+    choices, arguments, trainer = measurement.read(checkout, command)
     configure(choices, arguments, trainer)
-    with measurement.patched(checkout, measurement.tracing(run.settings, choices)):
+    with measurement.patched(checkout, measurement.tracing(command.settings, choices)):
         log = measure(choices, arguments, trainer)
     estimated = peak(log.events, log.kinds).bytes
     before = sum(event.bytes for event in log.events[: log.start])
-    with measurement.patched(checkout, run.settings.with_(compile_dynamic="false", activation_memory_budget=None)):
+    with measurement.patched(checkout, command.settings.with_(compile_dynamic="false", activation_memory_budget=None)):
         above, tensors = _measured(choices, arguments, trainer)
     return {
         "before the step": before,

@@ -22,7 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, measurement
 from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.sdscripts.checkouts import find_or_fetch
@@ -63,13 +63,13 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
         shrink.install()
     checkout = find_or_fetch(given.sd_scripts)
     script, *argv = [*case.split(), "--resolution", str(given.size)]
-    run = read_arguments(script, argv, {})
-    estimated = measurement.measure(checkout, script, run, argv)
+    command = CommandLine(checkout.script(script), argv, {})
+    estimated = measurement.measure(checkout, command)
     row: dict[str, Any] = {"estimated": {"allocated": estimated.allocated, "reserved": estimated.reserved}}
     cuda = given.device == "cuda"
     before = _used() if cuda else None
-    with importable(checkout), measurement.patched(checkout, measurement.eager(run.settings)):
-        choices, arguments, trainer = measurement.read(checkout, script, run, argv)
+    with importable(checkout), measurement.patched(checkout, measurement.eager(command.settings)):
+        choices, arguments, trainer = measurement.read(checkout, command)
         configure(choices, arguments, trainer)
         torch.set_default_device(given.device)
         try:

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.counting import count
 from benchmarks.profiling import profile
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import measurement
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import build
@@ -93,12 +93,12 @@ def ready(spec: dict[str, Any]) -> Step:
     if "flux_blocks" in spec:
         shrink.FLUX_TRANSFORMER["depth"], shrink.FLUX_TRANSFORMER["depth_single_blocks"] = spec["flux_blocks"]
     checkout = _checkout(spec)
-    run = read_arguments(spec["script"], spec["arguments"], {})
-    patcher = Patcher(registry(), run.settings, checkout) if spec["patched"] else None
+    command = _command(spec)
+    patcher = Patcher(registry(), command.settings, checkout) if spec["patched"] else None
     if patcher is not None:
         patcher.arm()
     sys.path.insert(0, str(checkout.path))
-    choices, arguments, trainer = measurement.read(checkout, spec["script"], run, spec["arguments"])
+    choices, arguments, trainer = measurement.read(checkout, command)
     configure(choices, arguments, trainer)
     accelerator = _accelerator(arguments)
     with torch.device(accelerator.device):
@@ -128,6 +128,10 @@ def _checkout(spec: dict[str, Any]) -> Checkout:
     checkout = describe(Path(spec["sd_scripts"]), "named by the benchmark")
     assert checkout is not None, "the parent has looked at it"
     return checkout
+
+
+def _command(spec: dict[str, Any]) -> CommandLine:
+    return CommandLine(_checkout(spec).script(spec["script"]), spec["arguments"], {})
 
 
 def _accelerator(arguments: Any) -> Any:
@@ -303,13 +307,13 @@ def matmul_rate(device: str, count: int = 20) -> dict[str, Any]:
 def count_flops(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the FLOPs of one step, from the estimate's run on fake tensors."""
     checkout = _checkout(spec)
-    run = read_arguments(spec["script"], spec["arguments"], {})
-    return {"flops": measurement.measure(checkout, spec["script"], run, spec["arguments"]).flops}
+    command = _command(spec)
+    return {"flops": measurement.measure(checkout, command).flops}
 
 
 def count_work(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the kernels, bytes and FLOPs of one step."""
-    return count(_checkout(spec), spec["script"], spec["arguments"], spec["without"])
+    return count(_checkout(spec), _command(spec), spec["without"])
 
 
 def main() -> None:

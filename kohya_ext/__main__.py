@@ -39,7 +39,7 @@ def _choose(words: list[str]) -> Callable[[], int]:
     command = importlib.import_module(f"kohya_ext.commands.{first}")
 
     def call() -> int:
-        from kohya_ext.config.arguments import QuietParser
+        from kohya_ext.config.quiet_parser import QuietParser
 
         parser = QuietParser(prog=f"python -m kohya_ext {first}", description=command.__doc__)
         command.configure(parser)
@@ -50,11 +50,11 @@ def _choose(words: list[str]) -> Callable[[], int]:
 
 def _first_word(words: list[str]) -> tuple[str | None, list[str]]:
     """Return the first word that is neither an option nor an option's value, and all other words; None when there is none."""
-    from kohya_ext.config.arguments import QuietParser
+    from kohya_ext.config.quiet_parser import QuietParser
     from kohya_ext.config.settings import add_to
     from kohya_ext.errors import UserError
 
-    parser = QuietParser(add_help=False, allow_abbrev=False)
+    parser = QuietParser(add_help=False)
     add_to(parser)
     parser.add_argument("word")
     parser.add_argument("rest", nargs=argparse.REMAINDER)

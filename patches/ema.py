@@ -23,7 +23,7 @@ from kohya_ext.config.settings import Option, Settings, boolean, fraction, one_o
 from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.attributes import Replacement, replace_attribute
 from kohya_ext.patching.patch import Patch, moved
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, command, current, trained_weights
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 
 FILE = "kohya_ext_ema.safetensors"
 """The average in a state's folder."""
@@ -180,7 +180,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Average | 
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         stop(f"--ema does not work with {kind}, where no process has whole weights: leave it out")
-    script = command().script
+    script = program().command.name
     if "control_net" in script or "textual_inversion" in script:
         stop(f"--ema is for networks (LoRA) and full fine-tuning, not for {script}: leave it out")
     if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):

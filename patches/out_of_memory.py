@@ -25,7 +25,7 @@ from kohya_ext.console import note, warn
 from kohya_ext.gpu import out_of_memory
 from kohya_ext.launch import oom_retry
 from kohya_ext.patching.patch import Patch
-from kohya_ext.patching.training_loop import Command, Stage, TrainingCallback, command
+from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, program
 from kohya_ext.planning.memory_savings import TRAINING, Phase
 from kohya_ext.run import resume
 from kohya_ext.run.atomic_write import fail_fast
@@ -54,7 +54,7 @@ OOM_MAX_RETRIES = Option(
 class _Watch(TrainingCallback):
     args: Namespace
     accelerator: Any
-    command: Command
+    program: Program
     began: float = field(default_factory=time.time)
     stepping: bool = False
     """Whether a first step has begun."""
@@ -105,12 +105,12 @@ class _Watch(TrainingCallback):
         self._advise(phase, self._save(phase) or self._newest_state())
 
     def _advise(self, phase: Phase, state: Path | None) -> None:
-        script, checkout, arguments = self.command.script, self.command.checkout, self.command.arguments
-        if not script or checkout is None or arguments is None:
+        checkout, command = self.program.checkout, self.program.command
+        if command.script is None or checkout is None:
             return
-        if predicted := out_of_memory.prediction(checkout, script, self.args, arguments):
+        if predicted := out_of_memory.prediction(checkout, self.args, command):
             note(predicted)
-        step = out_of_memory.next_step(script, self.args, arguments, phase, state is not None)
+        step = out_of_memory.next_step(self.args, command, phase, state is not None)
         for line in (
             out_of_memory.advice(step, state) if step is not None else ["nothing is left to give up: it needs a larger card"]
         ):
@@ -155,7 +155,7 @@ class _Watch(TrainingCallback):
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
     if settings[ON_OOM] == "retry" and oom_retry.handed_over() is None:
         warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
-    watch = _Watch(args, accelerator, command())
+    watch = _Watch(args, accelerator, program())
     watch.listen()
     return watch
 

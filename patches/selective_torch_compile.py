@@ -21,7 +21,7 @@ from kohya_ext.compiling.lowering import accept_scaled_products
 from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.settings import Option, Settings, boolean, count, name, one_of
 from kohya_ext.patching.patch import Patch, Target
-from kohya_ext.patching.training_loop import Stage, command, data_sets
+from kohya_ext.patching.training_loop import Stage, data_sets, program
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
 
@@ -171,7 +171,7 @@ def _unless_a_method(original: Any) -> str | None:
 def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
-    checkout = command().checkout
+    checkout = program().checkout
     RUN.begin(partial(data_sets, accelerator), checkout.commit if checkout is not None else None)
     reason = reason_not_to_compile(args)
     if reason is not None:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from kohya_ext.config.command_line import again
+from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import warn
 from kohya_ext.gpu import spill
@@ -41,7 +41,7 @@ class _Clock(TrainingCallback):
         free, _ = torch.cuda.mem_get_info(self.card)
         wrong = self.watch.after_step(seconds, torch.cuda.memory_reserved(self.card), free)
         if wrong is not None:
-            go_on = again({"vram_budget": "auto", "resume": "auto"})
+            go_on = restart_line({"vram_budget": "auto", "resume": "auto"})
             warn(f"{wrong}. Ctrl-C saves what was trained; to go on within the card: {go_on}")
             self.warned = True
 

@@ -18,7 +18,7 @@ from kohya_ext.estimate.result import CONTEXT_BYTES
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, command, current
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.units import AUTO, format_size, index_of, read_budget
 
 VRAM_BUDGET = Option[int | str | None](
@@ -112,7 +112,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
 
 
 def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
-    reason = reason_unused(command().script, args, settings)
+    reason = reason_unused(program().command.name, args, settings)
     if reason is not None:
         return reason
     if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.measurement import measure
 from kohya_ext.planning.tiers import faster, tiers, words
@@ -54,15 +54,15 @@ def main() -> int:
     alike = {tuple(pair) for pair in table["alike"]}
     compared = set(alike)
     for script, argv in questions():
-        run = read_arguments(script, argv, {})
-        choices = memory_config.normalized(memory_config.read(script, run, argv)[0])
+        command = CommandLine(checkout.script(script), argv, {})
+        choices = memory_config.normalized(memory_config.read(command)[0])
         name, pair = cache.text(choices.key()), (given.layout, choices.kind)
         if (name in rows) if given.layout == FIRST else (pair in compared or name not in rows):
             continue
         compared.add(pair)
         if time.monotonic() > end:
             return 1
-        row = asdict(measure(checkout, script, run, argv))
+        row = asdict(measure(checkout, command))
         print(f"{given.layout} {script} {' '.join(argv)}: {row['reserved'] / 1e9:.2f} GB reserved", file=sys.stderr, flush=True)
         if given.layout == FIRST:
             rows[name] = row

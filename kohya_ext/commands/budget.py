@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +17,9 @@ from rich.table import Table
 
 from kohya_ext import charts
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import read_arguments
 from kohya_ext.console import progress
 from kohya_ext.estimate import memory_config
+from kohya_ext.planning import automatic
 from kohya_ext.units import GB, gigabytes
 
 if TYPE_CHECKING:
@@ -46,15 +45,14 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    request = training_command.read(arguments, "it has no blocks to compile", _add_own)
-    checkout, script, argv, own = request.checkout, request.script.name, request.argv, request.own
+    request = training_command.read(arguments, automatic, "it has no blocks to compile", _add_own)
+    command, script, own = request.command, request.command.name, request.own
     figure = charts.figure(7, 4.5) if "plot" in own else None
-    resolved = read_arguments(script, argv, os.environ)
-    memory_config.read(script, resolved, argv)  # rejects an unsupported script before torch is imported
+    memory_config.read(command)  # rejects an unsupported script before torch is imported
     with progress(f"tracing the compiled blocks of {script} (1 to 3 minutes)"):
         from kohya_ext.estimate.measurement import measure_budgets
 
-        graphs = measure_budgets(checkout, script, resolved, argv)
+        graphs = measure_budgets(request.checkout, command)
     if own.get("json"):
         print(json.dumps(_as_json(graphs), indent=1))
     else:

@@ -6,14 +6,14 @@ Every run starts with the same checks. Takes as long as the script's imports.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from kohya_ext import preflight
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import read_arguments, take_over
+from kohya_ext.config.arguments import take_over
 from kohya_ext.console import note, progress
+from kohya_ext.planning import automatic
 from kohya_ext.sdscripts.introspect import importable, script_parser
 
 
@@ -24,18 +24,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks; exit with code 2 if the run would fail."""
-    request = training_command.read(arguments, "there is nothing to check")
-    checkout, script = request.checkout, request.script
-    resolved = read_arguments(script.name, request.argv, os.environ)
+    request = training_command.read(arguments, automatic, "there is nothing to check")
+    checkout, command = request.checkout, request.command
+    script = checkout.script(command.name)
     final: list[argparse.Namespace] = []
-    sys.argv = [str(script), *request.argv]
+    sys.argv = [str(script), *command.argv]
     with progress(f"importing {script.name} and checking its arguments"), importable(checkout):
         parser = script_parser(checkout, script)
-        take_over(parser, resolved, final.append)
+        take_over(parser, command, final.append)
         # The script reads the config file itself, then the command line again.
         library: Any = sys.modules.get("library.args") or sys.modules["library.train_util"]
         library.read_config_from_file(parser.parse_args(), parser)
-        findings = preflight.inspect(script, final[-1], resolved.settings)
-    preflight.report(findings, resolved.settings.strict)
+        findings = preflight.inspect(script, final[-1], command.settings)
+    preflight.report(findings, command.settings.strict)
     note(f"{script.name} can start; all checks passed")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,13 +14,14 @@ from rich.table import Table
 
 from kohya_ext import charts
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import RunArguments, read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import memory_config, predict
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
+from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -63,30 +63,29 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code, 1 if the run does not fit the GPU."""
-    request = training_command.read(arguments, "nothing to estimate", _add_own)
-    checkout, script, argv, own = request.checkout, request.script.name, request.argv, request.own
+    request = training_command.read(arguments, automatic, "nothing to estimate", _add_own)
+    checkout, command, own = request.checkout, request.command, request.own
     figure = charts.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
-        argv += ["--vram", own["vram"]]
-    resolved = read_arguments(script, argv, os.environ)
-    card = resolved.settings.vram or _preset_card(resolved)
+        command = command.with_({"vram": own["vram"]})
+    card = command.settings.vram or _preset_card(command)
     fresh = bool(own.get("fresh"))
-    config = memory_config.read(script, resolved, argv)[0]
+    config = memory_config.read(command)[0]
     if (problem := memory_config.sample_size_problem(config)) is not None:
         warn(problem)
     budget: Budget | None = None
     if own.get("fit"):
-        prediction, resolved = _fit(checkout, script, argv, card, fresh)
-    elif resolved.settings["vram_budget"] is not None:
-        prediction, budget = _with_budget(checkout, script, argv, config, resolved, card, fresh)
+        prediction, command = _fit(checkout, command, card, fresh)
+    elif command.settings["vram_budget"] is not None:
+        prediction, budget = _with_budget(checkout, command, config, card, fresh)
     else:
-        prediction = predict.estimate(checkout, script, resolved, argv, fresh)
+        prediction = predict.estimate(checkout, command, fresh)
     if own.get("json"):
         print(json.dumps(_as_json(prediction, card, budget), indent=1))
     else:
         console = Console()
         console.print(_table(prediction))
-        for line in [*_lines(prediction, card, resolved), *([budget.words] if budget is not None else [])]:
+        for line in [*_lines(prediction, card), *([budget.words] if budget is not None else [])]:
             console.print(line, highlight=False, soft_wrap=True)
     if figure is not None:
         _draw(figure, prediction, card)
@@ -94,16 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if (card is None or prediction.total <= card) and (budget is None or budget.fits) else 1
 
 
-def _fit(checkout: Checkout, script: str, argv: Sequence[str], card: int | None, fresh: bool) -> tuple[Estimate, RunArguments]:
+def _fit(checkout: Checkout, command: CommandLine, card: int | None, fresh: bool) -> tuple[Estimate, CommandLine]:
     """Return the estimate and the arguments with the smallest ratio of checkpointed blocks that fits."""
     if card is None:
         raise UserError("--fit needs the GPU's size; give --vram 16 or a preset for a size")
-    if not memory_config.read(script, read_arguments(script, argv, os.environ), argv)[0].gradient_checkpointing:
+    if not memory_config.read(command)[0].gradient_checkpointing:
         raise UserError("--fit reduces the checkpointed blocks; give --gradient_checkpointing or a preset with it")
 
     def ask(ratio: float) -> Estimate:
-        given = _with_ratio(argv, ratio)
-        return predict.estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
+        return predict.estimate(checkout, _with_ratio(command, ratio), fresh)
 
     fitted = smallest_ratio(ask, usable_bytes(card))
     if fitted is None:
@@ -112,11 +110,11 @@ def _fit(checkout: Checkout, script: str, argv: Sequence[str], card: int | None,
         )
     ratio, prediction = fitted
     note(f"--gradient_checkpointing_ratio {ratio:g} is the smallest that fits the {label(card)} less 5 percent")
-    return prediction, read_arguments(script, _with_ratio(argv, ratio), os.environ)
+    return prediction, _with_ratio(command, ratio)
 
 
-def _with_ratio(argv: Sequence[str], ratio: float) -> list[str]:
-    return [*argv, "--gradient_checkpointing", "--gradient_checkpointing_ratio", f"{ratio:g}"]
+def _with_ratio(command: CommandLine, ratio: float) -> CommandLine:
+    return command.with_({"gradient_checkpointing": True, "gradient_checkpointing_ratio": f"{ratio:g}"})
 
 
 @dataclass(frozen=True)
@@ -132,16 +130,10 @@ class Budget:
 
 
 def _with_budget(
-    checkout: Checkout,
-    script: str,
-    argv: Sequence[str],
-    config: MemoryConfig,
-    run: RunArguments,
-    card: int | None,
-    fresh: bool,
+    checkout: Checkout, command: CommandLine, config: MemoryConfig, card: int | None, fresh: bool
 ) -> tuple[Estimate, Budget]:
     """Return the estimate of a run with its ``--vram_budget``, and the budget's effect."""
-    budget = run.settings["vram_budget"]
+    budget = command.settings["vram_budget"]
     assert budget is not None, "called with a budget"
     if budget == AUTO and card is None:
         raise UserError("--vram_budget auto needs the GPU's size; give --vram 16 or a preset for a size")
@@ -149,12 +141,11 @@ def _with_budget(
     usable = round(USABLE_FRACTION * limit)
 
     def ask(ratio: float) -> Estimate:
-        given = _with_ratio(argv, ratio)
-        return predict.estimate(checkout, script, read_arguments(script, given, os.environ), given, fresh)
+        return predict.estimate(checkout, _with_ratio(command, ratio), fresh)
 
     ratio: float | None = None
-    if (reason := reason_unused(script, config, run.settings)) is not None:
-        prediction = predict.estimate(checkout, script, run, argv, fresh)
+    if (reason := reason_unused(command.name, config, command.settings)) is not None:
+        prediction = predict.estimate(checkout, command, fresh)
         effect = f"no blocks are freed: {reason}"
     elif config.selective_torch_compile:
         prediction = ask(1.0)
@@ -172,9 +163,9 @@ def _with_budget(
     )
 
 
-def _preset_card(run: RunArguments) -> int | None:
+def _preset_card(command: CommandLine) -> int | None:
     """Return the GPU size of the last tier among the presets: ``vram_gb`` is the size as sold, which is in GiB."""
-    sizes = [preset.about["vram_gb"] for preset in run.presets.presets if "vram_gb" in preset.about]
+    sizes = [preset.about["vram_gb"] for preset in command.presets.presets if "vram_gb" in preset.about]
     return round(float(str(sizes[-1])) * GIB) if sizes else None
 
 
@@ -213,7 +204,7 @@ def _table(prediction: Estimate) -> Table:
     return table
 
 
-def _lines(prediction: Estimate, card: int | None, run: RunArguments) -> Sequence[str]:
+def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
     phase_peaks = ", ".join(f"{name} {gigabytes(size)}" for name, size in prediction.phase_peaks.items())
     versions = prediction.versions
     lines = [

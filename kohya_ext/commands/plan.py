@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -14,10 +15,10 @@ from rich.table import Table
 from kohya_ext import units
 from kohya_ext.commands.estimate import NOT_CALIBRATED
 from kohya_ext.config import training_command
-from kohya_ext.config.arguments import read_arguments
 from kohya_ext.config.command_line import quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
+from kohya_ext.planning import automatic
 from kohya_ext.planning.plan import Candidate, Plan, plan
 from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.units import gigabytes
@@ -41,22 +42,22 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    request = training_command.read(arguments, "nothing to plan", _add_own)
-    checkout, script, argv, own = request.checkout, request.script.name, request.argv, request.own
-    given = ["--vram", own["vram"]] if "vram" in own else []
+    request = training_command.read(arguments, automatic, "nothing to plan", _add_own)
+    own = request.own
     # A preset from the environment would be missing in the printed command line.
     environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
-    settings = read_arguments(script, [*argv, *given], environ, auto=()).settings
+    command = replace(request.command, environ=environ)
+    settings = command.with_tier(None).with_({"vram": own["vram"]} if "vram" in own else {}).settings
     size = settings.vram
     name, card = ("", size) if size else units.first_gpu() or ("", 0)
     if not card:
         raise UserError("no NVIDIA GPU found; give a size to plan for, for example --vram 16")
-    result = plan(checkout, script, argv, environ, card, note)
-    words = ["python", "-m", "kohya_ext", script, *result.answer.argv]
+    result = plan(request.checkout, command, card, note)
+    words = ["python", "-m", "kohya_ext", command.name, *result.answer.command.argv]
     if own.get("json"):
         print(json.dumps(_as_json(result, words), indent=1))
     else:
-        _show(Console(), result, name, script, words, settings["selective_torch_compile"])
+        _show(Console(), result, name, command.name, words, settings["selective_torch_compile"])
     return 0
 
 
@@ -94,7 +95,7 @@ def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:
     def row(candidate: Candidate) -> dict[str, Any]:
         return {
             "name": candidate.name,
-            "arguments": list(candidate.argv),
+            "arguments": list(candidate.command.argv),
             "total": candidate.estimate.total,
             "reserved": candidate.estimate.reserved,
             "flops_per_image": candidate.estimate.flops_per_image,

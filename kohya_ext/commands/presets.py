@@ -12,11 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.arguments import complete, find_problem, find_problems, preset_line, read_arguments, trace
+from kohya_ext.config.arguments import complete, find_problem, find_problems, preset_line, trace
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
-from kohya_ext.planning import tiers
+from kohya_ext.planning import automatic, tiers
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
 from kohya_ext.sdscripts.introspect import script_parser
 from kohya_ext.units import gigabytes
@@ -141,7 +142,7 @@ def _path(preset: str) -> str:
 
 def _show(arguments: argparse.Namespace, script: str) -> Table:
     argv = [part for name in arguments.names for part in ("--preset", name)]
-    presets = read_arguments(script, argv, os.environ).presets
+    presets = CommandLine(Path(script), argv, os.environ, automatic).presets
     table = Table("key", "value", "preset", "why", title=escape(presets.label))
     for key, value in presets.values.items():
         table.add_row(key, escape(repr(value.value)), value.preset, escape(value.why))
@@ -154,22 +155,21 @@ def _explain(arguments: argparse.Namespace, name: str) -> Table:
     if not is_training_script(script):
         raise UserError(f"presets only apply to training scripts, not {script.name}")
     argv = [*(part for name in arguments.names for part in ("--preset", name)), *arguments.arguments]
-    resolved = read_arguments(script.name, argv, os.environ)
+    command = CommandLine(script, argv, os.environ, automatic)
+    settled = command.presets  # an unknown one is reported before the script's imports
     with progress(f"importing {script.name} to read its arguments"):
         parser = script_parser(checkout, script)
     complete(parser)
     wrong = [
-        str(problem)
-        for key, value in resolved.presets.values.items()
-        if (problem := find_problem(parser, key, value.value)) is not None
+        str(problem) for key, value in settled.values.items() if (problem := find_problem(parser, key, value.value)) is not None
     ]
     if wrong:
         raise UserError("\n".join(wrong))
-    if resolved.config is not None:
-        for problem in find_problems(parser, resolved.config):
-            warn(f"{resolved.config.path}: {problem}")
-    note(preset_line(resolved, parser, argv))
-    table = Table("key", "value", "from", "why", title=f"{script.name}, {checkout.label}, preset {resolved.presets.label}")
-    for traced in trace(parser, resolved, argv):
+    if command.config is not None:
+        for problem in find_problems(parser, command.config):
+            warn(f"{command.config.path}: {problem}")
+    note(preset_line(command))
+    table = Table("key", "value", "from", "why", title=f"{script.name}, {checkout.label}, preset {command.presets.label}")
+    for traced in trace(parser, command):
         table.add_row(traced.key, escape(repr(traced.value)), escape(traced.origin), escape(traced.why))
     return table

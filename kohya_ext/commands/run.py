@@ -8,16 +8,18 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kohya_ext import __version__, commands
-from kohya_ext.config.arguments import QuietParser, read_arguments
+from kohya_ext.config.command_line import CommandLine, launcher_options, option_words
+from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.launch import oom_retry
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 from kohya_ext.launch.autoload import watch
+from kohya_ext.planning import automatic
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
@@ -58,21 +60,24 @@ def main(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
     parsed = parser.parse_args(argv)
-    before = list(argv[: len(argv) - len(parsed.arguments) - 1])
-    launch, after = _launcher_options(parsed.arguments)
-    chosen = {**from_environment(os.environ), **vars(parsed), **launch}
+    options_before, own = launcher_options(argv[: len(argv) - len(parsed.arguments) - 1])
+    options_after, arguments = launcher_options(parsed.arguments)
+    launcher = {**options_before, **options_after}
+    chosen = {**from_environment(os.environ), **launcher}
     settings = Settings(**{name: chosen[name] for name, _ in options("launcher") if name in chosen})
     switched_off = not checked(MASTER_SWITCH, boolean, os.environ.get(MASTER_SWITCH, "1"), f"the variable {MASTER_SWITCH}")
 
-    checkout, script = _find_script({**vars(parsed), **launch}.get("sd_scripts"), parsed.script)
-    own = _launcher_options(before)[1]
+    checkout, script = _find_script(launcher.get("sd_scripts"), parsed.script)
     if not is_training_script(script) and own:
         raise UserError(f"{own[0]} only applies to training scripts, not to {script.name}; remove it")
-    arguments = [*own, *after]
+    arguments = [*own, *arguments]
     if not switched_off:
-        resolved = _check(checkout, script, arguments, settings)
-        if resolved["on_oom"] == "retry" and is_training_script(script) and oom_retry.handed_over() is None:
-            return oom_retry.supervise(argv[: len(argv) - len(parsed.arguments)], parsed.arguments, resolved)
+        _check_layout(checkout, settings)
+        trains = script if is_training_script(script) else None
+        command = CommandLine(trains, arguments, os.environ, automatic, ("-m", "kohya_ext", *option_words(launcher)))
+        # Raises UserError for errors that would otherwise appear after ten seconds of imports.
+        if command.settings["on_oom"] == "retry" and trains is not None and oom_retry.handed_over() is None:
+            return oom_retry.supervise(command)
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is set; remove one of the two")
 
@@ -91,7 +96,7 @@ class _Parser(QuietParser):
 
 
 def _parser() -> QuietParser:
-    parser = _Parser(prog="python -m kohya_ext", allow_abbrev=False)
+    parser = _Parser(prog="python -m kohya_ext")
     parser.add_argument("--version", action="version", version=f"kohya_ext {__version__}")
     add_to(parser)
     parser.add_argument("script", metavar="SCRIPT")
@@ -109,23 +114,14 @@ def _find_script(folder: Path | None, name: str) -> tuple[Checkout, Path]:
     return checkout, checkout.script(name)
 
 
-def _launcher_options(arguments: Sequence[str]) -> tuple[Mapping[str, object], list[str]]:
-    """Return the launcher's own options among some arguments, and the remaining arguments in order."""
-    parser = QuietParser(add_help=False, allow_abbrev=False)
-    add_to(parser, "launcher")
-    known, rest = parser.parse_known_args(list(arguments))
-    return vars(known), rest
-
-
-def _check(checkout: Checkout, script: Path, arguments: Sequence[str], settings: Settings) -> Settings:
-    """Return a run's settings. Raises UserError for errors that would otherwise appear after ten seconds of imports."""
+def _check_layout(checkout: Checkout, settings: Settings) -> None:
+    """Raise UserError for a checkout of an unknown layout, unless the settings allow it."""
     if checkout.layout == "unknown" and not settings.allow_unknown_version:
         raise UserError(
             f"{checkout.path} ({checkout.label}) has an unknown layout; kohya_ext {__version__} supports v0.10 and v0.11. "
             "Run `python -m kohya_ext setup` for a supported one and select it with --sd-scripts, or try this one with "
             f"{flags('allow_unknown_version')[1]}"
         )
-    return read_arguments(script.name if is_training_script(script) else None, arguments, os.environ).settings
 
 
 def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_off: bool) -> None:

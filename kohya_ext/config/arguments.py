@@ -7,176 +7,17 @@ upstream does after that, reading the config file included, stays upstream's own
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from kohya_ext.config import gui_files, preset_conflicts, preset_files
-from kohya_ext.config.command_line import values_of
-from kohya_ext.config.preset_files import Overlay
-from kohya_ext.config.settings import (
-    AUTO,
-    Settings,
-    add_to,
-    boolean,
-    flags,
-    from_environment,
-    from_table,
-    negated_flags,
-    options,
-)
-from kohya_ext.config.user_files import read_dataset_config, read_toml, subsets
+from kohya_ext.config import gui_files, preset_conflicts
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.quiet_parser import nearest_option
+from kohya_ext.config.settings import add_to, boolean, flags, negated_flags, options
+from kohya_ext.config.user_files import ConfigFile
 from kohya_ext.console import note, stop, warn
-from kohya_ext.errors import UserError, did_you_mean, one_letter_off
-
-
-class QuietParser(argparse.ArgumentParser):
-    """A parser of our own whose errors are ours: a UserError instead of a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UserError, with the nearest right spelling of an option that is not known."""
-        raise UserError(message + _nearest_option(self, message))
-
-
-def _nearest_option(parser: argparse.ArgumentParser, message: str) -> str:
-    if not message.startswith("unrecognized arguments:"):
-        return ""
-    unknown = next((word.split("=")[0] for word in message.split() if word.startswith("--")), "")
-    training = (flag for name, _ in options("training") for flag in (*flags(name), *negated_flags(name)))
-    if unknown in training and any(action.dest == "script" for action in parser._actions):
-        return f": write {unknown} after SCRIPT"
-    return did_you_mean(unknown, parser._option_string_actions)
-
-
-# --- the user's config file ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    """The file behind ``--config_file``, flattened as upstream flattens it."""
-
-    path: Path
-    values: Mapping[str, object]
-    remarks: tuple[str, ...]
-    """Content that upstream would lose without a word: a key set twice, a table in a table."""
-
-
-def read_config_file(name: str) -> ConfigFile:
-    """Read a config file with upstream's own TOML library. Raises UserError when it is not there or is broken."""
-    path = Path(name if name.endswith(".toml") else f"{name}.toml")
-    document = read_toml(path, f"--config_file {path}")
-    values: dict[str, object] = {}
-    remarks: list[str] = []
-    for section, content in document.items():
-        for key, value in content.items() if isinstance(content, dict) else [(section, content)]:
-            if key in values:
-                remarks.append(f"duplicate key {key}; using the last value: {value!r}")
-            if isinstance(value, dict):
-                remarks.append(f"[{section}.{key}] is a table in a table, which sd-scripts does not read")
-            values[key] = value
-    return ConfigFile(path, values, tuple(remarks))
-
-
-# --- one run's arguments ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RunArguments:
-    """Everything known of a run's options before the script's own parser exists."""
-
-    settings: Settings
-    origins: Mapping[str, str]
-    """Option name -> where its value comes from, in words; a name that is not here has its default."""
-    presets: Overlay
-    config: ConfigFile | None
-
-
-def read_arguments(
-    script: str | None, argv: Sequence[str], environ: Mapping[str, str], auto: Sequence[str] | None = None
-) -> RunArguments:
-    """Resolve the extension's options: default < preset < config file < environment < command line.
-
-    ``script`` is the file name of a training script whose arguments ``argv`` are; None when there is no command line to
-    read (a tool, a test runner, another program that imports sd-scripts), and the environment alone counts. Raises
-    UserError for a value that cannot be read, an unknown preset, or one of another family.
-
-    The preset ``auto`` is the tier that fits the card with everything else that is said; with ``auto``, these stand in its
-    place, or, where it is not asked for, before all others.
-    """
-    config: ConfigFile | None = None
-    given: dict[str, Any] = {}
-    if script is not None:
-        parser = QuietParser(add_help=False, allow_abbrev=False)
-        add_to(parser)
-        parser.add_argument("--config_file", default=None)
-        parser.add_argument("--output_config", action="store_true")
-        known, _ = parser.parse_known_args(list(argv))
-        given = vars(known)
-        config_file, writes_it = given.pop("config_file"), given.pop("output_config")
-        if config_file and not writes_it:
-            config = read_config_file(config_file)
-    layers = {
-        "command line": {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()},
-        "environment": from_environment(environ),
-        "config file": from_table(config.values, str(config.path)) if config else {},
-    }
-    names = next((layer["preset"] for layer in layers.values() if "preset" in layer), ())
-    presets = Overlay()
-    if script is not None:
-        presets = _without_contradictions(_load(names, script, argv, environ, auto, layers), script, argv, config)
-    set_by_preset = {key: value.value for key, value in presets.values.items()}
-    layers["preset"] = from_table(set_by_preset, f"preset {presets.label}")
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for origin, layer in reversed(layers.items()):
-        values.update(layer)
-        origins.update(dict.fromkeys(layer, origin))
-    return RunArguments(Settings(**values), origins, presets, config)
-
-
-def _load(
-    names: Sequence[str],
-    script: str,
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    auto: Sequence[str] | None,
-    layers: Mapping[str, Mapping[str, Any]],
-) -> Overlay:
-    """Load presets, a tier in the place of ``auto``; the label then says so."""
-    if AUTO not in names:
-        return preset_files.load([*(auto or ()), *names], script)
-    note = ""
-    if auto is None:
-        from kohya_ext import units
-        from kohya_ext.planning import plan
-
-        said = next((layer["vram"] for layer in layers.values() if "vram" in layer), None)
-        found = ("--vram", said) if said is not None else units.first_gpu()
-        if found is None:
-            raise UserError("--preset auto: no NVIDIA GPU found: give its size, --vram 16, or name a preset, --preset 16gb")
-        auto = (plan.automatic(script, argv, environ, found[1]),)
-        note = f" (auto: {found[0]}, {units.label(found[1])})"
-    presets = preset_files.load([part for name in names for part in (auto if name == AUTO else (name,))], script)
-    return replace(presets, label=presets.label + note)
-
-
-def _without_contradictions(presets: Overlay, script: str, argv: Sequence[str], config: ConfigFile | None) -> Overlay:
-    """Hold back the values that contradict the user's own."""
-    if not presets.presets:
-        return presets
-    typed = values_of(argv)
-    given = {**(config.values if config is not None else {}), **typed}
-    its_subsets: list[dict[str, Any]] = []
-    if isinstance(dataset := given.get("dataset_config"), str) and dataset:
-        with contextlib.suppress(UserError):  # reported where the training set is checked
-            its_subsets = list(subsets(read_dataset_config(Path(dataset))))
-    filled = {key: value.value for key, value in presets.values.items()}
-    off_in_gui = gui_files.options_off(config.values) - typed.keys() if config is not None else frozenset[str]()
-    return replace(presets, held_back=preset_conflicts.held_back(script, filled, given, its_subsets, off_in_gui))
-
+from kohya_ext.errors import did_you_mean, one_letter_off
 
 # --- the script's own parser -----------------------------------------------------------------------------------------
 
@@ -188,7 +29,7 @@ class TrainingParser(argparse.ArgumentParser):
     preset and the config file against its own actions, and takes the preset's values as its defaults.
     """
 
-    run: RunArguments
+    command: CommandLine
     completed: bool
     when_final: Callable[[argparse.Namespace], None]
 
@@ -199,8 +40,8 @@ class TrainingParser(argparse.ArgumentParser):
         """
         parsed = super().parse_args(args, namespace)
         if args is None and (namespace is not None or not getattr(parsed, "config_file", None)):
-            if self.run.presets.presets:
-                note(preset_line(self.run, self, sys.argv[1:]))
+            if self.command.presets.presets:
+                note(preset_line(self.command))
             self.when_final(parsed)
         return parsed
 
@@ -215,10 +56,10 @@ class TrainingParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say one line, with the nearest right spelling, instead of two hundred lines of usage; exit code 2."""
-        stop(message + _nearest_option(self, message))
+        stop(message + nearest_option(self, message))
 
     def _lay_preset_under(self) -> None:
-        presets = self.run.presets
+        presets = self.command.presets
         wrong = [
             f"preset {value.preset}: {problem}"
             for key, value in presets.values.items()
@@ -226,14 +67,14 @@ class TrainingParser(argparse.ArgumentParser):
         ]
         if wrong:
             stop("\n".join(wrong))
-        if self.run.config is not None:
-            self._check(self.run.config)
+        if self.command.config is not None:
+            self._check(self.command.config)
         self.set_defaults(**{key: value.value for key, value in presets.values.items()})
 
     def _check(self, config: ConfigFile) -> None:
         """Warn about the config file, or stop: at a problem that is certain, under ``--strict`` at any, else at none."""
         problems = find_problems(self, config)
-        strict = self.run.settings.strict
+        strict = self.command.settings.strict
         errors = [problem for problem in problems if (problem.certain if strict is None else strict)]
         for problem in problems:
             if problem not in errors:
@@ -245,15 +86,15 @@ class TrainingParser(argparse.ArgumentParser):
 
 def take_over(
     parser: argparse.ArgumentParser,
-    run: RunArguments,
+    command: CommandLine,
     when_final: Callable[[argparse.Namespace], None] = lambda args: None,
 ) -> bool:
-    """Turn a plain parser into a :class:`TrainingParser`; return False for one of another class, which is left as it is."""
+    """Turn a plain parser into a :class:`TrainingParser`; return False for one of another class, which is left unchanged."""
     if type(parser) is not argparse.ArgumentParser:
         return False
     parser.__class__ = TrainingParser
     assert isinstance(parser, TrainingParser)
-    parser.run, parser.completed, parser.when_final = run, False, when_final
+    parser.command, parser.completed, parser.when_final = command, False, when_final
     return True
 
 
@@ -386,45 +227,29 @@ class Traced:
     why: str
 
 
-def trace(parser: argparse.ArgumentParser, run: RunArguments, argv: Sequence[str]) -> Iterator[Traced]:
-    """Yield every key that a preset, the config file, the environment or the command line sets, in the presets' order."""
-    said = _said_on_command_line(parser, argv)
-    layers = {"command line": said}
-    if run.config is not None:
-        layers[str(run.config.path)] = dict(run.config.values)
-    layers.update({f"preset {preset.name}": _plain(run.presets.values_of(preset)) for preset in reversed(run.presets.presets)})
-    own = dict(options("training"))
-    keys = dict.fromkeys(key for layer in reversed(layers.values()) for key in layer)
-    for key in [*(key for key in keys if key not in own), *(key for key in run.origins if key in own)]:
-        if key in own:
-            yield Traced(key, run.settings[key], run.origins[key], "")
-            continue
+def trace(parser: argparse.ArgumentParser, command: CommandLine) -> Iterator[Traced]:
+    """Yield every key that a preset, the config file, the environment or the command line sets, in the presets' order.
+
+    ``parser`` is the script's own, completed: it knows the types of the command line's values.
+    """
+    typed = vars(parser.parse_known_args(command.words)[0])
+    layers = {"command line": {key: typed[key] for key in typed if command.origin(key) == "command line"}}
+    if command.config is not None:
+        layers[str(command.config.path)] = dict(command.config.values)
+    for preset in reversed(command.presets.presets):
+        layers[f"preset {preset.name}"] = {key: value.value for key, value in command.presets.values_of(preset).items()}
+    own = [name for name, _ in options("training")]
+    for key in dict.fromkeys(key for layer in reversed(layers.values()) for key in layer if key not in own):
         origin, *hidden = [name for name, layer in layers.items() if key in layer]
         over = f", over {hidden[0]}'s {layers[hidden[0]][key]!r}" if hidden else ""
-        preset = run.presets.values.get(key)
-        why = preset.why if preset is not None and origin.startswith("preset ") else ""
+        why = command.presets.values[key].why if origin.startswith("preset ") else ""
         yield Traced(key, layers[origin][key], origin + over, why)
+    for key in own:
+        if (origin := command.origin(key)) != "default":
+            yield Traced(key, getattr(command.settings, key), origin, "")
 
 
-def preset_line(run: RunArguments, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
-    """Return one line: the values that the presets filled, and those that they left out because of the user's own."""
-    given = {*_said_on_command_line(parser, argv), *(run.config.values if run.config is not None else ())}
-    filled = {
-        key: run.settings[key] if run.origins.get(key) == "preset" else value.value
-        for key, value in run.presets.values.items()
-        if key not in given and run.origins.get(key, "preset") == "preset"
-    }
-    return preset_conflicts.summary(run.presets.label, filled, run.presets.held_back)
-
-
-def _plain(values: Mapping[str, preset_files.Value]) -> dict[str, object]:
-    return {key: value.value for key, value in values.items()}
-
-
-def _said_on_command_line(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, object]:
-    unset = object()
-    lists = (argparse._AppendAction, argparse._ExtendAction)
-    keys = [action.dest for action in parser._actions if not isinstance(action, lists)]
-    space = argparse.Namespace(**dict.fromkeys(keys, unset))
-    known, _ = parser.parse_known_args(list(argv), space)
-    return {key: value for key, value in vars(known).items() if value is not unset and key in keys}
+def preset_line(command: CommandLine) -> str:
+    """Return one line: the values that the presets set, and those that they left out because of the user's own."""
+    values = {key: command.values[key] for key in command.presets.values if command.origin(key) == "preset"}
+    return preset_conflicts.summary(command.presets.label, values, command.presets.held_back)

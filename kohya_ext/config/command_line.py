@@ -1,117 +1,345 @@
-"""Command lines as words: this process's own with arguments changed, to paste and run next, and their values by key."""
+"""The command line of a training script: its values, where each comes from, its edited forms, and a line to paste."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from kohya_ext.config.settings import flags, negated_flags, options
+from kohya_ext import units
+from kohya_ext.config import gui_files, preset_conflicts, preset_files
+from kohya_ext.config.preset_files import Overlay
+from kohya_ext.config.quiet_parser import QuietParser
+from kohya_ext.config.settings import (
+    AUTO,
+    Settings,
+    add_to,
+    flags,
+    from_environment,
+    from_table,
+    negated_flags,
+    options,
+)
+from kohya_ext.config.user_files import ConfigFile, read_config_file, read_dataset_config, subsets
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts.introspect import option_names
 
-#: Characters that cmd takes for its own outside of quotes.
-_CMD_SPECIAL = frozenset("&|<>^()!,;=")
+Origin = Literal["command line", "environment", "config file", "preset", "default"]
 
 
-def again(changes: Mapping[str, object]) -> str:
-    """Return a command line that starts this process's run again in a fresh shell, with arguments of its script changed.
+class _Option(NamedTuple):
+    """An option as it is given, with the words up to the next one."""
 
-    It goes through ``python -m kohya_ext`` however this process was started, with the options that came from environment
-    variables as flags: what a shell or the GUI had set is not there the next time. On Windows it is for cmd.
+    flag: str
+    """In full; empty for the words before the first option."""
+    words: list[str]
+    """All of its words, the flag among them."""
+    values: list[str]
+
+    @property
+    def key(self) -> str:
+        return self.flag[2:].removeprefix("no-").replace("-", "_")
+
+    @property
+    def value(self) -> Any:
+        if not self.values:
+            return not self.flag.startswith("--no-")
+        numbers = [_number(word) for word in self.values]
+        return numbers[0] if len(numbers) == 1 else numbers
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A script with its arguments and its environment.
+
+    A value comes from: default < preset < config file < environment (the extension's options only) < command line. The
+    properties raise UserError for a value that cannot be read, an unknown preset, or one of another family.
     """
-    words = list(sys.orig_argv)
-    script = Path(sys.argv[0])
-    # The launcher's own options stand before the script, and it may be given without its suffix.
-    names = (script.name, script.stem)
-    place = next((index for index, word in enumerate(words) if index and Path(word).name in names), None)
-    # An embedded interpreter has no command line of its own.
-    interpreter, given = ([], sys.argv[1:]) if place is None else (words[1:place], words[place + 1 :])
-    through = [] if any(Path(word).stem in ("kohya_ext", "kohya-ext") for word in interpreter) else ["-m", "kohya_ext"]
-    arguments = rewritten([*_from_environment([*interpreter, *given]), *given], changes)
-    command = quoted([sys.executable, *interpreter, *through, os.path.abspath(script), *arguments])
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if os.name == "nt":
-        chosen = "" if gpus is None else f'set "CUDA_VISIBLE_DEVICES={gpus}" && '
-        return f"cd /d {quoted([os.getcwd()])} && {chosen}{command}"
-    chosen = "" if gpus is None else f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
-    return f"cd {shlex.quote(os.getcwd())} && {chosen}{command}"
+
+    script: Path | None
+    """A training script; None where another program imports sd-scripts: then the environment alone counts."""
+    argv: Sequence[str]
+    """The script's arguments, the extension's options among them."""
+    environ: Mapping[str, str]
+    automatic: Callable[[CommandLine, int], str] | None = None
+    """Returns the tier that ``--preset auto`` means on a GPU of so many bytes; None: ``auto`` is an error."""
+    launcher: Sequence[str] = ("-m", "kohya_ext")
+    """The words between the Python interpreter and the script."""
+
+    @property
+    def name(self) -> str:
+        """The script's file name; empty without a script."""
+        return self.script.name if self.script is not None else ""
+
+    # --- its words ---------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _options(self) -> list[_Option]:
+        found = [_Option("", [], [])]
+        for word in self.argv:
+            flag, equals, value = word.partition("=")
+            if not flag.startswith("--") or " " in flag:  # argparse takes text with a space for a value: "--n blurry"
+                found[-1].words.append(word)
+                found[-1].values.append(word)
+            else:
+                flag = self._in_full(flag)
+                found.append(_Option(flag, [flag + equals + value], [value] if equals else []))
+        return found
+
+    def _in_full(self, flag: str) -> str:
+        """Return the option that an abbreviation stands for in the script's own parser; any other flag as it is."""
+        known = _flags(self.script)
+        meant = {full for spelling, full in known.items() if spelling.startswith(flag)}
+        return meant.pop() if flag not in known and len(meant) == 1 else flag
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments with every option in full."""
+        return [word for option in self._options for word in option.words]
+
+    def with_(self, changes: Mapping[str, object]) -> CommandLine:
+        """Return it with arguments changed: earlier words for a key are dropped, :func:`option_words` of it are added."""
+        kept = (word for option in self._options if option.key not in changes for word in option.words)
+        return replace(self, argv=(*kept, *option_words(changes)))
+
+    def with_tier(self, tier: str | None) -> CommandLine:
+        """Return it with a tier in the place of the preset ``auto``, or else before all presets; None removes ``auto``."""
+        names: Sequence[str] = self.given.get("preset", ())
+        tiers = [] if tier is None else [tier]
+        names = [new for name in (names if AUTO in names else (AUTO, *names)) for new in (tiers if name == AUTO else [name])]
+        # An empty name: no preset, also none from the environment or the config file.
+        presets = [word for name in names or ([""] if "preset" in self.given else []) for word in ("--preset", name)]
+        return replace(self, argv=(*presets, *self.with_({"preset": None}).argv))
+
+    # --- its values --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _own(self) -> dict[str, Any]:
+        """The extension's options on the command line, and those that say where the config file is."""
+        parser = QuietParser(add_help=False)
+        add_to(parser)
+        parser.add_argument("--config_file", default=None)
+        parser.add_argument("--output_config", action="store_true")
+        known, _ = parser.parse_known_args(self.words if self.script is not None else [])
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
+
+    @functools.cached_property
+    def config(self) -> ConfigFile | None:
+        """The file behind ``--config_file``, unless it is to be written."""
+        name = self._own["config_file"]
+        return read_config_file(name) if name and not self._own["output_config"] else None
+
+    @functools.cached_property
+    def _layers_of_user(self) -> dict[Origin, dict[str, Any]]:
+        if self.script is None:
+            return {"environment": from_environment(self.environ)}
+        own = dict(options())
+        typed = {option.key: option.value for option in self._options if option.flag and option.key not in own}
+        config = _layer(self.config.values, str(self.config.path)) if self.config is not None else {}
+        return {
+            "command line": {**typed, **{key: value for key, value in self._own.items() if key in own}},
+            "environment": from_environment(self.environ),
+            "config file": config,
+        }
+
+    @functools.cached_property
+    def given(self) -> Mapping[str, Any]:
+        """What the user set, by key. Without the script's parser a number is a number, several words are a list."""
+        return {key: value for layer in reversed(self._layers_of_user.values()) for key, value in layer.items()}
+
+    @functools.cached_property
+    def presets(self) -> Overlay:
+        """The presets, without the values that contradict the user's own."""
+        names: Sequence[str] = self.given.get("preset", ())
+        if self.script is None or not names:
+            return Overlay()
+        label = ""
+        if AUTO in names:
+            size = self.given.get("vram")
+            gpu = ("--vram", size) if size is not None else units.first_gpu()
+            if gpu is None:
+                raise UserError("--preset auto: no NVIDIA GPU found: give its size, --vram 16, or name a preset, --preset 16gb")
+            if self.automatic is None:
+                raise UserError("--preset auto is not supported here: name a preset, --preset 16gb")
+            tier = self.automatic(self, gpu[1])
+            names = [tier if name == AUTO else name for name in names]
+            label = f" (auto: {gpu[0]}, {units.label(gpu[1])})"
+        presets = preset_files.load(names, self.name)
+        its_subsets: list[dict[str, Any]] = []
+        if isinstance(dataset := self.given.get("dataset_config"), str) and dataset:
+            with contextlib.suppress(UserError):  # reported where the training set is checked
+                its_subsets = list(subsets(read_dataset_config(Path(dataset))))
+        values = {key: value.value for key, value in presets.values.items()}
+        off_in_gui = gui_files.options_off(self.config.values) if self.config is not None else frozenset[str]()
+        off_in_gui -= self._layers_of_user["command line"].keys()
+        held_back = preset_conflicts.held_back(self.name, values, self.given, its_subsets, off_in_gui)
+        return replace(presets, label=presets.label + label, held_back=held_back)
+
+    @functools.cached_property
+    def _layers(self) -> dict[Origin, dict[str, Any]]:
+        presets = {key: value.value for key, value in self.presets.values.items()}
+        return {**self._layers_of_user, "preset": _layer(presets, f"preset {self.presets.label}")}
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The values by key, those of presets among them; a key that is not here has its default."""
+        return {**self._layers["preset"], **self.given}
+
+    def origin(self, key: str) -> Origin:
+        """Return where a key's value comes from."""
+        return next((origin for origin, layer in self._layers.items() if key in layer), "default")
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The extension's options."""
+        return Settings(**{name: self.values[name] for name, _ in options() if name in self.values})
+
+    # --- to paste it -------------------------------------------------------------------------------------------------
+
+    def with_environment(self) -> CommandLine:
+        """Return it with the extension's options that environment variables set as flags."""
+        typed = {option.key for option in self._options}
+        environment: dict[str, object] = {}
+        for name, option in options("training"):
+            text = self.environ.get(option.environment) if option.environment else None
+            if text is not None and name not in typed and (text or option.is_switch):
+                environment[name] = bool(option.parse(text)) if option.is_switch else text
+        return replace(self, argv=(*option_words(environment), *self.words))
+
+    def shell_line(self) -> str:
+        """Return a line that starts it in a fresh shell of this system, in this folder and on these GPUs."""
+        command = self.with_environment()
+        script = os.path.abspath(self.script or "")
+        gpus = self.environ.get("CUDA_VISIBLE_DEVICES")
+        line, folder = quoted([sys.executable, *command.launcher, script, *command.argv]), quoted_word(os.getcwd())
+        if (kind := shell()) == "powershell":
+            chosen = "" if gpus is None else f"$env:CUDA_VISIBLE_DEVICES = {quoted_word(gpus)}; "
+            return f"Set-Location -LiteralPath {folder}; {chosen}{line}"
+        if kind == "cmd":
+            chosen = "" if gpus is None else f'set "CUDA_VISIBLE_DEVICES={gpus}" && '
+            return f"cd /d {folder} && {chosen}{line}"
+        chosen = "" if gpus is None else f"CUDA_VISIBLE_DEVICES={quoted_word(gpus)} "
+        return f"cd {folder} && {chosen}{line}"
 
 
-def _from_environment(given: Sequence[str]) -> list[str]:
-    """Return the extension's options that environment variables set and the command line does not, as flags."""
-    spelled = {word.split("=")[0] for word in given}
+@functools.cache
+def _flags(script: Path | None) -> dict[str, str]:
+    """Return every spelling of an option that a script may take -> the option in full; none where the script is not there."""
+    theirs = option_names(script) if script is not None else frozenset()
+    names = {*theirs, *(name for name, _ in options("training"))} if theirs else set()
+    return {
+        **{spelling: f"--no-{name}" for name in names for spelling in negated_flags(name)},
+        **{spelling: f"--{name}" for name in names for spelling in flags(name)},
+    }
+
+
+def _layer(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    own = dict(options())
+    return {**{key: value for key, value in values.items() if key not in own}, **from_table(values, where)}
+
+
+def _number(word: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(word)
+    return word
+
+
+def launcher_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the launcher's options among words by name, and the other words in order."""
+    parser = QuietParser(add_help=False)
+    add_to(parser, "launcher")
+    known, rest = parser.parse_known_args(list(words))
+    return vars(known), rest
+
+
+def of_this_process() -> CommandLine:
+    """Return the command line of the run in this process, started by the launcher or without it."""
+    words, script = list(sys.orig_argv), Path(sys.argv[0])
+    # The launcher's options are before the script or after it, and the script may be given without its suffix. An embedded
+    # interpreter has no command line.
+    place = next((index for index, word in enumerate(words) if index and Path(word).name in (script.name, script.stem)), 1)
+    before = words[1:place]
+    end = next((index for index, word in enumerate(before, 1) if Path(word).stem in ("kohya_ext", "kohya-ext")), None)
+    launcher = [*before, "-m", "kohya_ext"]
+    if end is not None:
+        launcher = [*before[:end], *option_words(launcher_options([*before[end:], *words[place + 1 :]])[0])]
+    return CommandLine(script, tuple(sys.argv[1:]), os.environ, launcher=launcher)
+
+
+def restart_line(changes: Mapping[str, object]) -> str:
+    """Return a line to paste that starts this process's run again with arguments changed, through the launcher."""
+    return of_this_process().with_(changes).shell_line()
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def option_words(changes: Mapping[str, object]) -> list[str]:
+    """Return the words that set arguments by key: False turns a switch off, a list is several words, None is nothing."""
     words: list[str] = []
-    for name, option in options("training"):
-        text = os.environ.get(option.variable) if option.variable else None
-        if text is None or spelled.intersection([*flags(name), *negated_flags(name)]):
-            continue
-        if option.is_switch:
-            words += spelt(name, bool(option.parse(text)))
-        elif text:
-            words += spelt(name, text)
+    for key, value in changes.items():
+        if isinstance(value, bool):
+            words.append(f"--{key}" if value else f"--no-{key}")
+        elif value is not None:
+            words += [f"--{key}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return words
 
 
-def quoted(words: Sequence[str]) -> str:
-    """Return words as one line for the shell of this system: sh, or cmd on Windows."""
-    return " ".join(map(_quoted_for_cmd, words)) if os.name == "nt" else shlex.join(words)
+Shell = Literal["sh", "cmd", "powershell"]
+
+#: Characters that cmd interprets outside of quotes.
+_CMD_SPECIAL = frozenset("&|<>^()!,;=")
+
+#: A word that PowerShell passes as it is: it splits words at commas, and those that begin with a dash at dots and colons.
+_PLAIN_IN_POWERSHELL = re.compile(r"-[\w=/\\-]*|[\w./:\\][\w./:\\=+-]*", re.ASCII)
+
+
+def shell() -> Shell:
+    """Return the shell that lines to paste are for."""
+    return _windows_shell() if os.name == "nt" else "sh"
+
+
+@functools.cache
+def _windows_shell() -> Shell:
+    """Return the shell nearest among this process's parents; cmd if there is none."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            name = Path(parent.name()).stem.lower()
+            if name in ("cmd", "powershell", "pwsh"):
+                return "cmd" if name == "cmd" else "powershell"
+    return "cmd"
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Return a command as one line for :func:`shell`."""
+    words = list(words)
+    if shell() == "powershell" and not all(map(_PLAIN_IN_POWERSHELL.fullmatch, words)):
+        # After --% both PowerShell 5 and 7 pass a line on as it is; with their own quotes they differ on quotes within words.
+        return " ".join([f"& {quoted_word(words[0])} --%", *map(_quoted_for_cmd, words[1:])])
+    return " ".join(map(quoted_word, words))
+
+
+def quoted_word(word: str) -> str:
+    """Return one word, or a value, for :func:`shell`."""
+    kind = shell()
+    if kind == "cmd":
+        return _quoted_for_cmd(word)
+    if kind == "sh":
+        return shlex.quote(word)
+    return word if _PLAIN_IN_POWERSHELL.fullmatch(word) else "'" + word.replace("'", "''") + "'"
 
 
 def _quoted_for_cmd(word: str) -> str:
     line = subprocess.list2cmdline([word])
     return f'"{line}"' if line == word and _CMD_SPECIAL.intersection(word) else line
-
-
-def rewritten(arguments: Sequence[str], changes: Mapping[str, object]) -> list[str]:
-    """Return a script's arguments with changes made: earlier words for a key are dropped, the new ones stand at the end.
-
-    False turns a switch off, a list stands for several words, None takes the argument away.
-    """
-    spellings = {flag for key in changes for flag in [*flags(key), *negated_flags(key)]}
-    kept: list[str] = []
-    dropping = False
-    for word in arguments:
-        if word.startswith("--"):
-            dropping = word.split("=")[0] in spellings
-        if not dropping:
-            kept.append(word)
-    return kept + [word for key, value in changes.items() for word in spelt(key, value)]
-
-
-def spelt(key: str, value: object) -> list[str]:
-    """Return the words that set one argument; none for None."""
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [f"--{key}" if value else f"--no-{key}"]
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [f"--{key}", *map(str, values)]
-
-
-def values_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values on a command line by key: numbers as such, several words as a list, a switch as a boolean."""
-    found: dict[str, Any] = {}
-    key = ""
-    for word in argv:
-        if word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            off = key.startswith("no-")
-            key = key.removeprefix("no-").replace("-", "_")
-            found[key] = _number(value) if equals else not off
-        elif found.get(key) is True:
-            found[key] = _number(word)
-        elif key:
-            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), _number(word)]
-    return found
-
-
-def _number(word: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            pass
-    return word

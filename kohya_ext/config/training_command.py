@@ -6,12 +6,14 @@ The command's own options and those of a run may be given before SCRIPT and afte
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.arguments import QuietParser
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import add_to, flags, options
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch, is_training_script
@@ -22,12 +24,10 @@ AddOwn = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Question:
-    """A training command line, and the options of the command that reads it."""
+    """A training command line without the options of the command that reads it, and those options."""
 
     checkout: Checkout
-    script: Path
-    argv: list[str]
-    """The script's arguments, without the command's own options."""
+    command: CommandLine
     own: Mapping[str, Any]
     """The command's own options that were given, by name."""
 
@@ -51,20 +51,23 @@ def configure(parser: argparse.ArgumentParser, arguments: str, add_own: AddOwn =
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help=arguments).required = False
 
 
-def read(given: argparse.Namespace, otherwise: str, add_own: AddOwn = _none) -> Question:
+def read(
+    given: argparse.Namespace, automatic: Callable[[CommandLine, int], str], otherwise: str, add_own: AddOwn = _none
+) -> Question:
     """Return the parsed command line; fetch sd-scripts when no checkout is found.
 
-    Raises UserError when there is no such script, or when it does not train: ``otherwise`` is the consequence for the command.
+    ``automatic`` resolves ``--preset auto``. Raises UserError when there is no such script, or when it does not train:
+    ``otherwise`` is the consequence for the command.
     """
     before = given.words[: len(given.words) - len(given.arguments) - 1]
-    parser = QuietParser(add_help=False, allow_abbrev=False)
+    parser = QuietParser(add_help=False)
     _add(parser, add_own)
     own, argv = parser.parse_known_args([*before, *given.arguments])
     checkout = find_or_fetch(vars(own).get("sd_scripts"), given.script)
     script = checkout.script(given.script)
     if not is_training_script(script):
         raise UserError(f"{script.name} is not a training script: {otherwise}")
-    return Question(checkout, script, argv, vars(own))
+    return Question(checkout, CommandLine(script, argv, os.environ, automatic), vars(own))
 
 
 def _add(parser: argparse.ArgumentParser, add_own: AddOwn) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,32 @@ def read_toml(file: Path, label: str) -> dict[str, Any]:
     """Read TOML with upstream's library. Raises UserError for a file that upstream cannot read."""
     document: dict[str, Any] = _parsed(file, label, "TOML", toml.loads)
     return document
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The file behind ``--config_file``, flattened as upstream flattens it."""
+
+    path: Path
+    values: Mapping[str, object]
+    remarks: tuple[str, ...]
+    """Content that upstream would lose without a word: a key set twice, a table in a table."""
+
+
+def read_config_file(name: str) -> ConfigFile:
+    """Read a config file with upstream's own TOML library. Raises UserError when it is not there or is broken."""
+    path = Path(name if name.endswith(".toml") else f"{name}.toml")
+    document = read_toml(path, f"--config_file {path}")
+    values: dict[str, object] = {}
+    remarks: list[str] = []
+    for section, content in document.items():
+        for key, value in content.items() if isinstance(content, dict) else [(section, content)]:
+            if key in values:
+                remarks.append(f"duplicate key {key}; using the last value: {value!r}")
+            if isinstance(value, dict):
+                remarks.append(f"[{section}.{key}] is a table in a table, which sd-scripts does not read")
+            values[key] = value
+    return ConfigFile(path, values, tuple(remarks))
 
 
 def read_dataset_config(file: Path) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
 from kohya_ext.compiling.support import DEFAULT_BACKEND
-from kohya_ext.config.arguments import RunArguments, find_problem, find_problems, take_over
+from kohya_ext.config.arguments import find_problem, find_problems, take_over
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
@@ -28,18 +29,18 @@ if TYPE_CHECKING:
     from kohya_ext.estimate.activation_budgets import Graph
 
 
-def measure(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> Estimate:
+def measure(checkout: Checkout, command: CommandLine) -> Estimate:
     """Return the estimate of a command line, with the patches that its run would have.
 
     Raises UserError for arguments the script does not take, and for a run that cannot be estimated.
     """
-    config = memory_config.read(script, run, argv)[0]
+    config = memory_config.read(command)[0]
     _check_supported(config)
-    with _prepared(checkout, tracing(run.settings, memory_config.normalized(config))):
-        return _measure_step(checkout, *read(checkout, script, run, argv))
+    with _prepared(checkout, tracing(command.settings, memory_config.normalized(config))):
+        return _measure_step(checkout, *read(checkout, command))
 
 
-def measure_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> list[Graph]:
+def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
     """Return the cost of each compiled block of a command line by activation memory budget, without checkpointing.
 
     Raises UserError as :func:`measure` does, and for a model without compiled blocks.
@@ -47,15 +48,15 @@ def measure_budgets(checkout: Checkout, script: str, run: RunArguments, argv: Se
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.estimate import activation_budgets
 
-    _check_supported(memory_config.read(script, run, argv)[0])
-    settings = _compiling_with(activation_budgets.BACKEND, run.settings).with_(gradient_checkpointing_ratio=None)
+    _check_supported(memory_config.read(command)[0])
+    settings = _compiling_with(activation_budgets.BACKEND, command.settings).with_(gradient_checkpointing_ratio=None)
     set_budget(1.0)
     with _prepared(checkout, settings):
-        config, arguments, trainer = read(checkout, script, run, argv)
+        config, arguments, trainer = read(checkout, command)
         arguments.gradient_checkpointing = False
         graphs = activation_budgets.measure(replace(config, gradient_checkpointing=False), arguments, trainer)
     if not graphs:
-        raise UserError(f"no block of {script}'s model is compiled with these arguments")
+        raise UserError(f"no block of {command.name}'s model is compiled with these arguments")
     return graphs
 
 
@@ -108,15 +109,13 @@ def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
         patcher.undo()
 
 
-def read(
-    checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]
-) -> tuple[MemoryConfig, argparse.Namespace, Any]:
+def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argparse.Namespace, Any]:
     """Return a command line's normalized configuration, the arguments that its step reads, and the family's network trainer.
 
     Raises UserError for arguments the script does not take.
     """
-    arguments = _arguments(checkout, script, run, argv)
-    config = memory_config.normalized(memory_config.from_values(script, vars(arguments), run))
+    arguments = _arguments(checkout, command)
+    config = memory_config.normalized(memory_config.from_values(vars(arguments), command))
     trainer, defaults = _trainer(checkout, config.family.lora)
     return config, argparse.Namespace(**{**defaults, **vars(arguments), **_step_arguments(config)}), trainer
 
@@ -150,21 +149,25 @@ def _step_arguments(config: MemoryConfig) -> dict[str, Any]:
     return values if config.trains_network else {**values, "network_train_unet_only": not config.trains_text_encoder}
 
 
-def _arguments(checkout: Checkout, script: str, run: RunArguments, argv: Sequence[str]) -> argparse.Namespace:
+def _arguments(checkout: Checkout, command: CommandLine) -> argparse.Namespace:
     """Parse the command line with the script's own parser, over the preset and the config file."""
-    parser = script_names(checkout, checkout.script(script))["setup_parser"]()
-    take_over(parser, run)
+    parser = script_names(checkout, checkout.script(command.name))["setup_parser"]()
+    take_over(parser, command)
     own = dict(options())
-    preset = {key: value.value for key, value in run.presets.values.items() if key not in own}
-    from_file = {key: value for key, value in (run.config.values if run.config is not None else {}).items() if key not in own}
-    problems = [(f"preset {run.presets.label}", find_problem(parser, key, value)) for key, value in preset.items()]
-    if run.config is not None:
-        problems += [(str(run.config.path), problem) for problem in find_problems(parser, run.config) if problem.certain]
+    preset = {key: value.value for key, value in command.presets.values.items() if key not in own}
+    from_file = {
+        key: value for key, value in (command.config.values if command.config is not None else {}).items() if key not in own
+    }
+    problems = [(f"preset {command.presets.label}", find_problem(parser, key, value)) for key, value in preset.items()]
+    if command.config is not None:
+        problems += [
+            (str(command.config.path), problem) for problem in find_problems(parser, command.config) if problem.certain
+        ]
     if wrong := [f"{where}: {problem}" for where, problem in problems if problem is not None]:
         raise UserError("\n".join(wrong))
     parser.set_defaults(**preset)
     parser.set_defaults(**from_file)
-    arguments: argparse.Namespace = parser.parse_args(list(argv))
+    arguments: argparse.Namespace = parser.parse_args(command.words)
     return arguments
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kohya_ext.compiling.support import reason_not_to_compile
-from kohya_ext.config.arguments import QuietParser, RunArguments, find_problem
+from kohya_ext.config.arguments import find_problem
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import FAMILIES
+from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import negated_flags
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
@@ -184,40 +186,40 @@ class MemoryConfig:
         return {name: value for name, value in asdict(self).items() if name == "script" or value != getattr(defaults, name)}
 
 
-def read(script: str, run: RunArguments, argv: Sequence[str]) -> tuple[MemoryConfig, list[str]]:
+def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
     """Return the configuration of a command line over its preset and config file, and the flags it does not contain.
 
     Raises UserError for a value that cannot be read, and as :func:`from_values`.
     """
     parser = _parser()
-    layers = [(f"preset {run.presets.label}", {key: value.value for key, value in run.presets.values.items()})]
-    if run.config is not None:
-        layers.append((str(run.config.path), dict(run.config.values)))
+    layers = [(f"preset {command.presets.label}", {key: value.value for key, value in command.presets.values.items()})]
+    if command.config is not None:
+        layers.append((str(command.config.path), dict(command.config.values)))
     for where, values in layers:
         ours = {key: value for key, value in values.items() if any(action.dest == key for action in parser._actions)}
         for key, value in ours.items():
             if (problem := find_problem(parser, key, value)) is not None:
                 raise UserError(f"{where}: {problem}")
         parser.set_defaults(**ours)
-    parsed, rest = parser.parse_known_args(list(argv))
-    return from_values(script, vars(parsed), run), [word.split("=")[0] for word in rest if word.startswith("--")]
+    parsed, rest = parser.parse_known_args(command.words)
+    return from_values(vars(parsed), command), [word.split("=")[0] for word in rest if word.startswith("--")]
 
 
-def from_values(script: str, values: Mapping[str, Any], run: RunArguments) -> MemoryConfig:
+def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
     """Return the configuration from a script's parsed arguments and the extension's settings.
 
     Raises UserError for a script that cannot be estimated (ControlNet, LLLite, textual inversion, LECO).
     """
-    if script not in FAMILIES:
-        raise UserError(f"the memory of {script} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
-    known = {**run.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
+    if command.name not in FAMILIES:
+        raise UserError(f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
+    known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return MemoryConfig(script, **given, **{name: run.settings[name] for name in OWN})
+    return MemoryConfig(command.name, **given, **{name: command.settings[name] for name in OWN})
 
 
 def normalized(config: MemoryConfig) -> MemoryConfig:
@@ -434,7 +436,7 @@ def _fields() -> dict[str, tuple[Any, bool]]:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = MemoryConfig("")
-    parser = QuietParser(add_help=False, allow_abbrev=False)
+    parser = QuietParser(add_help=False)
     for name, (kind, several) in _fields().items():
         default = getattr(defaults, name)
         if kind is bool:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.arguments import RunArguments
-from kohya_ext.config.command_line import again
+from kohya_ext.config.command_line import CommandLine, quoted, restart_line
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.result import Estimate
@@ -75,16 +74,16 @@ def usage(device: Any) -> str:
     )
 
 
-def prediction(checkout: Checkout, script: str, args: Namespace, run: RunArguments) -> str:
+def prediction(checkout: Checkout, args: Namespace, command: CommandLine) -> str:
     """Return the known estimate of this command line, or the command that makes one, as one line; empty if there is none."""
     try:
-        config = memory_config.normalized(memory_config.from_values(script, vars(args), run))
+        config = memory_config.normalized(memory_config.from_values(vars(args), command))
     except (UserError, KeyError, ValueError, TypeError):  # a script that cannot be estimated
         return ""
-    known = cache.find(checkout, config, run.settings.disable_patch)
+    known = cache.find(checkout, config, command.settings.disable_patch)
     if known is None:
-        words = again({}).partition(script)[2]
-        return f"for an estimate by part, run: python -m kohya_ext estimate {script}{words}"
+        words = ("python", "-m", "kohya_ext", "estimate", str(command.script), *command.with_environment().argv)
+        return f"for an estimate by part, run: {quoted(words)}"
     estimate = Estimate(**known)
     largest = sorted(estimate.parts.items(), key=lambda row: -row[1])
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= GB / 100)
@@ -97,11 +96,11 @@ def prediction(checkout: Checkout, script: str, args: Namespace, run: RunArgumen
 # --- the next change -------------------------------------------------------------------------------------------------
 
 
-def next_step(script: str, args: Namespace, run: RunArguments, phase: Phase, keep_state: bool) -> Step | None:
+def next_step(args: Namespace, command: CommandLine, phase: Phase, keep_state: bool) -> Step | None:
     """Return the cheapest change that helps in a phase; with ``keep_state``, one that can resume a saved state, if any."""
     known = vars(args)
-    values = {**known, **{name: value for name, value in run.settings.values().items() if value is not None}}
-    helpful = list(steps(Attempt(script, values, known.__contains__), phase))
+    values = {**known, **{name: value for name, value in command.settings.values().items() if value is not None}}
+    helpful = list(steps(Attempt(command.name, values, known.__contains__), phase))
     resumable = [step for step in helpful if step.saving.resumes] if keep_state else []
     return next(iter(resumable or helpful), None)
 
@@ -116,6 +115,6 @@ def advice(step: Step, state: Path | None) -> list[str]:
     else:
         changes["resume"], action = None, "start over"
     return [
-        f"the cheapest change: {step.saving.what} ({' '.join(step.words)}). Cost: {step.saving.costs}. {exact}",
-        f"to {action} with it: {again(changes)}",
+        f"the cheapest change: {step.saving.what} ({quoted(step.words)}). Cost: {step.saving.costs}. {exact}",
+        f"to {action} with it: {restart_line(changes)}",
     ]

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.config.command_line import rewritten
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.command_line import CommandLine, option_words, quoted
 from kohya_ext.console import note
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 
@@ -31,21 +30,20 @@ def handed_over() -> Path | None:
     return Path(file) if file else None
 
 
-def supervise(before: Sequence[str], arguments: Sequence[str], settings: Settings) -> int:
-    """Run ``python -m kohya_ext`` with the words ``before`` (the launcher's options and the script) and the script's arguments.
+def supervise(command: CommandLine) -> int:
+    """Run a command line; when it is out of memory, run it again with other arguments, at most ``--oom_max_retries`` times.
 
-    When the run is out of memory, start it again with other arguments, at most ``--oom_max_retries`` times. Return the
-    exit code of the last run, 128 + N if signal N ended it.
+    Return the exit code of the last run, 128 + N if signal N ended it.
     """
+    settings = command.settings
     if settings["save_state_every_n_minutes"] is None:
         note(
             "--on_oom retry: the state cannot be saved when the optimizer step runs out of memory; "
             "add --save_state_every_n_minutes 10 to restart from a recent state"
         )
-    words = list(arguments)
     most = settings["oom_max_retries"]
     for restart in range(most + 1):
-        code, request = _run([*before, *words])
+        code, request = _run([*command.launcher, str(command.script), *command.argv])
         if not request:
             return code
         if restart == most:
@@ -54,8 +52,9 @@ def supervise(before: Sequence[str], arguments: Sequence[str], settings: Setting
         state = request["state"]
         position = "from the beginning" if state is None else f"from {Path(state).name}"
         changes = {**request["changes"], "resume": state}
-        words, said = rewritten(words, changes), " ".join(rewritten([], changes))
-        note(f"restart {restart + 1} of {most}, {position}, with {request['what']}: {said}")
+        command = command.with_(changes)
+        words = quoted(option_words(changes))
+        note(f"restart {restart + 1} of {most}, {position}, with {request['what']}: {words}")
     raise AssertionError("the last round returns")
 
 
@@ -63,7 +62,7 @@ def _run(words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
     """Run the launcher in a child process; return its exit code and the requested restart, empty unless out of memory."""
     with tempfile.TemporaryDirectory(prefix="kohya_ext-") as folder:
         file = Path(folder) / "out_of_memory.json"
-        process = subprocess.Popen([sys.executable, "-m", "kohya_ext", *words], env={**os.environ, FILE: str(file)})
+        process = subprocess.Popen([sys.executable, *words], env={**os.environ, FILE: str(file)})
         with pass_signals_on(process):
             code = process.wait()
         request = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -9,21 +9,23 @@ import platform
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from kohya_ext import __version__, preflight
-from kohya_ext.config.arguments import RunArguments, read_arguments, take_over
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.arguments import take_over
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.settings import Settings, options
 from kohya_ext.console import note, should_print, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
 from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
-from kohya_ext.patching.training_loop import Command
+from kohya_ext.patching.training_loop import Program
+from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record
 from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 
@@ -40,41 +42,35 @@ class Session:
     """The run in this process."""
 
     checkout: Checkout
-    script: Path | None
-    """The training script that is running; None in any other program that imports sd-scripts."""
-    run: RunArguments
+    command: CommandLine
     patcher: Patcher
     started: float
 
     @classmethod
-    def start(cls, checkout: Checkout, script: Path | None, argv: Sequence[str], environ: Mapping[str, str]) -> Session:
-        """Resolve the options and arm the patches. ``argv`` holds the script's arguments.
-
-        Raises UserError for anything wrong in them.
-        """
-        run = read_arguments(script.name if script else None, argv, environ)
-        engine = (_options_patch(run, script), accelerate_signals.PATCH)
-        command = Command(checkout, script.name if script else "", run)
-        session = cls(checkout, script, run, Patcher(registry(), run.settings, checkout, engine, command), time.monotonic())
+    def start(cls, checkout: Checkout, command: CommandLine) -> Session:
+        """Resolve the options and arm the patches. Raises UserError for anything wrong in the command line."""
+        engine = (_options_patch(command), accelerate_signals.PATCH)
+        patcher = Patcher(registry(), command.settings, checkout, engine, Program(checkout, command))
+        session = cls(checkout, command, patcher, time.monotonic())
         session.patcher.arm()
-        if script is not None:
+        if command.script is not None:
             session._announce()
-            if run.settings.report is not None and should_print():
-                atexit.register(session.write_report, run.settings.report)
+            if command.settings.report is not None and should_print():
+                atexit.register(session.write_report, command.settings.report)
         return session
 
     def _announce(self) -> None:
         for patch in self.patcher.patches.values():
             for option in patch.options:
-                asked_for = option.name in self.run.origins and self.run.settings[option] not in (None, False)
+                asked_for = self.command.origin(option.name) != "default" and self.command.settings[option] not in (None, False)
                 if asked_for and not self._is_on(patch):
                     warn(f"--{option.name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
-        presets = f"preset {self.run.presets.label}" if self.run.presets.presets else "no preset"
+        presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
         note(f"{__version__}, {self.checkout.label}, {presets}, {self._patches_in_short()}")
 
     def _patches_in_short(self) -> str:
         """Return how many patches are on, and the names of those alone for which an option of this run is the reason."""
-        settings, patches = self.run.settings, self.patcher.patches.values()
+        settings, patches = self.command.settings, self.patcher.patches.values()
         if self.checkout.layout == "unknown" and not settings.allow_unknown_version:
             return "no patches: unknown layout of sd-scripts (KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
         on = [patch for patch in patches if self._is_on(patch)]
@@ -104,10 +100,10 @@ class Session:
                 "layout": self.checkout.layout,
                 "commit": self.checkout.commit,
             },
-            "script": self.script.name if self.script else None,
-            "presets": [preset.name for preset in self.run.presets.presets],
-            "settings": {key: _plain(value) for key, value in self.run.settings.values().items()},
-            "origins": dict(self.run.origins),
+            "script": self.command.name or None,
+            "presets": [preset.name for preset in self.command.presets.presets],
+            "settings": {key: _plain(value) for key, value in self.command.settings.values().items()},
+            "origins": {name: origin for name, _ in options() if (origin := self.command.origin(name)) != "default"},
             "patches": [asdict(each) for each in self.patcher.outcomes.values() if each.patch not in _IN_EVERY_RUN],
             "facts": {patch.name: dict(patch.facts()) for patch in self.patcher.active() if patch.facts is not None},
             "seconds": round(time.monotonic() - self.started, 3),
@@ -136,11 +132,11 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def _options_patch(run: RunArguments, script: Path | None) -> Patch:
-    taken: list[ArgumentParser] = []
+def _options_patch(command: CommandLine) -> Patch:
+    parsers: list[ArgumentParser] = []
 
     def check(args: Namespace) -> None:
-        if script is None:
+        if (script := command.script) is None:
             return
         run_record.begin(run_record.describe(script.name, args))
         if should_print():
@@ -148,21 +144,21 @@ def _options_patch(run: RunArguments, script: Path | None) -> Patch:
                 output_lock.acquire(args)
             except UserError as error:
                 stop(str(error))
-            if run.settings.preflight:
-                preflight.report(preflight.inspect(script, args, run.settings), run.settings.strict)
+            if command.settings.preflight:
+                preflight.report(preflight.inspect(script, args, command.settings), command.settings.strict)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)
         def add_training_arguments(parser: Any, *args: Any, **kwargs: Any) -> Any:
-            if take_over(parser, run, check):
-                taken.append(parser)
+            if take_over(parser, command, check):
+                parsers.append(parser)
             return original(parser, *args, **kwargs)
 
         return add_training_arguments
 
     def give_back() -> None:
-        while taken:
-            taken.pop().__class__ = ArgumentParser
+        while parsers:
+            parsers.pop().__class__ = ArgumentParser
 
     return Patch(
         name=OPTIONS,
@@ -183,7 +179,8 @@ def begin(checkout: Checkout) -> Session:
     global _current
     if _current is None:
         try:
-            _current = Session.start(checkout, _training_script(checkout, sys.argv), sys.argv[1:], os.environ)
+            script = _training_script(checkout, sys.argv)
+            _current = Session.start(checkout, CommandLine(script, sys.argv[1:], os.environ, automatic))
         except UserError as error:
             stop(str(error))
     return _current

@@ -18,7 +18,7 @@ from kohya_ext.config.settings import Option, Settings, patch_modules
 from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.patching.attributes import ABSENT, Replacement, function_of, replace_attribute
-from kohya_ext.patching.training_loop import Command, OnStart, Stage, TrainingLoop
+from kohya_ext.patching.training_loop import OnStart, Program, Stage, TrainingLoop
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Checkout, Layout
 from kohya_ext.sdscripts.fingerprints import Body, remember
 
@@ -156,7 +156,7 @@ class Patcher:
     """None in a process that does not import sd-scripts: accelerate's launcher."""
     engine: tuple[Patch, ...] = ()
     """The engine's own patches, which are on in every layout."""
-    command: Command = field(default_factory=Command)
+    program: Program = field(default_factory=Program)
     """What runs in this process, for the patches that take part in training."""
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     _loop: TrainingLoop = field(init=False)
@@ -165,7 +165,7 @@ class Patcher:
     _armed: bool = False
 
     def __post_init__(self) -> None:
-        self._loop = TrainingLoop(self._starts, self.command)
+        self._loop = TrainingLoop(self._starts, self.program)
         if any(patch.on_start is not None for patch in self.patches.values()):
             self.engine = (*self.engine, _training_loop(self._loop, lambda settings: bool(self._taking_part())))
 

@@ -18,13 +18,11 @@ from enum import IntEnum, auto
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
 from kohya_ext.sdscripts.checkouts import Checkout
-
-if TYPE_CHECKING:  # its import takes longer than that of all patches
-    from kohya_ext.config.arguments import RunArguments
 
 
 class Stage(IntEnum):
@@ -102,13 +100,12 @@ C = TypeVar("C", bound=TrainingCallback)
 
 
 @dataclass(frozen=True)
-class Command:
+class Program:
     """What runs in this process."""
 
     checkout: Checkout | None = None
-    script: str = ""
-    """The training script's file name; empty in another program."""
-    arguments: RunArguments | None = None
+    command: CommandLine = field(default_factory=lambda: CommandLine(None, (), {}))
+    """The command line of the training script; without a script in any other program."""
 
 
 @dataclass
@@ -116,7 +113,7 @@ class TrainingRun:
     """One run of a training loop."""
 
     accelerator: Any
-    command: Command = field(default_factory=Command)
+    program: Program = field(default_factory=Program)
     callbacks: list[TrainingCallback] = field(default_factory=list)
     """Callbacks in the order of their stages."""
     batch: object = None
@@ -171,14 +168,14 @@ class TrainingLoop:
 
     starts: Callable[[], Iterable[OnStart]]
     """Returns the start functions of the enabled patches, in the order of their stages."""
-    command: Command = field(default_factory=Command)
+    program: Program = field(default_factory=Program)
     run: TrainingRun | None = None
 
     def begin(self, args: Namespace, accelerator: Any, settings: Settings) -> None:
         """Start a run and create its callbacks. Ends the previous run."""
         global _current
         self.end()
-        self.run = _current = run = TrainingRun(accelerator, self.command)
+        self.run = _current = run = TrainingRun(accelerator, self.program)
         for start in self.starts():
             if (callback := start(args, accelerator, settings)) is not None:
                 run.callbacks.append(callback)
@@ -249,9 +246,9 @@ def current(kind: type[C]) -> C | None:
     return _current.callback(kind) if _current is not None else None
 
 
-def command() -> Command:
+def program() -> Program:
     """Return what the run in this process was started with; an empty one when there is no run."""
-    return _current.command if _current is not None else Command()
+    return _current.program if _current is not None else Program()
 
 
 def current_batch() -> dict[str, Any]:

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kohya_ext.config.command_line import rewritten, spelt
+from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import options
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
-
-__all__ = ["MEMORY_SAVINGS", "TRAINING", "Attempt", "Changes", "MemorySaving", "Phase", "Step", "after", "rewritten", "steps"]
 
 #: The phases of a run, as ``estimate`` names them.
 Phase = Literal[
@@ -100,7 +98,7 @@ class Step:
     @property
     def words(self) -> list[str]:
         """The changes as command-line words."""
-        return [word for key, value in self.changes.items() for word in spelt(key, value)]
+        return option_words(self.changes)
 
 
 def steps(attempt: Attempt, phase: Phase | None = None) -> Iterator[Step]:

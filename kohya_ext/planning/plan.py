@@ -5,14 +5,12 @@ Nothing here imports torch; a new estimate does (kohya_ext.estimate.measurement)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.arguments import RunArguments, read_arguments
-from kohya_ext.config.command_line import rewritten, values_of
-from kohya_ext.config.settings import AUTO
+from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config, predict
 from kohya_ext.estimate.memory_config import MemoryConfig
@@ -20,6 +18,7 @@ from kohya_ext.estimate.result import Estimate
 from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, MemorySaving, Step, after, steps
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.introspect import option_names
 from kohya_ext.units import gigabytes, label
 
 #: Maximum number of new estimates for one plan, about 20 seconds each.
@@ -32,8 +31,7 @@ class Candidate:
 
     name: str
     """The preset, or the flags of the last change."""
-    argv: tuple[str, ...]
-    """The script's arguments."""
+    command: CommandLine
     estimate: Estimate
     traded: str = ""
     """The drawbacks of its preset and changes."""
@@ -71,17 +69,15 @@ class Plan:
     tree: tuple[Branch, ...]
 
 
-def plan(
-    checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str], card: int, announce: Callable[[str], None]
-) -> Plan:
-    """Return the fastest configuration of a script (its file name) that fits ``card`` bytes less a margin.
+def plan(checkout: Checkout, command: CommandLine, card: int, announce: Callable[[str], None]) -> Plan:
+    """Return the fastest configuration of a command line that fits ``card`` bytes less a margin.
 
-    The options in ``argv`` are kept, and so is the product of batch size and accumulation. If the memory of the shipped tiers
+    The user's options are kept, and so is the product of batch size and accumulation. If the memory of the shipped tiers
     with these arguments is not known, makes up to :data:`MAX_ESTIMATES` estimates and reports them through ``announce``.
     Raises UserError when nothing fits, or for arguments that cannot be estimated.
     """
-    known = _known_tiers(checkout, script, argv, environ)
-    search = _Search(checkout, script, list(argv), environ, card, announce)
+    known = _known_tiers(checkout, command)
+    search = _Search(checkout, command, card, announce)
     answered = any(fits(candidate.estimate, card) for candidate in known)
     candidates = known if answered else [*search.candidates(), *known]
     inside = [candidate for candidate in candidates if fits(candidate.estimate, card)]
@@ -96,7 +92,7 @@ def plan(
         )
     if not answered:
         inside.sort(key=_slowness)
-    tree = _tree(checkout, script, argv, environ, inside[0])
+    tree = _tree(checkout, command.with_tier(None), inside[0])
     copied = _copy_cost(inside[0].estimate, [candidate.estimate for candidate in candidates])
     return Plan(
         card, inside[0], tuple(inside[1:3]), tuple(outside),
@@ -104,7 +100,7 @@ def plan(
     )  # fmt: skip
 
 
-def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card: int) -> str:
+def automatic(command: CommandLine, card: int) -> str:
     """Return the name of the tier for ``--preset auto``, in well under a second and without a new estimate.
 
     This is the largest tier that fits with the user's arguments or, where its memory is not known, the tier of the GPU's size.
@@ -112,16 +108,20 @@ def automatic(script: str, argv: Sequence[str], environ: Mapping[str, str], card
     """
     smaller = ""
     tier = None
-    for tier, run in _tiers_with(script, argv, environ):
-        row = cache.shipped(memory_config.normalized(memory_config.read(script, run, argv)[0]))
+    for tier, tier_command in _tiers_with(command):
+        row = cache.shipped(_config(tier_command))
         if row is not None and fits(Estimate(**row), card):
             return tier.name
         if row is None and tier.card <= card and not smaller:
             smaller = tier.name
     if tier is None:
-        raise UserError(f"--preset auto: {script} has no presets for GPU sizes; run `python -m kohya_ext plan {script}`")
+        raise UserError(
+            f"--preset auto: {command.name} has no presets for GPU sizes; run `python -m kohya_ext plan {command.name}`"
+        )
     if not smaller:
-        raise UserError(f"--preset auto: no preset of {script} fits the {label(card)}; run `python -m kohya_ext plan {script}`")
+        raise UserError(
+            f"--preset auto: no preset of {command.name} fits the {label(card)}; run `python -m kohya_ext plan {command.name}`"
+        )
     return smaller
 
 
@@ -134,44 +134,37 @@ def _slowness(candidate: Candidate) -> tuple[float, ...]:
 # --- the shipped tiers -----------------------------------------------------------------------------------------------
 
 
-def _tiers_with(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[tuple[Tier, RunArguments]]:
-    """Yield the tiers of a script's kind of model, the largest first, with the arguments for each."""
-    kind = memory_config.read(script, _read(script, argv, environ, ()), argv)[0].kind
-    for tier in sorted(tiers(kind), key=lambda tier: -tier.card):
-        yield tier, _read(script, argv, environ, (tier.name,))
+def _tiers_with(command: CommandLine) -> Iterator[tuple[Tier, CommandLine]]:
+    """Yield the tiers of a script's kind of model, the largest first, with the command line for each."""
+    for tier in sorted(tiers(_kind(command)), key=lambda tier: -tier.card):
+        yield tier, command.with_tier(tier.name)
 
 
-def _read(script: str, argv: Sequence[str], environ: Mapping[str, str], auto: Sequence[str] | None = None) -> RunArguments:
-    """Read a command line with compiling off: compiled blocks need less memory, but three times as long to estimate."""
-    run = read_arguments(script, argv, environ, auto)
-    return replace(run, settings=run.settings.with_(selective_torch_compile=False, activation_memory_budget=None))
+def _kind(command: CommandLine) -> str:
+    return memory_config.read(command.with_tier(None))[0].kind
 
 
-def _known_tiers(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> list[Candidate]:
+def _eager(command: CommandLine) -> CommandLine:
+    """Return a command line with compiling off: compiled blocks need less memory, but three times as long to estimate."""
+    return command.with_({"selective_torch_compile": False})
+
+
+def _config(command: CommandLine) -> MemoryConfig:
+    return memory_config.normalized(memory_config.read(_eager(command))[0])
+
+
+def _known_tiers(checkout: Checkout, command: CommandLine) -> list[Candidate]:
     """Return the distinct tiers with the user's arguments; none unless the memory of all tiers is known."""
-    rows: dict[MemoryConfig, tuple[Tier, dict[str, Any]]] = {}
-    for tier, run in _tiers_with(script, argv, environ):
-        config = memory_config.normalized(memory_config.read(script, run, argv)[0])
-        row = cache.find(checkout, config, run.settings.disable_patch)
+    rows: dict[MemoryConfig, Candidate] = {}
+    for tier, tier_command in _tiers_with(command):
+        config = _config(tier_command)
+        row = cache.find(checkout, config, tier_command.settings.disable_patch)
         if row is None:
             return []
-        rows.setdefault(config, (tier, row))
-    return [_candidate(tier, row, script, argv) for tier, row in rows.values()]
-
-
-def _candidate(tier: Tier, row: Mapping[str, Any], script: str, argv: Sequence[str]) -> Candidate:
-    name = tier.name.rpartition("/")[2] if preset_files.FAMILIES.get(script) == tier.family else tier.name
-    words = ("--preset", name, *_without_auto(argv))
-    return Candidate(f"preset {tier.name}", words, Estimate(**row), str(tier.about["traded"]))
-
-
-def _without_auto(argv: Sequence[str]) -> list[str]:
-    kept = [word for index, word in enumerate(argv) if not (word == AUTO and argv[index - 1] == "--preset")]
-    return [
-        word
-        for index, word in enumerate(kept)
-        if word != f"--preset={AUTO}" and not (word == "--preset" and (index + 1 == len(kept) or kept[index + 1][:2] == "--"))
-    ]
+        short = tier.name.rpartition("/")[2] if preset_files.FAMILIES.get(command.name) == tier.family else tier.name
+        candidate = Candidate(f"preset {tier.name}", command.with_tier(short), Estimate(**row), str(tier.about["traded"]))
+        rows.setdefault(config, candidate)
+    return list(rows.values())
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -182,9 +175,7 @@ class _Search:
     """A search over memory savings from the family's base preset with the user's arguments, with an estimate for each."""
 
     checkout: Checkout
-    script: str
-    argv: list[str]
-    environ: Mapping[str, str]
+    command: CommandLine
     card: int
     announce: Callable[[str], None]
     measured: int = 0
@@ -194,16 +185,13 @@ class _Search:
 
     def candidates(self) -> list[Candidate]:
         """Return all configurations tried: adds savings until one fits, then reduces the last one while it still fits."""
-        run = _read(self.script, self.argv, self.environ, ())
-        kind = memory_config.read(self.script, run, self.argv)[0].kind
+        kind = _kind(self.command)
         base = preset_files.base(kind)
-        own = _without_auto(self.argv)
-        theirs = {**(run.config.values if run.config is not None else {}), **values_of(own)}
-        start = _without_accumulation(["--preset", base.name, *own] if base is not None else own, theirs)
-        fixed = theirs.keys() - {"train_batch_size", "gradient_accumulation_steps"}
+        start = _without_accumulation(self.command.with_tier(base.name if base is not None else None))
+        fixed = self.command.given.keys() - {"train_batch_size", "gradient_accumulation_steps"}
         recipe = str(base.about.get("traded", "")) if base is not None else ""
         points = [_Point("the base preset", {}, recipe)]
-        state = attempt(self.checkout, self.script, start, self.environ)
+        state = attempt(self.checkout, start)
         while (step := _next(state, fixed)) is not None:
             points.append(points[-1].after(step))
             state = after(state, step)
@@ -216,12 +204,10 @@ class _Search:
                 break
         return self.tried
 
-    def _try(self, start: Sequence[str], point: _Point) -> bool:
+    def _try(self, start: CommandLine, point: _Point) -> bool:
         """Estimate a configuration; return whether it fits. Beyond the limit, return True without an estimate."""
-        argv = rewritten(start, point.changes)
-        run = _read(self.script, argv, self.environ)
-        config = memory_config.normalized(memory_config.read(self.script, run, argv)[0])
-        if cache.find(self.checkout, config, run.settings.disable_patch) is None:
+        command = start.with_(point.changes)
+        if cache.find(self.checkout, _config(command), command.settings.disable_patch) is None:
             if self.measured == MAX_ESTIMATES:
                 self.stopped = True
                 return True
@@ -229,12 +215,12 @@ class _Search:
                 self.announce(f"no known estimate for these arguments; making up to {MAX_ESTIMATES}, about 20 seconds each")
             self.measured += 1
             self.announce(f"estimate {self.measured} of at most {MAX_ESTIMATES}: {point.name}")
-        candidate = Candidate(point.name, tuple(argv), predict.estimate(self.checkout, self.script, run, argv), point.traded)
+        candidate = Candidate(point.name, command, predict.estimate(self.checkout, _eager(command)), point.traded)
         if candidate not in self.tried:
             self.tried.append(candidate)
         return fits(candidate.estimate, self.card)
 
-    def _shrink_last_change(self, start: Sequence[str], before: Changes, point: _Point, fixed: Set[str]) -> None:
+    def _shrink_last_change(self, start: CommandLine, before: Changes, point: _Point, fixed: Set[str]) -> None:
         """Reduce the last change to the smallest that fits: fewer swapped blocks, or else fewer checkpointed ones."""
         parts: list[float]
         if (limit := point.changes.get("blocks_to_swap")) is not None:
@@ -286,24 +272,22 @@ def _next(run: Attempt, fixed: Set[str]) -> Step | None:
     return next((step for step in steps(run) if not fixed & step.changes.keys()), None)
 
 
-def _without_accumulation(argv: list[str], given: Mapping[str, Any]) -> list[str]:
+def _without_accumulation(command: CommandLine) -> CommandLine:
     """Return arguments with accumulation moved into the batch, which the search splits as far as needed."""
+    given = command.given
     images = int(given.get("train_batch_size", 1)) * int(given.get("gradient_accumulation_steps", 1))
     if images == 1:
-        return argv
-    return rewritten(argv, {"train_batch_size": images, "gradient_accumulation_steps": 1})
+        return command
+    return command.with_({"train_batch_size": images, "gradient_accumulation_steps": 1})
 
 
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def _tree(
-    checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str], answer: Candidate
-) -> Iterator[Branch]:
+def _tree(checkout: Checkout, command: CommandLine, answer: Candidate) -> Iterator[Branch]:
     """Yield the savings that apply to upstream's defaults, with the status of each in the answer."""
-    own = _without_auto(argv)
-    run = start = _at_full_size(checkout, script, own, environ)
-    chosen = attempt(checkout, script, answer.argv, environ)
+    run = start = _at_full_size(checkout, command)
+    chosen = attempt(checkout, answer.command)
     offered: dict[str, dict[str, object]] = {}
     while (step := next(steps(run), None)) is not None:
         run = after(run, step)
@@ -318,19 +302,19 @@ def _tree(
             yield Branch(saving, "taken", _words(used))
         elif used or some:
             yield Branch(saving, "in part", _words({**used, **some}))
-        elif values_of(own).keys() & offer.keys():
+        elif command.given.keys() & offer.keys():
             yield Branch(saving, "fixed", ())
         elif left:
             yield Branch(saving, "not needed", _words(left))
 
 
-def _at_full_size(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Attempt:
+def _at_full_size(checkout: Checkout, command: CommandLine) -> Attempt:
     """Return upstream's defaults with the user's arguments, at the resolution of the family's base preset."""
-    run = attempt(checkout, script, argv, environ)
-    base = preset_files.base(memory_config.read(script, _read(script, argv, environ, ()), argv)[0].kind)
+    run = attempt(checkout, command)
+    base = preset_files.base(_kind(command))
     if base is None or "resolution" in run.values:
         return run
-    recipe = attempt(checkout, script, ["--preset", base.name, *argv], environ)
+    recipe = attempt(checkout, command.with_tier(base.name))
     return replace(run, values={**run.values, "resolution": recipe.values.get("resolution")})
 
 
@@ -368,17 +352,9 @@ def _copy_cost(answer: Estimate, estimates: Sequence[Estimate]) -> str:
 
 
 def _words(changes: Changes) -> tuple[str, ...]:
-    return tuple(rewritten([], changes))
+    return tuple(option_words(changes))
 
 
-def attempt(checkout: Checkout, script: str, argv: Sequence[str], environ: Mapping[str, str]) -> Attempt:
+def attempt(checkout: Checkout, command: CommandLine) -> Attempt:
     """Return a command line for :func:`memory_savings.steps`, without the script's own parser, which takes seconds."""
-    run = read_arguments(script, argv, environ)
-    layers = (
-        {key: value.value for key, value in run.presets.values.items()},
-        dict(run.config.values) if run.config is not None else {},
-        values_of(argv),
-    )
-    files = [checkout.script(script), checkout.path / "train_network.py", *(checkout.path / "library").glob("*.py")]
-    text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
-    return Attempt(script, {key: value for layer in layers for key, value in layer.items()}, lambda key: f'"--{key}"' in text)
+    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.arguments import read_arguments
-from kohya_ext.config.command_line import spelt
+from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
@@ -72,7 +72,7 @@ def tiers(only: str | None = None) -> Iterator[Tier]:
 
 def read(script: str, argv: list[str]) -> MemoryConfig:
     """Return the normalized configuration of a command line, without environment variables."""
-    return memory_config.normalized(memory_config.read(script, read_arguments(script, argv, {}), argv)[0])
+    return memory_config.normalized(memory_config.read(CommandLine(Path(script), argv, {}))[0])
 
 
 def faster(tier: Tier) -> MemoryConfig | None:
@@ -152,7 +152,7 @@ def words(before: MemoryConfig, after: MemoryConfig) -> list[str]:
     changed = {name: value for name, value in vars(after).items() if value != getattr(before, name)}
     if changed.get("blocks_to_swap", 0) is None:
         changed["blocks_to_swap"] = 0
-    return [word for name, value in changed.items() for word in spelt(name, value)]
+    return option_words(changed)
 
 
 def speed(tier: Tier, others: Iterable[Tier]) -> float | None:

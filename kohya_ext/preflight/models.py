@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from kohya_ext.config.command_line import spelt
+from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import silent
 from kohya_ext.errors import UserError
@@ -73,7 +73,7 @@ def _check_family(script: Path, args: Namespace, file: Path, header: Header, fin
         findings.errors.append(f"{file.name} is a LoRA, but {script.name} trains {wanted.title}; give the base model")
     elif (recognized := families.recognize(header.shapes)) is not None and recognized[1] != wanted:
         family, checkpoint = recognized
-        option = spelt(*checkpoint.option) if checkpoint.option is not None else []
+        option = option_words({} if checkpoint.option is None else dict([checkpoint.option]))
         command = " ".join([_script_for(family, script), *option])
         findings.errors.append(
             f"{file.name} is a checkpoint of {checkpoint.title}, but {script.name} trains {wanted.title}; use {command}"

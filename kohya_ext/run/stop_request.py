@@ -8,7 +8,6 @@ arguments are changed to "save now, with the state". So names, formats and metad
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import threading
 from argparse import Namespace
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kohya_ext.config.command_line import again
+from kohya_ext.config.command_line import option_words, quoted, quoted_word, restart_line
 from kohya_ext.config.settings import Settings, variables
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.patching.training_loop import TrainingCallback, current
@@ -164,11 +163,11 @@ class Stopper(TrainingCallback):
 def resume_command(state: Path, processes: int = 1) -> str:
     """Return the command line that resumes from a saved state."""
     if processes == 1:
-        return again({"resume": str(state)})
+        return restart_line({"resume": str(state)})
     # The command line of one process does not include its launcher.
-    switches = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name in variables()]
+    switches = [f"{name}={quoted_word(value)}" for name, value in sorted(os.environ.items()) if name in variables()]
     environment = f", with {' '.join(switches)} in the environment" if switches else ""
-    return f"the same command with --resume {shlex.quote(str(state))}{environment}"
+    return f"the same command with {quoted(option_words({'resume': state}))}{environment}"
 
 
 def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) -> Stopper:

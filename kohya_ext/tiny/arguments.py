@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kohya_ext.config.command_line import spelt
+from kohya_ext.config.command_line import option_words
 from kohya_ext.sdscripts import families
 from kohya_ext.tiny import dataset
 from kohya_ext.tiny.checkpoints import Models
@@ -81,7 +81,7 @@ def training_arguments(script: str, models: Models, data: Path, output: Path) ->
         *("--mixed_precision", "no", "--gradient_checkpointing", "--sdpa", "--seed", "1"),
         *("--max_data_loader_n_workers", "0"),
         *(lora if script == family.lora else ()),
-        *(spelt(*option) if option is not None else ()),
+        *option_words({} if option is None else dict([option])),
         *_FAMILY_OPTIONS.get(family.name, ()),
         *_SCRIPT_OPTIONS.get(script, ()),
     ]

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.arguments import take_over
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import Overlay
 from kohya_ext.console import stop
 from kohya_ext.errors import UserError
 from kohya_ext.launch.session import Session
+from kohya_ext.planning import automatic
 from kohya_ext.sdscripts.checkouts import Checkout
 
 #: The script whose presets are used.
@@ -62,14 +64,14 @@ def accept_presets(parser: argparse.ArgumentParser, presets: Overlay) -> None:
 def main() -> None:
     """Parse the command line, apply the patches, train and save."""
     own = Checkout(Path(__file__).parent, None, "unknown", "embedded")
-    argv = sys.argv[1:]
+    argv = [*sys.argv[1:], "--allow-unknown-version"]
     try:
-        session = Session.start(own, Path(STANDS_FOR), [*argv, "--allow-unknown-version"], os.environ)
+        session = Session.start(own, CommandLine(Path(STANDS_FOR), argv, os.environ, automatic))
     except UserError as error:
         stop(str(error))
     parser = setup_parser()
-    accept_presets(parser, session.run.presets)
-    take_over(parser, session.run)
+    accept_presets(parser, session.command.presets)
+    take_over(parser, session.command)
     train(parser.parse_args())
 
 

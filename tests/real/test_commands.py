@@ -29,7 +29,7 @@ from pathlib import Path
 from kohya_ext.config import preset_files
 from kohya_ext.config.arguments import complete, find_problem
 from kohya_ext.sdscripts.checkouts import describe
-from kohya_ext.sdscripts.introspect import script_parser
+from kohya_ext.sdscripts.introspect import option_names, script_parser
 
 checkout = describe(Path(sys.argv[1]), "named")
 parsers, checked = {}, 0
@@ -37,6 +37,9 @@ for family, name, _ in preset_files.shipped():
     for script in preset_files.scripts(family):
         if script not in parsers:
             parsers[script] = script_parser(checkout, checkout.script(script))
+            theirs = {option[2:] for option in parsers[script]._option_string_actions if option.startswith("--")}
+            if unread := theirs - {"help"} - option_names(checkout.script(script)):
+                print(f"PROBLEM {script}'s text lacks its options {unread}")
             complete(parsers[script])
         for key, value in preset_files.load([f"{family}/{name}"], script).values.items():
             checked += 1

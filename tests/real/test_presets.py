@@ -46,7 +46,8 @@ GUI_SCRIPTS = {
 CHECK_FILES = """
 import sys
 from pathlib import Path
-from kohya_ext.config.arguments import complete, find_problems, read_config_file
+from kohya_ext.config.arguments import complete, find_problems
+from kohya_ext.config.user_files import read_config_file
 from kohya_ext.sdscripts.introspect import script_parser
 from kohya_ext.sdscripts.checkouts import describe
 

@@ -1,9 +1,13 @@
 import argparse
+from pathlib import Path
 
 import pytest
 
 from kohya_ext.config import arguments
-from kohya_ext.config.arguments import find_problem, read_arguments, read_config_file, take_over, trace
+from kohya_ext.config.arguments import find_problem, take_over, trace
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.quiet_parser import QuietParser
+from kohya_ext.config.user_files import read_config_file
 from kohya_ext.errors import UserError, one_letter_off
 
 SCRIPT = "sdxl_train.py"
@@ -29,10 +33,10 @@ def parse(monkeypatch, *argv, environ=None, script=SCRIPT):
     """What a script does: parse, then parse again over its config file, as upstream's read_config_from_file does."""
     monkeypatch.setattr("sys.argv", [script, *argv])
     parser = make_parser()
-    take_over(parser, read_arguments(script, argv, environ or {}))
+    take_over(parser, CommandLine(Path(script), argv, environ or {}))
     args = parser.parse_args()
     if args.config_file:
-        args = parser.parse_args(namespace=argparse.Namespace(**arguments.read_config_file(args.config_file).values))
+        args = parser.parse_args(namespace=argparse.Namespace(**read_config_file(args.config_file).values))
     return args
 
 
@@ -75,12 +79,12 @@ def test_a_preset_may_be_named_in_the_config_file_or_the_environment(monkeypatch
 def test_extension_options_obey_config_then_environment_then_command_line(config):
     file = config("activation_memory_budget = 0.2\nselective_torch_compile = true\n")
     environ = {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0.4"}
-    run = read_arguments(SCRIPT, ["--config_file", file], {})
-    assert (run.settings["activation_memory_budget"], run.origins["activation_memory_budget"]) == (0.2, "config file")
-    run = read_arguments(SCRIPT, ["--config_file", file], environ)
-    assert (run.settings["activation_memory_budget"], run.origins["activation_memory_budget"]) == (0.4, "environment")
+    run = CommandLine(Path(SCRIPT), ["--config_file", file], {})
+    assert (run.settings["activation_memory_budget"], run.origin("activation_memory_budget")) == (0.2, "config file")
+    run = CommandLine(Path(SCRIPT), ["--config_file", file], environ)
+    assert (run.settings["activation_memory_budget"], run.origin("activation_memory_budget")) == (0.4, "environment")
     argv = ["--config_file", file, "--activation-memory-budget=0.6", "--no-selective_torch_compile"]
-    run = read_arguments(SCRIPT, argv, environ)
+    run = CommandLine(Path(SCRIPT), argv, environ)
     assert (run.settings["activation_memory_budget"], run.settings["selective_torch_compile"]) == (0.6, False)
 
 
@@ -97,14 +101,14 @@ def test_help_shows_the_extension(monkeypatch, capsys):
 def test_an_option_the_script_has_itself_stays_the_scripts(monkeypatch):
     monkeypatch.setattr("sys.argv", [SCRIPT, "--activation_memory_budget", "0.5"])
     parser = make_parser()
-    take_over(parser, read_arguments(SCRIPT, ["--activation_memory_budget", "0.5"], {}))
+    take_over(parser, CommandLine(Path(SCRIPT), ["--activation_memory_budget", "0.5"], {}))
     parser.add_argument("--activation_memory_budget", type=str, default="theirs")
     assert parser.parse_args().activation_memory_budget == "0.5"
 
 
 def test_arguments_given_as_a_list_get_no_preset(monkeypatch, preset):
     parser = make_parser()
-    take_over(parser, read_arguments(SCRIPT, ["--preset", preset], {}))
+    take_over(parser, CommandLine(Path(SCRIPT), ["--preset", preset], {}))
     assert parser.parse_args([]).train_batch_size == 1
 
 
@@ -226,20 +230,20 @@ def test_a_presets_mistake_is_always_an_error(monkeypatch, tmp_path, capsys):
 )
 def test_what_is_wrong_is_found_before_the_script_runs(argv, message):
     with pytest.raises(UserError, match=message):
-        read_arguments(SCRIPT, argv, {})
+        _ = CommandLine(Path(SCRIPT), argv, {}).settings
 
 
 def test_broken_toml_is_named(config):
     with pytest.raises(UserError, match=r"config\.toml is not valid TOML: .*line 1"):
-        read_arguments(SCRIPT, ["--config_file", config("a = \n")], {})
+        _ = CommandLine(Path(SCRIPT), ["--config_file", config("a = \n")], {}).settings
 
 
 def test_a_config_file_that_is_to_be_written_need_not_be_there():
-    assert read_arguments(SCRIPT, ["--config_file", "new", "--output_config"], {}).config is None
+    assert CommandLine(Path(SCRIPT), ["--config_file", "new", "--output_config"], {}).config is None
 
 
 def test_another_programs_command_line_is_not_read():
-    run = read_arguments(None, ["--strict", "--preset", "nonsense"], {})
+    run = CommandLine(None, ["--strict", "--preset", "nonsense"], {})
     assert run.settings.strict is None
     assert run.settings.preset == ()
 
@@ -249,7 +253,7 @@ def test_every_value_is_traced_to_where_it_comes_from(preset, config):
     argv = ["--preset", preset, "--config_file", file, "--no-cache_latents"]
     parser = make_parser()
     arguments.complete(parser)
-    traced = {row.key: row for row in trace(parser, read_arguments(SCRIPT, argv, {}), argv)}
+    traced = {row.key: row for row in trace(parser, CommandLine(Path(SCRIPT), argv, {}))}
     assert traced["resolution"].origin == f"preset {preset}"
     assert (traced["train_batch_size"].value, traced["train_batch_size"].origin) == (8, f"{file}, over preset {preset}'s 4")
     assert (traced["cache_latents"].value, traced["cache_latents"].origin) == (
@@ -263,7 +267,7 @@ def test_every_value_is_traced_to_where_it_comes_from(preset, config):
 def test_a_config_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "mine.toml").write_bytes(bytes(range(256)))
     with pytest.raises(UserError, match="is not UTF-8 text"):
-        read_arguments(SCRIPT, ["--config_file", str(tmp_path / "mine.toml")], {})
+        _ = CommandLine(Path(SCRIPT), ["--config_file", str(tmp_path / "mine.toml")], {}).settings
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "byte-order-mark"])
@@ -273,7 +277,7 @@ def test_a_config_file_as_windows_writes_it_is_read(tmp_path, mark):
 
 
 def test_an_option_of_the_training_belongs_after_the_script():
-    parser = arguments.QuietParser()
+    parser = QuietParser()
     parser.add_argument("script")
     with pytest.raises(UserError, match="write --strict after SCRIPT"):
         parser.parse_args(["--strict", "sdxl_train.py"])

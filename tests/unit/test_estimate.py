@@ -10,9 +10,9 @@ import pytest
 
 from kohya_ext import console
 from kohya_ext.__main__ import main
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, measurement, predict
-from kohya_ext.estimate.memory_config import normalized, read
+from kohya_ext.estimate.memory_config import MemoryConfig, normalized, read
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.planning import tiers
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
@@ -25,11 +25,14 @@ TIERS = {tier.name: tier for tier in tiers.tiers()}
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the files by which sd-scripts v0.11 is recognised."""
+    """A folder with the files by which sd-scripts v0.11 is recognised, and the options that an estimate reads."""
     library = tmp_path / "sd-scripts" / "library"
     library.mkdir(parents=True)
+    options = "\n".join(
+        f'parser.add_argument("--{key}")' for key in (*MemoryConfig.__dataclass_fields__, "output_name", "seed")
+    )
     for name in ("train_util.py", "args.py", "accelerator_setup.py"):
-        (library / name).write_text('parser.add_argument("--output_name")\nparser.add_argument("--seed")\n')
+        (library / name).write_text(options)
     for name in ("train_network.py", *SCRIPTS.values()):
         (library.parent / name).write_text("read_config_from_file(args, parser)")
     return library.parent
@@ -37,7 +40,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def shipped(family: str, *argv: str) -> Estimate:
     script = SCRIPTS[family]
-    return Estimate(**cache.shipped(normalized(read(script, read_arguments(script, argv, {}), argv)[0])))
+    return Estimate(**cache.shipped(normalized(read(CommandLine(Path(script), argv, {}))[0])))
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -151,8 +154,8 @@ def test_a_new_estimate_is_announced_on_standard_error(checkout, tmp_path, monke
 def formula_estimates(monkeypatch):
     """Estimates from a formula: 7 GB with every block checkpointed, 15 with none."""
 
-    def formula(checkout, script, run, argv, fresh):
-        config = normalized(read(script, run, argv)[0])
+    def formula(checkout, command, fresh):
+        config = normalized(read(command)[0])
         ratio = (config.gradient_checkpointing_ratio or 1.0) if config.gradient_checkpointing else 0.0
         size = round(15e9 - 8e9 * ratio)
         return Estimate(
@@ -208,7 +211,7 @@ def test_the_cache_key_covers_everything_that_changes_an_estimate(checkout, tmp_
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
     described = checkouts.describe(checkout, "here")
     argv = ("--resolution", "512")
-    config = normalized(read("sdxl_train.py", read_arguments("sdxl_train.py", argv, {}), argv)[0])
+    config = normalized(read(CommandLine(Path("sdxl_train.py"), argv, {}))[0])
     estimate = Estimate(
         json.loads(json.dumps(config.key())), 1, 2, 2, "forward", {"weights": 1}, {"forward": 1}, 3, 4, {}, "v0.11"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig, normalized, read, sample_size_problem, size
 
@@ -15,7 +15,7 @@ LORA = "sdxl_train_network.py"
 
 
 def parse(*argv: str, script: str = LORA) -> MemoryConfig:
-    return normalized(read(script, read_arguments(script, argv, {}), argv)[0])
+    return normalized(read(CommandLine(Path(script), argv, {}))[0])
 
 
 def test_the_command_line_overrides_the_preset() -> None:
@@ -106,7 +106,7 @@ def test_a_missing_or_invalid_resolution_is_a_user_error(argv: tuple[str, ...]) 
 
 def test_flags_that_change_no_memory_are_returned() -> None:
     argv = ("--resolution", "512", "--output_name", "x", "--seed=3", "--learnign_rate", "1")
-    assert read(LORA, read_arguments(LORA, argv, {}), argv)[1] == ["--output_name", "--seed", "--learnign_rate"]
+    assert read(CommandLine(Path(LORA), argv, {}))[1] == ["--output_name", "--seed", "--learnign_rate"]
 
 
 def test_a_scripts_own_defaults_have_the_same_key() -> None:

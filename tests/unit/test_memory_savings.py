@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Step, after, rewritten, steps
+from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Step, after, steps
 
 LORA, FULL, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
 
@@ -111,22 +111,3 @@ def test_what_was_freed_from_checkpointing_is_covered_again() -> None:
     everything = {"gradient_checkpointing": True, "gradient_checkpointing_ratio": 1}
     assert everything in [step.changes for step in steps(budget)]
     assert "checkpointing" not in {step.saving.name for step in steps(replace(budget, values={**budget.values, **everything}))}
-
-
-def test_a_command_line_is_rewritten_in_place_of_the_earlier_words() -> None:
-    words = [
-        "--optimizer_args",
-        "a=1",
-        "b=2",
-        "--train_batch_size=4",
-        "--lr_warmup_steps",
-        "-1",
-        "--no-sdpa",
-        "--resolution",
-        "512",
-    ]
-    changes = {"optimizer_args": ["c=3"], "train_batch_size": 2, "sdpa": True, "use_8bit_adam": False}
-    assert rewritten(words, changes) == [
-        *("--lr_warmup_steps", "-1", "--resolution", "512"),
-        *("--optimizer_args", "c=3", "--train_batch_size", "2", "--sdpa", "--no-use_8bit_adam"),
-    ]

@@ -4,17 +4,21 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kohya_ext.config import command_line
-from kohya_ext.config.command_line import again
-from kohya_ext.config.settings import Settings
+from kohya_ext.config.command_line import CommandLine, restart_line
 from kohya_ext.launch import accelerate_signals, oom_retry
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 
-BEFORE = ("--sd-scripts", "there", "sdxl_train_network.py")
+LAUNCHER, SCRIPT = ("-m", "kohya_ext", "--sd_scripts", "there"), "sdxl_train_network.py"
+
+
+def supervise(*argv):
+    return oom_retry.supervise(CommandLine(Path(SCRIPT), ["--on_oom", "retry", *argv], {}, launcher=LAUNCHER))
 
 
 def outcome(state=None, **changes):
@@ -36,10 +40,11 @@ def runs(monkeypatch):
 
 def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
     started = runs((1, outcome("out/a-state", train_batch_size=2)), (1, outcome(None, full_bf16=True)), (0, {}))
-    code = oom_retry.supervise(BEFORE, ["--train_batch_size", "4", "--seed", "1"], Settings(on_oom="retry"))
+    code = supervise("--train_batch_size", "4", "--seed", "1")
     assert code == 0
-    assert [words[:3] for words in started] == [list(BEFORE)] * 3
-    assert [words[3:] for words in started] == [
+    before = [*LAUNCHER, SCRIPT, "--on_oom", "retry"]
+    assert [words[:7] for words in started] == [before] * 3
+    assert [words[7:] for words in started] == [
         ["--train_batch_size", "4", "--seed", "1"],
         ["--seed", "1", "--train_batch_size", "2", "--resume", "out/a-state"],
         ["--seed", "1", "--train_batch_size", "2", "--full_bf16"],
@@ -51,14 +56,14 @@ def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
 
 def test_restarts_are_bounded_and_the_last_code_counts(runs, capsys):
     started = runs(*[(1, outcome(full_bf16=True))] * 5)
-    assert oom_retry.supervise(BEFORE, [], Settings(on_oom="retry", oom_max_retries=2)) == 1
+    assert supervise("--oom_max_retries", "2") == 1
     assert len(started) == 3
     assert "after 2 restarts" in capsys.readouterr().err
 
 
 def test_what_is_not_out_of_memory_is_not_started_anew(runs):
     started = runs((3, {}))
-    assert oom_retry.supervise(BEFORE, [], Settings(on_oom="retry")) == 3
+    assert supervise() == 3
     assert len(started) == 1
 
 
@@ -93,9 +98,9 @@ def typed(monkeypatch, tmp_path):
 class TestWhatToTypeNext:
     def test_it_keeps_the_launchers_words_and_changes_the_scripts(self, typed, tmp_path):
         typed("python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents")
-        line = again({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
+        line = restart_line({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
         assert line == (
-            f"cd {tmp_path} && /env/bin/python -m kohya_ext --sd-scripts 'a b' /there/sdxl_train.py --seed 1 "
+            f"cd {tmp_path} && /env/bin/python -m kohya_ext --sd_scripts 'a b' /there/sdxl_train.py --seed 1 "
             "--resume auto --no-cache_latents --optimizer_args 'a=(1, 2)' b=3"
         )
 
@@ -104,20 +109,20 @@ class TestWhatToTypeNext:
         for name, value in {**environ, "KOHYA_EXT_NAN_PATIENCE": "3", "CUDA_VISIBLE_DEVICES": "1"}.items():
             monkeypatch.setenv(name, value)
         typed("/env/bin/python", "-u", "sdxl_train.py", "--nan-patience=5", "--seed", "1")
-        assert again({"resume": "out/cat-state"}) == (
+        assert restart_line({"resume": "out/cat-state"}) == (
             f"cd {tmp_path} && CUDA_VISIBLE_DEVICES=1 /env/bin/python -u -m kohya_ext /there/sdxl_train.py --preset 12gb,speed "
             "--no-preflight --ema --nan-patience=5 --seed 1 --resume out/cat-state"
         )
 
     def test_the_installed_command_is_a_launcher_too(self, typed, tmp_path):
         typed("/env/bin/python", "/env/bin/kohya-ext", "sdxl_train.py", "--seed", "1")
-        assert again({}) == f"cd {tmp_path} && /env/bin/python /env/bin/kohya-ext /there/sdxl_train.py --seed 1"
+        assert restart_line({}) == f"cd {tmp_path} && /env/bin/python /env/bin/kohya-ext /there/sdxl_train.py --seed 1"
 
 
 def test_on_windows_it_is_a_line_for_cmd(typed, monkeypatch):
     monkeypatch.setattr(command_line, "os", SimpleNamespace(name="nt", environ={}, getcwd=lambda: "C:\\my kohya", path=os.path))
     typed("python", "sdxl_train.py", "--output_name", "cats&dogs", "--train_data_dir", "D:\\two words")
-    line = again({})
+    line = restart_line({})
     assert line.startswith('cd /d "C:\\my kohya" && /env/bin/python -m kohya_ext ')
     assert line.endswith('--output_name "cats&dogs" --train_data_dir "D:\\two words"')
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import memory_config
 from kohya_ext.gpu import out_of_memory
 from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Step
@@ -61,10 +61,10 @@ def test_other_errors_are_not_out_of_memory() -> None:
 
 
 def step(phase: str, keep_state: bool, **values: object) -> list[str]:
-    run = read_arguments(LORA, (), {})
+    command = CommandLine(Path(LORA), (), {})
     known = {"optimizer_type": "AdamW", "mixed_precision": "bf16", "sdpa": True, "cache_latents": True, **values}
     change = out_of_memory.next_step(
-        LORA, Namespace(**known, optimizer_args=None, gradient_checkpointing=True), run, phase, keep_state
+        Namespace(**known, optimizer_args=None, gradient_checkpointing=True), command, phase, keep_state
     )  # type: ignore[arg-type]
     return change.words if change is not None else []
 
@@ -77,19 +77,20 @@ def test_a_resumable_change_is_preferred_with_a_state(monkeypatch: pytest.Monkey
     assert step("optimizer step", keep_state=True, **{**text, "fp8_base": True}) == ["--optimizer_type", "AdamW8bit"]
 
 
-def test_a_known_estimate_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_estimate_is_reported() -> None:
     checkout = Checkout(Path("there"), "0.11.1", "v0.11", "given")
-    monkeypatch.setattr("sys.argv", [LORA, "--preset", "8gb"])
-    monkeypatch.setattr("sys.orig_argv", ["python", LORA, "--preset", "8gb"])
-    run = read_arguments(LORA, ("--preset", "8gb"), {})
-    args = Namespace(**asdict(memory_config.read(LORA, run, ())[0]))
-    line = out_of_memory.prediction(checkout, LORA, args, run)
+    script = Path("my kohya", LORA)
+    command = CommandLine(script, ("--preset", "8gb"), {"KOHYA_EXT_EMA": "1"})
+    args = Namespace(**asdict(memory_config.read(command)[0]))
+    line = out_of_memory.prediction(checkout, args, command)
     assert re.match(r"predicted for this command line: \d\.\d\d GB, with the peak in backward: weights 5\.", line)
     assert " 0.00" not in line
     args.train_batch_size = 7
-    line = out_of_memory.prediction(checkout, LORA, args, run)
-    assert line == "for an estimate by part, run: python -m kohya_ext estimate sdxl_train_network.py --preset 8gb"
-    assert out_of_memory.prediction(checkout, "train_controlnet.py", args, run) == ""
+    line = out_of_memory.prediction(checkout, args, command)
+    assert (
+        line == "for an estimate by part, run: python -m kohya_ext estimate 'my kohya/sdxl_train_network.py' --ema --preset 8gb"
+    )
+    assert out_of_memory.prediction(checkout, args, CommandLine(Path("train_controlnet.py"), (), {})) == ""
 
 
 def test_the_advice_resumes_or_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:

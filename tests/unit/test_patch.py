@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, patch_options
 from kohya_ext.errors import UserError
 from kohya_ext.launch.session import Session
@@ -321,7 +322,7 @@ def test_every_shipped_patch_states_what_it_is_without_importing_torch():
 
 def test_an_option_whose_patch_is_off_is_answered(tmp_path, capsys):
     argv = ["--selective_torch_compile", "--disable-patch", "selective_torch_compile"]
-    session = Session.start(CHECKOUT, Path("sdxl_train.py"), argv, {})
+    session = Session.start(CHECKOUT, CommandLine(Path("sdxl_train.py"), argv, {}))
     session.patcher.undo()
     said = capsys.readouterr().err
     assert "--selective_torch_compile does nothing: the patch selective_torch_compile is off (disabled by the user)" in said

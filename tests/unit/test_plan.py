@@ -9,12 +9,12 @@ import pytest
 
 from kohya_ext import units
 from kohya_ext.__main__ import main
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config, predict
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
+from kohya_ext.planning import automatic, tiers
 from kohya_ext.planning import plan as planning
-from kohya_ext.planning import tiers
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.units import GIB
 
@@ -43,26 +43,26 @@ def test_auto_selects_each_tier_for_its_gpu(name):
     tier = TIERS[name]
     script = planning.preset_files.scripts(tier.family)[0]
     argv = ["--model_type", "chroma"] if tier.family == "chroma-lora" else []
-    assert planning.automatic(script, argv, {}, tier.card) == name
+    assert planning.automatic(CommandLine(Path(script), argv, {}), tier.card) == name
 
 
 def test_a_plan_from_the_table_has_the_two_next_best(checkout):
-    result = planning.plan(checkout, LORA, ["--output_name", "mine"], {}, 16 * GIB, pytest.fail)
+    result = planning.plan(checkout, CommandLine(checkout.script(LORA), ["--output_name", "mine"], {}), 16 * GIB, pytest.fail)
     assert result.answer.name == "preset sdxl-lora/16gb"
-    assert result.answer.argv == ("--preset", "16gb", "--output_name", "mine")
+    assert result.answer.command.argv == ("--preset", "16gb", "--output_name", "mine")
     assert [candidate.name for candidate in result.others] == ["preset sdxl-lora/12gb", "preset sdxl-lora/10gb"]
     assert result.too_big[0].estimate.total > tiers.usable_bytes(16 * GIB)
     tree = {branch.saving.name: branch.status for branch in result.tree}
     assert tree["mixed precision"] == tree["cached latents"] == "taken"
     assert tree["checkpointing"] == tree["fp8 base"] == tree["resolution"] == "not needed"
     assert list(tree)[-1] == "resolution"
-    smaller = planning.plan(checkout, LORA, [], {}, 12 * GIB, pytest.fail)
+    smaller = planning.plan(checkout, CommandLine(checkout.script(LORA), [], {}), 12 * GIB, pytest.fail)
     branch = next(branch for branch in smaller.tree if branch.saving.name == "checkpointing")
     assert (branch.status, branch.words) == ("in part", ("--gradient_checkpointing", "--gradient_checkpointing_ratio", "0.375"))
 
 
 def test_the_tree_shows_the_copies_of_swapped_blocks(checkout):
-    result = planning.plan(checkout, FLUX, [], {}, 12 * GIB, pytest.fail)
+    result = planning.plan(checkout, CommandLine(checkout.script(FLUX), [], {}), 12 * GIB, pytest.fail)
     (branch,) = [branch for branch in result.tree if branch.saving.name == "block swap"]
     assert (branch.status, branch.words) == ("in part", ("--blocks_to_swap", "18"))
     offloaded = TIERS["flux-lora/24gb"].estimate.parts["weights"] - result.answer.estimate.parts["weights"]
@@ -76,24 +76,24 @@ def test_the_tree_shows_the_copies_of_swapped_blocks(checkout):
     ("argv", "size", "status"), [(["--resolution", "1024,1024"], 80, "fixed"), ([], 80, "not needed"), ([], 6, "in part")]
 )
 def test_resolution_is_reduced_last(checkout, modelled, argv, size, status):
-    result = planning.plan(checkout, FULL, argv, {}, size * GIB, lambda line: None)
+    result = planning.plan(checkout, CommandLine(checkout.script(FULL), argv, {}), size * GIB, lambda line: None)
     assert (result.tree[-1].saving.name, result.tree[-1].status) == ("resolution", status)
 
 
 def test_chroma_has_its_own_tiers(checkout):
-    result = planning.plan(checkout, FLUX, ["--model_type", "chroma"], {}, 24 * GIB, pytest.fail)
-    assert result.answer.argv == ("--preset", "chroma-lora/24gb", "--model_type", "chroma")
+    result = planning.plan(checkout, CommandLine(checkout.script(FLUX), ["--model_type", "chroma"], {}), 24 * GIB, pytest.fail)
+    assert result.answer.command.argv == ("--preset", "chroma-lora/24gb", "--model_type", "chroma")
 
 
 @pytest.fixture
 def modelled(monkeypatch, tmp_path):
     """Estimates from a formula, so that a search takes no time; returns the estimated command lines."""
-    asked: list[list[str]] = []
+    asked: list[CommandLine] = []
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
 
-    def formula(checkout, script, run, argv):
-        asked.append(list(argv))
-        config = memory_config.normalized(memory_config.read(script, run, argv)[0])
+    def formula(checkout, command):
+        asked.append(command)
+        config = memory_config.normalized(memory_config.read(command)[0])
         ratio = (config.gradient_checkpointing_ratio or 1.0) if config.gradient_checkpointing else 0.0
         rank = (config.network_dim or 0) * 20_000_000
         width, height = memory_config.size(config)
@@ -111,7 +111,8 @@ def modelled(monkeypatch, tmp_path):
 
 
 def search(checkout, argv, card_size, lines=None):
-    return planning.plan(checkout, LORA, argv, {}, card_size, lines.append if lines is not None else lambda line: None)
+    command = CommandLine(checkout.script(LORA), argv, {})
+    return planning.plan(checkout, command, card_size, lines.append if lines is not None else lambda line: None)
 
 
 def test_the_search_adds_savings_and_reduces_the_last_one(checkout, modelled):
@@ -120,11 +121,11 @@ def test_the_search_adds_savings_and_reduces_the_last_one(checkout, modelled):
     assert f"making up to {planning.MAX_ESTIMATES}" in lines[0]
     assert [line.partition(":")[0] for line in lines[1:]] == [f"estimate {n} of at most 12" for n in range(1, len(lines))]
     assert len(lines) - 1 == len(modelled) <= planning.MAX_ESTIMATES
-    assert result.answer.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; 0.375 needs a gigabyte too much
+    assert result.answer.command.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; 0.375 needs a gigabyte too much
     assert result.answer.estimate.total <= tiers.usable_bytes(12 * GIB)
     assert all(candidate.estimate.flops_per_image >= result.answer.estimate.flops_per_image for candidate in result.others)
     assert all(
-        "--network_dim" in candidate.argv and "77" in candidate.argv
+        "--network_dim" in candidate.command.argv and "77" in candidate.command.argv
         for candidate in [result.answer, *result.others, *result.too_big]
     )
     modelled.clear()
@@ -134,9 +135,11 @@ def test_the_search_adds_savings_and_reduces_the_last_one(checkout, modelled):
 
 
 def test_the_fewest_swapped_blocks_win_and_every_row_has_drawbacks(checkout, modelled):
-    result = planning.plan(checkout, FLUX, ["--network_dim", "77"], {}, 6 * GIB, lambda line: None)
+    result = planning.plan(
+        checkout, CommandLine(checkout.script(FLUX), ["--network_dim", "77"], {}), 6 * GIB, lambda line: None
+    )
     # 5 + 1.54 + 1 GB, less 0.2 for each block, into 6.12 - 0.6: 11 blocks. Two thirds of the blocks would fit as well.
-    assert planning.values_of(result.answer.argv)["blocks_to_swap"] == 11
+    assert result.answer.command.given["blocks_to_swap"] == 11
     rows = [result.answer, *result.others, *result.too_big]
     swapped = [candidate.estimate.config.get("blocks_to_swap", 0) for candidate in [result.answer, *result.others]]
     assert swapped == sorted(swapped)
@@ -151,7 +154,7 @@ def test_candidates_rank_by_swapped_blocks_operations_and_memory():
     def candidate(reserved, work, swap=None):
         config = {"script": FLUX, **({"blocks_to_swap": swap} if swap else {})}
         estimate = Estimate(config, reserved, reserved, reserved, "forward", {}, {}, work, 0, {}, "v0.11")
-        return planning.Candidate("", (), estimate)
+        return planning.Candidate("", CommandLine(Path(FLUX), (), {}), estimate)
 
     ranked = [candidate(6, 15), candidate(9, 16), candidate(5, 16), candidate(8, 16, 20), candidate(6, 16, 34)]
     assert sorted([ranked[at] for at in (3, 1, 4, 0, 2)], key=planning._slowness) == ranked
@@ -161,7 +164,7 @@ def test_a_gpu_too_small_for_everything_takes_one_estimate(checkout, modelled):
     with pytest.raises(UserError, match=r"nothing fits the 2 GB GPU"):
         search(checkout, ["--network_dim", "77"], 2 * GIB)
     assert len(modelled) == 1
-    assert "--resolution" in modelled[0]
+    assert "--resolution" in modelled[0].argv
 
 
 def test_the_effective_batch_and_the_users_options_are_kept(checkout, modelled):
@@ -175,11 +178,11 @@ def test_the_effective_batch_and_the_users_options_are_kept(checkout, modelled):
         "--no-gradient_checkpointing",
     ]
     result = search(checkout, fixed, 24 * GIB)
-    values = planning.values_of(result.answer.argv)
+    values = result.answer.command.given
     assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 8
     assert values["train_batch_size"] == 1
-    for argv in modelled:
-        given = planning.values_of(argv)
+    for command in modelled:
+        given = command.given
         assert given["gradient_checkpointing"] is False
         assert given["train_batch_size"] * given.get("gradient_accumulation_steps", 1) == 8
 
@@ -199,7 +202,7 @@ def test_an_error_names_the_smallest_configuration(checkout, modelled):
 
 def test_auto_selects_the_tier_that_fits_with_the_users_arguments():
     def auto(size, *argv):
-        return planning.automatic(LORA, list(argv), {}, size * GIB)
+        return planning.automatic(CommandLine(Path(LORA), argv, {}), size * GIB)
 
     assert auto(12) == "sdxl-lora/12gb"
     assert auto(20) == "sdxl-lora/16gb" or auto(20) == "sdxl-lora/24gb"
@@ -218,15 +221,15 @@ def test_auto_selects_the_tier_that_fits_with_the_users_arguments():
 )
 def test_auto_fails_without_presets_for_gpu_sizes(script, message):
     with pytest.raises(UserError, match=message):
-        read_arguments(script, ["--preset", "auto", "--vram", "24"], {})
+        _ = CommandLine(Path(script), ["--preset", "auto", "--vram", "24"], {}, automatic).presets
 
 
 def test_auto_combines_with_presets_and_reports_its_selection(tmp_path):
-    run = read_arguments(LORA, ["--preset", "auto", "--preset", "quality", "--vram", "12"], {})
+    run = CommandLine(Path(LORA), ["--preset", "auto", "--preset", "quality", "--vram", "12"], {}, automatic)
     assert run.presets.label == "sdxl-lora/12gb + sdxl-lora/quality (auto: --vram, 12 GB GPU (12.88e9 bytes))"
     assert run.presets.values["gradient_checkpointing_ratio"].preset == "sdxl-lora/12gb"
     assert run.settings["gradient_checkpointing_ratio"] == 0.375
-    by_variable = read_arguments(LORA, [], {"KOHYA_EXT_PRESET": "auto", "KOHYA_EXT_VRAM": "16GiB"})
+    by_variable = CommandLine(Path(LORA), [], {"KOHYA_EXT_PRESET": "auto", "KOHYA_EXT_VRAM": "16GiB"}, automatic)
     assert by_variable.presets.label.startswith("sdxl-lora/16gb (auto")
 
 
@@ -274,6 +277,6 @@ def test_the_config_files_options_are_kept(checkout, modelled, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("network_dim = 77\ntrain_batch_size = 2\ngradient_checkpointing = false\n")
     result = search(checkout, ["--config_file", str(file)], 24 * GIB)
-    values = planning.values_of(result.answer.argv)
+    values = result.answer.command.given
     assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 2
-    assert not any("--gradient_checkpointing" in argv for argv in modelled)
+    assert not any("--gradient_checkpointing" in command.argv for command in modelled)

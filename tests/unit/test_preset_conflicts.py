@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.arguments import read_arguments, read_config_file
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_conflicts import summary
+from kohya_ext.config.user_files import read_config_file
 
 GUI = Path(__file__).parent.parent / "data" / "gui"
 
@@ -13,7 +14,7 @@ LORA, FINE_TUNE, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_ne
 
 
 def held_back(script, *argv):
-    return {key: reason.text for key, reason in read_arguments(script, argv, {}).presets.held_back.items()}
+    return {key: reason.text for key, reason in CommandLine(Path(script), argv, {}).presets.held_back.items()}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def held_back(script, *argv):
     ],
 )
 def test_contradicting_preset_values_are_held_back(script, preset, argv, expected):
-    run = read_arguments(script, ["--preset", preset, *argv.split()], {})
+    run = CommandLine(Path(script), ["--preset", preset, *argv.split()], {})
     assert set(run.presets.held_back) == expected
     assert not expected & run.presets.values.keys()
 
@@ -83,7 +84,7 @@ def test_subset_options_override_arguments(tmp_path):
 
 
 def test_summary_lists_set_and_skipped_values():
-    run = read_arguments(LORA, ["--preset", "12gb", "--shuffle_caption"], {})
+    run = CommandLine(Path(LORA), ["--preset", "12gb", "--shuffle_caption"], {})
     line = summary("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
     assert line == (
         "preset 12gb set sdpa, network_dim=16; skipped cache_text_encoder_outputs (shuffle_caption = True)"
@@ -105,14 +106,14 @@ def test_switch_that_is_off_in_the_gui_stays_off():
 
 def test_switches_that_are_on_in_the_gui_are_not_changed():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl-unet.toml")]
-    presets = read_arguments(LORA, argv, {}).presets
+    presets = CommandLine(Path(LORA), argv, {}).presets
     assert presets.held_back == {}
     gui_values = read_config_file(argv[-1]).values
     assert {key for key in presets.values if key not in gui_values} == {"gradient_checkpointing_ratio"}
 
 
 def test_summary_names_the_switches_to_turn_on_in_the_gui():
-    run = read_arguments(FLUX, ["--preset", "12gb", "--config_file", str(GUI / "lora-flux.toml")], {})
+    run = CommandLine(Path(FLUX), ["--preset", "12gb", "--config_file", str(GUI / "lora-flux.toml")], {})
     line = summary("12gb", {}, run.presets.held_back)
     assert "fp8_base, blocks_to_swap (off in the GUI)" in line
     assert line.endswith("if it does not fit, turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI")
@@ -120,14 +121,14 @@ def test_summary_names_the_switches_to_turn_on_in_the_gui():
 
 def test_additional_parameters_of_the_gui_override_its_switches():
     argv = ["--preset", "12gb", "--config_file", str(GUI / "lora-sdxl.toml"), "--gradient_checkpointing"]
-    run = read_arguments(LORA, argv, {})
+    run = CommandLine(Path(LORA), argv, {})
     assert not {"gradient_checkpointing", "gradient_checkpointing_ratio"} & run.presets.held_back.keys()
     assert run.settings["gradient_checkpointing_ratio"] == 0.375
 
 
 def test_number_that_the_gui_writes_as_0_is_off():
-    presets = read_arguments(
-        "flux_train.py", ["--preset", "12gb", "--config_file", str(GUI / "dreambooth-flux.toml")], {}
+    presets = CommandLine(
+        Path("flux_train.py"), ["--preset", "12gb", "--config_file", str(GUI / "dreambooth-flux.toml")], {}
     ).presets
     assert presets.held_back["blocks_to_swap"].text == "off in the GUI"
 
@@ -136,6 +137,6 @@ def test_missing_switches_are_unset_in_other_config_files(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text((GUI / "lora-sdxl-unet.toml").read_text().replace('noise_offset_type = "Original"\n', ""))
     file.write_text(file.read_text().replace("gradient_checkpointing = true\n", ""))
-    run = read_arguments(LORA, ["--preset", "12gb", "--config_file", str(file)], {})
+    run = CommandLine(Path(LORA), ["--preset", "12gb", "--config_file", str(file)], {})
     assert run.presets.held_back == {}
     assert run.presets.values["gradient_checkpointing"].value is True

@@ -1,12 +1,13 @@
 """Reading of the user's files as sd-scripts reads them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import toml
 from kohya_ext.patches.toml_byte_order_mark import PATCH
 
-from kohya_ext.config.arguments import read_arguments
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
 from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError
@@ -36,7 +37,8 @@ def test_malformed_dataset_config_is_an_error_but_does_not_stop_argument_parsing
     file.write_text(json.dumps(document))
     with pytest.raises(UserError, match="must be a list of tables"):
         read_dataset_config(file)
-    read_arguments("sdxl_train_network.py", ["--preset", "12gb", "--dataset_config", str(file)], {})
+    command = CommandLine(Path("sdxl_train_network.py"), ["--preset", "12gb", "--dataset_config", str(file)], {})
+    assert command.presets.held_back == {}
 
 
 def test_upstreams_toml_reader_accepts_a_byte_order_mark(tmp_path):
