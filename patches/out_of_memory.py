@@ -8,7 +8,6 @@ on from it is the run that was not interrupted. Not where the optimizer steps wi
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 import traceback
@@ -23,11 +22,10 @@ from kohya_ext.config.settings import Option, Settings, count, one_of
 from kohya_ext.console import error as say
 from kohya_ext.console import note, warn
 from kohya_ext.gpu import out_of_memory
-from kohya_ext.launch import oom_retry
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, program
 from kohya_ext.planning.memory_savings import TRAINING, Phase
-from kohya_ext.run import resume
+from kohya_ext.run import resume, retry_request
 from kohya_ext.run.atomic_write import fail_fast
 from kohya_ext.run.output_files import rolling_state
 
@@ -117,11 +115,9 @@ class _Watch(TrainingCallback):
             note(line)
         if phase == "sampling":
             note("or sample smaller pictures: --w 512 --h 512 in the prompts' file, or leave out --sample_prompts")
-        if (file := oom_retry.handed_over()) is not None and step is not None:
-            going_on = str(state) if state is not None and step.saving.resumes else None
-            file.write_text(
-                json.dumps({"changes": dict(step.changes), "what": step.saving.what, "state": going_on}), encoding="utf-8"
-            )
+        if (file := retry_request.path()) is not None and step is not None:
+            resume_from = str(state) if state is not None and step.saving.resumes else None
+            retry_request.write(file, {"changes": dict(step.changes), "description": step.saving.what, "state": resume_from})
 
     def _save(self, phase: Phase) -> Path | None:
         """Save the state after the last whole step; None where there is none, or where it may not be whole any more."""
@@ -153,7 +149,7 @@ class _Watch(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
-    if settings[ON_OOM] == "retry" and oom_retry.handed_over() is None:
+    if settings[ON_OOM] == "retry" and retry_request.path() is None:
         warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
     watch = _Watch(args, accelerator, program())
     watch.listen()

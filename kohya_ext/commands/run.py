@@ -20,6 +20,7 @@ from kohya_ext.launch import oom_retry
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 from kohya_ext.launch.autoload import watch
 from kohya_ext.planning import automatic
+from kohya_ext.run import retry_request
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         trains = script if is_training_script(script) else None
         command = CommandLine(trains, arguments, os.environ, automatic, ("-m", "kohya_ext", *option_words(launcher)))
         # Raises UserError for errors that would otherwise appear after ten seconds of imports.
-        if command.settings["on_oom"] == "retry" and trains is not None and oom_retry.handed_over() is None:
+        if command.settings["on_oom"] == "retry" and trains is not None and retry_request.path() is None:
             return oom_retry.supervise(command)
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is set; remove one of the two")

@@ -246,7 +246,7 @@ def trace(parser: argparse.ArgumentParser, command: CommandLine) -> Iterator[Tra
         yield Traced(key, layers[origin][key], origin + over, why)
     for key in own:
         if (origin := command.origin(key)) != "default":
-            yield Traced(key, getattr(command.settings, key), origin, "")
+            yield Traced(key, command.settings[key], origin, "")
 
 
 def preset_line(command: CommandLine) -> str:

@@ -209,7 +209,7 @@ class CommandLine:
         typed = {option.key for option in self._options}
         environment: dict[str, object] = {}
         for name, option in options("training"):
-            text = self.environ.get(option.environment) if option.environment else None
+            text = self.environ.get(option.variable) if option.variable else None
             if text is not None and name not in typed and (text or option.is_switch):
                 environment[name] = bool(option.parse(text)) if option.is_switch else text
         return replace(self, argv=(*option_words(environment), *self.words))

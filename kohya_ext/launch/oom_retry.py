@@ -7,27 +7,18 @@ a file, and exits.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kohya_ext.config.command_line import CommandLine, option_words, quoted
 from kohya_ext.console import note
 from kohya_ext.launch.accelerate_signals import pass_signals_on
-
-#: Environment variable with the file to which the training process writes the changes for its restart.
-FILE = "KOHYA_EXT_OUT_OF_MEMORY_FILE"
-
-
-def handed_over() -> Path | None:
-    """Return the file to which a training process writes the changes for its restart; None if it is not restarted."""
-    file = os.environ.get(FILE)
-    return Path(file) if file else None
+from kohya_ext.run import retry_request
+from kohya_ext.run.retry_request import RetryRequest
 
 
 def supervise(command: CommandLine) -> int:
@@ -44,7 +35,7 @@ def supervise(command: CommandLine) -> int:
     most = settings["oom_max_retries"]
     for restart in range(most + 1):
         code, request = _run([*command.launcher, str(command.script), *command.argv])
-        if not request:
+        if request is None:
             return code
         if restart == most:
             note(f"out of memory after {restart} restarts; --oom_max_retries allows no more")
@@ -54,16 +45,16 @@ def supervise(command: CommandLine) -> int:
         changes = {**request["changes"], "resume": state}
         command = command.with_(changes)
         words = quoted(option_words(changes))
-        note(f"restart {restart + 1} of {most}, {position}, with {request['what']}: {words}")
+        note(f"restart {restart + 1} of {most}, {position}, with {request['description']}: {words}")
     raise AssertionError("the last round returns")
 
 
-def _run(words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
-    """Run the launcher in a child process; return its exit code and the requested restart, empty unless out of memory."""
+def _run(words: Sequence[str]) -> tuple[int, RetryRequest | None]:
+    """Run the launcher in a child process; return its exit code and the restart that it requests when out of memory."""
     with tempfile.TemporaryDirectory(prefix="kohya_ext-") as folder:
         file = Path(folder) / "out_of_memory.json"
-        process = subprocess.Popen([sys.executable, *words], env={**os.environ, FILE: str(file)})
+        process = subprocess.Popen([sys.executable, *words], env={**os.environ, retry_request.VARIABLE: str(file)})
         with pass_signals_on(process):
             code = process.wait()
-        request = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        request = retry_request.read(file)
     return (code if code >= 0 else 128 - code), request

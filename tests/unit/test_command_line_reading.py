@@ -87,7 +87,7 @@ def test_what_no_option_or_several_begin_with_stays_as_it_is(script, word):
 
 
 def test_without_the_scripts_text_nothing_is_an_abbreviation():
-    assert CommandLine(Path(LORA), ["--gradient_checkpointing"], {}).settings.gradient_checkpointing_ratio is None
+    assert CommandLine(Path(LORA), ["--gradient_checkpointing"], {}).settings["gradient_checkpointing_ratio"] is None
 
 
 def test_every_value_has_an_origin(script, tmp_path):
@@ -98,7 +98,7 @@ def test_every_value_has_an_origin(script, tmp_path):
     assert [command.origin(key) for key in keys] == [
         *("command line", "environment", "config file", "config file", "preset", "default", "default"),
     ]
-    assert (command.values["cache_latents"], command.values["seed"], command.settings.nan_patience) == (False, 3, 5)
+    assert (command.values["cache_latents"], command.values["seed"], command.settings["nan_patience"]) == (False, 3, 5)
     assert "resume" not in command.values
 
 

@@ -22,7 +22,7 @@ def supervise(*argv):
 
 
 def outcome(state=None, **changes):
-    return {"changes": changes, "what": "less", "state": state}
+    return {"changes": changes, "description": "less", "state": state}
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def runs(monkeypatch):
 
 
 def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
-    started = runs((1, outcome("out/a-state", train_batch_size=2)), (1, outcome(None, full_bf16=True)), (0, {}))
+    started = runs((1, outcome("out/a-state", train_batch_size=2)), (1, outcome(None, full_bf16=True)), (0, None))
     code = supervise("--train_batch_size", "4", "--seed", "1")
     assert code == 0
     before = [*LAUNCHER, SCRIPT, "--on_oom", "retry"]
@@ -62,7 +62,7 @@ def test_restarts_are_bounded_and_the_last_code_counts(runs, capsys):
 
 
 def test_what_is_not_out_of_memory_is_not_started_anew(runs):
-    started = runs((3, {}))
+    started = runs((3, None))
     assert supervise() == 3
     assert len(started) == 1
 
