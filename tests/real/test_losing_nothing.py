@@ -317,7 +317,7 @@ def test_two_processes_skip_the_same_step(checkout, train, tmp_path):
         **TWO,
     )
     assert run.code == 0, run.output[-5000:]
-    assert "is skipped, it is not finite" in run.output
+    assert "skipped: loss or gradient is not finite" in run.output
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
 
 
@@ -363,7 +363,7 @@ def test_full_disk_skips_a_timed_state_and_training_continues(checkout, train, u
     run = train(checkout, LORA, *options, output=disk, env={"KOHYA_EXT_REPORT": str(tmp_path / "report.json")})
     assert run.code == 0, run.output[-3000:]
     assert "saves will need about" in run.output
-    assert run.output.count("training goes on without this state") == 3
+    assert run.output.count("training continues without this state") == 3
     (state,) = disk.glob("*-state")
     assert state.name == "tiny-rolling00000001-state"
     # The error gives the size of the whole state, not of the part written before the disk was full.
@@ -426,7 +426,7 @@ def test_batch_of_nan_is_skipped_and_its_image_named(checkout, train, scripts, t
     )
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
     # The image has two repeats in eight steps. Upstream draws the first batch before it shuffles.
-    skipped = [line for line in run.output.splitlines() if "is skipped, it is not finite: loss nan" in line]
+    skipped = [line for line in run.output.splitlines() if "skipped: loss or gradient is not finite (loss nan" in line]
     assert 1 <= len(skipped) <= 3
     assert all(line.endswith(str(Path(dataset.CLASS) / "000.png")) for line in skipped)
 
