@@ -489,7 +489,7 @@ def test_ckpt_with_code_is_rejected(checkout, train, models, tmp_path):
     script, option = "train_network.py", "--pretrained_model_name_or_path"
     run = train(checkout, script, option, str(bad))
     assert run.code == 2, run.output[-3000:]
-    assert "bad.ckpt holds more than weights and is not loaded" in run.output
+    assert "bad.ckpt contains more than weights and could run code" in run.output
     assert not proof.exists()
     ours, theirs = (train(checkout, script, "--max_train_steps", "1", *more) for more in ((option, str(good)), ()))
     assert same(ours.tensors, theirs.tensors)
@@ -497,7 +497,7 @@ def test_ckpt_with_code_is_rejected(checkout, train, models, tmp_path):
 
 #: Fault of site/faulty_network.py -> error message.
 FAULTS = {
-    "dtype": "trained weights are of type torch.float8_e4m3fn, in which nothing can be learnt",
+    "dtype": "trained weights are torch.float8_e4m3fn, which is too coarse for updates",
     "device": "the network's weights are on meta, the model on cpu",
     "detached": "no gradient reaches any of the trained weights",
     "base_model": "3 weights of the base model are in the optimizer",
@@ -518,7 +518,7 @@ def test_dataset_without_images_is_an_error_without_preflight(checkout, train, t
     options = ("--no-preflight", "--train_data_dir", str(tmp_path))
     run = train(checkout, FULL, *options, start="environment")
     assert run.code == 2, run.output[-3000:]
-    assert "nothing would be trained: there are no pictures" in run.output
+    assert "nothing would be trained: the dataset has no images" in run.output
 
 
 @pytest.mark.slow
