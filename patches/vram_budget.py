@@ -96,8 +96,8 @@ def _cap(budget: int | str, device: Any) -> int | None:
     wanted = tensor_limit(budget, free, total)
     if wanted <= 0:
         stop(
-            f"--vram_budget leaves no memory for tensors: {format_size(free)} of the GPU's {format_size(total)} are free, and its "
-            f"CUDA context needs about {format_size(CONTEXT_BYTES)}; raise the budget or end other programs on the GPU"
+            f"--vram_budget leaves no memory for tensors: {format_size(free)} of the GPU's {format_size(total)} are free, and "
+            f"the CUDA context needs about {format_size(CONTEXT_BYTES)}; raise the budget or end other programs on the GPU"
         )
     if budget != AUTO and wanted > free:
         warn(
