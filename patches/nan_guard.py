@@ -1,9 +1,9 @@
-"""A step whose loss or gradient is not finite is skipped and said; many in a row end the run; NaN weights are never saved.
+"""Skip steps whose loss or gradient is not finite, stop after many in a row, and never save NaN weights.
 
-Upstream trains on and saves a file full of NaN with exit code 0. Where there is a gradient scaler (fp16), skipping is its
-job, and only the loss is watched. Where the optimizer steps within the backward pass (fused), a loss that is not finite goes
-through backward as well, without the optimizer's hooks: the script's local variables hold the graph, so only backward frees
-the activations before the next forward, and only backward brings swapped blocks back. DeepSpeed does its own checks.
+Upstream continues training and saves a file full of NaN with exit code 0. With a gradient scaler (fp16), the scaler skips
+steps, and this patch only checks the loss. With a fused optimizer step, backward still runs for a loss that is not finite,
+but without the optimizer's hooks. The script's local variables hold the graph, so only backward frees the activations before
+the next forward pass, and only backward moves swapped blocks back. DeepSpeed has its own checks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, c
 from kohya_ext.run import resume, stop_request
 
 EXIT_CODE = 3
-"""Of a run that was ended by this guard."""
+"""Exit code of a run that this patch ended."""
 
 _FILES = "kohya_ext_files"
-"""The key of a batch under which the paths of its images are kept."""
+"""Key of a batch for the paths of its images."""
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
@@ -35,7 +35,7 @@ NAN_PATIENCE = Option(
     "nan_patience",
     10,
     count,
-    "end the run, its last finite weights saved, after so many steps in a row whose loss or gradient is not finite",
+    "save the last finite weights and stop after this many consecutive steps whose loss or gradient is not finite",
     metavar="N",
 )
 
@@ -47,16 +47,16 @@ class _Guard(TrainingCallback):
     fused: bool
     patience: int
     steps: int = 0
-    in_row: int = 0
+    consecutive: int = 0
     bad: bool = False
-    """Whether the step that is going on is not finite."""
+    """Whether the current step is not finite."""
     losses: list[Any] = field(default_factory=list)
-    """Of the micro-batches since the last step; left on the device, so that looking costs one wait a step."""
+    """Losses of the micro-batches since the last step, left on the device so that a check waits once per step."""
     norm: Any = None
-    """The gradients' norm, when the script clips it."""
+    """Norm of the gradients, if the script clips it."""
 
-    def sees_loss(self, loss: Any) -> bool:
-        """Take a micro-batch's loss; return whether its gradients may reach the optimizer."""
+    def record_loss(self, loss: Any) -> bool:
+        """Record the loss of a micro-batch; return whether its gradients may reach the optimizer."""
         self.losses.append(loss.detach().float())
         if self.fused and not bool(loss.detach().isfinite().all().item()):
             self.bad = True
@@ -64,59 +64,61 @@ class _Guard(TrainingCallback):
         return True
 
     def is_finite(self, optimizer: Any) -> bool:
+        """Return whether the losses and gradients of the current step are finite."""
         import torch
 
         if self.accelerator.scaler is not None:
-            found = self.losses
+            values = self.losses
         else:
             norm = self.norm if self.norm is not None else _gradient_norm(optimizer)
-            # The gradients of all processes are one by now, their losses are not: the processes must decide alike.
-            found = [norm, *(self.losses if self.accelerator.num_processes == 1 else [])]
-        if not found:
+            # All processes must decide alike. They share averaged gradients by now, but each has its own losses.
+            values = [norm, *(self.losses if self.accelerator.num_processes == 1 else [])]
+        if not values:
             return True
-        return bool(torch.stack([value.detach().float().reshape(()).to(found[0].device) for value in found]).isfinite().all())
+        return bool(torch.stack([value.detach().float().reshape(()).to(values[0].device) for value in values]).isfinite().all())
 
     def after_batch(self, accelerator: Any) -> None:
         if not accelerator.sync_gradients:
             return
         self.steps += 1
         if self.bad:
-            self.in_row += 1
-            self._say()
+            self.consecutive += 1
+            self._warn()
         else:
-            self.in_row = 0
+            self.consecutive = 0
         self.bad, self.norm = False, None
         self.losses.clear()
-        if self.in_row >= self.patience:
-            self._give_up()
+        if self.consecutive >= self.patience:
+            self._stop_run()
 
-    def _say(self) -> None:
+    def _warn(self) -> None:
         place = resume.position()
         step = place.step if place is not None else self.steps
         losses = ", ".join(f"{float(loss):.4g}" for loss in self.losses) or "?"
         norm = "" if self.norm is None else f", gradient norm {float(self.norm):.4g}"
-        files = _files_of_batch()
-        warn(f"step {step} is skipped, it is not finite: loss {losses}{norm}" + (f"; {', '.join(files)}" if files else ""))
+        files = list(current_batch().get(_FILES, []))
+        images = f"; images: {', '.join(files)}" if files else ""
+        warn(f"step {step} skipped: loss or gradient is not finite (loss {losses}{norm}){images}")
 
-    def _give_up(self) -> None:
-        self.refuse_bad_weights("nothing more is saved")
-        reason = f"{self.in_row} steps in a row were not finite"
-        error(f"{reason}: the weights from before them are saved, and the run ends. A lower learning rate is the usual cure")
+    def _stop_run(self) -> None:
+        self.check_weights()
+        reason = f"{self.consecutive} consecutive steps were not finite"
+        error(f"{reason}; saving the last finite weights and stopping. Try a lower learning rate")
         stopper = stop_request.stopper()
         if stopper is None:
             raise SystemExit(EXIT_CODE)
         stopper.request(reason, EXIT_CODE)
 
-    def refuse_bad_weights(self, consequence: str) -> None:
-        """End the run when a trained weight is not finite."""
+    def check_weights(self) -> None:
+        """Exit unless all trained weights are finite."""
         import torch
 
         weights = list(trained_weights(self.accelerator._optimizers))
         if not weights or bool(torch.stack([weight.isfinite().all().cpu() for weight in weights]).all()):
             return
         state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
-        advice = f"go on from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
-        error(f"the trained weights are not finite (NaN or infinite): {consequence}; {advice}")
+        advice = f"resume from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
+        error(f"the trained weights are not finite (NaN or infinite) and were not saved; {advice}")
         raise SystemExit(EXIT_CODE)
 
 
@@ -130,7 +132,7 @@ def _backward(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
         guard = current(_Guard)
-        if guard is None or guard.sees_loss(loss):
+        if guard is None or guard.record_loss(loss):
             return original(self, loss, **kwargs)
         with _gradients_dropped(list(trained_weights(self._optimizers))):
             return original(self, loss, **kwargs)
@@ -140,7 +142,7 @@ def _backward(original: Any, settings: Settings) -> Any:
 
 @contextlib.contextmanager
 def _gradients_dropped(weights: Sequence[Any]) -> Iterator[None]:
-    """Drop each gradient as soon as backward has made it, in place of the hooks in which a fused optimizer steps.
+    """Drop each gradient as soon as backward has computed it, instead of running the hooks of a fused optimizer.
 
     ``_post_accumulate_grad_hooks`` is the dictionary behind ``Tensor.register_post_accumulate_grad_hook``.
     """
@@ -156,9 +158,9 @@ def _gradients_dropped(weights: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        hooks.clear()  # assigning None leaves it attached to the tensor
-        for weight, own in zip(trained, before, strict=True):
-            weight._post_accumulate_grad_hooks = own
+        hooks.clear()  # assigning None leaves the dictionary attached to the tensor
+        for weight, original in zip(trained, before, strict=True):
+            weight._post_accumulate_grad_hooks = original
 
 
 def _clip(original: Any, settings: Settings) -> Any:
@@ -182,7 +184,7 @@ def _step(original: Any, settings: Settings) -> Any:
         guard.bad = not guard.is_finite(self)
         if self.scaler is not None:
             return original(self, closure)
-        # accelerate's own word for it, by which the learning rate's schedule waits too.
+        # accelerate's flag for a skipped step, which also holds back the learning rate scheduler.
         self._is_overflow = guard.bad
         return None if guard.bad else original(self, closure)
 
@@ -190,13 +192,13 @@ def _step(original: Any, settings: Settings) -> Any:
 
 
 def _before_saving(original: Any, settings: Settings) -> Any:
-    """For a function that writes a model or a state."""
+    """Check the weights before a function writes a model or a state."""
 
     @wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         guard = current(_Guard)
         if guard is not None and guard.steps:
-            guard.refuse_bad_weights("nothing is written")
+            guard.check_weights()
         return original(*args, **kwargs)
 
     return save
@@ -207,7 +209,7 @@ def _getitem(original: Any, settings: Settings) -> Any:
     def __getitem__(self: Any, index: int) -> Any:  # noqa: N807
         example = original(self, index)
         if getattr(self, "caching_mode", None) is None:
-            # Without the names a skipped step is still skipped: not worth an error.
+            # A skipped step does not need the names of its images, so their absence raises no error.
             with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
                 example[_FILES] = _files_at(self, index)
         return example
@@ -216,7 +218,7 @@ def _getitem(original: Any, settings: Settings) -> Any:
 
 
 def _add(original: Any, settings: Settings) -> Any:
-    """For the recorder of losses: one that is not finite would make every average after it so."""
+    """Replace a loss that is not finite by the average, which it would turn into NaN for good."""
 
     @wraps(original)
     def add(self: Any, *, epoch: int, step: int, loss: float) -> None:
@@ -232,11 +234,6 @@ def _files_at(dataset: Any, index: int) -> list[str]:
     return [dataset.image_data[key].absolute_path for key in keys[first : first + row.bucket_batch_size]]
 
 
-def _files_of_batch() -> list[str]:
-    """The images of the batch that the training loop holds, only asked when a step was bad."""
-    return list(current_batch().get(_FILES, []))
-
-
 def _gradient_norm(optimizer: Any) -> Any:
     import torch
 
@@ -245,7 +242,7 @@ def _gradient_norm(optimizer: Any) -> Any:
 
 PATCH = Patch(
     name="nan_guard",
-    summary="a step that is not finite is skipped and named, --nan_patience of them end the run, NaN weights are never saved",
+    summary="skip steps that are not finite, stop after --nan_patience of them in a row, never save NaN weights",
     targets=(
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters"), body="runs"),
@@ -259,7 +256,7 @@ PATCH = Patch(
     ),
     options=(NAN_PATIENCE,),
     exactness="exact",
-    held_to="the same run without it, while everything is finite",
+    held_to="the same run without the patch, while losses and gradients are finite",
     idea="https://github.com/kohya-ss/sd-scripts/issues/201",
     stage=Stage.GUARD,
     on_start=_start,

@@ -1,8 +1,8 @@
-"""A run that is out of memory loses nothing and says what to change.
+"""Save the state after an out-of-memory error, and print the cheapest change that avoids it.
 
-As it comes, it ends in sixty lines of traceback, and the steps since the last save are gone. Weights and optimizer are whole,
-though, when forward or backward fail: the state is saved as it was after the last step, random numbers included, so that going
-on from it is the run that was not interrupted. Not where the optimizer steps within backward, nor with several processes.
+Upstream ends with a traceback and loses the steps since the last save. When forward or backward fail, weights and optimizer
+are still intact. The state after the last complete step is saved with its random numbers, so that the resumed run equals the
+uninterrupted one. No state is saved with fused optimizer steps or with several processes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, count, one_of
-from kohya_ext.console import error as say
-from kohya_ext.console import note, warn
+from kohya_ext.console import error, note, warn
 from kohya_ext.gpu import out_of_memory
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, program
@@ -35,15 +34,15 @@ ON_OOM = Option(
     "on_oom",
     "stop",
     one_of("stop", "retry"),
-    "when a run is out of memory: stop, or retry, which starts it anew from its newest state with the cheapest change that "
-    "helps (launcher only)",
+    "after an out-of-memory error, stop or retry; retry restarts from the newest state with the cheapest change that helps "
+    "(launcher only)",
     metavar="stop|retry",
 )
 OOM_MAX_RETRIES = Option(
     "oom_max_retries",
     3,
     count,
-    "how often --on_oom retry starts a run anew at most",
+    "maximum number of restarts by --on_oom retry",
     metavar="N",
 )
 
@@ -55,9 +54,9 @@ class _Watch(TrainingCallback):
     program: Program
     began: float = field(default_factory=time.time)
     stepping: bool = False
-    """Whether a first step has begun."""
+    """Whether the first step has begun."""
     snapshot: resume.Snapshot | None = None
-    """The position after the last complete step."""
+    """Position after the last complete step."""
     ended: bool = False
     _before: Callable[..., Any] | None = None
     """``sys.excepthook`` before this run."""
@@ -67,19 +66,19 @@ class _Watch(TrainingCallback):
         self._before, sys.excepthook = sys.excepthook, self.on_exception
 
     def on_end(self) -> None:
-        """Put ``sys.excepthook`` back, unless somebody else has replaced it since."""
+        """Restore ``sys.excepthook``, unless other code has replaced it since."""
         if sys.excepthook == self.on_exception and self._before is not None:
             sys.excepthook = self._before
         self.ended = True
 
     def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-        """Report what ends the process, when it is out of memory."""
+        """Report an uncaught exception if it is an out-of-memory error."""
         (self._before or sys.__excepthook__)(kind, problem, trace)
         if not self.ended and out_of_memory.is_out_of_memory(problem):
             try:
                 self.report(problem)
-            except Exception as other:  # what went wrong is said already
-                warn(f"the report on memory could not be finished: {type(other).__name__}: {other}")
+            except Exception as other:  # the traceback is printed already
+                warn(f"the memory report is incomplete: {type(other).__name__}: {other}")
 
     def before_batch(self, accelerator: Any) -> None:
         self.stepping = True
@@ -90,14 +89,14 @@ class _Watch(TrainingCallback):
             self.snapshot = current.snapshot()
 
     def report(self, problem: BaseException) -> None:
-        """Save what is whole, and say what happened and what to do."""
+        """Save the state, and print the error and what to change."""
         phase = out_of_memory.phase_of(problem, self.stepping)
         current = resume.position()
         step = f"step {current.step + (phase in TRAINING)}, " if current is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
-        say(f"out of memory ({step}{phase}): {first}")
-        say(out_of_memory.usage(self.accelerator.device))
-        # What the failed step holds is in the way of saving, and its frames are all that holds it.
+        error(f"out of memory ({step}{phase}): {first}")
+        error(out_of_memory.usage(self.accelerator.device))
+        # Only the frames of the failed step still hold its tensors; saving needs that memory.
         traceback.clear_frames(problem.__traceback__)
         gc.collect()
         self._advise(phase, self._save(phase) or self._newest_state())
@@ -110,17 +109,17 @@ class _Watch(TrainingCallback):
             note(predicted)
         step = out_of_memory.next_step(self.args, command, phase, state is not None)
         for line in (
-            out_of_memory.advice(step, state) if step is not None else ["nothing is left to give up: it needs a larger card"]
+            out_of_memory.advice(step, state) if step is not None else ["no remaining option saves memory; use a larger GPU"]
         ):
             note(line)
         if phase == "sampling":
-            note("or sample smaller pictures: --w 512 --h 512 in the prompts' file, or leave out --sample_prompts")
+            note("or sample smaller images (--w 512 --h 512 in the prompt file), or remove --sample_prompts")
         if (file := retry_request.path()) is not None and step is not None:
             resume_from = str(state) if state is not None and step.saving.resumes else None
             retry_request.write(file, {"changes": dict(step.changes), "description": step.saving.what, "state": resume_from})
 
     def _save(self, phase: Phase) -> Path | None:
-        """Save the state after the last whole step; None where there is none, or where it may not be whole any more."""
+        """Save the state after the last complete step; return its folder, or None if the weights may have changed since."""
         fused = any(getattr(self.args, name, None) for name in _FUSED)
         current = resume.position()
         if phase not in ("forward", "backward", "sampling") or fused or self.snapshot is None or current is None:
@@ -133,24 +132,24 @@ class _Watch(TrainingCallback):
             current.fix_random_state()
             with fail_fast():
                 self.accelerator.save_state(str(state))
-        except (Exception, SystemExit) as problem:  # a full disk, weights that are not finite: the advice is worth more
-            warn(f"the state could not be saved: {type(problem).__name__}: {problem}")
+        except (Exception, SystemExit) as problem:  # a full disk or NaN weights must not prevent the advice
+            warn(f"could not save the state: {type(problem).__name__}: {problem}")
             return None
-        note(f"nothing is lost: the state after step {self.snapshot.step} is saved in {state}")
+        note(f"no steps lost: state after step {self.snapshot.step} saved in {state}")
         return state
 
     def _newest_state(self) -> Path | None:
-        """Return this run's newest state: one that it saved, or the one that it went on from."""
-        found = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
-        if found is not None and found.stat().st_mtime >= self.began:
-            return found
+        """Return the newest state that this run saved, or else the state that it resumed from."""
+        newest = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
+        if newest is not None and newest.stat().st_mtime >= self.began:
+            return newest
         resumed = getattr(self.args, "resume", None)
         return Path(resumed) if resumed else None
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
     if settings[ON_OOM] == "retry" and retry_request.path() is None:
-        warn("--on_oom retry needs the launcher, which starts the script anew: python -m kohya_ext SCRIPT ...")
+        warn("--on_oom retry needs the launcher to restart the script; run python -m kohya_ext SCRIPT ...")
     watch = _Watch(args, accelerator, program())
     watch.listen()
     return watch
@@ -158,11 +157,11 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
 
 PATCH = Patch(
     name="out_of_memory",
-    summary="out of memory: the state is saved, and the run ends with what lay where and the cheapest next step to paste",
+    summary="after an out-of-memory error, save the state and print memory use and a command line with the cheapest change",
     targets=(),
     options=(ON_OOM, OOM_MAX_RETRIES),
     exactness="exact",
-    held_to="the same run without it; going on from the saved state, the run that was not interrupted",
+    held_to="the same run without the patch; resumed from the saved state, the uninterrupted run",
     idea="https://pytorch.org/docs/stable/notes/faq.html",
     stage=Stage.GUARD,
     on_start=_start,

@@ -1,8 +1,8 @@
-"""Make torch's partitioner weigh activations only, so that an activation memory budget means a share of them.
+"""Exclude graph inputs from torch's partitioner, so that an activation memory budget is a fraction of the activations.
 
-It measures ``(saved - inputs) / (saved at 1.0 - inputs)``, with *all* inputs of the graph, parameters included, whether they
-are saved or not. Where the weights of a block are larger than its activations (float32 weights at batch 1, for example) that is
-negative, and every budget but 0 is taken for 1.0. Inputs cost nothing: they stay in memory anyway.
+The partitioner computes ``(saved - inputs) / (saved at 1.0 - inputs)`` from *all* inputs of the graph, including parameters,
+saved or not. The ratio is negative if a block's weights are larger than its activations, as with float32 weights at batch 1.
+Every budget but 0 then acts as 1.0. Inputs stay in memory anyway, so saving them is free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.patch import Patch, Target
 
 
-def _without_inputs(original: Any, settings: Settings) -> Any:
+def _exclude_inputs(original: Any, settings: Settings) -> Any:
     import torch._functorch.partitioners as partitioners
 
     @wraps(original)
@@ -38,7 +38,7 @@ def _without_inputs(original: Any, settings: Settings) -> Any:
     return choose_saved_values_set
 
 
-def _unless_it_weighs(original: Any) -> str | None:
+def _expect_helpers(original: Any) -> str | None:
     import torch._functorch.partitioners as partitioners
 
     missing = [name for name in ("_size_of", "solve_min_cut") if not hasattr(partitioners, name)]
@@ -46,18 +46,18 @@ def _unless_it_weighs(original: Any) -> str | None:
 
 
 def _wanted(settings: Settings) -> bool:
-    """Any run that may set a budget: --vram_budget does for compiled blocks."""
+    """Return whether a run may set a budget; --vram_budget sets it for compiled blocks."""
     return settings["selective_torch_compile"] or settings["activation_memory_budget"] is not None
 
 
 PATCH = Patch(
     name="partition_by_activations",
-    summary="an activation memory budget is a share of activations; float32 weights at batch 1 no longer make it do nothing",
+    summary="count only activations in an activation memory budget; large weights at small batches no longer disable it",
     targets=(
-        Target("torch._functorch.partitioners", "choose_saved_values_set", _without_inputs, _unless_it_weighs, body="runs"),
+        Target("torch._functorch.partitioners", "choose_saved_values_set", _exclude_inputs, _expect_helpers, body="runs"),
     ),
     exactness="close",
-    held_to="the same training with a budget of 1: in float32, weights within 1e-5 after the first steps",
+    held_to="training with a budget of 1; float32 weights within 1e-5 after the first steps",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
     wanted=_wanted,
 )

@@ -1,7 +1,7 @@
-"""``--save_state_every_n_minutes N``: a full state every N minutes, of which the newest few are kept.
+"""Save a full state every N minutes (``--save_state_every_n_minutes``) and keep the newest ones.
 
-What a signal cannot announce, SIGKILL (the stop button of the kohya_ss GUI) and a power cut, then costs N minutes at most. A
-state is written beside and renamed, and an old one goes only when the new one is whole (see atomic_saves).
+SIGKILL (the stop button of the kohya_ss GUI) and power cuts then cost N minutes at most. A state is written to a temporary
+folder and renamed. An old state is deleted only after the new one is complete (see atomic_saves).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAVE_STATE_EVERY_N_MINUTES = Option[float | None](
     "save_state_every_n_minutes",
     None,
     minutes,
-    "save the full state every so many minutes, so that a kill or a power cut costs no more; 0: after every step",
+    "save the full state every this many minutes, so that a kill or power cut loses no more; 0 saves after every step",
     metavar="MINUTES",
     activates=True,
 )
@@ -33,7 +33,7 @@ SAVE_LAST_N_TIMED_STATES = Option(
     "save_last_n_timed_states",
     2,
     count,
-    "how many states of --save_state_every_n_minutes to keep, the newest",
+    "number of newest states of --save_state_every_n_minutes to keep",
     metavar="N",
 )
 
@@ -43,12 +43,12 @@ class _Rolling(TrainingCallback):
     folder: Path
     name: str
     every: float
-    """Seconds."""
+    """Seconds between states."""
     keep: int
     step: int = 0
-    """Steps of this process, for the name where exact_resume is off and nothing counts those before a resume."""
+    """Steps of this process; names a state if exact_resume is off, since steps before a resume are then unknown."""
     saved: list[Path] | None = None
-    """This run's timed states, the oldest first: those of the processes that it continues, too."""
+    """Timed states of this run and of the runs that it resumed, oldest first."""
     last: float = field(default_factory=time.monotonic)
 
     def after_batch(self, accelerator: Any) -> None:
@@ -71,7 +71,7 @@ class _Rolling(TrainingCallback):
             return due
         import torch
 
-        # The clocks of two processes do not agree: the first one's counts.
+        # Clocks differ between processes, so the first process decides.
         return bool(accelerator.gather(torch.tensor([due], device=accelerator.device, dtype=torch.int32))[0].item())
 
     def _save(self, accelerator: Any) -> None:
@@ -79,14 +79,14 @@ class _Rolling(TrainingCallback):
         step = current.step if current is not None else self.step
         state = rolling_state(self.folder, self.name, step)
         if self.saved is None:
-            self.saved = self._inherited()
+            self.saved = self._earlier_states()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            # Training is worth more than this state: a full disk is not waited for.
+            # Do not wait on a full disk: training matters more than this state.
             with fail_fast(), current.preserving_random_state() if current is not None else contextlib.nullcontext():
                 accelerator.save_state(str(state))
         except DiskFullError as error:
-            warn(f"{error}; training goes on without this state")
+            warn(f"{error}; training continues without this state")
             return
         self.saved = [*(path for path in self.saved if path != state), state]
         while len(self.saved) > self.keep:
@@ -95,8 +95,8 @@ class _Rolling(TrainingCallback):
                 remove_atomically(old)
         note(f"state of step {step} saved: {state}")
 
-    def _inherited(self) -> list[Path]:
-        """Return the timed states of the run that this process continues, the oldest first. Another run's are not touched."""
+    def _earlier_states(self) -> list[Path]:
+        """Return the timed states of the run that this process resumes, oldest first, and none of other runs."""
         run = run_record.current()
         rolling = [path for path in states(self.folder, self.name) if f"-{ROLLING}" in path.name]
         records = [
@@ -114,11 +114,11 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Rolling:
 
 PATCH = Patch(
     name="rolling_states",
-    summary="a full state every --save_state_every_n_minutes, the newest --save_last_n_timed_states are kept",
+    summary="save a full state every --save_state_every_n_minutes and keep the newest --save_last_n_timed_states",
     targets=(),
     options=(SAVE_STATE_EVERY_N_MINUTES, SAVE_LAST_N_TIMED_STATES),
     exactness="exact",
-    held_to="the same run without it",
+    held_to="the same run without the patch",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
     wanted=lambda settings: settings[SAVE_STATE_EVERY_N_MINUTES] is not None,
     stage=Stage.SAVE,

@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM, a stop file and the end of the launcher stop a run after its step, with model and state saved.
+"""Finish the step and save model and state on Ctrl-C, SIGTERM, a stop file or the end of the launcher.
 
-Upstream has no handler: what was trained since the last ``--save_every_n_steps`` is lost. And SIGTERM to ``accelerate launch``
-ends the launcher alone; the training process goes on without it.
+Upstream has no signal handler and loses the steps since the last ``--save_every_n_steps``. SIGTERM to ``accelerate launch``
+ends only the launcher, and the training process keeps running.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.run import stop_request
 
-#: Taken as early as possible: a launcher that ends while the script is still importing is noticed too.
+#: Read at import, to notice a launcher that ends while the script is still importing.
 _PARENT = os.getppid()
 
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +27,7 @@ STOP_FILE = Option[Path | None](
     "stop_file",
     None,
     path,
-    "stop after the current step, model and state saved, when this file appears; default: OUTPUT_NAME.stop in --output_dir",
+    "finish the step, save model and state, and stop when this file appears; default: OUTPUT_NAME.stop in --output_dir",
     metavar="FILE",
 )
 
@@ -41,35 +41,35 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> stop_reques
 
 
 def _is_launcher(process: int) -> bool:
-    """Whether a process is a launcher. A shell may well end before its run does; they may not."""
+    """Return whether a process is a launcher, whose end stops the run; the end of a shell does not."""
     import psutil  # accelerate needs it
 
     try:
         words = psutil.Process(process).cmdline()
     except psutil.Error:
         return False
-    # Also this package's own launcher, where it waits for the run (--on_oom retry).
+    # kohya_ext itself is a launcher with --on_oom retry, which waits for the run.
     known = ("accelerate", "torchrun", "torch.distributed")
     return "kohya_ext" in words[1:4] or any(name in word for name in known for word in words[:4])
 
 
 def _end_with_parent() -> None:
-    """Have the system send SIGTERM when the parent ends, on Linux; elsewhere the end of each step finds out."""
+    """Request SIGTERM from the Linux kernel when the parent ends; other systems check after each step."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != _PARENT:  # it ended before that
+        if os.getppid() != _PARENT:  # it ended before the call
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 PATCH = Patch(
     name="safe_stop",
-    summary="Ctrl-C, SIGTERM or a stop file: finish the step, save model and state, say how to go on",
+    summary="on Ctrl-C, SIGTERM or a stop file, finish the step, save model and state, and print the command to resume",
     targets=(),
     options=(STOP_FILE,),
     exactness="exact",
-    held_to="the same steps of a run that is not stopped",
+    held_to="the same steps of an uninterrupted run",
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
     stage=Stage.STOP,
     on_start=_start,

@@ -1,9 +1,8 @@
 """Compile a model's repeated blocks instead of the whole model.
 
-What is compiled is the *class attribute*: the method inside which the work is done, so that gradient checkpointing stays
-eager around it. That is independent of when models are built and LoRA is applied (nothing is traced before the first
-training step), all instances share their compiled code, and no module is wrapped: state-dict keys, isinstance, pickles
-and saved files are as without it.
+The patch compiles a *class attribute*: the method that does the work, so that gradient checkpointing around it stays eager.
+Models may be built and LoRA applied before or after, because tracing starts at the first training step. All instances share
+compiled code. Modules are not wrapped, so state-dict keys, isinstance, pickles and saved files are unchanged.
 """
 
 from __future__ import annotations
@@ -44,27 +43,27 @@ COMPILE_MODE = Option(
     "compile_mode",
     "default",
     one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-    "torch.compile's mode for the blocks, for the inductor backend: default, or max-autotune-no-cudagraphs",
+    "torch.compile's mode for the blocks, with the inductor backend: default or max-autotune-no-cudagraphs",
     metavar="MODE",
 )
 COMPILE_DYNAMIC = Option(
     "compile_dynamic",
     "auto",
     one_of("auto", "true", "false"),
-    "whether one graph serves pictures of all sizes: true, false (a graph for each size), or auto (after the second size)",
+    "one graph for images of all sizes (true), one per size (false), or one for all from the second size on (auto)",
     metavar="auto|true|false",
 )
 COMPILE_FULLGRAPH = Option(
     "compile_fullgraph",
     False,
     boolean,
-    "leave a kind of block eager that cannot be compiled in one piece, instead of compiling its parts",
+    "run block classes with graph breaks eager, instead of compiling their parts",
 )
 COMPILE_CACHE_SIZE_LIMIT = Option[int | None](
     "compile_cache_size_limit",
     None,
     count,
-    "how many graphs one kind of block may have before further ones run eager (64 if not given)",
+    "maximum number of graphs per block class, after which new inputs run eager (default 64)",
     metavar="N",
 )
 
@@ -79,30 +78,30 @@ class Blocks:
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
 
 
-#: Of a transformer block and a convolution of a U-Net.
+#: Dimensions that vary, in a transformer block and in a convolution of a U-Net.
 _TOKENS, _IMAGE = (1,), (2, 3)
 
 _UNET_LAYER = Inputs({"hidden_states": _TOKENS}, ("hidden_states",))
 
-#: Family -> class -> the parameters of its blocks that differ from call to call. A class that is not here compiles too, with
-#: a graph more for the first block and one for a second image size.
+#: Family -> class -> the inputs of its blocks that vary between calls. Other classes compile too, with one more graph for the
+#: first block and one for a second image size.
 INPUTS: Mapping[str, Mapping[str, Inputs]] = {
-    # SD1.5 and SD2; its blocks are checkpointed from outside.
+    # SD1.5 and SD2, whose blocks are checkpointed by their callers.
     "sd15": {"BasicTransformerBlock": _UNET_LAYER, "ResnetBlock2D": Inputs({"input_tensor": _IMAGE})},
-    # Also SDXL's ControlNet and LLLite, which are built on them. Downsample2D and Upsample2D stay eager: single convolutions,
-    # four graphs for a few thousandths of a step's bytes (the cast around an upsampling).
+    # SDXL's ControlNet and LLLite use these classes too. Downsample2D and Upsample2D stay eager: as single convolutions they
+    # would add four graphs and save a few thousandths of a step's bytes (the cast around an upsampling).
     "sdxl": {"BasicTransformerBlock": _UNET_LAYER, "ResnetBlock2D": Inputs({"x": _IMAGE})},
     "sd3": {"MMDiTBlock": Inputs({"x": _TOKENS}, ("x", "context"))},
     "flux": {
         "DoubleStreamBlock": Inputs({"img": _TOKENS, "pe": (2,)}, ("img", "txt")),
         "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
     },
-    # In one piece thanks to the patch chroma_text_lengths; its texts are as long as their captions.
+    # The patch chroma_text_lengths avoids graph breaks. Text lengths vary with the captions.
     "chroma": {
         "DoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "pe": (2,)}, ("img", "txt")),
         "SingleStreamBlock": Inputs({"x": _TOKENS, "pe": (2,)}, ("x",)),
     },
-    # Texts are as long as their captions, and are refined by the same class.
+    # Text lengths vary with the captions; the same class refines the text.
     "lumina": {"JointTransformerBlock": Inputs({"x": _TOKENS, "x_mask": _TOKENS, "pe": _TOKENS}, ("x",))},
     "hunyuan-image": {
         "MMDoubleStreamBlock": Inputs({"img": _TOKENS, "txt": _TOKENS, "freqs_cis": (0,)}, ("img", "txt")),
@@ -111,7 +110,7 @@ INPUTS: Mapping[str, Mapping[str, Inputs]] = {
     "anima": {"Block": Inputs({"x_B_T_H_W_D": _IMAGE, "rope_emb_L_1_1_D": (0,)}, ("x_B_T_H_W_D",))},
 }
 
-#: What is compiled. Where checkpointing wraps a method from within ``forward``, it is that inner one.
+#: The compiled blocks. If ``forward`` checkpoints an inner method, the inner method is compiled.
 BLOCKS = (
     *(
         Blocks(
@@ -121,11 +120,11 @@ BLOCKS = (
         )
         for family in FAMILIES
     ),
-    # The text encoders of SD, SDXL, SD3 and FLUX, when they are trained. T5 is left out: its layers build their position
-    # bias in the first one, and training it is rare.
+    # The trained text encoders of SD, SDXL, SD3 and FLUX. T5 is left out, because its first layer builds the position bias of
+    # all layers and it is rarely trained.
     Blocks("transformers.models.clip.modeling_clip", "forward", {"CLIPEncoderLayer": Inputs(activations=("hidden_states",))}),
-    # The demo's U-Net where there is no sd-scripts: of the model's own list of repeated blocks (``_repeated_blocks``, before
-    # diffusers 0.34 ``_no_split_modules``) those that hold no other of it.
+    # The U-Net of the demo, which runs without sd-scripts: the innermost classes in the model's list of repeated blocks
+    # (``_repeated_blocks``, or ``_no_split_modules`` before diffusers 0.34).
     Blocks("diffusers.models.attention", "forward", {"BasicTransformerBlock": Inputs()}, frozenset({"unknown"})),
     Blocks("diffusers.models.resnet", "forward", {"ResnetBlock2D": Inputs()}, frozenset({"unknown"})),
 )
@@ -137,7 +136,7 @@ def _targets() -> tuple[Target, ...]:
             blocks.module,
             f"{name}.{blocks.method}",
             _compiled(blocks, name),
-            _unless_a_method,
+            _expect_method,
             blocks.layouts,
             body="runs",
         )
@@ -157,7 +156,7 @@ def _compiled(blocks: Blocks, name: str) -> Callable[[Any, Settings], Any]:
     return replace
 
 
-def _unless_a_method(original: Any) -> str | None:
+def _expect_method(original: Any) -> str | None:
     if not inspect.isfunction(original):
         return f"it is a {type(original).__name__}, not a plain method"
     if "self" not in inspect.signature(original).parameters:
@@ -165,10 +164,7 @@ def _unless_a_method(original: Any) -> str | None:
     return None
 
 
-# --- standing aside --------------------------------------------------------------------------------------------------
-
-
-def _look_at_arguments(args: Namespace, accelerator: Any, settings: Settings) -> None:
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
     checkout = program().checkout
@@ -192,13 +188,13 @@ _COMPILER = (
         optional=True,
         body="runs",
     ),
-    # What it measures is for statistics only, so that any body may be left out.
+    # The function only measures statistics, so any body may be skipped.
     Target("torch._dynamo.guards", "profile_guard_manager", skip_guard_timing, optional=True, body="runs"),
 )
 
 PATCH = Patch(
     name="selective_torch_compile",
-    summary="torch.compile for the repeated blocks of the U-Net, DiT and trained text encoders",
+    summary="compile the repeated blocks of the U-Net, DiT and trained text encoders",
     targets=(*_targets(), *_COMPILER),
     options=(
         SELECTIVE_TORCH_COMPILE,
@@ -209,10 +205,10 @@ PATCH = Patch(
         COMPILE_CACHE_SIZE_LIMIT,
     ),
     exactness="close",
-    held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
+    held_to="training without the patch; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
     wanted=lambda settings: settings[SELECTIVE_TORCH_COMPILE],
     facts=_facts,
     stage=Stage.COMPUTE,
-    on_start=_look_at_arguments,
+    on_start=_start,
 )

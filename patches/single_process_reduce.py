@@ -1,8 +1,8 @@
-"""On one process, the mean of a gradient over all processes is the gradient.
+"""Skip averaging gradients over processes in a run with one process.
 
-The LoRA scripts average every gradient between backward and the optimizer's step, also when there is nobody to average with.
-accelerate then reads several environment variables for each of them and copies it: for SDXL's 1,444 LoRA weights as many small
-kernels, and a second set of gradients.
+The LoRA scripts average every gradient between backward and the optimizer step, even with a single process. accelerate then
+reads several environment variables per gradient and copies it. For SDXL's 1,444 LoRA weights this adds 1,444 small kernels
+and a second set of gradients.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
-_uncopied = 0
-"""Gradients that were handed back as they are."""
+_skipped_copies = 0
+"""Number of gradients returned without a copy."""
 
 
 def _facts() -> Mapping[str, object]:
-    return {"gradients_not_copied": _uncopied}
+    return {"gradients_not_copied": _skipped_copies}
 
 
-def _at_once(original: Any, settings: Settings) -> Any:
+def _skip_copy(original: Any, settings: Settings) -> Any:
     import torch
 
     @wraps(original)
     def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        global _uncopied
+        global _skipped_copies
         if isinstance(tensor, torch.Tensor) and scale == 1.0 and self.num_processes == 1:
-            _uncopied += 1
+            _skipped_copies += 1
             return tensor
         return original(self, tensor, reduction, scale)
 
@@ -39,22 +39,22 @@ def _at_once(original: Any, settings: Settings) -> Any:
 
 PATCH = Patch(
     name="single_process_reduce",
-    summary="gradients are not copied to be averaged over one process",
+    summary="skip copying gradients to average them over a single process",
     targets=(
         Target(
             "accelerate.accelerator",
             "Accelerator.reduce",
-            _at_once,
+            _skip_copy,
             takes("self", "tensor", "reduction", "scale", exactly=True),
             body=known_bodies(
                 "0c8ed3a35f73",
-                helpers={"reduce": ("40d5917e1d8c", "03e71c62759e")},  # up to 1.13, and from 1.14 on
+                helpers={"reduce": ("40d5917e1d8c", "03e71c62759e")},  # up to 1.13; from 1.14
                 releases="accelerate 1.6 to 1.15",
             ),
         ),
     ),
     exactness="exact",
-    held_to="the same run without it",
+    held_to="the same run without the patch",
     idea="https://github.com/huggingface/accelerate/blob/main/src/accelerate/utils/operations.py",
     facts=_facts,
 )

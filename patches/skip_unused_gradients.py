@@ -1,13 +1,13 @@
-"""No gradients for what nobody trains: the model's inputs, and the embeddings of text encoders.
+"""Skip gradients of model inputs and of untrained token embeddings.
 
-Reentrant checkpointing loses gradients when nothing that enters a block requires grad, so the LoRA scripts make latents, text
-embeddings, FLUX's guidance and the token embeddings require it. The non-reentrant kind needs none of that. The gradients are
-computed all the same, through every layer that text or guidance enters: 1.6 % of an SDXL LoRA's FLOPs at 1024, and 0.15 GB
-(``estimate --fresh``, with and without ``--disable_patch skip_unused_gradients``). The gradients of the token embeddings, as
-large as the whole vocabulary, are in no optimizer and never freed.
+Reentrant checkpointing loses gradients if no input of a block requires grad, so the LoRA scripts set requires_grad on latents,
+text embeddings, FLUX's guidance and the token embeddings. Non-reentrant checkpointing does not need this, but the gradients
+are still computed through every layer that text or guidance enters. They cost 1.6% of an SDXL LoRA's FLOPs at 1024 and
+0.15 GB (``estimate --fresh``, with and without ``--disable_patch skip_unused_gradients``). The gradients of the token
+embeddings have the size of the whole vocabulary, belong to no optimizer and are never freed.
 
-Where checkpointing is still reentrant (nonreentrant_checkpointing is off), this leaves everything as it is. So it does with
-Anima, whose offloading checkpoint is of the reentrant kind.
+The patch changes nothing where checkpointing is still reentrant: if nonreentrant_checkpointing is off, and in Anima, whose
+offloading checkpoint is reentrant.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.sdscripts.families import FAMILIES
 
-#: Families with an offloading checkpoint that is reentrant: it loses gradients when nothing that enters a block requires grad.
+#: Families whose offloading checkpoint is reentrant and loses gradients if no input of a block requires grad.
 REENTRANT = ("anima",)
 
 
 @dataclass
-class _Spared(TrainingCallback):
-    """What needs no gradient in one run."""
+class _SkippedGradients(TrainingCallback):
+    """The tensors whose gradients a run skips."""
 
     tensors: Counter[str] = field(default_factory=Counter)
-    """Tensors that were asked for a gradient and need none."""
+    """Number of tensors by kind that required a gradient without need."""
     frozen: bool = False
-    """Whether the embeddings were looked at."""
+    """Whether untrained embeddings are frozen already."""
 
     def before_batch(self, accelerator: Any) -> None:
-        """Before the first step: freeze the embeddings that are in no optimizer."""
+        """Freeze the embeddings that are in no optimizer, before the first step."""
         if not self.frozen:
             self.frozen = True
             for weight in _untrained_embeddings(accelerator):
@@ -47,39 +47,40 @@ class _Spared(TrainingCallback):
                 weight.requires_grad_(False)
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Spared:
-    return _Spared()
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _SkippedGradients:
+    return _SkippedGradients()
 
 
 def _facts() -> Mapping[str, object]:
-    spared = current(_Spared)
-    return dict(spared.tensors) if spared is not None else {}
+    skipped = current(_SkippedGradients)
+    return dict(skipped.tensors) if skipped is not None else {}
 
 
-def _cut_off(original: Any, settings: Settings) -> Any:
+def _detach_inputs(original: Any, settings: Settings) -> Any:
     module = sys.modules[original.__module__]
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(module, "USE_REENTRANT", False):
             return original(self, *args, **kwargs)
-        return original(self, *map(_without_history, args), **{name: _without_history(value) for name, value in kwargs.items()})
+        return original(self, *map(_detached, args), **{name: _detached(value) for name, value in kwargs.items()})
 
     return forward
 
 
-def _without_history(value: Any) -> Any:
-    """The tensor, cut off from what made it unless that has weights: an encoder that is trained."""
+def _detached(value: Any) -> Any:
+    """Detach a tensor, unless it was computed from parameters, as by a trained text encoder."""
     import torch
 
-    if isinstance(value, torch.Tensor) and value.requires_grad and not _leads_to_weights(value):
-        if (spared := current(_Spared)) is not None:
-            spared.tensors["inputs"] += 1
+    if isinstance(value, torch.Tensor) and value.requires_grad and not _depends_on_parameters(value):
+        if (skipped := current(_SkippedGradients)) is not None:
+            skipped.tensors["inputs"] += 1
         return value.detach()
     return value
 
 
-def _leads_to_weights(tensor: Any) -> bool:
+def _depends_on_parameters(tensor: Any) -> bool:
+    """Return whether the autograd graph of a tensor contains parameters."""
     import torch
 
     if tensor.grad_fn is None:
@@ -102,11 +103,11 @@ def _leads_to_weights(tensor: Any) -> bool:
 
 def _untrained_embeddings(accelerator: Any) -> Iterator[Any]:
     """Yield the embeddings' weights that require a gradient and are in no optimizer."""
-    # DistributedDataParallel waits for a gradient of every weight that required one when it was made.
+    # DistributedDataParallel waits for gradients of all weights that required them at its construction.
     if str(accelerator.distributed_type).rpartition(".")[2] != "NO":
         return
     trained = {id(weight) for weight in trained_weights(accelerator._optimizers)}
-    if not trained:  # the optimizer is somebody else's
+    if not trained:  # an optimizer whose weights are unknown
         return
     for model in accelerator._models:
         for weight in _embeddings(accelerator.unwrap_model(model)):
@@ -115,7 +116,7 @@ def _untrained_embeddings(accelerator: Any) -> Iterator[Any]:
 
 
 def _embeddings(model: Any) -> Iterator[Any]:
-    """The weights of all embeddings of a model of transformers', unless its checkpointing is of the reentrant kind."""
+    """Yield the embedding weights of a transformers model, unless its checkpointing is reentrant."""
     import torch
 
     parts = list(model.modules())
@@ -128,16 +129,16 @@ def _embeddings(model: Any) -> Iterator[Any]:
 
 PATCH = Patch(
     name="skip_unused_gradients",
-    summary="no gradients for latents, text embeddings, guidance and token embeddings that nobody trains",
+    summary="skip gradients of latents, text embeddings, guidance and untrained token embeddings",
     targets=(
         *(
-            Target(family.module, f"{family.model}.forward", _cut_off, takes("self", family.first_input), body="runs")
+            Target(family.module, f"{family.model}.forward", _detach_inputs, takes("self", family.first_input), body="runs")
             for family in FAMILIES
             if family.name not in REENTRANT
         ),
     ),
     exactness="exact",
-    held_to="the weights that are trained with it off, bit for bit",
+    held_to="the weights trained without the patch, bit-identical",
     idea="https://github.com/kohya-ss/sd-scripts/issues/323",
     facts=_facts,
     stage=Stage.COMPUTE,

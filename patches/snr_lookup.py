@@ -1,7 +1,7 @@
 """Look up a batch's signal-to-noise ratios in one gather, without waiting for the GPU.
 
-``--min_snr_gamma``, ``--debiased_estimation_loss`` and the v-prediction scales index a table on the GPU with each timestep in
-turn. Each time the CPU waits until all of forward has been computed, when it should be handing out backward.
+``--min_snr_gamma``, ``--debiased_estimation_loss`` and the v-prediction scales index a table on the GPU with one timestep at a
+time. Each lookup makes the CPU wait for the whole forward pass, which delays the launch of backward.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _gathers = 0
-"""Batches whose ratios were looked up."""
+"""Number of batches whose ratios were gathered."""
 
 
 def _facts() -> Mapping[str, object]:
     return {"gathers": _gathers}
 
 
-def _gathered(place: int) -> Callable[[Any, Settings], Any]:
-    """For a function whose parameters number ``place`` and ``place + 1`` are the timesteps and the scheduler with the table."""
+def _gather(position: int) -> Callable[[Any, Settings], Any]:
+    """Return a replacement for a function with timesteps and scheduler at ``position`` and ``position + 1``."""
 
     def replace(original: Any, settings: Settings) -> Any:
         @wraps(original)
-        def look_up(*args: Any, **kwargs: Any) -> Any:
+        def lookup(*args: Any, **kwargs: Any) -> Any:
             global _gathers
-            if len(args) < place + 2:
+            if len(args) < position + 2:
                 return original(*args, **kwargs)
             _gathers += 1
-            timesteps, scheduler = args[place : place + 2]
-            # The function stacks all_snr[t] for each t: it gets the batch's own ratios, and their places.
-            found = SimpleNamespace(all_snr=scheduler.all_snr[timesteps])
-            return original(*args[:place], range(len(timesteps)), found, *args[place + 2 :], **kwargs)
+            timesteps, scheduler = args[position : position + 2]
+            # The function stacks all_snr[t] for each t, so it gets the ratios of the batch and their indices.
+            table = SimpleNamespace(all_snr=scheduler.all_snr[timesteps])
+            return original(*args[:position], range(len(timesteps)), table, *args[position + 2 :], **kwargs)
 
-        return look_up
+        return lookup
 
     return replace
 
 
 PATCH = Patch(
     name="snr_lookup",
-    summary="loss weights by signal-to-noise ratio no longer wait for the GPU",
+    summary="compute loss weights from signal-to-noise ratios without waiting for the GPU",
     targets=tuple(
-        # The originals run, but timesteps and scheduler answer only the look-up that these bodies do.
+        # The originals run with replaced timesteps and scheduler, which support only the lookup in these bodies.
         Target(
-            "library.custom_train_functions", name, _gathered(names.index("timesteps")), takes(*names), body=known_bodies(body)
+            "library.custom_train_functions", name, _gather(names.index("timesteps")), takes(*names), body=known_bodies(body)
         )
         for name, body, names in (
             ("apply_snr_weight", "ca4264aabf3d", ("loss", "timesteps", "noise_scheduler", "gamma")),
@@ -58,7 +58,7 @@ PATCH = Patch(
         )
     ),
     exactness="exact",
-    held_to="the same weights, bit for bit",
+    held_to="the same loss weights, bit-identical",
     idea="https://github.com/kohya-ss/sd-scripts/blob/main/library/custom_train_functions.py",
     facts=_facts,
 )

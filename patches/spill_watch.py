@@ -1,6 +1,6 @@
-"""On Windows and WSL: a run that is slow because its memory has spilled to the host is told so.
+"""Warn on Windows and WSL if steps are slow because GPU memory has spilled to system memory.
 
-NVIDIA's driver does it silently since version 536.40; 53 to 66 seconds a step instead of 1.1 were seen.
+NVIDIA's driver spills silently since version 536.40; 53 to 66 seconds per step instead of 1.1 were reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kohya_ext.units import index_of
 @dataclass
 class _Clock(TrainingCallback):
     watch: spill.SpillDetector
-    card: int
+    index: int
     began: float | None = None
     warned: bool = False
 
@@ -35,14 +35,14 @@ class _Clock(TrainingCallback):
             return
         import torch
 
-        # From one step's end to the next one's: the script waits for the GPU once in between, to read the loss.
+        # Time from the end of one step to the end of the next; the script waits for the GPU once in between, to read the loss.
         now = time.monotonic()
         seconds, self.began = now - self.began, now
-        free, _ = torch.cuda.mem_get_info(self.card)
-        wrong = self.watch.after_step(seconds, torch.cuda.memory_reserved(self.card), free)
-        if wrong is not None:
-            go_on = restart_line({"vram_budget": "auto", "resume": "auto"})
-            warn(f"{wrong}. Ctrl-C saves what was trained; to go on within the card: {go_on}")
+        free, _ = torch.cuda.mem_get_info(self.index)
+        problem = self.watch.after_step(seconds, torch.cuda.memory_reserved(self.index), free)
+        if problem is not None:
+            command = restart_line({"vram_budget": "auto", "resume": "auto"})
+            warn(f"{problem}. Press Ctrl-C to save and stop, then resume within GPU memory: {command}")
             self.warned = True
 
 
@@ -51,16 +51,16 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Clock | No
         return None
     import torch
 
-    card = index_of(accelerator.device)
-    return _Clock(spill.SpillDetector(torch.cuda.get_device_properties(card).total_memory), card)
+    index = index_of(accelerator.device)
+    return _Clock(spill.SpillDetector(torch.cuda.get_device_properties(index).total_memory), index)
 
 
 PATCH = Patch(
     name="spill_watch",
-    summary="Windows, WSL: name it when steps are slow because memory of the run has spilled from the card to the host",
+    summary="warn on Windows and WSL if steps are slow because GPU memory has spilled to system memory",
     targets=(),
     exactness="exact",
-    held_to="the same run without it",
+    held_to="the same run without the patch",
     idea="https://nvidia.custhelp.com/app/answers/detail/a_id/5490",
     stage=Stage.OBSERVE,
     on_start=_start,

@@ -1,4 +1,4 @@
-"""The seconds of a step are kept, so that the next run with the same settings can say how long it will take."""
+"""Store the seconds per step, to predict the duration of the next run with the same settings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.run import step_times
 
 _WARM_UP = 2
-"""Steps that are not counted: caches fill, kernels are chosen."""
+"""Number of first steps left out, in which caches warm up and kernels are selected."""
 
 _EARLY = 50
-"""After so many steps the measurement is kept for the first time: a run may be killed."""
+"""Number of steps after which to store the time for the first time, since a run may be killed."""
 
 
 @dataclass
@@ -35,13 +35,13 @@ class _Clock(TrainingCallback):
         if self.steps == _WARM_UP:
             self.began = self.ended
         elif self.steps == _EARLY:
-            self.keep()
+            self.store()
 
     def on_end(self) -> None:
-        atexit.unregister(self.keep)
-        self.keep()
+        atexit.unregister(self.store)
+        self.store()
 
-    def keep(self) -> None:
+    def store(self) -> None:
         measured = self.steps - _WARM_UP
         if measured > 0:
             step_times.store(self.key, (self.ended - self.began) / measured, measured)
@@ -52,16 +52,16 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Clock | No
     if key is None or not accelerator.is_main_process:
         return None
     clock = _Clock(key)
-    atexit.register(clock.keep)
+    atexit.register(clock.store)
     return clock
 
 
 PATCH = Patch(
     name="step_times",
-    summary="the seconds of a step are kept, so that the next run with the same settings says how long it will take",
+    summary="store the seconds per step, to predict the duration of the next run with the same settings",
     targets=(),
     exactness="exact",
-    held_to="the same run without it",
+    held_to="the same run without the patch",
     idea="https://github.com/tqdm/tqdm",
     stage=Stage.OBSERVE,
     on_start=_start,

@@ -1,8 +1,8 @@
-"""At the first step: what should be trained is trained, and nothing else.
+"""Check at the first step that exactly the intended weights are trained.
 
-Each of these runs to its end upstream, and the file does nothing or the wrong thing: a network that matched no module of
-the U-Net, a learning rate of zero, the base model in the optimizer beside the LoRA, adapters on another device, weights
-that no gradient reaches, several processes that do not know of each other.
+Upstream finishes each of these runs, and the saved file has no effect or a wrong one: a network that matches no module of the
+U-Net, a learning rate of zero, the base model in the optimizer along with the LoRA, adapters on another device, weights
+without gradients, or several processes that do not communicate.
 """
 
 from __future__ import annotations
@@ -19,74 +19,73 @@ from kohya_ext.console import stop, warn
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 
-#: The last layers of text encoders are not read in SDXL, Lumina 2 and with --clip_skip: their LoRA has no gradient by design.
-_OF_TEXT_ENCODERS = "lora_te"
+#: SDXL, Lumina 2 and --clip_skip do not use the last layers of text encoders, so the LoRA of these layers has no gradient.
+_TEXT_ENCODER_PREFIX = "lora_te"
 
 
 @dataclass
 class _Check(TrainingCallback):
     args: Namespace
-    looked: bool = False
+    checked: bool = False
     stepped: bool = False
     names: dict[int, str] = field(default_factory=dict)
-    """Identity of a network's weight -> its name."""
+    """``id()`` of a network's weight -> its name."""
 
     def before_batch(self, accelerator: Any) -> None:
-        """Look at what will be trained, before the first step."""
-        if self.looked:
+        """Check the weights and optimizers before the first step."""
+        if self.checked:
             return
-        self.looked = True
+        self.checked = True
         problems = [*_between_processes(accelerator), *_in_optimizers(accelerator), *self._in_network(accelerator)]
         if problems:
             stop("\n".join([*problems, "stopped before the first step; --disable_patch training_sanity_check skips this"]))
 
     def before_step(self, optimizer: Any) -> None:
-        """Look at where gradients are, in the first step."""
+        """Check the gradients of the first step."""
         if self.stepped:
             return
         self.stepped = True
         trained = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
         without = [self.names.get(id(weight), "a weight") for weight in trained if weight.grad is None]
         if without and len(without) == len(trained):
-            stop("no gradient reaches any of the trained weights: the network is not connected to the loss")
-        if unexpected := [name for name in without if not name.startswith(_OF_TEXT_ENCODERS)]:
+            stop("no gradient reaches any of the trained weights; check that the network is connected to the loss")
+        if unexpected := [name for name in without if not name.startswith(_TEXT_ENCODER_PREFIX)]:
             shown = ", ".join(unexpected[:3])
-            warn(f"{len(unexpected)} of {len(trained)} trained weights got no gradient in the first step: {shown}, ...")
+            warn(f"{len(unexpected)} of {len(trained)} trained weights have no gradient in the first step: {shown}, ...")
 
     def _in_network(self, accelerator: Any) -> Iterator[str]:
-        """For a run that trains a network beside a frozen model."""
+        """Yield problems of a network that is trained on a frozen model."""
         models = [accelerator.unwrap_model(model) for model in accelerator._models]
         networks = [model for model in models if hasattr(model, "unet_loras")]
         if not getattr(self.args, "network_module", None) or not networks:
             return
         if not networks[0].unet_loras and not getattr(self.args, "network_train_text_encoder_only", False):
-            yield f"{self.args.network_module} found no module of the model to train; look at --network_args and --network_dim"
-        # Of a network only: with block swap, a full fine-tune's weights may well lie in host memory before the first step.
+            yield f"{self.args.network_module} matched no module of the model; check --network_args and --network_dim"
+        # Only for networks: with block swap, weights of a full fine-tune may be in host memory before the first step.
         elsewhere = {str(weight.device) for weight in networks[0].parameters() if weight.device.type != accelerator.device.type}
         if elsewhere:
             yield f"the network's weights are on {', '.join(sorted(elsewhere))}, the model on {accelerator.device}"
         half = {str(weight.dtype) for weight in networks[0].parameters() if weight.dtype.itemsize == 2}
         if half and not getattr(self.args, "full_bf16", False) and not getattr(self.args, "full_fp16", False):
-            warn(f"the network's weights are {', '.join(half)}: small steps are rounded away; float32 is usual for a network")
+            warn(f"the network's weights are {', '.join(half)}: small updates are lost to rounding; use float32")
         self.names.update({id(weight): name for name, weight in networks[0].named_parameters()})
         foreign = sum(id(weight) not in self.names for weight in trained_weights(accelerator._optimizers))
         if foreign:
-            consequence = "they would be trained beside the network, not saved"
-            yield f"{foreign} weights of the base model are in the optimizer: {consequence}"
+            yield f"{foreign} weights of the base model are in the optimizer; they would be trained but not saved"
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Check:
     if not getattr(args, "max_train_epochs", None) and getattr(args, "max_train_steps", 1) < 1:
-        stop(f"nothing would be trained: --max_train_steps is {args.max_train_steps}")
+        stop(f"nothing would be trained: --max_train_steps is {args.max_train_steps}; set it above 0")
     return _Check(args)
 
 
-def _make_data_sets(original: Any, settings: Settings) -> Any:
+def _check_dataset(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def generate_dataset_group_by_blueprint(*args: Any, **kwargs: Any) -> Any:
         groups = original(*args, **kwargs)
-        if len(groups[0] if isinstance(groups, tuple) else groups) == 0:  # upstream says so, and ends with exit code 0
-            stop("nothing would be trained: there are no pictures. Look at --train_data_dir, --in_json or --dataset_config")
+        if len(groups[0] if isinstance(groups, tuple) else groups) == 0:  # upstream logs this and exits with code 0
+            stop("nothing would be trained: the dataset has no images; check --train_data_dir, --in_json or --dataset_config")
         return groups
 
     return generate_dataset_group_by_blueprint
@@ -96,21 +95,21 @@ def _between_processes(accelerator: Any) -> Iterator[str]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and accelerator.num_processes == 1:
         yield (
-            f"{launched} processes were launched, and each would train alone and write the same files: accelerate found no "
-            "GPU for them. Leave out --num_processes and --multi_gpu"
+            f"accelerate uses no GPU, so each of {launched} processes would train alone and write the same files; "
+            "remove --num_processes and --multi_gpu"
         )
 
 
 def _in_optimizers(accelerator: Any) -> Iterator[str]:
     weights = list(trained_weights(accelerator._optimizers))
     if not any(weight.requires_grad for weight in weights):
-        yield "nothing would be trained: no weight in the optimizer takes a gradient"
+        yield "nothing would be trained: no weight in the optimizer requires a gradient"
     groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
     if groups and not any(float(group.get("initial_lr", group["lr"])) for group in groups):
-        yield "nothing would be trained: every learning rate is 0. Give --learning_rate"
+        yield "nothing would be trained: every learning rate is 0; set --learning_rate"
     odd = {str(weight.dtype) for weight in weights if not weight.dtype.is_floating_point or weight.element_size() < 2}
     if odd:
-        yield f"trained weights are of type {', '.join(sorted(odd))}, in which nothing can be learnt: use bf16 or float32"
+        yield f"trained weights are {', '.join(sorted(odd))}, which is too coarse for updates; use bf16 or float32"
 
 
 def _step(original: Any, settings: Settings) -> Any:
@@ -127,7 +126,7 @@ def _step(original: Any, settings: Settings) -> Any:
 def _get_optimizer(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def get_optimizer(args: Any, trainable_params: Any) -> Any:
-        if isinstance(trainable_params, list) and not any(map(_holds_some, trainable_params)):
+        if isinstance(trainable_params, list) and not any(map(_has_weights, trainable_params)):
             module = getattr(args, "network_module", None)
             cause = f": {module} matched no module, or its learning rate is 0 (--unet_lr, --network_args)" if module else ""
             stop(f"nothing would be trained{cause}")
@@ -136,17 +135,17 @@ def _get_optimizer(original: Any, settings: Settings) -> Any:
     return get_optimizer
 
 
-def _holds_some(group: Any) -> bool:
-    """Whether a group holds weights. An iterator, which looking would use up, is trusted."""
+def _has_weights(group: Any) -> bool:
+    """Return whether a parameter group has weights; True for iterators, which a check would consume."""
     weights = group["params"] if isinstance(group, dict) else [group]
     return not isinstance(weights, list) or bool(weights)
 
 
 PATCH = Patch(
     name="training_sanity_check",
-    summary="at the first step: something is trained, it is the right thing, and gradients reach it",
+    summary="check at the first step that the intended weights, and no others, are trained and get gradients",
     targets=(
-        Target("library.config_util", "generate_dataset_group_by_blueprint", _make_data_sets, body="runs"),
+        Target("library.config_util", "generate_dataset_group_by_blueprint", _check_dataset, body="runs"),
         Target("accelerate.optimizer", "AcceleratedOptimizer.step", _step, takes("self", "closure", exactly=True), body="runs"),
         *moved(
             "get_optimizer",
@@ -157,7 +156,7 @@ PATCH = Patch(
         ),
     ),
     exactness="exact",
-    held_to="the same run without it, when nothing is wrong",
+    held_to="the same run without the patch, if all checks pass",
     idea="https://github.com/kohya-ss/sd-scripts/issues/91",
     stage=Stage.OBSERVE,
     on_start=_start,

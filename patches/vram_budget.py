@@ -1,7 +1,7 @@
-"""``--vram_budget``: a cap on the process, and what is left below it spent on not computing twice.
+"""Cap the GPU memory of the process (``--vram_budget``), and use free memory below the cap to recompute fewer blocks.
 
-PyTorch's allocator stops at the cap as it stops at a card's end. Under Windows and WSL a card has no end: the driver takes
-system memory for what does not fit, and a step takes fifty times as long without a word.
+PyTorch's allocator treats the cap as the end of GPU memory. On Windows and WSL the driver silently spills to system memory,
+and a step takes fifty times as long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VRAM_BUDGET = Option[int | str | None](
     read_budget,
     "limit the process to this much GPU memory, unlike --vram, which names a GPU (14GB is 14e9 bytes, 13GiB is 13 * 2**30; "
     "a 16 GB GPU has 17.2e9; auto takes the free memory less 5 percent): checkpoint every block, then stop checkpointing as "
-    "many blocks as the measured peak leaves room for",
+    "many blocks as the measured peak allows",
     metavar="SIZE|auto",
     activates=True,
 )
@@ -36,19 +36,19 @@ VRAM_BUDGET = Option[int | str | None](
 @dataclass
 class _Budget(TrainingCallback):
     device: Any
-    spender: Any = None
+    controller: Any = None
     """A :class:`kohya_ext.gpu.budget_controller.BudgetController`, whose module imports torch; None where only a cap is set."""
 
     def before_batch(self, accelerator: Any) -> None:
-        if self.spender is not None:
-            self.spender.before_batch(accelerator)
+        if self.controller is not None:
+            self.controller.before_batch(accelerator)
 
     def after_batch(self, accelerator: Any) -> None:
-        if self.spender is not None:
-            self.spender.after_batch(accelerator)
+        if self.controller is not None:
+            self.controller.after_batch(accelerator)
 
     def on_end(self) -> None:
-        """Take the cap off."""
+        """Remove the cap."""
         if self.device.type == "cuda":
             import torch
 
@@ -59,59 +59,58 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
     budget = settings[VRAM_BUDGET]
     assert budget is not None, "wanted without a value"
     limit = _cap(budget, accelerator.device)
-    reason = _reason_not_to_spend(args, accelerator, settings)
+    reason = _reason_to_only_cap(args, accelerator, settings)
     if limit is None or reason is not None:
         if reason is not None:
-            note(f"memory budget: nothing below it is spent: {reason}")
+            note(f"memory budget: all blocks stay as configured, since {reason}")
         return _Budget(accelerator.device)
     from kohya_ext.gpu.budget_controller import BudgetController
     from kohya_ext.gpu.memory_meter import GPUMemoryMeter, HostMemoryMeter
 
-    on_card = accelerator.device.type == "cuda"
-    spender = BudgetController(
-        round(limit * USABLE_FRACTION), GPUMemoryMeter(accelerator.device) if on_card else HostMemoryMeter()
-    )
+    on_gpu = accelerator.device.type == "cuda"
+    meter = GPUMemoryMeter(accelerator.device) if on_gpu else HostMemoryMeter()
+    controller = BudgetController(round(limit * USABLE_FRACTION), meter)
     if settings["selective_torch_compile"]:
-        _wait_with_compiling(spender, accelerator.device.type, settings["compile_backend"])
+        _delay_compiling(controller, accelerator.device.type, settings["compile_backend"])
     if not args.gradient_checkpointing:
         args.gradient_checkpointing = True
-        note("memory budget: gradient checkpointing is on for the first steps, and for the blocks that have no room after them")
-    return _Budget(accelerator.device, spender)
+        note("memory budget: gradient checkpointing covers all blocks in the first steps, then as few as the budget allows")
+    return _Budget(accelerator.device, controller)
 
 
 def _cap(budget: int | str, device: Any) -> int | None:
-    """Cap the process; return the bytes that its tensors may take, None where that is not known."""
+    """Cap the process; return the bytes allowed for tensors, or None if unknown."""
     import torch
 
     if device.type != "cuda":
         if budget == AUTO:
-            warn("--vram_budget auto: no CUDA card is used here, so there is no free memory to go by and nothing to cap")
+            warn("--vram_budget auto is ignored: it needs a CUDA GPU")
             return None
         note(
-            f"--vram_budget {format_size(float(budget))}: no CUDA card is used here, so nothing is capped; "
-            "the tensors of the training steps are kept below it as measured"
+            f"--vram_budget {format_size(float(budget))}: no CUDA GPU is used, so memory is not capped; "
+            "blocks are checkpointed to keep the measured tensors below the budget"
         )
         return int(budget)
-    card = index_of(device)
-    free, total = torch.cuda.mem_get_info(card)
+    index = index_of(device)
+    free, total = torch.cuda.mem_get_info(index)
     wanted = tensor_limit(budget, free, total)
     if wanted <= 0:
         stop(
-            f"--vram_budget: {format_size(free)} of the card's {format_size(total)} are free, and CUDA's context alone takes "
-            f"about {format_size(CONTEXT_BYTES)}: give more, or end what else uses the card"
+            f"--vram_budget leaves no memory for tensors: {format_size(free)} of the GPU's {format_size(total)} are free, and "
+            f"the CUDA context needs about {format_size(CONTEXT_BYTES)}; raise the budget or end other programs on the GPU"
         )
     if budget != AUTO and wanted > free:
         warn(
-            f"--vram_budget {format_size(float(budget))} is more than the {format_size(free)} that are free on this card: "
-            "--vram_budget auto takes what is there"
+            f"--vram_budget {format_size(float(budget))} exceeds the {format_size(free)} free on this GPU; "
+            "--vram_budget auto uses the free memory"
         )
     limit = min(round(wanted), int(total))
-    torch.cuda.set_per_process_memory_fraction(limit / total, card)
-    note(f"memory budget: {format_size(limit)} for tensors on a card of {format_size(total)}, {format_size(free)} of them free")
+    torch.cuda.set_per_process_memory_fraction(limit / total, index)
+    note(f"memory budget: {format_size(limit)} for tensors on a GPU of {format_size(total)} with {format_size(free)} free")
     return limit
 
 
-def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
+def _reason_to_only_cap(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
     reason = reason_unused(program().command.name, args, settings)
     if reason is not None:
         return reason
@@ -120,35 +119,35 @@ def _reason_not_to_spend(args: Namespace, accelerator: Any, settings: Settings) 
     return None
 
 
-def _wait_with_compiling(spender: Any, device: str, backend: str) -> None:
-    """Let the first steps run eager, where blocks can be weighed; they are compiled once it is known what they may keep."""
+def _delay_compiling(controller: Any, device: str, backend: str) -> None:
+    """Run the first steps eager, to measure the blocks, and compile them once their activation budget is known."""
     from kohya_ext.compiling.blocks import RUN
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.compiling.support import find_obstacle
 
     if RUN.disabled_because or find_obstacle(device, backend):
-        return  # they stay eager, and are freed one by one
+        return  # blocks stay eager and are freed one by one
 
     def compile_at(share: float) -> None:
         RUN.paused = False
         try:
             set_budget(share)
-        except Exception as error:  # torch's internals differ between versions; training goes on with what it has
-            warn(f"this torch takes no activation memory budget: {type(error).__name__}: {error}")
+        except Exception as error:  # torch's internals differ between versions; training continues without a budget
+            warn(f"this version of torch rejects an activation memory budget: {type(error).__name__}: {error}")
             return
         note(f"compiled blocks keep {share:.0%} of their activations")
 
     RUN.paused = True
-    spender.compile_at = compile_at
+    controller.compile_at = compile_at
 
 
-def _take(original: Any, settings: Settings) -> Any:
+def _add_model(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def enable_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         budget = current(_Budget)
-        if budget is not None and budget.spender is not None:
-            budget.spender.take(self)
+        if budget is not None and budget.controller is not None:
+            budget.controller.take(self)
         return result
 
     return enable_gradient_checkpointing
@@ -156,16 +155,16 @@ def _take(original: Any, settings: Settings) -> Any:
 
 def _facts() -> Mapping[str, object]:
     budget = current(_Budget)
-    return budget.spender.facts() if budget is not None and budget.spender is not None else {}
+    return budget.controller.facts() if budget is not None and budget.controller is not None else {}
 
 
 PATCH = Patch(
     name="vram_budget",
-    summary="--vram_budget: cap the process, and free blocks from checkpointing as far as the measured peak allows",
-    targets=enable_checkpointing_targets(_take),
+    summary="cap GPU memory (--vram_budget) and checkpoint only as many blocks as the measured peak requires",
+    targets=enable_checkpointing_targets(_add_model),
     options=(VRAM_BUDGET,),
     exactness="exact",
-    held_to="the trained file with every block checkpointed; compiled blocks as selective_torch_compile",
+    held_to="the trained weights with every block checkpointed; compiled blocks as in selective_torch_compile",
     idea="https://pytorch.org/blog/activation-checkpointing-techniques/",
     wanted=lambda settings: settings[VRAM_BUDGET] is not None,
     facts=_facts,

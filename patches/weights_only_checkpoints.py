@@ -1,7 +1,7 @@
-"""A pickled checkpoint (``.ckpt``) is loaded for its weights only: whatever else it holds is not run.
+"""Load only the weights of pickled checkpoints (``.ckpt``), so that they cannot run code.
 
-In the places below upstream says ``weights_only=False``, so that a downloaded file may run any code of its maker's; everywhere
-else torch's own default holds. The loading is upstream's own; torch's variable overrules what it says.
+The patched functions pass ``weights_only=False``, which lets a downloaded file run any code. All others use torch's default.
+Upstream's code still loads the file; an environment variable of torch overrides its argument.
 https://pytorch.org/docs/stable/notes/serialization.html
 """
 
@@ -21,7 +21,7 @@ _VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def _load(original: Any, settings: Settings) -> Any:
-    """For a function that is given a checkpoint's path and loads it."""
+    """Force weights_only in a function that loads a checkpoint from a path."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -34,8 +34,8 @@ def _load(original: Any, settings: Settings) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             file = next(given[name] for name in _PATHS if name in given)
             stop(
-                f"{file} holds more than weights and is not loaded: it could run code. Use the model's .safetensors, or, if "
-                "you trust the file with your machine, --disable_patch weights_only_checkpoints"
+                f"{file} contains more than weights and could run code; use the model's .safetensors, or --disable_patch "
+                "weights_only_checkpoints if you trust the file"
             )
         finally:
             if before is None:
@@ -56,13 +56,13 @@ def _expect_path(original: Any) -> str | None:
 
 PATCH = Patch(
     name="weights_only_checkpoints",
-    summary="a pickled .ckpt is loaded for its weights only, and cannot run code",
+    summary="load only the weights of a pickled .ckpt, so that it cannot run code",
     targets=(
         Target("library.model_util", "load_checkpoint_with_text_encoder_conversion", _load, _expect_path, body="runs"),
         Target("networks.lora_lumina", "create_network_from_weights", _load, _expect_path, body="runs"),
         Target("networks.lora_lumina", "LoRANetwork.load_weights", _load, _expect_path, body="runs"),
     ),
     exactness="exact",
-    held_to="the weights that upstream loads",
+    held_to="the weights loaded by upstream",
     idea="https://pytorch.org/docs/stable/notes/serialization.html",
 )

@@ -127,7 +127,7 @@ def test_lora_is_bit_identical_with_fewer_multiplications(checkout, from_checkou
     # A network without its own class uses one that is patched.
     assert (kind.__module__ == name) == (checkout.layout in NETWORKS[name])
     assert kind.__module__ in NETWORKS
-    forwards = (kind.forward, skip_unit_scaling._scaled_where_it_is_narrow(kind.forward, Settings()))
+    forwards = (kind.forward, skip_unit_scaling._scale_before_up(kind.forward, Settings()))
     for dtype, alpha in itertools.product((torch.float32, torch.bfloat16, torch.float16), REMAINING):
         results, counts = [], []
         for kind.forward in forwards:

@@ -317,7 +317,7 @@ def test_two_processes_skip_the_same_step(checkout, train, tmp_path):
         **TWO,
     )
     assert run.code == 0, run.output[-5000:]
-    assert "is skipped, it is not finite" in run.output
+    assert "skipped: loss or gradient is not finite" in run.output
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
 
 
@@ -363,7 +363,7 @@ def test_full_disk_skips_a_timed_state_and_training_continues(checkout, train, u
     run = train(checkout, LORA, *options, output=disk, env={"KOHYA_EXT_REPORT": str(tmp_path / "report.json")})
     assert run.code == 0, run.output[-3000:]
     assert "saves will need about" in run.output
-    assert run.output.count("training goes on without this state") == 3
+    assert run.output.count("training continues without this state") == 3
     (state,) = disk.glob("*-state")
     assert state.name == "tiny-rolling00000001-state"
     # The error gives the size of the whole state, not of the part written before the disk was full.
@@ -426,7 +426,7 @@ def test_batch_of_nan_is_skipped_and_its_image_named(checkout, train, scripts, t
     )
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
     # The image has two repeats in eight steps. Upstream draws the first batch before it shuffles.
-    skipped = [line for line in run.output.splitlines() if "is skipped, it is not finite: loss nan" in line]
+    skipped = [line for line in run.output.splitlines() if "skipped: loss or gradient is not finite (loss nan" in line]
     assert 1 <= len(skipped) <= 3
     assert all(line.endswith(str(Path(dataset.CLASS) / "000.png")) for line in skipped)
 
@@ -489,7 +489,7 @@ def test_ckpt_with_code_is_rejected(checkout, train, models, tmp_path):
     script, option = "train_network.py", "--pretrained_model_name_or_path"
     run = train(checkout, script, option, str(bad))
     assert run.code == 2, run.output[-3000:]
-    assert "bad.ckpt holds more than weights and is not loaded" in run.output
+    assert "bad.ckpt contains more than weights and could run code" in run.output
     assert not proof.exists()
     ours, theirs = (train(checkout, script, "--max_train_steps", "1", *more) for more in ((option, str(good)), ()))
     assert same(ours.tensors, theirs.tensors)
@@ -497,7 +497,7 @@ def test_ckpt_with_code_is_rejected(checkout, train, models, tmp_path):
 
 #: Fault of site/faulty_network.py -> error message.
 FAULTS = {
-    "dtype": "trained weights are of type torch.float8_e4m3fn, in which nothing can be learnt",
+    "dtype": "trained weights are torch.float8_e4m3fn, which is too coarse for updates",
     "device": "the network's weights are on meta, the model on cpu",
     "detached": "no gradient reaches any of the trained weights",
     "base_model": "3 weights of the base model are in the optimizer",
@@ -518,7 +518,7 @@ def test_dataset_without_images_is_an_error_without_preflight(checkout, train, t
     options = ("--no-preflight", "--train_data_dir", str(tmp_path))
     run = train(checkout, FULL, *options, start="environment")
     assert run.code == 2, run.output[-3000:]
-    assert "nothing would be trained: there are no pictures" in run.output
+    assert "nothing would be trained: the dataset has no images" in run.output
 
 
 @pytest.mark.slow

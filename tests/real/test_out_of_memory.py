@@ -20,7 +20,7 @@ slow = pytest.mark.slow
 def test_the_launcher_restarts_with_the_next_change_and_loses_nothing(checkout, train, script):
     run = train(checkout, script, *TOO_MUCH, "--on_oom", "retry", env=AT_STEP_3, bare=True)
     assert "out of memory (step 3, forward): CUDA out of memory. Tried to allocate 20.00 MiB." in run.output
-    assert "nothing is lost: the state after step 2 is saved" in run.output
+    assert "no steps lost: state after step 2 saved" in run.output
     assert "the cheapest change: gradient checkpointing of every block (--gradient_checkpointing)" in run.output
     assert "restart 1 of 3, from tiny-rolling00000002-state, with gradient checkpointing" in run.output
     assert "resumed after step 2" in run.output

@@ -38,13 +38,13 @@ def test_size_includes_the_context_and_auto_leaves_a_margin(gpu, capsys):
     assert gpu.share == pytest.approx((8 * GB - CONTEXT_BYTES) / gpu.total)
     assert vram_budget._cap("auto", gpu.device) == 15 * GB - 0.05 * gpu.total
     assert gpu.share == pytest.approx(14.2 / 16)
-    assert "14.20 GB for tensors on a card of 16.00 GB, 15.00 GB of them free" in capsys.readouterr().err
+    assert "14.20 GB for tensors on a GPU of 16.00 GB with 15.00 GB free" in capsys.readouterr().err
 
 
 def test_budget_above_free_memory_is_a_warning_and_an_empty_one_an_error(gpu, capsys):
     vram_budget._cap(20 * GB, gpu.device)
     assert gpu.share == 1
-    assert "--vram_budget 20.00 GB is more than the 15.00 GB that are free" in capsys.readouterr().err
+    assert "--vram_budget 20.00 GB exceeds the 15.00 GB free on this GPU" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exited:
         vram_budget._cap(CONTEXT_BYTES, gpu.device)
     assert exited.value.code == 2
@@ -56,7 +56,7 @@ def test_budget_above_free_memory_is_a_warning_and_an_empty_one_an_error(gpu, ca
 def test_without_a_gpu_the_cap_is_skipped_with_a_warning(capsys):
     cpu = torch.device("cpu")
     assert vram_budget._cap(14 * GB, cpu) == 14 * GB
-    assert "no CUDA card is used here, so nothing is capped" in capsys.readouterr().err
+    assert "no CUDA GPU is used, so memory is not capped" in capsys.readouterr().err
     assert vram_budget._cap("auto", cpu) is None
 
 
