@@ -2,8 +2,8 @@
 
 Every call of a DyLoRA module draws the rank to train from Python's random numbers and clears ``requires_grad`` on the others.
 Checkpointing restores torch's random state before it recomputes, but not Python's, so the recomputation draws another rank.
-Autograd then silently drops the gradients of parameters whose ``requires_grad`` is off: rank 4 in units of 1 loses three quarters
-of its training. LyCORIS's DyLoRA slices its weights to the rank instead, and recomputing with another rank raises an error.
+Autograd then silently drops the gradients of parameters whose ``requires_grad`` is off. Rank 4 in units of 1 loses three
+quarters of its training. LyCORIS's DyLoRA slices its weights to the rank instead, so another rank raises an error.
 """
 
 from __future__ import annotations
