@@ -176,11 +176,8 @@ _ENTRY = 200
 def _state_bytes(accelerator: Any) -> int:
     """Return the approximate size of a state, bytes: trained weights and optimizer state."""
     optimizers = accelerator._optimizers
-    states = [state for optimizer in optimizers for state in optimizer.state_dict()["state"].values()]
-    tensors = [
-        *trained_weights(optimizers),
-        *(value for state in states if isinstance(state, dict) for value in state.values()),
-    ]
+    slots = [slot for optimizer in optimizers for slot in optimizer.state_dict()["state"].values()]
+    tensors = [*trained_weights(optimizers), *(value for slot in slots if isinstance(slot, dict) for value in slot.values())]
     return tensor_bytes(tensors) + _ENTRY * len(tensors)
 
 

@@ -16,7 +16,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
 
 
-def _with_restored_random_state(original: Any, settings: Settings) -> Any:
+def _with_same_ranks(original: Any, settings: Settings) -> Any:
     import torch
 
     @wraps(original)
@@ -38,20 +38,9 @@ PATCH = Patch(
     name="dylora_ranks",
     summary="recompute DyLoRA with the ranks of the forward pass under gradient checkpointing, so that no gradients are lost",
     targets=(
+        Target("networks.dylora", "DyLoRAModule.forward", _with_same_ranks, takes("self", "x", exactly=True), body="runs"),
         Target(
-            "networks.dylora",
-            "DyLoRAModule.forward",
-            _with_restored_random_state,
-            takes("self", "x", exactly=True),
-            body="runs",
-        ),
-        Target(
-            "lycoris.modules.dylora",
-            "DyLoraModule.forward",
-            _with_restored_random_state,
-            takes("self", "x"),
-            optional=True,
-            body="runs",
+            "lycoris.modules.dylora", "DyLoraModule.forward", _with_same_ranks, takes("self", "x"), optional=True, body="runs"
         ),
     ),
     exactness="exact",

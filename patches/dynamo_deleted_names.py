@@ -1,6 +1,6 @@
 """Let torch.compile trace ``del`` of a variable that a comprehension or a lambda captures.
 
-Dynamo does not support that instruction. HunyuanImage's and Anima's attention uses it in every call below Python 3.12. Newer
+Dynamo may not support that instruction. HunyuanImage's and Anima's attention uses it in every call below Python 3.12. Newer
 versions inline comprehensions.
 """
 

@@ -216,14 +216,14 @@ def _expect_savers(original: Any) -> str | None:
     return None if parameters[-2:] == list(_SAVERS) else f"its parameters are {parameters}"
 
 
-_SAVE_FUNCTIONS = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_train_end_common")
+_FUNCTIONS = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_train_end_common")
 
 PATCH = Patch(
     name="ema",
     summary="--ema: save an average of the trained weights with each model and state",
     targets=tuple(
         target
-        for name in _SAVE_FUNCTIONS
+        for name in _FUNCTIONS
         for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
     ),
     options=(EMA, EMA_DECAY, EMA_DEVICE),

@@ -36,7 +36,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Posi
             stop(str(error))
         args.resume = str(state) if state is not None else None
         if state is None:
-            note(f"--resume auto: no state of this run in {args.output_dir}; starting from step 0")
+            note(f"--resume auto: no state of this run in {args.output_dir}; starting a new run")
     earlier = run_record.read(Path(args.resume)) if getattr(args, "resume", None) else None
     if earlier is not None:
         run = run.as_continuation_of(earlier)
@@ -66,8 +66,8 @@ def _load_state(original: Any, settings: Settings) -> Any:
 def _clean(original: Any, settings: Settings) -> Any:
     """Keep weights that accelerate removes from a state because they share memory.
 
-    In SDXL's second text encoder, query, key and value are slices of one checkpoint tensor. Accelerate treats them as one weight
-    with three names, so upstream's states of ``--train_text_encoder`` lack two of them. The original still runs and logs the
+    In SDXL's second text encoder, query, key and value are slices of one checkpoint tensor. Accelerate treats them as one
+    weight with three names, so upstream's states of ``--train_text_encoder`` lack two of them. The original still runs and logs the
     removal, because rich draws a random number for that line.
     """
 

@@ -187,7 +187,7 @@ PATCH = Patch(
     summary="halve the Python overhead of gradient checkpointing per saved tensor",
     targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _with_fast_hooks, _expect_known_frame, body=_BODIES),),
     exactness="exact",
-    held_to="torch's non-reentrant checkpointing: the same gradients, bit for bit, and the same memory",
+    held_to="the gradients, bit for bit, and the memory of torch's non-reentrant checkpointing",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/utils/checkpoint.py",
     facts=_facts,
 )

@@ -1,6 +1,6 @@
 """Let HunyuanImage train with text encoder outputs cached in memory.
 
-For each image, upstream caches as a Python bool whether the caption contains quoted text. The dataset converts it with
+Upstream caches a Python bool for each image, true if its caption contains quoted text. The dataset converts it with
 ``torch.FloatTensor``. Up to numpy 2.3 that gives an uninitialized tensor of one element; from 2.4 on it raises TypeError before
 the first step. A zero-dimensional array, as read from the disk cache, converts correctly.
 """
