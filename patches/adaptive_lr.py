@@ -150,8 +150,8 @@ class Adaptive(TrainingCallback):
             self.factor /= 2
             rates = sorted({float(group["lr"]) * self.factor for group in self._groups()})
             note(
-                f"step {self.step}: mean loss {mean:.4g} over {self.patience} steps is not {_BETTER:.0%} below {self.best:.4g}; "
-                f"learning rate x {self.factor:g}, now {', '.join(f'{rate:.4g}' for rate in rates)}"
+                f"step {self.step}: mean loss {mean:.4g} over {self.patience} steps is not {_BETTER:.0%} below "
+                f"{self.best:.4g}; learning rate x {self.factor:g}, now {', '.join(f'{rate:.4g}' for rate in rates)}"
             )
 
     def _groups(self) -> list[dict[str, Any]]:

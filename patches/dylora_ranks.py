@@ -16,7 +16,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
 
 
-def _with_same_ranks(original: Any, settings: Settings) -> Any:
+def _keep_ranks(original: Any, settings: Settings) -> Any:
     import torch
 
     @wraps(original)
@@ -38,10 +38,8 @@ PATCH = Patch(
     name="dylora_ranks",
     summary="recompute DyLoRA with the ranks of the forward pass under gradient checkpointing, so that no gradients are lost",
     targets=(
-        Target("networks.dylora", "DyLoRAModule.forward", _with_same_ranks, takes("self", "x", exactly=True), body="runs"),
-        Target(
-            "lycoris.modules.dylora", "DyLoraModule.forward", _with_same_ranks, takes("self", "x"), optional=True, body="runs"
-        ),
+        Target("networks.dylora", "DyLoRAModule.forward", _keep_ranks, takes("self", "x", exactly=True), body="runs"),
+        Target("lycoris.modules.dylora", "DyLoraModule.forward", _keep_ranks, takes("self", "x"), optional=True, body="runs"),
     ),
     exactness="exact",
     held_to="training without gradient checkpointing, bit for bit",

@@ -75,12 +75,10 @@ class _Average(TrainingCallback):
         if self.weights:
             return
         models = [accelerator.unwrap_model(model) for model in accelerator._models]
-        names = {
-            id(weight): f"{index}.{name}" for index, model in enumerate(models) for name, weight in model.named_parameters()
-        }
-        for index, weight in enumerate(trained_weights(accelerator._optimizers)):
+        names = {id(weight): f"{i}.{name}" for i, model in enumerate(models) for name, weight in model.named_parameters()}
+        for i, weight in enumerate(trained_weights(accelerator._optimizers)):
             if weight.requires_grad:
-                self.weights[names.get(id(weight), f"optimizer.{index}")] = weight
+                self.weights[names.get(id(weight), f"optimizer.{i}")] = weight
         if self.values and {name: value.shape for name, value in self.values.items()} != {
             name: weight.shape for name, weight in self.weights.items()
         }:
@@ -216,15 +214,13 @@ def _expect_savers(original: Any) -> str | None:
     return None if parameters[-2:] == list(_SAVERS) else f"its parameters are {parameters}"
 
 
-_FUNCTIONS = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_train_end_common")
+_NAMES = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_train_end_common")
 
 PATCH = Patch(
     name="ema",
     summary="--ema: save an average of the trained weights with each model and state",
     targets=tuple(
-        target
-        for name in _FUNCTIONS
-        for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
+        target for name in _NAMES for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
     ),
     options=(EMA, EMA_DECAY, EMA_DEVICE),
     exactness="exact",

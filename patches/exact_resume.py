@@ -67,8 +67,8 @@ def _clean(original: Any, settings: Settings) -> Any:
     """Keep weights that accelerate removes from a state because they share memory.
 
     In SDXL's second text encoder, query, key and value are slices of one checkpoint tensor. Accelerate treats them as one
-    weight with three names, so upstream's states of ``--train_text_encoder`` lack two of them. The original still runs and logs the
-    removal, because rich draws a random number for that line.
+    weight with three names, so upstream's states of ``--train_text_encoder`` lack two of them. The original still runs and logs
+    the removal, because rich draws a random number for that line.
     """
 
     @wraps(original)
