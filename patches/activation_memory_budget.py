@@ -1,8 +1,8 @@
-"""Let the partitioner of torch.compile trade recompute for memory.
+"""Set the activation memory budget of torch.compile's partitioner.
 
-What is compiled keeps only a share of its activations and recomputes the rest in backward, the cheapest first, where
-gradient checkpointing recomputes everything. It is the alternative to checkpointing, not an addition: inside a checkpoint
-nothing outlives the block anyway, and what the budget makes it recompute is recomputed twice.
+Compiled blocks save only a share of their activations and recompute the cheapest ones in backward. Gradient checkpointing
+recomputes everything. Use one or the other: a checkpointed block frees its activations anyway, so a budget only makes it
+recompute them twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACTIVATION_MEMORY_BUDGET = Option[float | None](
     "activation_memory_budget",
     None,
     fraction,
-    "share of the activations that compiled blocks may keep for backward, from 0 (recompute all) to 1 (keep all)",
+    "share of activations that compiled blocks save for backward, from 0 (recompute all) to 1 (save all)",
     environment="SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET",
     metavar="FRACTION",
     activates=True,
@@ -29,34 +29,34 @@ ACTIVATION_MEMORY_BUDGET = Option[float | None](
 
 def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
     share = settings[ACTIVATION_MEMORY_BUDGET]
-    assert share is not None, "wanted without a value"
+    assert share is not None, "the patch is on without a value"
     whole_model = getattr(args, "torch_compile", False) or getattr(args, "compile", False)
     if not whole_model and not settings["selective_torch_compile"]:
-        warn(f"--activation_memory_budget {share} does nothing without --selective_torch_compile (or --torch_compile)")
+        warn(f"--activation_memory_budget {share} has no effect; add --selective_torch_compile or --torch_compile")
         return
     if not whole_model and settings["compile_backend"] == "eager":
-        warn(f"--activation_memory_budget {share} does nothing with --compile_backend eager, which partitions no graph")
+        warn(f"--activation_memory_budget {share} has no effect with --compile_backend eager; use --compile_backend inductor")
         return
     if share < 1 and getattr(args, "gradient_checkpointing", False):
         warn(
-            f"--activation_memory_budget {share} saves nothing with --gradient_checkpointing and recomputes twice: "
-            "use one of them (--no-gradient_checkpointing turns the other off)"
+            f"--activation_memory_budget {share} saves nothing with --gradient_checkpointing and recomputes activations twice; "
+            "remove one of them (--no-gradient_checkpointing overrides a preset)"
         )
     try:
         set_budget(share)
-    except Exception as error:  # torch's internals differ between versions; training goes on with what it has
-        warn(f"this torch takes no activation memory budget: {type(error).__name__}: {error}")
+    except Exception as error:  # internal API: training continues without a budget
+        warn(f"--activation_memory_budget ignored: this version of torch rejects it ({type(error).__name__}: {error})")
         return
-    note(f"compiled blocks keep {share:.0%} of their activations" if share else "compiled blocks recompute all activations")
+    note(f"compiled blocks save {share:.0%} of their activations" if share else "compiled blocks recompute all activations")
 
 
 PATCH = Patch(
     name="activation_memory_budget",
-    summary="what compiled blocks keep for backward, as a share of their activations",
+    summary="limit the share of activations that compiled blocks save for backward",
     targets=(),
     options=(ACTIVATION_MEMORY_BUDGET,),
     exactness="close",
-    held_to="the same training with a budget of 1: in float32, weights within 1e-5 after the first steps",
+    held_to="training with a budget of 1; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
     wanted=lambda settings: settings[ACTIVATION_MEMORY_BUDGET] is not None,
     stage=Stage.COMPUTE,

@@ -1,12 +1,12 @@
-"""``--adaptive_lr``: the learning rate is halved when the loss no longer falls, an unusual gradient is clipped to the usual.
+"""``--adaptive_lr``: halve the learning rate when the loss stops falling, and clip unusually large gradients.
 
-The loss of one step says little: it depends mostly on the timestep that was drawn. So means over --adaptive_lr_patience
-steps are compared, as ReduceLROnPlateau compares epochs: one that is not 1 % below the best so far halves the rate. A
-gradient of more than four times the median of the last hundred is unstable, and scaled down to that median
-(AutoClip's idea, https://arxiv.org/abs/2007.14469).
+A single step's loss depends mostly on its random timestep. The patch therefore compares mean losses of --adaptive_lr_patience
+steps, as ReduceLROnPlateau compares epochs: a mean that is not 1 % below the best so far halves the rate. A gradient whose norm
+exceeds four times the median of the last hundred norms is scaled down to that median, as in AutoClip
+(https://arxiv.org/abs/2007.14469).
 
-The factor is on the optimizer's rate only while a step is made, and off again before the scheduler looks: so it multiplies
-whatever schedule there is, those that compute the next rate from the present one too. It is kept in every state.
+The factor is applied to the optimizer's rate before each step and removed before the scheduler's step. It therefore also works
+with schedulers that compute the next rate from the current one. Every state contains it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOWEST = 2**-6
 _UNSTABLE = 4.0
 _NORMS = 100
 _FEW_NORMS = 20
-"""With fewer than these nothing is said to be usual."""
+"""Minimum number of norms for a median."""
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
@@ -42,87 +42,87 @@ ADAPTIVE_LR = Option(
     "adaptive_lr",
     False,
     boolean,
-    "halve the learning rate when the loss no longer falls, and clip a gradient of an unusual norm to the usual one",
+    "halve the learning rate when the loss stops falling, and clip unusually large gradients to the median norm",
     activates=True,
 )
 ADAPTIVE_LR_PATIENCE = Option(
     "adaptive_lr_patience",
     500,
     count,
-    "of how many steps --adaptive_lr compares the mean loss; few steps' means differ by chance",
+    "steps averaged per comparison of --adaptive_lr; small values are noisy",
     metavar="STEPS",
 )
 
 
 @dataclass
 class Adaptive(TrainingCallback):
-    """The factor on the learning rate, and what decides about it."""
+    """A factor on the learning rate, with the loss and gradient statistics that determine it."""
 
     accelerator: Any
     patience: int
-    """Steps in a mean."""
+    """Steps per mean loss."""
     max_grad_norm: float = 0.0
-    """What the script clips to; 0: it does not clip."""
+    """The script's clipping threshold; 0: no clipping."""
     fused: bool = False
-    """Whether the optimizer steps within backward, where no gradient is left to look at."""
+    """Whether the optimizer steps within backward, which leaves no gradients to clip."""
     step: int = 0
     factor: float = 1.0
     best: float | None = None
     """The lowest mean so far."""
-    total: Any = 0.0
-    """The sum of the finite losses since the last mean was taken, on the device, so that nothing is waited for."""
-    seen: Any = 0.0
-    """How many there were."""
+    loss_sum: Any = 0.0
+    """The sum of finite losses since the last mean. A tensor on the device, to avoid a sync each step."""
+    loss_count: Any = 0.0
+    """The number of finite losses since the last mean."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=_NORMS))
     norm: Any = None
-    """This step's gradient norm, when the script clips."""
+    """This step's gradient norm, if the script clips."""
     _scheduled: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
-    """While the factor is on: the groups and their schedule's rates."""
+    """Parameter groups with the scheduler's rates, while the factor is applied."""
 
     def before_batch(self, accelerator: Any) -> None:
-        """Multiply every rate."""
+        """Multiply every learning rate by the factor."""
         groups = self._groups()
         if self.step == 0 and any(group.get("relative_step") for group in groups):
-            stop("--adaptive_lr does nothing to Adafactor's relative steps: add --optimizer_args relative_step=False")
+            stop("--adaptive_lr has no effect on Adafactor's relative steps; add --optimizer_args relative_step=False")
         self._scheduled = [(group, group["lr"]) for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * self.factor
 
-    def take_off(self) -> None:
-        """Put the schedule's rates back; before the scheduler looks, or after the batch."""
+    def restore_rates(self) -> None:
+        """Restore the scheduler's rates, before its step or after the batch."""
         for group, rate in self._scheduled:
             group["lr"] = rate
         self._scheduled = []
 
-    def sees_loss(self, loss: Any) -> None:
-        """Take a micro-batch's loss."""
+    def add_loss(self, loss: Any) -> None:
+        """Add a micro-batch's loss to the mean, unless it is not finite."""
         import torch
 
         value = loss.detach().float().mean()
         finite = value.isfinite()
-        self.total = self.total + torch.where(finite, value, torch.zeros_like(value))
-        self.seen = self.seen + finite.float()
+        self.loss_sum = self.loss_sum + torch.where(finite, value, torch.zeros_like(value))
+        self.loss_count = self.loss_count + finite.float()
 
-    def steady(self, optimizer: Any) -> None:
-        """Scale the gradients down when their norm is unusual; before the optimizer's step."""
+    def clip_unusual(self, optimizer: Any) -> None:
+        """Scale the gradients to the median norm if theirs is unusually large, before the optimizer's step."""
         import torch
 
         gradients = [weight.grad for weight in trained_weights([optimizer]) if weight.grad is not None]
         norm = float(self.norm if self.norm is not None else torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             return
-        usual = statistics.median(self.norms) if len(self.norms) >= _FEW_NORMS else norm
+        median = statistics.median(self.norms) if len(self.norms) >= _FEW_NORMS else norm
         self.norms.append(norm)
-        if norm <= _UNSTABLE * usual:
+        if norm <= _UNSTABLE * median:
             return
-        now = min(norm, self.max_grad_norm) if self.norm is not None and self.max_grad_norm else norm
-        if usual < now:
-            torch._foreach_mul_(gradients, usual / now)
-        note(f"step {self.step + 1}: the gradient's norm is {norm:.4g}, usually {usual:.4g}: clipped to {min(usual, now):.4g}")
+        clipped = min(norm, self.max_grad_norm) if self.norm is not None and self.max_grad_norm else norm
+        if median < clipped:
+            torch._foreach_mul_(gradients, median / clipped)
+        note(f"step {self.step + 1}: gradient norm {norm:.4g} clipped to {min(median, clipped):.4g} (median: {median:.4g})")
 
     def after_batch(self, accelerator: Any) -> None:
-        """Count the step; at the end of a window decide."""
-        self.take_off()
+        """Count the step, and update the factor at the end of each window."""
+        self.restore_rates()
         if not accelerator.sync_gradients:
             return
         self.norm = None
@@ -130,58 +130,58 @@ class Adaptive(TrainingCallback):
         if self.step % self.patience == 0:
             mean = self._mean(accelerator)
             if mean is not None:
-                self.decide(mean)
+                self.update_factor(mean)
 
     def _mean(self, accelerator: Any) -> float | None:
         import torch
 
-        both = torch.stack([torch.as_tensor(value, device=accelerator.device) for value in (self.total, self.seen)])
+        sums = torch.stack([torch.as_tensor(value, device=accelerator.device) for value in (self.loss_sum, self.loss_count)])
         if accelerator.num_processes > 1:
-            both = accelerator.reduce(both, reduction="sum")
-        total, seen = both.tolist()
-        self.total = self.seen = 0.0
-        return total / seen if seen else None
+            sums = accelerator.reduce(sums, reduction="sum")
+        loss_sum, loss_count = sums.tolist()
+        self.loss_sum = self.loss_count = 0.0
+        return loss_sum / loss_count if loss_count else None
 
-    def decide(self, mean: float) -> None:
-        """Halve the rate when ``mean``, of the losses of one window, is no better than the best."""
+    def update_factor(self, mean: float) -> None:
+        """Halve the factor unless ``mean``, the mean loss of a window, is below the best."""
         if self.best is None or mean < self.best * (1 - _BETTER):
             self.best = mean
         elif self.factor > _LOWEST:
             self.factor /= 2
             rates = sorted({float(group["lr"]) * self.factor for group in self._groups()})
             note(
-                f"step {self.step}: the loss was {mean:.4g} over {self.patience} steps, the best was {self.best:.4g}: "
-                f"learning rate x {self.factor:g}, now {', '.join(f'{rate:.4g}' for rate in rates)}"
+                f"step {self.step}: mean loss {mean:.4g} over {self.patience} steps is not {_BETTER:.0%} below "
+                f"{self.best:.4g}; learning rate x {self.factor:g}, now {', '.join(f'{rate:.4g}' for rate in rates)}"
             )
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.accelerator._optimizers for group in optimizer.param_groups]
 
     def on_state_save(self, folder: Path) -> None:
-        """Write all that decides into a state."""
+        """Write the factor and its statistics into the state."""
         if self.accelerator.is_main_process:
-            kept = {name: getattr(self, name) for name in ("step", "factor", "best")}
-            kept |= {"total": float(self.total), "seen": float(self.seen), "norms": list(self.norms)}
-            (folder / FILE).write_text(json.dumps(kept), encoding="utf-8")
+            values = {name: getattr(self, name) for name in ("step", "factor", "best")}
+            values |= {"loss_sum": float(self.loss_sum), "loss_count": float(self.loss_count), "norms": list(self.norms)}
+            (folder / FILE).write_text(json.dumps(values), encoding="utf-8")
 
     def on_state_load(self, folder: Path) -> None:
-        """Read it back."""
+        """Read the factor and its statistics from the state."""
         file = folder / FILE
         if not file.is_file():
-            note(f"{folder} was saved without --adaptive_lr: it begins anew")
+            note(f"{folder} was saved without --adaptive_lr; starting with a factor of 1")
             return
         for name, value in json.loads(file.read_text(encoding="utf-8")).items():
             setattr(self, name, deque(value, maxlen=_NORMS) if name == "norms" else value)
         if self.factor != 1:
-            note(f"learning rate x {self.factor:g}, as --adaptive_lr had it at step {self.step}")
+            note(f"--adaptive_lr resumed at step {self.step}: learning rate x {self.factor:g}")
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> Adaptive:
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
-        stop("--adaptive_lr does not work with DeepSpeed, which steps its scheduler itself: leave it out")
+        stop("--adaptive_lr does not support DeepSpeed, which steps its own scheduler; remove it")
     note(
-        f"--adaptive_lr: halved when {settings[ADAPTIVE_LR_PATIENCE]} steps' mean loss is not {_BETTER:.0%} below the best; "
-        "the script's own log shows the schedule's rate"
+        f"--adaptive_lr halves the rate when the mean loss of {settings[ADAPTIVE_LR_PATIENCE]} steps is not {_BETTER:.0%} "
+        "below the best; the script's log shows the scheduler's rate"
     )
     fused = any(getattr(args, name, None) for name in _FUSED)
     return Adaptive(accelerator, settings[ADAPTIVE_LR_PATIENCE], getattr(args, "max_grad_norm", None) or 0.0, fused)
@@ -191,7 +191,7 @@ def _backward(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
         if (adaptive := current(Adaptive)) is not None:
-            adaptive.sees_loss(loss)
+            adaptive.add_loss(loss)
         return original(self, loss, **kwargs)
 
     return backward
@@ -212,10 +212,10 @@ def _optimizer_step(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
         adaptive = current(Adaptive)
-        # A gradient scaler's gradients are scaled until the script clips them.
-        known = adaptive is not None and (self.scaler is None or adaptive.norm is not None)
-        if adaptive is not None and known and not adaptive.fused and self.gradient_state.sync_gradients:
-            adaptive.steady(self)
+        # With a gradient scaler, the norm is known only once the script has unscaled the gradients to clip them.
+        is_unscaled = adaptive is not None and (self.scaler is None or adaptive.norm is not None)
+        if adaptive is not None and is_unscaled and not adaptive.fused and self.gradient_state.sync_gradients:
+            adaptive.clip_unusual(self)
         return original(self, closure)
 
     return step
@@ -225,7 +225,7 @@ def _scheduler_step(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (adaptive := current(Adaptive)) is not None:
-            adaptive.take_off()
+            adaptive.restore_rates()
         return original(self, *args, **kwargs)
 
     return step
@@ -233,7 +233,7 @@ def _scheduler_step(original: Any, settings: Settings) -> Any:
 
 PATCH = Patch(
     name="adaptive_lr",
-    summary="--adaptive_lr: the rate is halved when the loss no longer falls, an unusual gradient is clipped to the usual",
+    summary="--adaptive_lr: halve the learning rate when the loss stops falling, and clip unusually large gradients",
     targets=(
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.clip_grad_norm_", _clip, takes("self", "parameters"), body="runs"),
@@ -242,7 +242,7 @@ PATCH = Patch(
     ),
     options=(ADAPTIVE_LR, ADAPTIVE_LR_PATIENCE),
     exactness="exact",
-    held_to="upstream's run with the same rates as a schedule of its own (piecewise_constant)",
+    held_to="training with the same rates set by --lr_scheduler piecewise_constant",
     idea="https://pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.ReduceLROnPlateau.html",
     wanted=lambda settings: settings[ADAPTIVE_LR],
     stage=Stage.COMPUTE,

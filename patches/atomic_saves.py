@@ -1,10 +1,12 @@
-"""Every model, state and cache file is written beside and renamed when it is whole.
+"""Write every model, state and cache file atomically.
 
-Upstream writes straight to the final name: a full disk or a kill leaves a truncated file there, over the good one it
-replaced. Its writers all end in the functions below. A model that was there before the run began is kept as
-``NAME.previous``: rerunning a command must not cost last night's result. ``safetensors.torch.serialize_file`` is taken
-instead of ``save_file``, because ``from safetensors.torch import save_file`` makes bindings that no patch reaches, and
-each of them looks this name up when it is called.
+Upstream writes to the final name, so a full disk or a kill leaves a truncated file in place of the earlier one. This patch
+writes to a temporary name in the same folder and renames the complete file. A model from before the run is kept as
+``NAME.previous``, so that rerunning a command does not destroy an earlier result.
+
+All of upstream's writers call the functions below. ``safetensors.torch.serialize_file`` is replaced instead of ``save_file``:
+``from safetensors.torch import save_file`` creates references that a patch cannot replace, but ``save_file`` itself looks up
+``serialize_file`` on each call.
 """
 
 from __future__ import annotations
@@ -29,40 +31,39 @@ DISK_FULL_TIMEOUT = Option(
     "disk_full_timeout",
     10.0,
     minutes,
-    "when a save finds the disk full, keep the weights in memory and try again for this many minutes before giving up",
+    "when the disk is full, keep the weights in memory and retry the save for this many minutes",
     metavar="MINUTES",
 )
 FALLBACK_DIR = Option[Path | None](
     "fallback_dir",
     None,
     path,
-    "a folder, on another disk, that a save goes to when there is no room in --output_dir",
+    "save to this folder, on another disk, when the disk of --output_dir is full",
     metavar="FOLDER",
 )
 KEEP_PREVIOUS = Option(
     "keep_previous",
     True,
     boolean,
-    "keep a model of the same name that was there before the run as NAME.previous, instead of replacing it",
+    "rename an existing model of the same name to NAME.previous instead of replacing it",
 )
 
 
 @dataclass
-class _Earlier(TrainingCallback):
-    """The models and states of an earlier run in the output folder."""
+class _KeepPrevious(TrainingCallback):
+    """Keeps the models and states of an earlier run in the output folder."""
 
     folder: Path
     name: str | None
     args: Namespace
-    kept: bool = False
-    """Whether they are out of the way."""
+    done: bool = False
 
     def before_batch(self, accelerator: Any) -> None:
-        """Move them, before this run has saved any, and when it is known whether it continues the earlier one."""
-        if self.kept:
+        """Mark models and rename states on the first batch: before the first save, and after any resume."""
+        if self.done:
             return
-        self.kept = True
-        # The files of each epoch and step are those of the run that is resumed.
+        self.done = True
+        # A resumed run may replace the models of its own epochs and steps.
         resumed = getattr(self.args, "resume", None)
         for model in final_models(self.folder, self.name) if resumed else models(self.folder, self.name):
             preserve(model)
@@ -72,10 +73,10 @@ class _Earlier(TrainingCallback):
             rename_to_previous(earlier, list(previous_states(self.folder, self.name)))
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Earlier | None:
+def _start(args: Namespace, accelerator: Any, settings: Settings) -> _KeepPrevious | None:
     if not settings[KEEP_PREVIOUS] or not getattr(args, "output_dir", None):
         return None
-    return _Earlier(Path(args.output_dir), getattr(args, "output_name", None), args)
+    return _KeepPrevious(Path(args.output_dir), getattr(args, "output_name", None), args)
 
 
 def _policy(settings: Settings) -> DiskFullPolicy:
@@ -91,7 +92,7 @@ def _serialize_file(original: Any, settings: Settings) -> Any:
     def serialize_file(tensor_dict: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         return write_atomically(
             Path(filename),
-            in_temporary_folder(lambda beside: original(tensor_dict, str(beside), *args, **kwargs)),
+            in_temporary_folder(lambda temporary: original(tensor_dict, str(temporary), *args, **kwargs)),
             lambda: sum(map(_tensor_size, tensor_dict.values())),
             _policy(settings),
         )
@@ -100,7 +101,7 @@ def _serialize_file(original: Any, settings: Settings) -> Any:
 
 
 def _tensor_size(spec: Any) -> int:
-    """The bytes of a tensor: safetensors 0.4 hands over dictionaries that hold them, 0.8 objects that point to them."""
+    """Return the size of a tensor, bytes. safetensors 0.4 passes a dictionary with the data, 0.8 an object with a pointer."""
     return len(spec["data"]) if isinstance(spec, dict) else int(spec.data_len)
 
 
@@ -111,7 +112,7 @@ def _save(original: Any, settings: Settings) -> Any:
             return original(obj, f, *args, **kwargs)
         return write_atomically(
             Path(f),
-            lambda beside: original(obj, str(beside), *args, **kwargs),
+            lambda temporary: original(obj, str(temporary), *args, **kwargs),
             lambda: tensor_bytes(obj),
             _policy(settings),
         )
@@ -124,7 +125,7 @@ def _mem_eff_save_file(original: Any, settings: Settings) -> Any:
     def mem_eff_save_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         return write_atomically(
             Path(filename),
-            lambda beside: original(tensors, str(beside), *args, **kwargs),
+            lambda temporary: original(tensors, str(temporary), *args, **kwargs),
             lambda: tensor_bytes(tensors),
             _policy(settings),
         )
@@ -139,8 +140,8 @@ def _savez(original: Any, settings: Settings) -> Any:
             return original(file, *args, **kwargs)
         name = os.fspath(file)
 
-        def write(beside: Path) -> Any:
-            with open(beside, "wb") as stream:  # given a name, numpy would add .npz to it
+        def write(temporary: Path) -> Any:
+            with open(temporary, "wb") as stream:  # numpy appends .npz to a file name
                 return original(stream, *args, **kwargs)
 
         size = sum(getattr(array, "nbytes", 0) for array in (*args, *kwargs.values()))
@@ -153,14 +154,14 @@ def _save_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         if output_dir is None or self.num_processes > 1:
-            # Several processes write into one folder, and not all of them may: its files are whole each for itself.
+            # Several processes write into one folder, so it is not renamed. Its files are still written atomically.
             return original(self, output_dir, *args, **kwargs)
 
-        def write(beside: Path) -> None:
-            original(self, str(beside), *args, **kwargs)
+        def write(temporary: Path) -> None:
+            original(self, str(temporary), *args, **kwargs)
             if (run := run_record.current()) is not None:
                 current = position()
-                run_record.write(beside, run, current.step if current is not None else 0)
+                run_record.write(temporary, run, current.step if current is not None else 0)
 
         write_atomically(Path(output_dir), write, lambda: _state_bytes(self), _policy(settings))
         return output_dir
@@ -168,30 +169,30 @@ def _save_state(original: Any, settings: Settings) -> Any:
     return save_state
 
 
-#: Bytes that torch.save and safetensors take for each tensor beside its data: measured on a LoRA's state, 170.
+#: Overhead of torch.save and safetensors, bytes per tensor. Measured for a LoRA's state: 170.
 _ENTRY = 200
 
 
 def _state_bytes(accelerator: Any) -> int:
-    """Return the bytes of a state's largest parts: the trained weights, and what the optimizer keeps of each."""
+    """Return the approximate size of a state, bytes: trained weights and optimizer state."""
     optimizers = accelerator._optimizers
-    slots = [each for optimizer in optimizers for each in optimizer.state_dict()["state"].values()]
-    tensors = [*trained_weights(optimizers), *(value for each in slots if isinstance(each, dict) for value in each.values())]
+    slots = [slot for optimizer in optimizers for slot in optimizer.state_dict()["state"].values()]
+    tensors = [*trained_weights(optimizers), *(value for slot in slots if isinstance(slot, dict) for value in slot.values())]
     return tensor_bytes(tensors) + _ENTRY * len(tensors)
 
 
 def _save_diffusers(original: Any, settings: Settings) -> Any:
-    """For upstream's writers of a model in Diffusers' format: a folder."""
+    """Wrap a writer of a model folder in Diffusers' format."""
     signature = inspect.signature(original)
 
     @wraps(original)
     def save_diffusers_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        final = Path(given.arguments["output_dir"])
+        bound = signature.bind(*args, **kwargs)
+        final = Path(bound.arguments["output_dir"])
 
-        def write(beside: Path) -> Any:
-            given.arguments["output_dir"] = str(beside)
-            return original(*given.args, **given.kwargs)
+        def write(temporary: Path) -> Any:
+            bound.arguments["output_dir"] = str(temporary)
+            return original(*bound.args, **bound.kwargs)
 
         return write_atomically(final, write, lambda: 0, _policy(settings))
 
@@ -204,8 +205,8 @@ def _expect_output_dir(original: Any) -> str | None:
 
 
 def tensor_bytes(obj: Any) -> int:
-    """Return the bytes of all tensors in nested dictionaries, lists and tuples; shared storage counts once."""
-    seen: dict[int, int] = {}
+    """Return the size of all tensors in nested dictionaries, lists and tuples, bytes. Shared storage counts once."""
+    sizes: dict[int, int] = {}
     stack = [obj]
     while stack:
         item = stack.pop()
@@ -214,13 +215,13 @@ def tensor_bytes(obj: Any) -> int:
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
         elif hasattr(item, "untyped_storage"):
-            seen[item.untyped_storage().data_ptr()] = item.numel() * item.element_size()
-    return sum(seen.values())
+            sizes[item.untyped_storage().data_ptr()] = item.numel() * item.element_size()
+    return sum(sizes.values())
 
 
 PATCH = Patch(
     name="atomic_saves",
-    summary="model, state and cache files get their name only when they are whole; a full disk and a second run lose nothing",
+    summary="write model, state and cache files atomically, so that a crash, a full disk or a second run loses no earlier file",
     targets=(
         Target("safetensors.torch", "serialize_file", _serialize_file, takes("tensor_dict", "filename"), body="runs"),
         Target("torch", "save", _save, takes("obj", "f"), body="runs"),
@@ -232,7 +233,7 @@ PATCH = Patch(
     ),
     options=(DISK_FULL_TIMEOUT, FALLBACK_DIR, KEEP_PREVIOUS),
     exactness="exact",
-    held_to="the tensors that upstream writes",
+    held_to="the tensors that upstream saves",
     idea="https://lwn.net/Articles/457667/",
     stage=Stage.WRITE,
     on_start=_start,

@@ -1,8 +1,7 @@
-"""Read Chroma's text lengths from the GPU once a forward, not a dozen times in every block.
+"""Read Chroma's text lengths from the GPU once per forward pass, not a dozen times in every block.
 
-Each block cuts every sample to its own length, and learns the lengths by asking the GPU for them, number by number, and
-waits for each answer: 52 stalls in five blocks, and as many places where a compiled block would fall apart. The blocks are
-given the numbers instead. They do with them what they did before.
+Each block cuts every sample to its own length. Upstream reads the lengths from the GPU one by one and waits each time: 52 syncs
+in five blocks, each also a graph break in a compiled block. This patch passes the lengths as Python integers.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
 
-class Longest:
-    """What ``torch.max`` says of the lengths: a number that is there already."""
+class _Maximum:
+    """The result of ``torch.max(lengths)``, on the host."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def item(self) -> int:
-        """Return the length of the longest text, tokens."""
+        """Return the length of the longest text in tokens."""
         return self.length
 
 
 class Lengths:
-    """The text lengths of a batch, tokens, as a tensor of shape (batch,) and as numbers that are there already."""
+    """The text lengths of a batch in tokens, as a tensor of shape (batch,) and as integers on the host."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -41,20 +40,20 @@ class Lengths:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer ``torch.max(lengths)``; whatever else is asked is asked of the tensor."""
+        """Return ``torch.max(lengths)`` from the integers; pass every other function to the tensor."""
         import torch
 
         if function is torch.max and len(args) == 1 and not kwargs:
-            return Longest(max(args[0].numbers))
+            return _Maximum(max(args[0].numbers))
         return function(*(arg.tensor if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("tensor", "numbers"):  # not there yet, as in a copy that is being made
+        if name in ("tensor", "numbers"):  # not yet set, for example during copy.copy
             raise AttributeError(name)
         return getattr(self.tensor, name)
 
 
-def _with_numbers(original: Any, settings: Settings) -> Any:
+def _with_host_lengths(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "txt_seq_len" in kwargs:
@@ -65,29 +64,29 @@ def _with_numbers(original: Any, settings: Settings) -> Any:
 
 
 def _read_once(tensor: Any) -> Lengths:
-    """Read the tensor that all blocks of a forward are given, and keep what was read beside it."""
+    """Return the lengths, read once and cached on the tensor that all blocks of a forward pass share."""
     if not hasattr(tensor, "_kohya_ext_lengths"):
-        tensor._kohya_ext_lengths = Lengths(tensor.detach())  # not itself: each would keep the other alive
+        tensor._kohya_ext_lengths = Lengths(tensor.detach())  # detached, to avoid a reference cycle
     lengths: Lengths = tensor._kohya_ext_lengths
     return lengths
 
 
 PATCH = Patch(
     name="chroma_text_lengths",
-    summary="Chroma's blocks no longer wait for the GPU to learn their text lengths",
+    summary="read Chroma's text lengths from the GPU once per forward pass instead of several times in every block",
     targets=(
         Target(
             "library.chroma_models",
             "DoubleStreamBlock.forward",
-            _with_numbers,
+            _with_host_lengths,
             takes("self", "img", "txt", "pe", "distill_vec", "txt_seq_len", exactly=True),
-            # The originals run, but Lengths answers only what they ask of the tensor.
+            # The originals run, but Lengths supports only their uses of the tensor.
             body=known_bodies("f61b8116846d", helpers={"DoubleStreamBlock._forward": ("f8a1a9da474d",)}),
         ),
         Target(
             "library.chroma_models",
             "SingleStreamBlock.forward",
-            _with_numbers,
+            _with_host_lengths,
             takes("self", "x", "pe", "distill_vec", "txt_seq_len", exactly=True),
             body=known_bodies("fe51c654c502", helpers={"SingleStreamBlock._forward": ("9b87c7634a56",)}),
         ),

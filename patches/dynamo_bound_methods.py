@@ -1,7 +1,7 @@
-"""Let torch.compile trace a method of another module that is kept as an attribute, as torch does from 2.7 on.
+"""Let torch.compile trace another module's method that is stored as an attribute, as torch 2.7 and later do.
 
-LoRA keeps the original method of a layer (``self.org_forward = layer.forward``). Dynamo forgets, in such a method, where the
-layer came from. It then cannot make inputs of the layer's parameters, and breaks the graph at every layer.
+LoRA stores a layer's original method (``self.org_forward = layer.forward``). Dynamo loses the source of the layer in such a
+method. It cannot turn the layer's parameters into graph inputs, so the graph breaks at every layer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def _with_source(original: Any, settings: Settings) -> Any:
         owner = method.__self__ if isinstance(method, MethodType) else None
         if not self.source or not isinstance(owner, Module) or owner is self.value:
             return original(self, tx, name)
-        # Guarded on the function, not on the method object, which is another one for each layer.
+        # Guard on the function, because each layer has its own method object.
         source = AttrSource(self.source, name)
         install_guard(AttrSource(source, "__func__").make_guard(GuardBuilder.CLOSURE_MATCH))
-        its_self = VariableBuilder(tx, AttrSource(source, "__self__"))(owner)
-        return UserMethodVariable(method.__func__, its_self, source=source)
+        owner_variable = VariableBuilder(tx, AttrSource(source, "__self__"))(owner)
+        return UserMethodVariable(method.__func__, owner_variable, source=source)
 
     return var_getattr
 
@@ -42,13 +42,13 @@ def _example() -> tuple[Any, tuple[Any, ...]]:
     import torch
 
     holder = torch.nn.Identity()
-    holder.method = torch.nn.LayerNorm(1).forward  # a layer with parameters, and one that draws no random numbers
+    holder.method = torch.nn.LayerNorm(1).forward  # has parameters, and its initialization draws no random numbers
     return lambda module, x: module.method(x), (holder, torch.zeros(1, 1))
 
 
 PATCH = Patch(
     name="dynamo_bound_methods",
-    summary="torch 2.6: torch.compile traces the method of a layer that LoRA keeps, instead of breaking the graph there",
+    summary="torch 2.6: let torch.compile trace LoRA's reference to a layer's method, instead of breaking the graph",
     targets=(
         Target(
             "torch._dynamo.variables.nn_module",
@@ -59,7 +59,7 @@ PATCH = Patch(
         ),
     ),
     exactness="exact",
-    held_to="the same graph in one piece, as later versions of torch trace it",
+    held_to="one unbroken graph, as later versions of torch trace it",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/variables/nn_module.py",
     wanted=lambda settings: settings["selective_torch_compile"],
     needed=partial(breaks_the_graph, _example),

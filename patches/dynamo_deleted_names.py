@@ -1,6 +1,7 @@
-"""Let torch.compile trace ``del`` of a name that a comprehension or a lambda reads, where dynamo gives up at it.
+"""Let torch.compile trace ``del`` of a variable that a comprehension or a lambda captures.
 
-Attention of HunyuanImage and Anima does it, below Python 3.12 in every call (from 3.12 on a comprehension is no closure).
+Dynamo may not support that instruction. HunyuanImage's and Anima's attention uses it in every call below Python 3.12. Newer
+versions inline comprehensions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kohya_ext.compiling.tracing import breaks_the_graph
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target
 
-#: Each translator looks instructions up in a table of its own.
+#: Each translator class has its own instruction table.
 _TRANSLATORS = (
     "InstructionTranslatorBase",
     "InstructionTranslator",
@@ -42,7 +43,7 @@ def _example() -> tuple[Any, tuple[Any, ...]]:
         query = x + 1
 
         def scores() -> Any:
-            return query * 2  # noqa: F821  called before the name is deleted
+            return query * 2  # noqa: F821  called before the variable is deleted
 
         out = scores()
         del query
@@ -53,13 +54,13 @@ def _example() -> tuple[Any, tuple[Any, ...]]:
 
 PATCH = Patch(
     name="dynamo_deleted_names",
-    summary="torch.compile traces the deletion of a name that a nested function reads, where dynamo gives up at it",
+    summary="let torch.compile trace the deletion of a variable that a nested function captures",
     targets=tuple(
         Target("torch._dynamo.symbolic_convert", f"{translator}.dispatch_table", _with_deletions, body="runs")
         for translator in _TRANSLATORS
     ),
     exactness="exact",
-    held_to="the same graph in one piece, as without the deletion",
+    held_to="one unbroken graph, as without the deletion",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/symbolic_convert.py",
     wanted=lambda settings: settings["selective_torch_compile"],
     needed=partial(breaks_the_graph, _example),

@@ -1,11 +1,11 @@
-"""``--ema``: the trained weights averaged over the steps, saved beside every model as ``NAME-ema`` and in every state.
+"""``--ema``: average the trained weights over the steps; save the average with every model as ``NAME-ema`` and in every state.
 
-The average is upstream's own model file made a second time with the averaged weights in place, so its names, formats and
-metadata are the script's. It is kept in float32 whatever the weights' type: in bf16 a share of 0.001 would be rounded away.
-Only what is trained is averaged. Samples are made with the weights themselves.
+To save it, upstream's own function saves the model a second time with the averaged weights in place. Its keys, formats and
+metadata are therefore the script's. The average is float32 for any weight dtype, because bf16 would round away an update of
+0.001. Only trained weights are averaged. Samples use the current weights.
 
-decay = min(--ema_decay, n / (n + 9)) at the n-th update from 0, so that the first steps do not linger: TensorFlow's
-ExponentialMovingAverage with ``num_updates``, from which diffusers' EMAModel has it too.
+decay = min(--ema_decay, n / (n + 9)) at update n, counted from 0, so that the first weights do not dominate. TensorFlow's
+ExponentialMovingAverage with ``num_updates`` and diffusers' EMAModel do the same.
 """
 
 from __future__ import annotations
@@ -26,69 +26,69 @@ from kohya_ext.patching.patch import Patch, moved
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 
 FILE = "kohya_ext_ema.safetensors"
-"""The average in a state's folder."""
+"""The file in a state's folder."""
 
-_AT_ONCE = 8
-"""How many weights are averaged in one call; copies of as many are made where their type or device is another."""
+_CHUNK = 8
+"""Number of weights averaged in one call, which bounds the copies for another dtype or device."""
 
 EMA = Option(
     "ema",
     False,
     boolean,
-    "keep an average of the trained weights over the steps, in float32, and save it beside each model as NAME-ema",
+    "average the trained weights over the steps, in float32, and save the average with each model as NAME-ema",
     activates=True,
 )
 EMA_DECAY = Option(
     "ema_decay",
     0.999,
     fraction,
-    "how much of --ema's average stays at each step, from 0 to 1; less in the first steps",
+    "decay of the --ema average per step, from 0 to 1; lower in the first steps",
     metavar="FRACTION",
 )
 EMA_DEVICE = Option(
     "ema_device",
     "cpu",
     one_of("cpu", "gpu"),
-    "where --ema's average lies: cpu costs a copy of the trained weights at each step, gpu their memory, 4 bytes a weight",
+    "device of the --ema average: cpu copies the trained weights at each step, gpu uses 4 bytes of memory per parameter",
     metavar="cpu|gpu",
 )
 
 
 @dataclass
 class _Average(TrainingCallback):
-    """Kept by the main process, the one that saves."""
+    """The average of the trained weights, in the main process only, because only that one saves models."""
 
     accelerator: Any
     decay: float
     device: Any
     updates: int = 0
     values: dict[str, Any] = field(default_factory=dict)
-    """Name -> the average, float32; empty before the first update."""
+    """Name -> average, float32; empty before the first update."""
     weights: dict[str, Any] = field(default_factory=dict)
-    """Name -> the trained weight; known from the first step on, when everything has been prepared."""
+    """Name -> trained weight; empty before the first step, because accelerate prepares the model after the start."""
     written: dict[Path, Path] = field(default_factory=dict)
-    """Model file or folder -> its average's, as saved in this process."""
+    """Model file or folder -> file or folder of its average, if saved by this process."""
     replaced: list[Replacement] = field(default_factory=list)
-    """The networks' methods that save."""
+    """Replaced ``save_weights`` methods of the networks."""
 
     def before_batch(self, accelerator: Any) -> None:
         if self.weights:
             return
         models = [accelerator.unwrap_model(model) for model in accelerator._models]
-        names = {id(weight): f"{at}.{name}" for at, model in enumerate(models) for name, weight in model.named_parameters()}
-        for at, weight in enumerate(trained_weights(accelerator._optimizers)):
+        names = {id(weight): f"{i}.{name}" for i, model in enumerate(models) for name, weight in model.named_parameters()}
+        for i, weight in enumerate(trained_weights(accelerator._optimizers)):
             if weight.requires_grad:
-                self.weights[names.get(id(weight), f"optimizer.{at}")] = weight
+                self.weights[names.get(id(weight), f"optimizer.{i}")] = weight
         if self.values and {name: value.shape for name, value in self.values.items()} != {
             name: weight.shape for name, weight in self.weights.items()
         }:
-            stop("the state's EMA is of other weights than those that are trained: resume without --ema, or from another state")
+            stop("the EMA in the state does not match the trained weights; remove --ema or resume from another state")
         for model in models:
-            if hasattr(model, "save_weights"):  # a network; full models are saved by functions
-                also = replace_attribute(model, "save_weights", self.also(model.save_weights, _file_beside))
-                self.replaced.append(also)
+            if hasattr(model, "save_weights"):  # a network; functions save full models
+                save = self.saving_average(model.save_weights, _average_file)
+                self.replaced.append(replace_attribute(model, "save_weights", save))
         size = sum(weight.numel() for weight in self.weights.values()) * 4
-        note(f"EMA of {len(self.weights)} weights, {size / 1e9:.2f} GB on {self.device}, decay {self.decay:g}")
+        note(f"--ema averages {len(self.weights)} tensors ({size / 1e9:.2f} GB on {self.device}) with decay {self.decay:g}")
 
     def after_batch(self, accelerator: Any) -> None:
         if not accelerator.sync_gradients or accelerator.optimizer_step_was_skipped:
@@ -101,41 +101,41 @@ class _Average(TrainingCallback):
             if not self.values:
                 self.values = {name: weight.float().to(self.device, copy=True) for name, weight in self.weights.items()}
             names = list(self.weights)
-            for at in range(0, len(names), _AT_ONCE):
-                some = names[at : at + _AT_ONCE]
-                now = [self.weights[name].detach().to(self.device, torch.float32) for name in some]
-                torch._foreach_lerp_([self.values[name] for name in some], now, 1 - decay)
+            for start in range(0, len(names), _CHUNK):
+                chunk = names[start : start + _CHUNK]
+                latest = [self.weights[name].detach().to(self.device, torch.float32) for name in chunk]
+                torch._foreach_lerp_([self.values[name] for name in chunk], latest, 1 - decay)
 
-    def also(self, save: Callable[..., Any], beside: Callable[[str], str]) -> Callable[..., Any]:
-        """Return ``save(path, ...)`` that makes the average's file, too."""
+    def saving_average(self, save: Callable[..., Any], average_path: Callable[[str], str]) -> Callable[..., Any]:
+        """Return a function that saves the model and then its average, with the signature of ``save(path, ...)``."""
 
         @wraps(save)
         def save_both(path: Any, *args: Any, **kwargs: Any) -> Any:
             result = save(path, *args, **kwargs)
             if self.values:
                 with self._in_place():
-                    save(beside(path), *args, **kwargs)
+                    save(average_path(path), *args, **kwargs)
                 self._remove_orphans()
-                self.written[Path(path)] = Path(beside(path))
+                self.written[Path(path)] = Path(average_path(path))
             return result
 
         return save_both
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        own = {name: weight.data for name, weight in self.weights.items()}
+        originals = {name: weight.data for name, weight in self.weights.items()}
         try:
             for name, weight in self.weights.items():
                 average = self.values[name]
-                # Converted averages are copies, for which a card that trains may have no room left.
+                # Converted averages are copies, which may not fit in GPU memory during training.
                 weight.data = average if average.dtype == weight.dtype else average.to("cpu", weight.dtype)
             yield
         finally:
             for name, weight in self.weights.items():
-                weight.data = own[name]
+                weight.data = originals[name]
 
     def _remove_orphans(self) -> None:
-        """Upstream removes old models (``--save_last_n_steps``); their averages go with them."""
+        """Remove the averages of models that upstream has removed (``--save_last_n_steps``)."""
         for model, average in list(self.written.items()):
             if not model.exists():
                 del self.written[model]
@@ -143,70 +143,70 @@ class _Average(TrainingCallback):
                     average.unlink()
 
     def on_end(self) -> None:
-        """Put the networks' methods back."""
+        """Restore the networks' methods."""
         while self.replaced:
             self.replaced.pop().undo()
 
     def on_state_save(self, folder: Path) -> None:
-        """Write the average into a state."""
+        """Write the average into the state."""
         if self.values:
             from safetensors.torch import save_file
 
             save_file(self.values, str(folder / FILE), {"updates": str(self.updates)})
 
     def on_state_load(self, folder: Path) -> None:
-        """Read the average of a state."""
+        """Read the average from the state."""
         from safetensors import safe_open
 
         file = folder / FILE
         if not file.is_file():
-            warn(f"{folder} was saved without --ema: the average begins anew")
+            warn(f"{folder} was saved without --ema; starting a new average")
             return
         with safe_open(file, framework="pt", device=str(self.device)) as stream:
-            self.values = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - it is no dictionary
+            self.values = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dictionary
             self.updates = int(stream.metadata()["updates"])
 
 
-def _file_beside(path: str) -> str:
-    """``cat.safetensors`` -> ``cat-ema.safetensors``."""
+def _average_file(path: str) -> str:
+    """Return the path of a model's average: ``cat-ema.safetensors`` for ``cat.safetensors``."""
     return str(Path(path).with_name(f"{Path(path).stem}-ema{Path(path).suffix}"))
 
 
-def _folder_beside(path: str) -> str:
+def _average_folder(path: str) -> str:
     return f"{path}-ema"
 
 
 def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Average | None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        stop(f"--ema does not work with {kind}, where no process has whole weights: leave it out")
+        stop(f"--ema does not support {kind}, which shards the weights; remove it")
     script = program().command.name
     if "control_net" in script or "textual_inversion" in script:
-        stop(f"--ema is for networks (LoRA) and full fine-tuning, not for {script}: leave it out")
+        stop(f"--ema supports networks (LoRA) and full fine-tuning, not {script}; remove it")
     if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):
-        stop("--ema and a schedule-free optimizer cannot go together: it averages the weights itself")
+        stop("--ema does not support schedule-free optimizers, which average the weights themselves; remove it")
     if not accelerator.is_main_process:
         return None
     return _Average(accelerator, settings[EMA_DECAY], accelerator.device if settings[EMA_DEVICE] == "gpu" else "cpu")
 
 
 def _save_model(original: Any, settings: Settings) -> Any:
-    """For upstream's functions that are given the two ways to write a full model."""
+    """Wrap a function that takes both savers of a full model, so that they save the average too."""
     signature = inspect.signature(original)
 
     @wraps(original)
     def save_sd_model(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         average = current(_Average)
-        for name, beside in _SAVERS.items():
-            if average is not None and given.arguments.get(name) is not None:
-                given.arguments[name] = average.also(given.arguments[name], beside)
-        return original(*given.args, **given.kwargs)
+        for name, average_path in _SAVERS.items():
+            if average is not None and bound.arguments.get(name) is not None:
+                bound.arguments[name] = average.saving_average(bound.arguments[name], average_path)
+        return original(*bound.args, **bound.kwargs)
 
     return save_sd_model
 
 
-_SAVERS = {"sd_saver": _file_beside, "diffusers_saver": _folder_beside}
+_SAVERS = {"sd_saver": _average_file, "diffusers_saver": _average_folder}
 
 
 def _expect_savers(original: Any) -> str | None:
@@ -214,17 +214,17 @@ def _expect_savers(original: Any) -> str | None:
     return None if parameters[-2:] == list(_SAVERS) else f"its parameters are {parameters}"
 
 
-_MAKERS = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_train_end_common")
+_NAMES = ("save_sd_model_on_epoch_end_or_stepwise_common", "save_sd_model_on_train_end_common")
 
 PATCH = Patch(
     name="ema",
-    summary="--ema: an average of the trained weights, saved beside the model and resumed with it",
+    summary="--ema: save an average of the trained weights with each model and state",
     targets=tuple(
-        target for name in _MAKERS for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
+        target for name in _NAMES for target in moved(name, "library.checkpoint_io", _save_model, _expect_savers, body="runs")
     ),
     options=(EMA, EMA_DECAY, EMA_DEVICE),
     exactness="exact",
-    held_to="the model saved without it; the average itself to one made of the files of every step, within 1e-6",
+    held_to="the model saved without it; the average within 1e-6 of one computed from the models of every step",
     idea="https://github.com/kohya-ss/sd-scripts/pull/893",
     wanted=lambda settings: settings[EMA],
     stage=Stage.COMPUTE,

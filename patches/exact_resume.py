@@ -1,7 +1,7 @@
-"""``--resume`` goes on where the run was: step, epoch, batch and random state; ``--resume auto`` takes the newest whole state.
+"""Continue ``--resume`` at the same step, epoch, batch and random state. ``--resume auto`` picks the newest complete state.
 
-Upstream's full fine-tuning scripts count from zero again and see the epoch's data again; its LoRA scripts keep the epoch,
-and make the wrong number of steps unless ``--skip_until_initial_step`` is given, and then on the first resume only.
+Upstream's full fine-tuning scripts restart the step count and the epoch's data. Its LoRA scripts keep the epoch but train the
+wrong number of steps without ``--skip_until_initial_step``, and with it skip correctly on the first resume only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INEXACT_RESUME = Option(
     "inexact_resume",
     False,
     boolean,
-    "resume even from a state whose random numbers cannot be restored; the result then differs from the whole run",
+    "resume even if the random state cannot be restored; the result then differs from an uninterrupted run",
 )
 
 
@@ -36,7 +36,7 @@ def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Posi
             stop(str(error))
         args.resume = str(state) if state is not None else None
         if state is None:
-            note(f"--resume auto: no state of this run in {args.output_dir}; starting from the beginning")
+            note(f"--resume auto: no state of this run in {args.output_dir}; starting a new run")
     earlier = run_record.read(Path(args.resume)) if getattr(args, "resume", None) else None
     if earlier is not None:
         run = run.as_continuation_of(earlier)
@@ -55,8 +55,8 @@ def _load_state(original: Any, settings: Settings) -> Any:
             problem = resume.random_state_problem(Path(folder), self.process_index)
             if problem is not None:
                 stop(
-                    f"cannot resume exactly from {folder}: {problem}. Resume from another state, or add --inexact_resume to "
-                    "go on with other random numbers"
+                    f"cannot resume exactly from {folder}: {problem}; resume from another state, or add --inexact_resume to "
+                    "continue with different random numbers"
                 )
         return original(self, *args, **kwargs)
 
@@ -64,28 +64,28 @@ def _load_state(original: Any, settings: Settings) -> Any:
 
 
 def _clean(original: Any, settings: Settings) -> Any:
-    """For accelerate's removal of weights that share memory with others, before a state's weights are written.
+    """Keep weights that accelerate removes from a state because they share memory.
 
-    sd-scripts makes SDXL's second text encoder of slices (its query, key and value are one tensor in the checkpoint), which
-    accelerate takes for one weight under three names: upstream's states of ``--train_text_encoder`` lack two of them. The
-    original still runs and logs what it would remove: rich draws a random number for that line.
+    In SDXL's second text encoder, query, key and value are slices of one checkpoint tensor. Accelerate treats them as one
+    weight with three names, so upstream's states of ``--train_text_encoder`` lack two of them. The original still runs and logs
+    the removal, because rich draws a random number for that line.
     """
 
     @wraps(original)
     def clean_state_dict_for_safetensors(state_dict: Any) -> Any:
         cleaned = original(dict(state_dict))
         removed = state_dict.keys() - cleaned.keys()
-        # In the model's order. Copies, because safetensors refuses tensors that share memory; on the host, because the GPU may
-        # be full.
+        # In the model's order. Copied, because safetensors rejects tensors that share memory; to the host, because the GPU
+        # may be full.
         return {name: value.to("cpu", copy=True) if name in removed else cleaned[name] for name, value in state_dict.items()}
 
     return clean_state_dict_for_safetensors
 
 
 def _load_model(original: Any, settings: Settings) -> Any:
-    """For safetensors' loading of a model, which refuses a model of slices: while it loads, each is a tensor of its own.
+    """Replace slices by separate tensors during the load, because safetensors rejects models that share memory.
 
-    Afterwards they share memory again, so that the next state logs what it would log in the uninterrupted run.
+    Afterwards they share memory again, so that the next state logs the same lines as in an uninterrupted run.
     """
 
     @wraps(original)
@@ -108,7 +108,7 @@ def _is_slice(weight: Any) -> bool:
 
 PATCH = Patch(
     name="exact_resume",
-    summary="--resume goes on at the same step, epoch, batch and random state; --resume auto takes the newest whole state",
+    summary="continue --resume at the same step, epoch, batch and random state; --resume auto picks the newest complete state",
     targets=(
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),
         Target("accelerate.checkpointing", "load_model", _load_model, takes("model"), body="runs"),
@@ -116,7 +116,7 @@ PATCH = Patch(
     ),
     options=(INEXACT_RESUME,),
     exactness="exact",
-    held_to="the run that was not interrupted: the same final tensors (fp32, one process)",
+    held_to="the final tensors of an uninterrupted run (fp32, one process)",
     idea="https://github.com/kohya-ss/sd-scripts/issues/1999",
     stage=Stage.COUNT,
     on_start=_start,

@@ -1,14 +1,13 @@
-"""Do the bookkeeping of non-reentrant checkpointing with half the Python; recompute what torch does, when torch does.
+"""Halve the Python overhead of non-reentrant checkpointing; recompute the same tensors at the same time as torch.
 
-For every tensor that a block would save, torch builds a metadata dictionary in forward, then an entry in a dictionary of weak
-keys and a wrapper against tracing in the recomputation, checks both, and looks the tensor up twice. An SDXL LoRA saves 5,402
-tensors a step. With tiny layers, where a step waits for Python alone, torch's hooks reach 0.68 of upstream's (reentrant) speed
-and these 0.80 (``python -m benchmarks.run patches``). Only the hooks of torch's frame are replaced: the frame still
-holds inputs, random state and autocast.
+For each saved tensor, torch creates a metadata dictionary in forward. In the recomputation it adds an entry to a weak-key
+dictionary and a wrapper against tracing, checks both, and looks the tensor up twice. An SDXL LoRA saves 5,402 tensors per step.
+With tiny layers, where Python overhead dominates, torch's hooks reach 0.68 of upstream's (reentrant) speed and these 0.80
+(``python -m benchmarks.run patches``). Only the hooks are replaced; inputs, random state and autocast stay in torch's frame.
 
-As in torch, a tensor is freed when it is taken and dropped when nothing can ask for it, recomputing stops early, and another
-number of tensors, shape, dtype or device is a CheckpointError. Unlike in torch, a tensor that is asked for twice is recomputed
-twice instead of refused.
+As in torch, a tensor is freed on first use and dropped when no longer reachable, and recomputation stops early. Another number
+of tensors, shape, dtype or device is a CheckpointError. Unlike in torch, a second use of a tensor recomputes it instead of
+raising an error.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ _recomputed = Counter({"blocks": 0, "tensors": 0})
 
 
 def _facts() -> Mapping[str, object]:
-    return {f"recomputed_{what}": count for what, count in _recomputed.items()}
+    return {f"recomputed_{kind}": count for kind, count in _recomputed.items()}
 
 
 class _Slot:
-    """What autograd holds in place of a saved tensor."""
+    """A placeholder that autograd holds for a saved tensor."""
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "value")
     shape: Any
     dtype: Any
     device: Any
     value: Any
-    """The recomputed tensor; unset before it is recomputed and after it was taken."""
+    """The recomputed tensor; unset before the recomputation and after its first use."""
 
 
 class _Forward:
-    """Saves an empty slot for each tensor of a checkpointed block; the hook of forward.
+    """Forward hook that saves an empty slot for each tensor of a checkpointed block.
 
-    A hook is an object and not a bound method: torch sets attributes on it.
+    A hook is an object, not a bound method, because torch sets attributes on it.
     """
 
     _checkpoint_internal = True
@@ -64,7 +63,7 @@ class _Forward:
         return slot
 
     def unpack(self, slot: _Slot) -> Any:
-        """Return the tensor of a slot; the first one asked for recomputes the block."""
+        """Return the tensor of a slot; recompute the block if the slot is empty."""
         if not hasattr(slot, "value"):
             _Recomputation(self.frame, self.module, self.slots).run(self.hooks)
         value = slot.value
@@ -73,7 +72,7 @@ class _Forward:
 
 
 class _Recomputation:
-    """Fills the slots of a checkpointed block while it runs again; the hook of the recomputation."""
+    """Recomputation hook that stores the tensors of a checkpointed block in its slots."""
 
     _checkpoint_internal = True
 
@@ -81,7 +80,7 @@ class _Recomputation:
         self.frame, self.module, self.slots, self.count = frame, module, slots, 0
 
     def run(self, hooks: Any) -> None:
-        """Run the block again. Raises CheckpointError when it saves other tensors than in forward."""
+        """Run the block again. Raises CheckpointError if its saved tensors differ from those of forward."""
         import torch
 
         _recomputed.update(blocks=1, tensors=len(self.slots))
@@ -96,13 +95,13 @@ class _Recomputation:
 
     def __call__(self, tensor: Any) -> Any:
         if self.count == len(self.slots):
-            if not self.frame.forward_completed:  # recomputed within forward, which has saved no more tensors so far
+            if not self.frame.forward_completed:  # recomputed during forward, before forward saves the rest
                 return tensor.detach()
             raise self.module.CheckpointError(f"the recomputation saves more than the {self.count} tensors of forward")
         slot = self.slots[self.count]()
         self.count += 1
-        # A tensor with its history would keep the whole recomputation alive. An operator that saves its own output would keep
-        # itself alive forever: nothing collects a cycle through the graph.
+        # A tensor with its history would keep the whole recomputation alive. An operator that saves its own output would
+        # leak, because Python does not collect cycles through the graph.
         value = tensor.detach() if tensor.requires_grad else tensor
         if slot is not None:
             if slot.shape != tensor.shape or slot.dtype != tensor.dtype or slot.device != tensor.device:
@@ -114,8 +113,8 @@ class _Recomputation:
 
 
 @cache
-def _leave_untraced() -> None:
-    """Keep dynamo, which may be tracing around a checkpoint, from tracing the hooks."""
+def _skip_tracing() -> None:
+    """Prevent dynamo from tracing the hooks when it traces code around a checkpoint."""
     from torch._dynamo.decorators import skip  # checkpoint() itself has imported dynamo
 
     for hook in (_Forward, _Recomputation):
@@ -128,12 +127,12 @@ def _with_fast_hooks(original: Any, settings: Settings) -> Any:
     module = sys.modules[original.__module__]
     hooks: Any = original.__bases__[0]
 
-    class _checkpoint_hook(original):  # type: ignore[misc]  # noqa: N801  named as what it replaces
+    class _checkpoint_hook(original):  # type: ignore[misc]  # noqa: N801  the name that it replaces
         def __init__(self, frame: Any) -> None:
-            if frame.unpack_error_cb is not None or _is_grouped(torch):  # debugging, and backward passes that overlap
+            if frame.unpack_error_cb is not None or _is_grouped(torch):  # debug mode or overlapping backward passes
                 super().__init__(frame)
                 return
-            _leave_untraced()
+            _skip_tracing()
             hook = _Forward(frame, module, hooks)
             hooks.__init__(self, hook, hook.unpack)
 
@@ -141,12 +140,12 @@ def _with_fast_hooks(original: Any, settings: Settings) -> Any:
 
 
 def _is_grouped(torch: Any) -> bool:
-    ask = getattr(torch._C, "_get_graph_exec_group", None)
-    return ask is not None and ask() is not None
+    current_group = getattr(torch._C, "_get_graph_exec_group", None)
+    return current_group is not None and current_group() is not None
 
 
 def _inputs(frame: Any) -> Any:
-    """Return the block's inputs as torch has saved them: before about torch 2.10, as the saved tensors of a node."""
+    """Return the block's saved inputs. Before about torch 2.10 they are saved tensors of an autograd node."""
     if hasattr(frame, "get_inputs"):
         return frame.get_inputs()
     node = frame.input_saver.grad_fn
@@ -154,11 +153,11 @@ def _inputs(frame: Any) -> Any:
 
 
 def _differs(slot: _Slot, tensor: Any, number: int) -> str:
-    before, now = (f"{tuple(item.shape)} {item.dtype} on {item.device}" for item in (slot, tensor))
-    return f"saved tensor {number} of a checkpointed block is {now} when recomputed; it was {before} in forward"
+    before, after = (f"{tuple(item.shape)} {item.dtype} on {item.device}" for item in (slot, tensor))
+    return f"saved tensor {number} of a checkpointed block is {after} when recomputed but was {before} in forward"
 
 
-def _unless_known(original: Any) -> str | None:
+def _expect_known_frame(original: Any) -> str | None:
     surprise = takes("self", "frame", exactly=True)(original.__init__)
     if surprise is not None:
         return surprise
@@ -169,7 +168,7 @@ def _unless_known(original: Any) -> str | None:
     return None
 
 
-#: Every second release of torch changes a message, how inputs are kept, or what dynamo may trace.
+#: About every second release of torch changes a message, the storage of inputs, or the tracing rules.
 _BODIES = known_bodies(
     "7a1d76b80427",  # 2.6, 2.7
     "64dcd818aa55",  # 2.8, 2.9
@@ -185,10 +184,10 @@ _BODIES = known_bodies(
 
 PATCH = Patch(
     name="fast_checkpoint_hooks",
-    summary="gradient checkpointing with half of its Python for each saved tensor",
-    targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _with_fast_hooks, _unless_known, body=_BODIES),),
+    summary="halve the Python overhead of gradient checkpointing per saved tensor",
+    targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _with_fast_hooks, _expect_known_frame, body=_BODIES),),
     exactness="exact",
-    held_to="the gradients and the memory of torch's own non-reentrant checkpointing, bit for bit",
+    held_to="the gradients, bit for bit, and the memory of torch's non-reentrant checkpointing",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/utils/checkpoint.py",
     facts=_facts,
 )

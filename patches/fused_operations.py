@@ -1,10 +1,14 @@
-"""Run eager blocks' normalization, rotary embedding, GEGLU and LoRA in few passes over each activation.
+"""Fuse normalization, rotary embedding, GEGLU and LoRA of eager blocks, for fewer passes over each activation.
 
-A step in eager mode is limited by memory bandwidth as much as by arithmetic: each operator reads and writes whole activations
-(``python -m benchmarks.run work`` counts the bytes). :mod:`kohya_ext.kernels.fused` holds the replacements: a LoRA's product
-and sum together with its layer; RMSNorm and the rotary embedding of FLUX and Chroma; Lumina's RMSNorm; GEGLU and the layer
-norms of SDXL's and SD1.5's transformer blocks, whose fp32 output under autocast every reader would copy to 16 bits. Compiled
-blocks are left alone, because a compiler fuses more.
+Memory bandwidth limits eager mode as much as arithmetic does: each operator reads and writes whole activations
+(``python -m benchmarks.run work`` counts the bytes). :mod:`kohya_ext.kernels.fused` contains the replacements:
+
+- a LoRA's products and sum together with its layer;
+- RMSNorm and the rotary embedding of FLUX and Chroma, and Lumina's RMSNorm;
+- GEGLU and the layer norms in SDXL's and SD1.5's transformer blocks. Under autocast these norms return fp32, which every
+  consumer would copy to 16 bits.
+
+Compiled blocks are not changed, because a compiler fuses more.
 """
 
 from __future__ import annotations
@@ -21,20 +25,19 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
-_done: Counter[str] = Counter()
+_counts: Counter[str] = Counter()
 
 FUSED_OPERATIONS = Option(
     "fused_operations",
     False,
     boolean,
-    "do in few passes over memory what eager blocks do in many: LoRA's sums, gates, norms, rotary embedding; "
-    "results differ in the last digits",
+    "use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks; results differ by rounding only",
     activates=True,
 )
 
 
 def _facts() -> Mapping[str, object]:
-    return dict(_done)
+    return dict(_counts)
 
 
 def _lora(original: Any, settings: Settings) -> Any:
@@ -42,8 +45,8 @@ def _lora(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels.fused import linear_with_lora
 
-    other_than_a_product = used_attributes(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
-    can_be_split = used_attributes(original, "split_dims")
+    unsupported_options = used_attributes(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
+    has_split_dims = used_attributes(original, "split_dims")
     linear, plain = torch.nn.Linear, torch.nn.Linear.forward
 
     @wraps(original)
@@ -54,15 +57,15 @@ def _lora(original: Any, settings: Settings) -> Any:
             and type(base) is MethodType
             and base.__func__ is plain
             and type(down) is linear
-            and not (can_be_split and self.split_dims is not None)
-            and not (self.training and any(getattr(self, name) is not None for name in other_than_a_product))
+            and not (has_split_dims and self.split_dims is not None)
+            and not (self.training and any(getattr(self, name) is not None for name in unsupported_options))
         )
         if not is_fused:
             return original(self, x)
         weight, down, up = base.__self__.weight, down.weight, self.lora_up.weight
         if weight.requires_grad or not (torch.is_autocast_enabled(x.device.type) or x.dtype is weight.dtype is down.dtype):
             return original(self, x)
-        _done["products"] += 1
+        _counts["products"] += 1
         return linear_with_lora(x, weight, base.__self__.bias, down, up, self.multiplier * self.scale)
 
     return forward
@@ -78,7 +81,7 @@ def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settin
         def forward(self: Any, x: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(self, x)
-            _done["norms"] += 1
+            _counts["norms"] += 1
             return rms_norm(x, getattr(self, weight), eps(self))
 
         return forward
@@ -93,10 +96,10 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
 
     @wraps(original)
     def apply_rope(xq: Any, xk: Any, freqs_cis: Any) -> Any:
-        # Complex numbers are what a compiler and other kinds of devices cannot do.
+        # Compilers and other device types do not support complex numbers.
         if torch.compiler.is_compiling() or xq.device.type not in ("cuda", "cpu"):
             return original(xq, xk, freqs_cis)
-        _done["rotations"] += 2
+        _counts["rotations"] += 2
         rotations = torch.complex(freqs_cis[..., 0, 0], freqs_cis[..., 1, 0])
         return rotate(xq, rotations), rotate(xk, rotations)
 
@@ -113,7 +116,7 @@ def _layer_norms(original: Any, settings: Settings) -> Any:
             is_raised = torch.is_autocast_enabled(x.device.type) and self.weight.dtype is x.dtype
             if torch.compiler.is_compiling() or not is_raised:
                 return super().forward(x)
-            _done["norms"] += 1
+            _counts["norms"] += 1
             return layer_norm(x, self)
 
     @wraps(original)
@@ -121,7 +124,7 @@ def _layer_norms(original: Any, settings: Settings) -> Any:
         original(self, *args, **kwargs)
         for child in self.children():
             if type(child) is torch.nn.LayerNorm:
-                # A forward of its own for each would be a guard of its own for each, where the block is compiled.
+                # Replacing each forward would add a guard per norm to a compiled block.
                 child.__class__ = LayerNorm
 
     return initialize
@@ -136,7 +139,7 @@ def _geglu(original: Any, settings: Settings) -> Any:
     def forward(self: Any, hidden_states: Any) -> Any:
         if torch.compiler.is_compiling() or hidden_states.device.type not in ("cuda", "cpu"):
             return original(self, hidden_states)
-        _done["gates"] += 1
+        _counts["gates"] += 1
         return geglu(self.proj(hidden_states))
 
     return forward
@@ -144,7 +147,7 @@ def _geglu(original: Any, settings: Settings) -> Any:
 
 PATCH = Patch(
     name="fused_operations",
-    summary="--fused_operations: LoRA's sums, gates, norms and rotary embedding in few passes, where blocks are eager",
+    summary="--fused_operations: use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks",
     targets=(
         *(
             Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts, body=FORWARD_WITHOUT_BIAS)
@@ -169,7 +172,7 @@ PATCH = Patch(
             "apply_rope",
             _rotary_embedding,
             takes("xq", "xk", "freqs_cis", exactly=True),
-            # Of the matrices that it multiplies by, the replacement reads one column: they have to be rotations.
+            # The replacement reads one column of each matrix, so the matrices must be rotations.
             body=known_bodies("ae3c2435cd59", helpers={"rope": ("345f6c71e4c5",), "EmbedND.forward": ("4e9b4e2d5d7d",)}),
         ),
         *(
@@ -189,7 +192,7 @@ PATCH = Patch(
     ),
     options=(FUSED_OPERATIONS,),
     exactness="close",
-    held_to="the same training without it: in float32, weights within 1e-5 after the first steps",
+    held_to="training without it; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/unslothai/unsloth/blob/main/unsloth/kernels/fast_lora.py",
     wanted=lambda settings: settings[FUSED_OPERATIONS],
     facts=_facts,

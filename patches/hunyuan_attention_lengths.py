@@ -1,8 +1,8 @@
-"""Decide once a step, not in every block, whether HunyuanImage's batch is padded.
+"""Check once per forward pass, not in every block, whether HunyuanImage's texts are padded.
 
-Each block asks the GPU whether all texts have the same length, and waits for the answer: a break in every compiled graph,
-and 47 stalls a forward without compiling. The texts are cut to the longest beforehand, so that either there is no padding,
-and no mask is needed, or the lengths differ, and the mask does all that the comparison would lead to.
+Upstream's blocks each compare the text lengths on the GPU and wait for the result: a graph break in every compiled block, and
+47 syncs per forward pass without compiling. Texts are already cut to the longest of the batch. Without padding, no mask is
+needed. With padding, the mask alone gives the result of the comparison.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _decide_once(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def create_attention_params_from_mask(attn_mode: Any, split_attn: bool, img_len: Any, attention_mask: Any) -> Any:
         params = original(attn_mode, split_attn, img_len, attention_mask)
-        # Split attention slices by the lengths; without a picture it is the text refiner, which reads them.
+        # Split attention slices by the lengths. A call without an image comes from the text refiner, which reads them too.
         if split_attn or not img_len or params.seqlens is None:
             return params
         lengths = params.seqlens.tolist()
@@ -28,21 +28,21 @@ def _decide_once(original: Any, settings: Settings) -> Any:
             return replace(params, attention_mask=None, seqlens=None, cu_seqlens=None)
         if min(lengths) != max(lengths):
             return replace(params, seqlens=None)
-        return params  # padded alike, which does not happen here: the blocks would cut the padding off
+        return params  # equal padding, which the blocks would cut off; it does not occur in training
 
     return create_attention_params_from_mask
 
 
 PATCH = Patch(
     name="hunyuan_attention_lengths",
-    summary="HunyuanImage's blocks no longer wait for the GPU to learn their text lengths",
+    summary="read HunyuanImage's text lengths from the GPU once per forward pass instead of in every block",
     targets=(
         Target(
             "library.attention",
             "AttentionParams.create_attention_params_from_mask",
             _decide_once,
             takes("attn_mode", "split_attn", "img_len", "attention_mask", exactly=True),
-            # The original runs; what is taken out of its result is what attention() would otherwise decide by.
+            # The original runs. The fields removed from its result are those that attention() branches on.
             body=known_bodies("8329e1708abc", helpers={"attention": ("069dc47c78f1",)}),
         ),
     ),

@@ -1,8 +1,8 @@
-"""Let HunyuanImage train from text encoder outputs that are cached in memory.
+"""Let HunyuanImage train with text encoder outputs cached in memory.
 
-Whether a caption quotes text is cached as a bare truth value for each picture, and the data set makes a tensor of it with
-``torch.FloatTensor``: up to numpy 2.3 that is one of some uninitialised number, from 2.4 on a TypeError before the first
-step. As an array without dimensions, which is what the cache on disk gives back, it is the value.
+Upstream caches a Python bool for each image, true if its caption contains quoted text. The dataset converts it with
+``torch.FloatTensor``. Up to numpy 2.3 that gives an uninitialized tensor of one element; from 2.4 on it raises TypeError before
+the first step. A zero-dimensional array, as read from the disk cache, converts correctly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _with_arrays(original: Any, settings: Settings) -> Any:
 
 PATCH = Patch(
     name="hunyuan_cached_texts",
-    summary="HunyuanImage trains from text encoder outputs cached in memory; with numpy 2.4 it stops before the first step",
+    summary="fix HunyuanImage with text encoder outputs cached in memory, which fails before the first step with numpy 2.4",
     targets=(
         Target(
             "library.strategy_hunyuan_image",
@@ -40,6 +40,6 @@ PATCH = Patch(
         ),
     ),
     exactness="exact",
-    held_to="the same training with the outputs cached on disk, bit for bit",
+    held_to="training with the outputs cached on disk, bit for bit",
     idea="https://github.com/kohya-ss/sd-scripts/blob/main/library/strategy_hunyuan_image.py",
 )

@@ -67,7 +67,7 @@ def test_environment_variables_enable_compiling_and_the_budget(checkout, train, 
     }
     run = train(checkout, LUMINA, "--no-gradient_checkpointing", start="environment", env=env)
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 1e-5)
-    assert "compiled blocks keep 50% of their activations" in run.output
+    assert "compiled blocks save 50% of their activations" in run.output
     assert "saves nothing with --gradient_checkpointing" not in run.output
     _, blocks = facts(run)
     assert blocks["JointTransformerBlock"]["graphs"] > 0

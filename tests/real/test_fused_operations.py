@@ -127,7 +127,7 @@ def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, from_check
         theirs[dtype] = _results(CASES[case], from_checkout, dtype, dtype)
     patches = {patch.name: patch for patch in (fused_operations.PATCH, skip_unit_scaling.PATCH)}
     patcher = Patcher(patches, Settings(fused_operations=True), checkout)
-    fused_operations._done.clear()
+    fused_operations._counts.clear()
     patcher.arm()
     try:
         for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
@@ -142,7 +142,7 @@ def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, from_check
             assert ratio < 0.99
     finally:
         patcher.undo()
-    assert fused_operations._done
+    assert fused_operations._counts
 
 
 @pytest.mark.parametrize("name", ["library.flux_models", "library.lumina_models"])
@@ -173,7 +173,7 @@ def test_unsupported_layers_use_upstreams_code(checkout, from_checkout):
         def forward(self, x):
             return super().forward(x) + 1
 
-    fused_operations._done.clear()
+    fused_operations._counts.clear()
     try:
         for layer, more in (
             (torch.nn.Linear(8, 8).requires_grad_(False), {"dropout": 0.5}),
@@ -186,7 +186,7 @@ def test_unsupported_layers_use_upstreams_code(checkout, from_checkout):
             lora.apply_to()
             x = torch.randn(2, 8, 1, 1) if isinstance(layer, torch.nn.Conv2d) else torch.randn(2, 8)
             assert torch.equal(layer(x), before(x)), "a new LoRA has zero up weights"
-        assert not fused_operations._done
+        assert not fused_operations._counts
     finally:
         patcher.undo()
 

@@ -169,7 +169,7 @@ def test_run_killed_by_sigkill_resumes_from_its_last_timed_state(checkout, train
     assert_nothing_failed(full_run)
 
     # The adaptive learning rate is saved in the state. Upstream with the same rates as a schedule gives the same tensors.
-    halved = [int(step) for step in re.findall(r"step (\d+): the loss was .* learning rate x ", full_run.output)]
+    halved = [int(step) for step in re.findall(r"step (\d+): mean loss .* learning rate x ", full_run.output)]
     assert halved
     rules = "".join(f"{0.5**index}:{step}," for index, step in enumerate(halved)) + f"{0.5 ** len(halved)}"
     scheduled = ("--lr_scheduler", "piecewise_constant", "--lr_scheduler_args", f"step_rules='{rules}'")

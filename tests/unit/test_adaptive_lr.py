@@ -32,10 +32,10 @@ def test_factor_multiplies_a_recursive_schedule(adaptive, optimizer):
     rates = []
     for step, loss in enumerate([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1]):
         adaptive.before_batch(adaptive.accelerator)
-        adaptive.sees_loss(torch.tensor(loss))
+        adaptive.add_loss(torch.tensor(loss))
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        adaptive.take_off()
+        adaptive.restore_rates()
         schedule.step()
         adaptive.after_batch(adaptive.accelerator)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.9 ** (step + 1))
@@ -46,7 +46,7 @@ def test_factor_multiplies_a_recursive_schedule(adaptive, optimizer):
 
 def test_loss_that_is_not_finite_is_ignored(adaptive):
     for loss in (2.0, float("nan")):
-        adaptive.sees_loss(torch.tensor(loss))
+        adaptive.add_loss(torch.tensor(loss))
         adaptive.after_batch(adaptive.accelerator)
     assert adaptive.best == 2.0
 
@@ -54,7 +54,7 @@ def test_loss_that_is_not_finite_is_ignored(adaptive):
 def test_unusually_large_gradient_is_scaled_to_the_usual_norm(adaptive, weight, optimizer, capsys):
     for norm in [1.0] * 30 + [3.9, 8.0]:
         weight.grad = torch.full((4,), norm / 2)
-        adaptive.steady(optimizer)
+        adaptive.clip_unusual(optimizer)
         assert float(weight.grad.norm()) == pytest.approx(1.0 if norm == 8.0 else norm)
     assert capsys.readouterr().err.count("clipped to 1") == 1
 
@@ -64,24 +64,24 @@ def test_gradient_that_the_script_has_clipped_is_scaled_to_the_usual_norm(adapti
     for norm in [1.0] * 30 + [8.0]:
         adaptive.norm = torch.tensor(norm)
         weight.grad = torch.full((4,), min(norm, 2.0) / 2)
-        adaptive.steady(optimizer)
+        adaptive.clip_unusual(optimizer)
     assert float(weight.grad.norm()) == pytest.approx(1.0)
 
 
 def test_state_is_restored(adaptive, tmp_path):
-    adaptive.sees_loss(torch.tensor(0.1))
+    adaptive.add_loss(torch.tensor(0.1))
     adaptive.step, adaptive.factor, adaptive.best = 7, 0.25, 0.3
     adaptive.norms.extend([0.1, 0.2])
     adaptive.on_state_save(tmp_path)
     resumed = Adaptive(adaptive.accelerator, patience=2)
     resumed.on_state_load(tmp_path)
-    resumed.sees_loss(torch.tensor(0.2))
-    adaptive.sees_loss(torch.tensor(0.2))
+    resumed.add_loss(torch.tensor(0.2))
+    adaptive.add_loss(torch.tensor(0.2))
     assert (resumed.step, resumed.factor, resumed.best, resumed.norms) == (7, 0.25, 0.3, adaptive.norms)
-    assert torch.equal(resumed.total, adaptive.total)
+    assert torch.equal(resumed.loss_sum, adaptive.loss_sum)
 
 
 def test_factor_has_a_lower_limit(adaptive):
     for _ in range(20):
-        adaptive.decide(1.0)
+        adaptive.update_factor(1.0)
     assert adaptive.factor == 2**-6
