@@ -218,9 +218,7 @@ class Settings:
         environment=None,
         scope="launcher",
     )
-    multi_gpu: bool = _option(
-        False, "run `accelerate launch --multi_gpu`", boolean, environment=None, scope="launcher"
-    )
+    multi_gpu: bool = _option(False, "run `accelerate launch --multi_gpu`", boolean, environment=None, scope="launcher")
     accelerate_config: Path | None = _option(
         None,
         "run `accelerate launch` with this config file",

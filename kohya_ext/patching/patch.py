@@ -257,7 +257,7 @@ class Patcher:
         for name in wanted:
             if name != "*" and name not in self.patches:
                 raise UserError(
-                    f"cannot disable {name}: no such patch.{did_you_mean(name, self.patches)} Patches: {', '.join(self.patches)}"
+                    f"no patch {name} to disable.{did_you_mean(name, self.patches)} Patches: {', '.join(self.patches)}"
                 )
         return frozenset(self.patches if "*" in wanted else wanted)
 
@@ -265,7 +265,7 @@ class Patcher:
         if patch.name in disabled:
             return "disabled by the user"
         if not patch.wanted(self.settings):
-            return "no option enables it"
+            return "not enabled"
         if self.checkout is None:
             return None
         from packaging.version import Version
@@ -289,7 +289,7 @@ class Patcher:
 
     def _update_callback_outcomes(self) -> None:
         """Copy the outcome of ``prepare_accelerator``, which creates the callbacks, to the enabled ones."""
-        starts = [outcome for (name, label), outcome in self.outcomes.items() if name == TRAINING_LOOP and label.endswith(_START)]
+        starts = [outcome for (name, target), outcome in self.outcomes.items() if name == TRAINING_LOOP and _START in target]
         status: Status = "waiting" if self._armed else "skipped"
         reason = "" if self._armed else "undone"
         if any(outcome.status == "applied" for outcome in starts):

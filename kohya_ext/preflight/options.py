@@ -300,11 +300,11 @@ class _Rule:
 
 def _together(first: str, *others: str, because: str) -> _Rule:
     """Return the rule that an option excludes others."""
-    return _Rule(others, lambda run: run.has(first), f"--{first} and --{{option}} cannot go together: {because}")
+    return _Rule(others, lambda run: run.has(first), f"--{first} and --{{option}} cannot be combined: {because}")
 
 
-_WITH_TEXT = "--{run.cached_text} and --{option} cannot go together: "
-_WITH_LATENTS = "--{run.cached_latents} and --{option} cannot go together: "
+_WITH_TEXT = "--{run.cached_text} and --{option} cannot be combined: "
+_WITH_LATENTS = "--{run.cached_latents} and --{option} cannot be combined: "
 _IS_FROZEN = "a text encoder whose outputs are cached cannot be trained"
 _IS_FIXED = "the caption is encoded once, so it cannot change"
 _CAPTIONS = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
@@ -325,13 +325,13 @@ _RULES = (
           f"--{{run.cached_text}} needs --network_train_unet_only: {_IS_FROZEN}"),
     _Rule(("train_text_encoder",), lambda run: run.cached_text and run.sdxl and not run.network, f"{_WITH_TEXT}{_IS_FROZEN}"),
     _Rule(("cache_latents", "cache_latents_to_disk"), lambda run: run.has("train_inpainting"),
-          "--{option} and --train_inpainting cannot go together: every step draws another mask"),
+          "--{option} and --train_inpainting cannot be combined: every step draws another mask"),
     _together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained"),
     _together(*_FUSED, because="choose one"),
     _together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it"),
     _Rule(_FUSED[:1], lambda run: not run.adafactor, "--{option} works with --optimizer_type Adafactor only"),
     _Rule(_FUSED, lambda run: run.accumulation > 1,
-          "--{option} and --gradient_accumulation_steps {run.accumulation} cannot go together: no gradient is kept"),
+          "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
     _Rule(("cpu_offload_checkpointing",), lambda run: run.has("gradient_checkpointing") and not run.offloads,
           "--{option} fails with a TypeError in {run.script}; remove it"),
     _Rule(("lr_warmup_steps",), lambda run: run.refuses_warmup and run.scheduler == "constant",
@@ -347,7 +347,7 @@ _RULES = (
           "--{option} needs --v_parameterization"),
     _together("v_pred_like_loss", "v_parameterization", because="the model predicts v already"),
     _Rule(("pretrained_model_name_or_path",), lambda run: run.sdxl and run.has("v2"),
-          "--v2 and --{option} cannot go together: SDXL has no v2"),
+          "--v2 and --{option} cannot be combined: SDXL has no v2"),
     _Rule((), lambda run: run.own_rate and not run.adafactor,
           "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
 )

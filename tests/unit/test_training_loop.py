@@ -235,7 +235,7 @@ def test_an_unknown_loop_is_not_patched_and_a_warning_is_printed(library, capsys
     patcher.arm()
     row = patcher.outcomes["a", "training_loop:SAVE"]
     patcher.undo()
-    assert "patch training_loop does not know this library.accelerator_setup:prepare_accelerator" in capsys.readouterr().err
+    assert "patch training_loop does not recognize library.accelerator_setup:prepare_accelerator" in capsys.readouterr().err
     assert patcher.active() == []
     assert row.status == "skipped"
 
