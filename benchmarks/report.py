@@ -78,14 +78,14 @@ MEMORY = {"allocated": "allocated GB", "reserved": "reserved GB", "host_resident
 def table(comparison: Comparison, result: Result) -> Iterator[str]:
     """Yield a comparison as a Markdown table."""
     rate = result.machine.get("matmul", {}).get("flops_per_second")
-    said = {name for variant in comparison.variants for name in variant.memory}
-    memory = [name for name in MEMORY if name in said and (name != "host_resident" or "allocated" not in said)]
+    measured = {name for variant in comparison.variants for name in variant.memory}
+    memory = [name for name in MEMORY if name in measured and (name != "host_resident" or "allocated" not in measured)]
     batch = comparison.configuration.get("batch")
     stepping = comparison.unit == "seconds a step" and batch is not None
     titles = ["variant", comparison.unit, "ratio"]
     titles += ["images a second"] if stepping else []
     titles += [MEMORY[name] for name in memory]
-    rated = bool(comparison.flops and rate and "reserved" in said)
+    rated = bool(comparison.flops and rate and "reserved" in measured)
     titles += ["share of the device's bf16 matmul rate, without recomputation"] if rated else []
     yield f"| {' | '.join(titles)} |"
     yield f"|{'---|' * len(titles)}"
@@ -115,13 +115,13 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _warm_up(comparison: Comparison) -> Iterator[str]:
-    said = [
+    times = [
         f"{variant.name} {variant.warm_up['first_steps_seconds'][0]:.3g} s"
         for variant in comparison.variants
         if variant.warm_up.get("first_steps_seconds")
     ]
-    if said:
-        yield f"\nFirst step, not included above, which compiles what no earlier variant has compiled: {', '.join(said)}."
+    if times:
+        yield f"\nFirst step, not included above, which compiles what no earlier variant has compiled: {', '.join(times)}."
 
 
 def at_equal_cost(comparison: Comparison) -> Iterator[str]:
@@ -181,17 +181,18 @@ def operators_table(comparison: Comparison) -> Iterator[str]:
     yield from _by_operator("milliseconds and calls in one profiled step", profiled, "seconds", "calls", 1e-3)
 
 
-def _by_operator(title: str, found: Mapping[str, Any], quantity: str, number: str, one: float) -> Iterator[str]:
-    if not found:
+def _by_operator(title: str, variants: Mapping[str, Any], quantity: str, number: str, unit: float) -> Iterator[str]:
+    if not variants:
         return
-    yield f"\n| {title} | {' | '.join(found)} |"
-    yield f"|---|{'---|' * len(found)}"
-    totals = Counter({name: row[quantity] for operators in found.values() for name, row in operators.items()})
-    first = next(iter(found.values()))
+    yield f"\n| {title} | {' | '.join(variants)} |"
+    yield f"|---|{'---|' * len(variants)}"
+    totals = Counter({name: row[quantity] for operators in variants.values() for name, row in operators.items()})
+    first = next(iter(variants.values()))
     names = [*first, *(name for name, _ in totals.most_common() if name not in first)]
     for name in names[:OPERATORS]:
-        rows = [operators.get(name) for operators in found.values()]
-        yield f"| `{name}` | {' | '.join('' if row is None else f'{row[quantity] / one:.1f}, {row[number]}' for row in rows)} |"
+        rows = [operators.get(name) for operators in variants.values()]
+        cells = ("" if row is None else f"{row[quantity] / unit:.1f}, {row[number]}" for row in rows)
+        yield f"| `{name}` | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

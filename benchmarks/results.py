@@ -71,7 +71,7 @@ class Comparison:
         return all(len(variant.rounds) == rounds for variant in self.variants if variant.status == "measured")
 
     def summary(self) -> dict[str, Any]:
-        """Medians, quartiles and ratios to the first variant."""
+        """Return medians, quartiles and ratios to the first variant."""
         rows: dict[str, Any] = {}
         baseline = self.variants[0]
         for variant in self.variants:
@@ -111,9 +111,9 @@ class Result:
         for comparison, written in zip(self.comparisons, document["comparisons"], strict=True):
             written["summary"] = comparison.summary()
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(f".{os.getpid()}.tmp")
-        beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        beside.replace(file)
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
 
 
 def read(file: Path) -> Result:
@@ -125,7 +125,7 @@ def read(file: Path) -> Result:
         comparisons = []
         for row in document["comparisons"]:
             variants = [Variant(**variant) for variant in row["variants"]]
-            rest = {one.name: row[one.name] for one in fields(Comparison) if one.name in row and one.name != "variants"}
+            rest = {item.name: row[item.name] for item in fields(Comparison) if item.name in row and item.name != "variants"}
             comparisons.append(Comparison(variants=variants, **rest))
         return Result(**{**document, "comparisons": comparisons})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -199,13 +199,13 @@ def without_paths(words: Sequence[str]) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _processor() -> str:

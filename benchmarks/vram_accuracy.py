@@ -1,11 +1,11 @@
-"""How near the estimator is to what a step really allocates: the same step on real tensors, seen by torch's own profiler.
+"""Compare the estimate of a step with its allocations on real tensors, measured by torch's profiler.
 
     python -m benchmarks.vram_accuracy --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
 
 A reduced SDXL on the CPU, for LoRA and full fine-tuning, and LoRAs of a reduced SD1.5 and Lumina 2, with and without
 checkpointing. The estimate is made from fake tensors as always; the measured figure is the sum of the allocations and frees
-that the CPU allocator reports to torch.profiler while the step runs on real ones. What lies there before the step (weights,
-optimizer state) has known sizes and is added to both, so the figure that says most is the one above it.
+that the CPU allocator reports to torch.profiler while the step runs on real ones. Weights and optimizer state
+have known sizes and are added to both, so the error above the weights is the most informative figure.
 
 With ``--compiled`` the blocks of the measured step are compiled by inductor, once without checkpointing, once with, and once
 with half an activation memory budget.
@@ -63,7 +63,7 @@ COMPILED: dict[str, list[str]] = {
 
 
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
-    """Return both peaks of one command line in bytes, and how far the estimate is off, in percent of the measured one."""
+    """Return both peaks of one command line in bytes, and the error of the estimate in percent of the measured peak."""
     from kohya_ext.estimate.events import peak
     from kohya_ext.estimate.step import configure, measure
 
@@ -87,10 +87,10 @@ def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
 
 
 def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int | None]:
-    """Return the peak of real allocations in one step, over what was there before it, in bytes; and that of its tensors.
+    """Return the peak of real allocations in one step above those before it, in bytes, and the peak of its tensors.
 
-    The difference is what the CPU's kernels take for themselves while they run, which has no counterpart on a GPU. What
-    compiled code allocates no operator shows: None.
+    The difference is the workspace of CPU kernels, which has no counterpart on a GPU. The second is None for compiled code,
+    whose allocations no operator shows.
     """
     import torch
 
@@ -124,14 +124,14 @@ def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any
 
 
 def main() -> int:
-    """Compare every case; print and write JSON; return 1 when one is off by more than ``--limit`` percent."""
+    """Compare every case; print and write JSON; return 1 when an error exceeds ``--limit`` percent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
     parser.add_argument("--width", type=int, default=96, help="channels of the U-Net's first level; SDXL has 320")
     parser.add_argument("--size", type=int, default=512, help="pixels along a side")
     parser.add_argument("--compiled", action="store_true", help="with compiled blocks, which takes minutes a case")
-    parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--limit", type=float, default=5.0, help="percent above the weights that a case may be off")
+    parser.add_argument("--only", default="", help="run only cases whose name begins with this text")
+    parser.add_argument("--limit", type=float, default=5.0, help="largest error above the weights, in percent")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -1,11 +1,11 @@
-"""Compare the estimates with a CUDA card, and fit what only a card can tell: context, workspaces, fragmentation.
+"""Compare the estimates with a CUDA GPU, and fit the constants that need one: context, workspaces, fragmentation.
 
     python benchmarks/vram_calibration.py [--sd-scripts FOLDER] [--output benchmarks/results/vram_calibration.json]
 
-Every case is a command line at full size with random weights, in a process of its own: its estimate, then three of the same
-steps on the card, with torch.cuda.max_memory_allocated, max_memory_reserved and what nvidia-smi counts. A case that is in the
-output file already is not run again, so an interrupted run goes on; a case that runs out of memory is recorded as such. Nothing
-else should use the card. ``--device cpu --width 32 --size 128`` goes through the same motions on a reduced SDXL without one.
+Every case is a command line at full size with random weights, in a separate process. It is estimated, then three steps run
+on the GPU, measured by torch.cuda.max_memory_allocated, max_memory_reserved and nvidia-smi. Cases in the output file are not
+run again, so an interrupted run can be continued. A case that runs out of memory is recorded as such. Nothing else should use
+the GPU. ``--device cpu --width 32 --size 128`` runs the same code on a reduced SDXL without a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CASES = (
 
 
 def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Return one case's estimate and, on a card, what was allocated and reserved for it. Bytes."""
+    """Return one case's estimate and, on a GPU, its allocated and reserved bytes."""
     import torch
 
     from kohya_ext.estimate.step import allocate_resident, configure, prepare, run_step
@@ -74,10 +74,10 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
         torch.set_default_device(given.device)
         try:
             training = prepare(choices, arguments, trainer)
-            on_the_card = [module for module, _ in training.resident]
-            if training.models.vae not in on_the_card:
+            resident = [module for module, _ in training.resident]
+            if training.models.vae not in resident:
                 training.models.vae = None
-            training.models.text_encoders = [one for one in training.models.text_encoders if one in on_the_card]
+            training.models.text_encoders = [model for model in training.models.text_encoders if model in resident]
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
@@ -100,13 +100,13 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _used() -> int:
-    """Return the bytes in use on the first card, all processes together."""
+    """Return the bytes in use on the first GPU, all processes together."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
 
 
 def fit(rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the constants that the measured rows suggest; None without one."""
+    """Return the constants that the measured rows suggest; None without rows."""
     measured = [row for row in rows.values() if "measured" in row]
     if not measured:
         return None
@@ -123,13 +123,13 @@ def fit(rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def main() -> int:
-    """Run what the output file lacks; write it after every case. Return 1 when a case failed."""
+    """Run the cases that the output file lacks; write it after every case. Return 1 when a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", type=int, default=1024, help="pixels along a side")
     parser.add_argument("--width", type=int, help="reduce the models, SDXL's U-Net to this many channels at its first level")
-    parser.add_argument("--only", default="", help="cases that begin so")
+    parser.add_argument("--only", default="", help="run only cases that begin with this text")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "vram_calibration.json")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -139,10 +139,10 @@ def main() -> int:
     report = json.loads(given.output.read_text(encoding="utf-8")) if given.output.exists() else {"rows": {}}
     for case in (case for case in CASES if case.startswith(given.only) and "measured" not in report["rows"].get(case, {})):
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--case", case], stdout=subprocess.PIPE, text=True)
-        found = done.stdout.rpartition("ROW")[2]
-        report["rows"][case] = json.loads(found) if done.returncode == 0 else {"failed": done.returncode}
+        row = done.stdout.rpartition("ROW")[2]
+        report["rows"][case] = json.loads(row) if done.returncode == 0 else {"failed": done.returncode}
         report |= {
-            "what": "bytes; estimates and what a card says, one process a case",
+            "what": "bytes; estimates and measurements, one process per case",
             "torch": cache.version("torch"),
             "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
             "size": given.size,

@@ -107,7 +107,7 @@ def ready(spec: dict[str, Any]) -> Step:
         training = prepare(choices, arguments, trainer, models, accelerator)
         for module, _ in training.resident:
             if module is not training.network:
-                _fill(module)
+                _initialize(module)
         batch = make_batch(training)
     _take_away(training)
     if choices.fused_backward_pass:
@@ -154,7 +154,7 @@ def _default_dtype(choices: MemoryConfig) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _fill(module: Any) -> None:
+def _initialize(module: Any) -> None:
     """Set random weights that keep activations finite; some builders leave memory uninitialized."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -170,7 +170,7 @@ def _take_away(training: Training) -> None:
     """Free the models that the script moves off the GPU before its first step, because their outputs are cached."""
     kept = [module for module, _ in training.resident]
     for module in (*training.models.text_encoders, training.models.vae):
-        if all(module is not one for one in kept):
+        if all(module is not other for other in kept):
             module.to("meta")
 
 
@@ -187,10 +187,10 @@ def _clear() -> None:
 def take_steps(
     step: Step, count: int, size: list[int] | None = None, clear: bool = False, without: list[str] | None = None
 ) -> dict[str, Any]:
-    """Take steps; return seconds of each (on the clock, and a processor's), memory peaks in bytes, what was compiled so far.
+    """Take steps; return the wall and processor seconds of each, memory peaks in bytes, and the graphs compiled so far.
 
-    With ``clear`` the allocator first gives back what it has kept: compiling reserves more than the steps after it.
-    ``without`` names the patches that a patched step is without from now on.
+    With ``clear`` the allocator first frees its cache, because compiling reserves more than the steps after it.
+    ``without`` names patches to turn off from now on.
     """
     if without is not None:
         _rearm(step, without)
@@ -233,9 +233,9 @@ def bucket_set(step: Step, aspects: list[float]) -> dict[str, Any]:
     steps = arguments.bucket_reso_steps or 64
     make = importlib.import_module("library.model_util").make_bucket_resolutions
     buckets = make((width, height), min(arguments.min_bucket_reso, min(width, height) // 2), 2 * max(width, height), steps)
-    nearest = [min(buckets, key=lambda one, aspect=aspect: abs(one[0] / one[1] - aspect)) for aspect in aspects]  # type: ignore[misc]
+    nearest = [min(buckets, key=lambda side, aspect=aspect: abs(side[0] / side[1] - aspect)) for aspect in aspects]  # type: ignore[misc]
     chosen = list(dict.fromkeys(map(tuple, nearest)))
-    # Stands in for a data loader: patches read only the buckets of its dataset.
+    # A substitute for the data loader: patches read only the buckets of its dataset.
     buckets_of_run = SimpleNamespace(resos=chosen, buckets=[["image"]] * len(chosen))
     data_set = SimpleNamespace(bucket_manager=buckets_of_run, batch_size=1)
     step.training.accelerator._dataloaders.append(SimpleNamespace(dataset=data_set))
@@ -341,10 +341,10 @@ def main() -> None:
         answer(lambda: {**about, "matmul": matmul_rate(about["device"])})
         return
     start = time.perf_counter()
-    made: list[Step] = []
+    steps: list[Step] = []
 
     def start_up() -> dict[str, Any]:
-        made.append(ready(spec))
+        steps.append(ready(spec))
         return {"prepared_seconds": time.perf_counter() - start}
 
     if not answer(start_up):
@@ -358,7 +358,7 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         name = command.pop("do")
-        answer(lambda name=name, command=command: commands[name](made[0], **command))  # type: ignore[misc]
+        answer(lambda name=name, command=command: commands[name](steps[0], **command))  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m kohya_ext``: a command, or a script of sd-scripts with its arguments."""
+"""Entry point of ``python -m kohya_ext``: run a command, or a script of sd-scripts with its arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _choose(words: list[str]) -> Callable[[], int]:
-    """Return the call of the command that the words name, its module imported; without a command they start a script."""
+    """Import the command that the words name and return its call; without a command, return the script runner's."""
     from kohya_ext import commands
 
     first, others = _first_word(words)
@@ -49,7 +49,7 @@ def _choose(words: list[str]) -> Callable[[], int]:
 
 
 def _first_word(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the first word that is neither an option nor an option's value, and all other words; None when there is none."""
+    """Return the first word that is neither an option nor an option's value, or None, and all other words."""
     from kohya_ext.config.quiet_parser import QuietParser
     from kohya_ext.config.settings import add_to
     from kohya_ext.errors import UserError
@@ -59,10 +59,10 @@ def _first_word(words: list[str]) -> tuple[str | None, list[str]]:
     parser.add_argument("word")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     try:
-        found, _ = parser.parse_known_args(words)
+        known, _ = parser.parse_known_args(words)
     except UserError:  # no word, or a wrong value, which the script runner's own parser reports
         return None, words
-    return found.word, [*words[: len(words) - len(found.rest) - 1], *found.rest]
+    return known.word, [*words[: len(words) - len(known.rest) - 1], *known.rest]
 
 
 if __name__ == "__main__":

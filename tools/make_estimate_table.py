@@ -37,8 +37,8 @@ def questions() -> Iterator[tuple[str, list[str]]]:
     asked = [(preset_files.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
     yield from asked
     for tier, (script, argv) in zip(tiers(), asked, strict=True):
-        if (next_one := faster(tier)) is not None and not tier.config.blocks_to_swap:  # a block's weights are known
-            yield script, [*argv, *words(tier.config, next_one)]
+        if (choice := faster(tier)) is not None and not tier.config.blocks_to_swap:  # a block's weights are known
+            yield script, [*argv, *words(tier.config, choice)]
 
 
 def main() -> int:

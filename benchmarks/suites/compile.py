@@ -39,8 +39,8 @@ def measure(plan: Plan, result: Result) -> None:
                     continue
                 try:
                     request = {**spec(plan, recipe), **_depth(plan)}
-                    with worker(plan.bench, variant.name, request, TORCHINDUCTOR_CACHE_DIR=str(kept)) as one:
-                        _walk(one, variant, plan.patience)
+                    with worker(plan.bench, variant.name, request, TORCHINDUCTOR_CACHE_DIR=str(kept)) as process:
+                        _walk(process, variant, plan.patience)
                 except WorkerError as error:
                     variant.status, variant.reason = "failed", _where(variant, error)
                     if comparison is cold:
@@ -64,15 +64,15 @@ def _where(variant: Variant, error: WorkerError) -> str:
     return f"{error}, in bucket {len(done) + 1}" if variant.warm_up else str(error)
 
 
-def _walk(one: Worker, variant: Variant, patience: float) -> None:
+def _walk(process: Worker, variant: Variant, patience: float) -> None:
     """Take three steps in each bucket, and in the first one again at the end; the first step compiles."""
-    variant.warm_up = one.ask()
-    buckets = one.ask({"do": "buckets", "aspects": ASPECTS})["buckets"]
+    variant.warm_up = process.ask()
+    buckets = process.ask({"do": "buckets", "aspects": ASPECTS})["buckets"]
     visits: list[dict[str, Any]] = []
     variant.facts = {"visits": visits}
     before = {"graphs": 0, "breaks": 0}
     for bucket in [*buckets, buckets[0]]:
-        answer = one.ask({"do": "steps", "count": 3, "size": bucket}, patience)
+        answer = process.ask({"do": "steps", "count": 3, "size": bucket}, patience)
         first, *rest = answer["seconds"]
         new = {name: count - before[name] for name, count in answer["compiled"].items()}
         before = answer["compiled"]
@@ -80,4 +80,4 @@ def _walk(one: Worker, variant: Variant, patience: float) -> None:
         extra = {"processor_seconds": processor[0] - min(processor[1:])}  # without the C++ compiler, which is another process
         visits.append({"bucket": bucket, "first_seconds": first, "then_seconds": min(rest), "new": new, **extra})
     variant.rounds.append([sum(max(visit["first_seconds"] - visit["then_seconds"], 0.0) for visit in visits)])
-    variant.facts = {"visits": visits, **before, **one.ask({"do": "facts"})}
+    variant.facts = {"visits": visits, **before, **process.ask({"do": "facts"})}

@@ -1,4 +1,4 @@
-"""The extension's cost where it does nothing: at the start of Python and of a script, and in the guards of compiled blocks."""
+"""Overhead of the idle extension: at the start of Python and of a script, and in the guards of compiled blocks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _python_start(plan: Plan, result: Result) -> bool:
 
 
 class _Both:
-    """Two comparisons of the same processes: wall time, and processor time, which depends little on the machine's load."""
+    """Return two comparisons of the same processes: wall time, and processor time, which depends little on the machine's load."""
 
     def __init__(self, title: str, what: str, about: dict[str, Any], rows: list[Variant], result: Result) -> None:
         self.wall = Comparison(title, f"seconds {what}", about, rows)

@@ -49,18 +49,18 @@ def _at(plan: Plan, result: Result, title: str, reduced: dict[str, Any], side: i
     variants = [Variant(name, meaning, ["--disable_patch", ",".join(without)]) for name, (meaning, without) in VARIANTS.items()]
     comparison = Comparison(f"patches: {title}", "processor seconds a step", about, variants)
     result.comparisons.append(comparison)
-    with worker(plan.bench, "patches", {**request, **reduced}) as one:
+    with worker(plan.bench, "patches", {**request, **reduced}) as process:
         try:
-            one.ask()
+            process.ask()
             for variant in variants:
-                _steps(one, variant, 2)
+                _steps(process, variant, 2)
             for _ in plan.turns():
                 for variant in variants:
-                    variant.rounds.append(_steps(one, variant, plan.steps))
+                    variant.rounds.append(_steps(process, variant, plan.steps))
                 plan.save()
-            before = _tensors(one.ask({"do": "facts"}))
-            _steps(one, variants[-1], 1)
-            about["saved_tensors_a_step"] = _tensors(one.ask({"do": "facts"})) - before
+            before = _tensors(process.ask({"do": "facts"}))
+            _steps(process, variants[-1], 1)
+            about["saved_tensors_a_step"] = _tensors(process.ask({"do": "facts"})) - before
         except WorkerError as error:
             for variant in variants:
                 variant.status, variant.reason = "failed", str(error)
@@ -68,8 +68,8 @@ def _at(plan: Plan, result: Result, title: str, reduced: dict[str, Any], side: i
     return comparison.is_whole(plan.rounds)
 
 
-def _steps(one: Any, variant: Variant, count: int) -> list[float]:
-    answer = one.ask({"do": "steps", "count": count, "without": VARIANTS[variant.name][1]})
+def _steps(process: Any, variant: Variant, count: int) -> list[float]:
+    answer = process.ask({"do": "steps", "count": count, "without": VARIANTS[variant.name][1]})
     seconds: list[float] = answer["processor_seconds"]
     return seconds
 

@@ -32,18 +32,18 @@ def compare(plan: Plan, result: Result, default: tuple[str, ...], title: str) ->
     result.comparisons.append(comparison)
     with ExitStack() as stack:
         running = _start(plan, chosen, stack)
-        for variant, one in running:
-            _guarded(variant, _warm_up, one)
+        for variant, process in running:
+            _guarded(variant, _warm_up, process)
             plan.save()
         for _ in plan.turns():
-            for variant, one in running:
+            for variant, process in running:
                 if variant.status == "measured":
-                    _guarded(variant, _round, one, plan.steps)
+                    _guarded(variant, _round, process, plan.steps)
             plan.save()
-        for variant, one in running:
+        for variant, process in running:
             if variant.status == "measured":
-                _guarded(variant, _facts, one)
-                _profile(variant, one)
+                _guarded(variant, _facts, process)
+                _profile(variant, process)
     comparison.flops = _flops(plan)
     plan.save()
     return comparison.is_whole(plan.rounds)
@@ -73,14 +73,14 @@ def _start(plan: Plan, chosen: list[tuple[Recipe, Variant]], stack: ExitStack) -
     for recipe, variant in chosen:
         if variant.status == "measured":
             shape = plan.family.shape if plan.bench.reduced else {}
-            one = stack.enter_context(worker(plan.bench, variant.name, {**spec(plan, recipe), **shape}))
-            started.append((variant, one))
+            process = stack.enter_context(worker(plan.bench, variant.name, {**spec(plan, recipe), **shape}))
+            started.append((variant, process))
             if plan.bench.device == "cpu":
-                _guarded(variant, _prepare, one)
+                _guarded(variant, _prepare, process)
     if plan.bench.device == "cuda":
-        for variant, one in started:
-            _guarded(variant, _prepare, one)
-    return [(variant, one) for variant, one in started if variant.status == "measured"]
+        for variant, process in started:
+            _guarded(variant, _prepare, process)
+    return [(variant, process) for variant, process in started if variant.status == "measured"]
 
 
 def _guarded(variant: Variant, work: Callable[..., None], *arguments: Any) -> None:
@@ -91,17 +91,17 @@ def _guarded(variant: Variant, work: Callable[..., None], *arguments: Any) -> No
         variant.status, variant.reason = "failed", str(error)
 
 
-def _prepare(variant: Variant, one: Worker) -> None:
-    variant.warm_up.update(one.ask())
+def _prepare(variant: Variant, process: Worker) -> None:
+    variant.warm_up.update(process.ask())
 
 
-def _facts(variant: Variant, one: Worker) -> None:
-    variant.facts.update(one.ask({"do": "facts"}))
+def _facts(variant: Variant, process: Worker) -> None:
+    variant.facts.update(process.ask({"do": "facts"}))
 
 
-def _profile(variant: Variant, one: Worker) -> None:
+def _profile(variant: Variant, process: Worker) -> None:
     try:
-        summary = one.ask({"do": "profile"})
+        summary = process.ask({"do": "profile"})
     except WorkerError as error:  # the measured rounds stay valid
         variant.facts["profile"] = {"failed": str(error)}
         return
@@ -110,14 +110,14 @@ def _profile(variant: Variant, one: Worker) -> None:
     variant.facts["profile"] = summary
 
 
-def _warm_up(variant: Variant, one: Worker) -> None:
-    answer = one.ask({"do": "steps", "count": WARM_UP})
-    one.ask({"do": "steps", "count": SETTLING, "clear": True})
+def _warm_up(variant: Variant, process: Worker) -> None:
+    answer = process.ask({"do": "steps", "count": WARM_UP})
+    process.ask({"do": "steps", "count": SETTLING, "clear": True})
     variant.warm_up.update(first_steps_seconds=answer["seconds"], compiled=answer["compiled"])
 
 
-def _round(variant: Variant, one: Worker, steps: int) -> None:
-    answer = one.ask({"do": "steps", "count": steps})
+def _round(variant: Variant, process: Worker, steps: int) -> None:
+    answer = process.ask({"do": "steps", "count": steps})
     variant.rounds.append(answer["seconds"])
     for name, peak in answer["memory"].items():
         variant.memory[name] = max(peak, variant.memory.get(name, 0))

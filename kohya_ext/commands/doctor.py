@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; return 1 if a patch failed or does not know its target, or if there is no checkout; else 0."""
+    """Print the report; return 1 without a checkout, or if a patch failed or did not recognize its target; else 0."""
     checkout = find(arguments.sd_scripts)
     with progress("importing torch and sd-scripts, and trying every patch"):
         report = examine(checkout)
@@ -141,7 +141,7 @@ def _checkout(checkout: Checkout | None) -> dict[str, Any] | None:
         return None
     return {
         "path": str(checkout.path),
-        "found": checkout.source,
+        "source": checkout.source,
         "version": checkout.version,
         "layout": checkout.layout,
         "commit": checkout.commit,
@@ -173,7 +173,7 @@ def _about(patch: Patch, patcher: Patcher) -> dict[str, Any]:
 
 
 def _import(target: Target, outcome: Outcome) -> None:
-    """Import the module that a patch waits for, which applies it."""
+    """Import a target's module, which applies the patch."""
     package = target.module.partition(".")[0]
     if target.optional and importlib.util.find_spec(package) is None:
         outcome.status, outcome.reason = "skipped", f"{package} is not installed"
@@ -208,7 +208,7 @@ def _show_facts(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def _show_patches(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the patches that are on, those that are off and why, and every problem with its fix."""
+    """Print the patches that are on, those that are off with the reason, and every problem with its fix."""
     on: list[str] = []
     off: dict[str, list[str]] = {}
     for patch, targets in _by_patch(rows).items():
@@ -286,4 +286,4 @@ def _checkout_words(checkout: Mapping[str, Any] | None) -> str:
         return f"none found in {searched}: run `python -m kohya_ext setup` (fetches {UPSTREAM})"
     version = f"v{checkout['version']}" if checkout["version"] else "version unknown"
     commit = f", commit {checkout['commit'][:8]}" if checkout["commit"] else ""
-    return f"{version}, layout {checkout['layout']}{commit}, in {checkout['path']} ({checkout['found']})"
+    return f"{version}, layout {checkout['layout']}{commit}, in {checkout['path']} ({checkout['source']})"

@@ -76,14 +76,14 @@ def main(argv: Sequence[str]) -> int:
         _check_layout(checkout, settings)
         trains = script if is_training_script(script) else None
         command = CommandLine(trains, arguments, os.environ, automatic, ("-m", "kohya_ext", *option_words(launcher)))
-        # Raises UserError for errors that would otherwise appear after ten seconds of imports.
+        # Reports errors that would otherwise appear after ten seconds of imports.
         if command.settings["on_oom"] == "retry" and trains is not None and retry_request.path() is None:
             return oom_retry.supervise(command)
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is set; remove one of the two")
 
     if settings.num_processes is not None or settings.multi_gpu or settings.accelerate_config is not None:
-        return _hand_over(settings, checkout, script, arguments)
+        return _launch_with_accelerate(settings, checkout, script, arguments)
     _run(checkout, script, arguments, switched_off)
     return 0
 
@@ -92,7 +92,7 @@ class _Parser(QuietParser):
     """The launcher's parser."""
 
     def format_help(self) -> str:
-        """Return the one-screen help. The commands' files are read only for it, not at every start of a script."""
+        """Return the one-screen help. Only this reads the commands' files, so that scripts start faster."""
         return HELP.format(commands="\n".join(f"  {name:10}  {commands.summary(name)}" for name in commands.names()))
 
 
@@ -138,7 +138,7 @@ def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_of
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _hand_over(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
+def _launch_with_accelerate(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("several processes need accelerate; run `pip install accelerate` or remove --num_processes")
     # Not accelerate.commands.launch: as __main__, kohya_ext.launch.accelerate_signals could not patch that module.

@@ -1,7 +1,7 @@
-"""How options, presets and the user's config file reach a script, through the script's own parser.
+"""Apply options, presets and the user's config file through the script's own parser.
 
-Upstream's order is: defaults < config file < command line. A preset becomes the parser's *defaults*, so that everything
-upstream does after that, reading the config file included, stays upstream's own.
+Upstream's order is: defaults < config file < command line. A preset changes the parser's *defaults*, so upstream's own code
+still reads the config file and the command line.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TrainingParser(argparse.ArgumentParser):
     when_final: Callable[[argparse.Namespace], None]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; ``when_final`` is told what the script will run with.
+        """Parse as argparse does, and call ``when_final`` with the arguments of the run.
 
-        That is the first reading of ``sys.argv``, or, with a config file, the second one, on top of the file's values.
+        These come from the first parse of ``sys.argv`` or, with a config file, from the second, which includes its values.
         """
         parsed = super().parse_args(args, namespace)
         if args is None and (namespace is not None or not getattr(parsed, "config_file", None)):
@@ -46,19 +46,19 @@ class TrainingParser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, the first call that reads ``sys.argv`` prepared as the class says."""
+        """Parse as argparse does, after adding the extension's options and the preset's values."""
         if not self.completed:
             self.completed = True
             complete(self)
         if args is None and namespace is None:
-            self._lay_preset_under()
+            self._apply_presets()
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Say one line, with the nearest right spelling, instead of two hundred lines of usage; exit code 2."""
+        """Print one line with the nearest valid option instead of two hundred lines of usage; exit with code 2."""
         stop(message + nearest_option(self, message))
 
-    def _lay_preset_under(self) -> None:
+    def _apply_presets(self) -> None:
         presets = self.command.presets
         wrong = [
             f"preset {value.preset}: {problem}"
@@ -72,7 +72,7 @@ class TrainingParser(argparse.ArgumentParser):
         self.set_defaults(**{key: value.value for key, value in presets.values.items()})
 
     def _check(self, config: ConfigFile) -> None:
-        """Warn about the config file, or stop: at a problem that is certain, under ``--strict`` at any, else at none."""
+        """Warn about the config file, or stop at certain problems; with ``--strict`` at any, with ``--no-strict`` at none."""
         problems = find_problems(self, config)
         strict = self.command.settings.strict
         errors = [problem for problem in problems if (problem.certain if strict is None else strict)]
@@ -80,8 +80,8 @@ class TrainingParser(argparse.ArgumentParser):
             if problem not in errors:
                 warn(f"{config.path}: {problem}")
         if errors:
-            way_out = [] if strict else ["correct the file, or use --no-strict to get warnings instead"]
-            stop("\n".join([*(f"{config.path}: {problem}" for problem in errors), *way_out]))
+            advice = [] if strict else ["correct the file, or use --no-strict to get warnings instead"]
+            stop("\n".join([*(f"{config.path}: {problem}" for problem in errors), *advice]))
 
 
 def take_over(
@@ -89,7 +89,7 @@ def take_over(
     command: CommandLine,
     when_final: Callable[[argparse.Namespace], None] = lambda args: None,
 ) -> bool:
-    """Turn a plain parser into a :class:`TrainingParser`; return False for one of another class, which is left unchanged."""
+    """Turn a plain parser into a :class:`TrainingParser`; leave one of another class unchanged and return False."""
     if type(parser) is not argparse.ArgumentParser:
         return False
     parser.__class__ = TrainingParser
@@ -99,7 +99,7 @@ def take_over(
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Add the extension's options, where the script has none of that name, and the ``--no-`` form of every switch."""
+    """Add the extension's options that the script does not define, and the ``--no-`` form of every switch."""
     switches = [action for action in parser._actions if isinstance(action, argparse._StoreTrueAction)]
     for action in switches:
         for name in (option[2:] for option in action.option_strings if option.startswith("--")):
@@ -113,7 +113,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
     taken = parser._option_string_actions
     free = frozenset(name for name, _ in options("training") if not any(flag in taken for flag in flags(name)))
     add_to(
-        parser.add_argument_group("kohya_ext", "patches and presets; any switch is turned off by its --no- form"),
+        parser.add_argument_group("kohya_ext", "patches and presets; every switch has a --no- form"),
         "training",
         free,
     )
@@ -124,10 +124,10 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """A key or value in a TOML file that the script would not take as it was meant."""
+    """A key or value in a TOML file that the script would reject or misread."""
 
     message: str
-    """With the right way to write it."""
+    """Includes the correct form."""
     certain: bool
     """True when the run would fail or do the opposite of the setting, or when the key is one letter off."""
 
@@ -136,12 +136,12 @@ class Problem:
         return self.message
 
 
-#: Values that upstream's parser does not offer, and that mean its default; the GUI writes them.
+#: Values that the GUI writes for upstream's default, although upstream's parser does not list them.
 _MEANS_DEFAULT: Mapping[str, object] = {"dynamo_backend": "no", "max_token_length": 75}
 
 
 def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> Problem | None:
-    """Return what is wrong with ``key = value`` in a TOML file for this parser, and how to write it; None when right."""
+    """Return the problem with ``key = value`` in a TOML file for this parser, or None."""
     actions = [action for action in parser._actions if action.dest == key]
     if not actions:
         known = [action.dest for action in parser._actions]
@@ -151,7 +151,7 @@ def find_problem(parser: argparse.ArgumentParser, key: str, value: object) -> Pr
         return _find_switch_problem(key, value)
     if action.nargs in ("*", "+") or isinstance(action.nargs, int) or isinstance(action, argparse._AppendAction):
         if not isinstance(value, list):
-            # Text is taken apart into its letters. Upstream takes a single number in some places.
+            # A script would iterate over the letters of text. Upstream accepts a single number in some places.
             return Problem(f"{key} must be a list: {key} = [{_toml(value)}]", isinstance(value, str))
         items: Iterable[object] = value
     elif key in _MEANS_DEFAULT and value == _MEANS_DEFAULT[key]:
@@ -165,17 +165,17 @@ def find_problems(parser: argparse.ArgumentParser, config: ConfigFile) -> list[P
     """Return the problems of a config file for this parser."""
     checked = dict(config.values)
     for name, _ in options("training"):
-        checked.pop(name, None)  # read, and checked, with the other settings
+        checked.pop(name, None)  # checked with the extension's other settings
     if gui_files.is_from_gui(config.values):
         # The GUI writes some keys for scripts that do not know them; none of its keys is misspelt.
         known = {action.dest for action in parser._actions}
         checked = {key: value for key, value in checked.items() if key in known}
-    found = [find_problem(parser, key, value) for key, value in checked.items()]
-    return [Problem(remark, certain=False) for remark in config.remarks] + [problem for problem in found if problem is not None]
+    problems = [find_problem(parser, key, value) for key, value in checked.items()]
+    return [*(Problem(remark, certain=False) for remark in config.remarks), *filter(None, problems)]
 
 
 def _find_switch_problem(key: str, value: object) -> Problem | None:
-    """Any value works that means in Python what it says; ``"false"``, a text that is not empty, turns a switch on."""
+    """Return the problem with a switch's value. The text ``"false"`` is not empty, so it would turn the switch on."""
     if value in (True, False, 0, 1):
         return None
     try:
@@ -197,7 +197,7 @@ def _find_item_problem(action: argparse.Action, key: str, item: object) -> Probl
     if kind is int:
         if number and isinstance(item, int) and not isinstance(item, bool):
             return None
-        whole = number and float(cast(Any, item)).is_integer()  # 4.0 and true are 4 and 1 to Python
+        whole = number and float(cast(Any, item)).is_integer()  # Python treats 4.0 and true as 4 and 1
         return Problem(f"{key} must be a whole number without quotes, not {item!r}", not whole)
     if kind is float:
         right = number and not isinstance(item, bool)
@@ -230,7 +230,7 @@ class Traced:
 def trace(parser: argparse.ArgumentParser, command: CommandLine) -> Iterator[Traced]:
     """Yield every key that a preset, the config file, the environment or the command line sets, in the presets' order.
 
-    ``parser`` is the script's own, completed: it knows the types of the command line's values.
+    ``parser`` is the script's own after :func:`complete`. It gives the types of the command line's values.
     """
     typed = vars(parser.parse_known_args(command.words)[0])
     layers = {"command line": {key: typed[key] for key in typed if command.origin(key) == "command line"}}
@@ -250,6 +250,6 @@ def trace(parser: argparse.ArgumentParser, command: CommandLine) -> Iterator[Tra
 
 
 def preset_line(command: CommandLine) -> str:
-    """Return one line: the values that the presets set, and those that they left out because of the user's own."""
+    """Return one line with the values that the presets set, and those left out because of the user's own."""
     values = {key: command.values[key] for key in command.presets.values if command.origin(key) == "preset"}
     return preset_conflicts.summary(command.presets.label, values, command.presets.held_back)

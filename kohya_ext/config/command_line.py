@@ -1,4 +1,4 @@
-"""The command line of a training script: its values, where each comes from, its edited forms, and a line to paste."""
+"""Parse, edit and quote the command line of a training script, and trace the origin of its values."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Origin = Literal["command line", "environment", "config file", "preset", "defaul
 
 
 class _Option(NamedTuple):
-    """An option as it is given, with the words up to the next one."""
+    """An option on the command line, with the words up to the next option."""
 
     flag: str
-    """In full; empty for the words before the first option."""
+    """The unabbreviated flag; empty for the words before the first option."""
     words: list[str]
-    """All of its words, the flag among them."""
+    """All of its words, including the flag."""
     values: list[str]
 
     @property
@@ -61,16 +61,16 @@ class CommandLine:
     """A script with its arguments and its environment.
 
     A value comes from: default < preset < config file < environment (the extension's options only) < command line. The
-    properties raise UserError for a value that cannot be read, an unknown preset, or one of another family.
+    properties raise UserError for a value that cannot be read, an unknown preset, or a preset of another family.
     """
 
     script: Path | None
-    """A training script; None where another program imports sd-scripts: then the environment alone counts."""
+    """The training script; None in another program that imports sd-scripts, where only the environment sets options."""
     argv: Sequence[str]
-    """The script's arguments, the extension's options among them."""
+    """The script's arguments, including the extension's options."""
     environ: Mapping[str, str]
     automatic: Callable[[CommandLine, int], str] | None = None
-    """Returns the tier that ``--preset auto`` means on a GPU of so many bytes; None: ``auto`` is an error."""
+    """Returns the tier for ``--preset auto`` on a GPU of this many bytes. If None, ``auto`` is an error."""
     launcher: Sequence[str] = ("-m", "kohya_ext")
     """The words between the Python interpreter and the script."""
 
@@ -79,23 +79,23 @@ class CommandLine:
         """The script's file name; empty without a script."""
         return self.script.name if self.script is not None else ""
 
-    # --- its words ---------------------------------------------------------------------------------------------------
+    # --- words -------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _options(self) -> list[_Option]:
-        found = [_Option("", [], [])]
+        parsed = [_Option("", [], [])]
         for word in self.argv:
             flag, equals, value = word.partition("=")
-            if not flag.startswith("--") or " " in flag:  # argparse takes text with a space for a value: "--n blurry"
-                found[-1].words.append(word)
-                found[-1].values.append(word)
+            if not flag.startswith("--") or " " in flag:  # argparse reads text with a space as a value: "--n blurry"
+                parsed[-1].words.append(word)
+                parsed[-1].values.append(word)
             else:
                 flag = self._in_full(flag)
-                found.append(_Option(flag, [flag + equals + value], [value] if equals else []))
-        return found
+                parsed.append(_Option(flag, [flag + equals + value], [value] if equals else []))
+        return parsed
 
     def _in_full(self, flag: str) -> str:
-        """Return the option that an abbreviation stands for in the script's own parser; any other flag as it is."""
+        """Return the option that a flag abbreviates in the script's own parser; any other flag unchanged."""
         known = _flags(self.script)
         meant = {full for spelling, full in known.items() if spelling.startswith(flag)}
         return meant.pop() if flag not in known and len(meant) == 1 else flag
@@ -106,24 +106,24 @@ class CommandLine:
         return [word for option in self._options for word in option.words]
 
     def with_(self, changes: Mapping[str, object]) -> CommandLine:
-        """Return it with arguments changed: earlier words for a key are dropped, :func:`option_words` of it are added."""
+        """Return a copy with arguments changed: the words of each key are replaced by its :func:`option_words`."""
         kept = (word for option in self._options if option.key not in changes for word in option.words)
         return replace(self, argv=(*kept, *option_words(changes)))
 
     def with_tier(self, tier: str | None) -> CommandLine:
-        """Return it with a tier in the place of the preset ``auto``, or else before all presets; None removes ``auto``."""
+        """Return a copy with a tier instead of the preset ``auto``, or else before all presets; None removes ``auto``."""
         names: Sequence[str] = self.given.get("preset", ())
         tiers = [] if tier is None else [tier]
         names = [new for name in (names if AUTO in names else (AUTO, *names)) for new in (tiers if name == AUTO else [name])]
-        # An empty name: no preset, also none from the environment or the config file.
+        # An empty name also overrides presets from the environment and the config file.
         presets = [word for name in names or ([""] if "preset" in self.given else []) for word in ("--preset", name)]
         return replace(self, argv=(*presets, *self.with_({"preset": None}).argv))
 
-    # --- its values --------------------------------------------------------------------------------------------------
+    # --- values ------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _own(self) -> dict[str, Any]:
-        """The extension's options on the command line, and those that say where the config file is."""
+        """The extension's options on the command line, and those that name the config file."""
         parser = QuietParser(add_help=False)
         add_to(parser)
         parser.add_argument("--config_file", default=None)
@@ -133,7 +133,7 @@ class CommandLine:
 
     @functools.cached_property
     def config(self) -> ConfigFile | None:
-        """The file behind ``--config_file``, unless it is to be written."""
+        """The file of ``--config_file``; None if the run writes it."""
         name = self._own["config_file"]
         return read_config_file(name) if name and not self._own["output_config"] else None
 
@@ -152,7 +152,7 @@ class CommandLine:
 
     @functools.cached_property
     def given(self) -> Mapping[str, Any]:
-        """What the user set, by key. Without the script's parser a number is a number, several words are a list."""
+        """The user's values by key. Without the script's parser, numeric text becomes a number and several words a list."""
         return {key: value for layer in reversed(self._layers_of_user.values()) for key, value in layer.items()}
 
     @functools.cached_property
@@ -166,9 +166,9 @@ class CommandLine:
             size = self.given.get("vram")
             gpu = ("--vram", size) if size is not None else units.first_gpu()
             if gpu is None:
-                raise UserError("--preset auto: no NVIDIA GPU found: give its size, --vram 16, or name a preset, --preset 16gb")
+                raise UserError("--preset auto: no NVIDIA GPU found; add --vram 16, or name a preset: --preset 16gb")
             if self.automatic is None:
-                raise UserError("--preset auto is not supported here: name a preset, --preset 16gb")
+                raise UserError("--preset auto is not supported here; name a preset: --preset 16gb")
             tier = self.automatic(self, gpu[1])
             names = [tier if name == AUTO else name for name in names]
             label = f" (auto: {gpu[0]}, {units.label(gpu[1])})"
@@ -190,7 +190,7 @@ class CommandLine:
 
     @functools.cached_property
     def values(self) -> Mapping[str, Any]:
-        """The values by key, those of presets among them; a key that is not here has its default."""
+        """The values by key, including those of presets. A missing key has its default."""
         return {**self._layers["preset"], **self.given}
 
     def origin(self, key: str) -> Origin:
@@ -202,10 +202,10 @@ class CommandLine:
         """The extension's options."""
         return Settings(**{name: self.values[name] for name, _ in options() if name in self.values})
 
-    # --- to paste it -------------------------------------------------------------------------------------------------
+    # --- shell -------------------------------------------------------------------------------------------------------
 
     def with_environment(self) -> CommandLine:
-        """Return it with the extension's options that environment variables set as flags."""
+        """Return a copy with flags for the extension's options that environment variables set."""
         typed = {option.key for option in self._options}
         environment: dict[str, object] = {}
         for name, option in options("training"):
@@ -215,7 +215,7 @@ class CommandLine:
         return replace(self, argv=(*option_words(environment), *self.words))
 
     def shell_line(self) -> str:
-        """Return a line that starts it in a fresh shell of this system, in this folder and on these GPUs."""
+        """Return a line that runs it in a fresh shell of this system, in this folder and on these GPUs."""
         command = self.with_environment()
         script = os.path.abspath(self.script or "")
         gpus = self.environ.get("CUDA_VISIBLE_DEVICES")
@@ -232,7 +232,7 @@ class CommandLine:
 
 @functools.cache
 def _flags(script: Path | None) -> dict[str, str]:
-    """Return every spelling of an option that a script may take -> the option in full; none where the script is not there."""
+    """Return {spelling: full flag} for all options of a script; empty if the script does not exist."""
     theirs = option_names(script) if script is not None else frozenset()
     names = {*theirs, *(name for name, _ in options("training"))} if theirs else set()
     return {
@@ -262,7 +262,7 @@ def launcher_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def of_this_process() -> CommandLine:
-    """Return the command line of the run in this process, started by the launcher or without it."""
+    """Return the command line of this process's run, started with or without the launcher."""
     words, script = list(sys.orig_argv), Path(sys.argv[0])
     # The launcher's options are before the script or after it, and the script may be given without its suffix. An embedded
     # interpreter has no command line.
@@ -276,7 +276,7 @@ def of_this_process() -> CommandLine:
 
 
 def restart_line(changes: Mapping[str, object]) -> str:
-    """Return a line to paste that starts this process's run again with arguments changed, through the launcher."""
+    """Return a shell line that restarts this process's run through the launcher with arguments changed."""
     return of_this_process().with_(changes).shell_line()
 
 
@@ -284,7 +284,7 @@ def restart_line(changes: Mapping[str, object]) -> str:
 
 
 def option_words(changes: Mapping[str, object]) -> list[str]:
-    """Return the words that set arguments by key: False turns a switch off, a list is several words, None is nothing."""
+    """Return the words that set arguments by key. False turns a switch off, a list gives several words, None gives none."""
     words: list[str] = []
     for key, value in changes.items():
         if isinstance(value, bool):
@@ -299,12 +299,12 @@ Shell = Literal["sh", "cmd", "powershell"]
 #: Characters that cmd interprets outside of quotes.
 _CMD_SPECIAL = frozenset("&|<>^()!,;=")
 
-#: A word that PowerShell passes as it is: it splits words at commas, and those that begin with a dash at dots and colons.
+#: A word that needs no quotes in PowerShell, which splits words at commas, and words with a leading dash at dots and colons.
 _PLAIN_IN_POWERSHELL = re.compile(r"-[\w=/\\-]*|[\w./:\\][\w./:\\=+-]*", re.ASCII)
 
 
 def shell() -> Shell:
-    """Return the shell that lines to paste are for."""
+    """Return the shell that printed commands are quoted for."""
     return _windows_shell() if os.name == "nt" else "sh"
 
 
@@ -322,16 +322,16 @@ def _windows_shell() -> Shell:
 
 
 def quoted(words: Iterable[str]) -> str:
-    """Return a command as one line for :func:`shell`."""
+    """Return a command quoted as one line for :func:`shell`."""
     words = list(words)
     if shell() == "powershell" and not all(map(_PLAIN_IN_POWERSHELL.fullmatch, words)):
-        # After --% both PowerShell 5 and 7 pass a line on as it is; with their own quotes they differ on quotes within words.
+        # PowerShell 5 and 7 differ on quotes within words, but both pass everything after --% unchanged.
         return " ".join([f"& {quoted_word(words[0])} --%", *map(_quoted_for_cmd, words[1:])])
     return " ".join(map(quoted_word, words))
 
 
 def quoted_word(word: str) -> str:
-    """Return one word, or a value, for :func:`shell`."""
+    """Return one word quoted for :func:`shell`."""
     kind = shell()
     if kind == "cmd":
         return _quoted_for_cmd(word)

@@ -1,4 +1,4 @@
-"""The extension's own parsers: one line instead of a page of usage, and no abbreviated options."""
+"""Parse the extension's command lines, with one-line errors and without abbreviated options."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class QuietParser(argparse.ArgumentParser):
     """A parser that raises UserError and takes options in full only."""
 
     def __init__(self, **settings: Any) -> None:
-        """Take argparse's settings. A command line is parsed more than once: every parser must see the same options."""
+        """Accept argparse's settings. Abbreviations are off, because several parsers read the same command line."""
         super().__init__(**{**settings, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError, with the nearest right spelling of an option that is not known."""
+        """Raise UserError, with the nearest valid spelling of an unknown option."""
         raise UserError(message + nearest_option(self, message))
 
 

@@ -1,7 +1,7 @@
-"""What an option is, the engine's own options, and the values of all options in one run.
+"""Define options, and hold the values of all options in one run.
 
 A patch declares its options in its own file (``Patch.options``). The launcher's parser, the script's ``--help``, environment
-variables, TOML files, presets, ``doctor`` and the README's table follow from the declarations.
+variables, TOML files, presets, ``doctor`` and the documentation follow from the declarations.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.units import read_card
 
-#: Switches everything: ``1`` arms the extension in a plain start of a script, ``0`` keeps it out of every start.
+#: Switches the extension: ``1`` turns it on in plain starts of a script, ``0`` turns it off in every start.
 MASTER_SWITCH = "KOHYA_EXT"
 
-#: What --preset says for the tier that fits.
+#: The preset name for the tier that fits.
 AUTO = "auto"
 
 Scope = Literal["training", "launcher"]
@@ -87,7 +87,7 @@ def one_of(*choices: str) -> Callable[[object], str]:
 
 
 def name(value: object) -> str:
-    """Read a name. Raises ValueError when it is no text or empty."""
+    """Read a name. Raises ValueError when it is empty or not text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"must be a name, not {value!r}")
     return value.strip()
@@ -123,12 +123,12 @@ class Option(Generic[T]):
     help: str
     metavar: str | None = None
     environment: str | None = ""
-    """The variable that sets it where no command line can be edited (the GUI, an existing script): by default
-    ``KOHYA_EXT_NAME``; None: it has none."""
+    """The variable that sets it where the command line cannot be edited (the GUI, an existing script): by default
+    ``KOHYA_EXT_NAME``; None for an option without a variable."""
     activates: bool = False
     """Whether its variable alone arms the extension in a plain start of a script."""
     scope: Scope = "training"
-    """``training``: also on the script's own command line and in its TOML file. ``launcher``: before anything is run."""
+    """``training``: also on the script's own command line and in its TOML file. ``launcher``: only before a script starts."""
 
     @property
     def variable(self) -> str | None:
@@ -160,51 +160,51 @@ class Settings:
 
     preset: tuple[str, ...] = _option(
         (),
-        "fill what the command line and the config file leave open from a preset: a VRAM tier (8gb, 12gb, 16gb, 24gb), auto "
-        "(the one that fits), another name that `presets list` shows, or a TOML file; several are stacked, the later wins",
+        "set what you leave open from a preset: a VRAM tier (8gb, 12gb, 16gb, 24gb), auto (the tier that fits), another name "
+        "from `presets list`, or a TOML file; repeat it to combine presets, the later one wins",
         names,
         metavar="NAME",
         activates=True,
     )
     vram: int | None = _option(
         None,
-        "the GPU that --preset auto is for, instead of the one in this machine, by the size it is sold as: 12, 12gb and "
-        '"12 GB" are the same; 11.5GiB and a number of bytes are exact',
+        'GPU size for --preset auto, instead of the size of this machine\'s GPU: 12, 12gb or "12 GB" is the size as sold; '
+        "11.5GiB or a number of bytes is exact",
         read_card,
         metavar="SIZE",
     )
     strict: bool | None = _option(
         None,
-        "stop at every warning about the config file, the preflight or a patch; --no-strict: only warn where the config file "
-        "has a value that is certain to fail, or a key that is one letter off",
+        "treat warnings about the config file, the preflight or a patch as errors; --no-strict: only warn about values in the "
+        "config file that are certain to fail, and about keys that are one letter off",
         boolean,
     )
     disable_patch: tuple[str, ...] = _option(
         (),
-        "turn patches off by name (see `doctor`), `*` for all of them",
+        "turn patches off by name (see `doctor`); `*` turns all of them off",
         names,
         metavar="NAME",
     )
     preflight: bool = _option(
         True,
-        "before a model is loaded, check pictures, captions, model files, output folder, and arguments that cannot go together",
+        "check images, captions, model files, output folder and conflicting arguments before a model is loaded",
         boolean,
     )
     report: Path | None = _option(
         None,
-        "at the end of the run, write what was applied, seconds and peak memory to this JSON file",
+        "write the applied patches, the time and the peak memory to this JSON file at the end of the run",
         path,
         metavar="FILE",
     )
     allow_unknown_version: bool = _option(
         False,
-        "go on with an sd-scripts whose layout is not known (a fork, an older release): each patch still checks its target",
+        "run sd-scripts with an unknown layout (a fork, an older release); each patch still checks its target",
         boolean,
         scope="launcher",
     )
     sd_scripts: Path | None = _option(
         None,
-        "the sd-scripts checkout to use, instead of looking for one",
+        "use this sd-scripts checkout instead of searching for one",
         path,
         environment=checkouts.VARIABLE,
         metavar="FOLDER",
@@ -212,18 +212,16 @@ class Settings:
     )
     num_processes: int | None = _option(
         None,
-        "hand over to `accelerate launch` with this many processes",
+        "run `accelerate launch` with this many processes",
         count,
         metavar="N",
         environment=None,
         scope="launcher",
     )
-    multi_gpu: bool = _option(
-        False, "hand over to `accelerate launch --multi_gpu`", boolean, environment=None, scope="launcher"
-    )
+    multi_gpu: bool = _option(False, "run `accelerate launch --multi_gpu`", boolean, environment=None, scope="launcher")
     accelerate_config: Path | None = _option(
         None,
-        "hand over to `accelerate launch` with this config file",
+        "run `accelerate launch` with this config file",
         path,
         metavar="FILE",
         environment=None,
@@ -294,7 +292,7 @@ def variables() -> list[str]:
 
 
 def flags(name: str) -> list[str]:
-    """Return the spellings of an option's flag: sd-scripts writes underscores, fingers write dashes."""
+    """Return the spellings of an option's flag: with underscores, as in sd-scripts, and with dashes."""
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
@@ -340,17 +338,17 @@ def _argument_type(option: Option[Any]) -> Callable[[str], Any]:
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the options set by variables. Raises UserError for a value that cannot be read."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, option in options():
         text = environ.get(option.variable) if option.variable else None
         if text is None or (text == "" and not option.is_switch):
             continue
-        found[name] = checked(name, option.parse, text, f"the environment variable {option.variable}")
-    return found
+        values[name] = checked(name, option.parse, text, f"the environment variable {option.variable}")
+    return values
 
 
 def from_table(table: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the extension's training options found in a TOML table. Raises UserError for a value that cannot be read."""
+    """Return the extension's training options in a TOML table. Raises UserError for a value that cannot be read."""
     return {
         name: checked(name, option.parse, table[name], f"{name} in {where}")
         for name, option in options("training")
@@ -359,7 +357,7 @@ def from_table(table: Mapping[str, object], where: str) -> dict[str, Any]:
 
 
 def checked(name: str, parse: Callable[[object], Any], value: object, label: str) -> Any:
-    """Parse a value; a UserError that starts with ``label`` when it cannot be read."""
+    """Parse a value. Raises UserError, which starts with ``label``, for an invalid one."""
     try:
         return parse(value)
     except ValueError as error:

@@ -18,7 +18,7 @@ from kohya_ext.config.settings import add_to, flags, options
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch, is_training_script
 
-#: Adds a command's own options to a parser, every default argparse.SUPPRESS: they are read before SCRIPT and after it.
+#: Adds a command's own options to a parser. Every default is argparse.SUPPRESS, because SCRIPT may come before or after.
 AddOwn = Callable[[argparse.ArgumentParser], None]
 
 
@@ -33,13 +33,13 @@ class Question:
 
 
 def _none(parser: argparse.ArgumentParser) -> None:
-    """For a command that has no options of its own."""
+    """Add no options."""
 
 
 def configure(parser: argparse.ArgumentParser, arguments: str, add_own: AddOwn = _none) -> None:
-    """Add a command's own options, SCRIPT and its arguments, which are described as ``arguments``."""
+    """Add a command's own options, SCRIPT and its arguments. ``arguments`` is the help text of the latter."""
     _add(parser, add_own)
-    # A run's options are parsed here only to tell their values from SCRIPT; `read` passes them on as words.
+    # A run's options are parsed only to separate their values from SCRIPT; `read` passes them on as words.
     of_a_run = parser.add_argument_group()
     free = (name for name, _ in options() if not any(flag in parser._option_string_actions for flag in flags(name)))
     add_to(of_a_run, only=frozenset(free))
@@ -56,8 +56,8 @@ def read(
 ) -> Question:
     """Return the parsed command line; fetch sd-scripts when no checkout is found.
 
-    ``automatic`` resolves ``--preset auto``. Raises UserError when there is no such script, or when it does not train:
-    ``otherwise`` is the consequence for the command.
+    ``automatic`` resolves ``--preset auto``. Raises UserError for a missing script, and for one
+    that does not train: ``otherwise`` is the consequence for the command.
     """
     before = given.words[: len(given.words) - len(given.arguments) - 1]
     parser = QuietParser(add_help=False)
@@ -77,5 +77,5 @@ def _add(parser: argparse.ArgumentParser, add_own: AddOwn) -> None:
         type=Path,
         metavar="FOLDER",
         default=argparse.SUPPRESS,
-        help="the checkout to use, instead of looking for one",
+        help="use this sd-scripts checkout instead of searching for one",
     )

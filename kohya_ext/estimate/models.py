@@ -344,7 +344,7 @@ def _hunyuan_image(config: MemoryConfig) -> Models:
             *transformer.double_blocks[len(transformer.double_blocks) - count // 2 :],
             *transformer.single_blocks[len(transformer.single_blocks) - (count - count // 2) * 2 :],
         ],
-        # A block only reads the length of the whole sequence: there is no padding.
+        # Sequences are not padded, so a block only reads the total length.
         caption_tokens=(width // scale) * (height // scale) + caption + quoted,
     )
 

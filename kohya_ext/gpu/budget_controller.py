@@ -236,7 +236,7 @@ class BudgetController:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-            # The error is gone here, and with it the frames that held the block's tensors.
+            # The error and its frames, which held the block's tensors, are freed by now.
             self._checkpoint_from(block)
             _set_random_state(random)
             return original(*args, **kwargs)

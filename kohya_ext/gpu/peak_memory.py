@@ -1,4 +1,4 @@
-"""The peak memory of this process."""
+"""Measure the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def peak_memory() -> dict[str, int]:
-    """Peak memory of this process in bytes: ``host_resident``; with CUDA in use ``cuda_allocated``, ``cuda_reserved``."""
+    """Return this process's peaks in bytes: ``host_resident``; with CUDA in use ``cuda_allocated``, ``cuda_reserved``."""
     peak: dict[str, int] = {}
     try:
         import resource

@@ -1,9 +1,9 @@
 """Wait for sd-scripts to be imported, then begin the session of this process.
 
 ``kohya_ext.pth`` calls this at every Python start in which a variable of the extension is set: pip, accelerate's launcher,
-data-loader workers and the kohya_ss GUI included. Until one of the modules below is asked for, this process holds three
-entries in a dictionary and one import finder. This module must therefore import nothing else (a test holds that); wrapt
-alone would import asyncio, 60 ms. A ``library`` package that is not sd-scripts' is left alone.
+data-loader workers and the kohya_ss GUI included. Until one of the modules below is imported, this costs three entries
+in a dictionary and one import finder. This module must therefore import nothing else (a test checks this); wrapt alone
+would import asyncio, 60 ms. A ``library`` package of another project is ignored.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _watching = False
 _launched = False
-"""Whether the launcher asked for the session; otherwise the environment decides."""
+"""Whether the launcher started this process; otherwise the environment decides."""
 
 _waiting: dict[str, Callable[[ModuleType], None]] = {}
-"""Modules that were not asked for yet, and what to do once they are imported."""
+"""Names of modules that were not imported yet -> reaction to their import."""
 
 
 def watch_if_switched_on() -> None:
-    """Watch; whether the environment switches the extension on is read when sd-scripts is imported. Safe to repeat."""
+    """Watch for sd-scripts; the environment is read when it is imported. Safe to repeat."""
     global _watching
     if not _watching:
         _watching = True
@@ -39,7 +39,7 @@ def watch_if_switched_on() -> None:
 
 
 def watch() -> None:
-    """Watch, whatever the environment says, as the launcher does. Safe to repeat."""
+    """Watch for sd-scripts regardless of the environment, for the launcher. Safe to repeat."""
     global _launched
     _launched = True
     watch_if_switched_on()
@@ -48,7 +48,7 @@ def watch() -> None:
 
 
 class _Finder:
-    """An import finder that finds nothing: it hands a module that is waited for to wrapt when it is first asked for."""
+    """An import finder that finds nothing. At the first import of a watched module it registers a wrapt hook."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -102,7 +102,7 @@ def _is_switched_on() -> bool:
 
 
 def _give_up(error: Exception) -> None:
-    """In a plain start a broken installation costs the extension and not the training; the launcher was asked for it."""
+    """Print the error; exit under the launcher, and train without the extension in a plain start."""
     if not isinstance(error, ImportError):  # a bug: a report needs the traceback
         import traceback
 

@@ -1,4 +1,4 @@
-"""One run of a script with the extension in it: what was decided, what was applied, what is said and reported."""
+"""Start a run with the extension: resolve options, apply patches, print and report the result."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record
 from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 
-#: The engine's own hook, applied with the same mechanism as a patch; it cannot be turned off by name, since presets and
-#: options would then be rejected by the script.
+#: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
+#: and options.
 OPTIONS = "options"
 
 #: The engine's patches whose outcomes ``doctor`` shows and a run's report leaves out.
@@ -66,10 +66,10 @@ class Session:
                 if asked_for and not self._is_on(patch):
                     warn(f"--{option.name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
         presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
-        note(f"{__version__}, {self.checkout.label}, {presets}, {self._patches_in_short()}")
+        note(f"{__version__}, {self.checkout.label}, {presets}, {self._patch_summary()}")
 
-    def _patches_in_short(self) -> str:
-        """Return how many patches are on, and the names of those alone for which an option of this run is the reason."""
+    def _patch_summary(self) -> str:
+        """Return the number of patches that are on, and the names of those that an option of this run enables."""
         settings, patches = self.command.settings, self.patcher.patches.values()
         if self.checkout.layout == "unknown" and not settings.allow_unknown_version:
             return "no patches: unknown layout of sd-scripts (KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
@@ -91,7 +91,7 @@ class Session:
         )
 
     def report(self) -> dict[str, Any]:
-        """What this run was and did. Seconds are since arming, memory in bytes."""
+        """Return the run's settings, patches and measurements: seconds since arming, memory in bytes."""
         return {
             "kohya_ext": __version__,
             "sd_scripts": {
@@ -113,7 +113,7 @@ class Session:
         }
 
     def write_report(self, file: Path) -> None:
-        """Write :meth:`report` as JSON; a report that cannot be written costs one line, not the run."""
+        """Write :meth:`report` as JSON; print a note if that fails."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(self.report(), indent=1), encoding="utf-8")
@@ -156,7 +156,7 @@ def _options_patch(command: CommandLine) -> Patch:
 
         return add_training_arguments
 
-    def give_back() -> None:
+    def restore_parsers() -> None:
         while parsers:
             parsers.pop().__class__ = ArgumentParser
 
@@ -167,7 +167,7 @@ def _options_patch(command: CommandLine) -> Patch:
         exactness="exact",
         held_to="the script without the extension, when none of its options is given",
         idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
-        on_undo=give_back,
+        on_undo=restore_parsers,
     )
 
 
@@ -175,7 +175,7 @@ _current: Session | None = None
 
 
 def begin(checkout: Checkout) -> Session:
-    """Start the session of this process once; what is wrong is said in one line and ends the process with exit code 2."""
+    """Start the session of this process once; print a user error in one line and exit with code 2."""
     global _current
     if _current is None:
         try:
@@ -187,5 +187,5 @@ def begin(checkout: Checkout) -> Session:
 
 
 def current() -> Session | None:
-    """The session of this process, if one has started."""
+    """Return the session of this process; None before it starts."""
     return _current

@@ -1,6 +1,6 @@
-"""Attributes of other people's modules, classes and objects: replace one, and put back the identical object.
+"""Replace attributes of modules, classes and objects, and restore the identical originals.
 
-A method's kind (static, class method, property) belongs to the class and is kept, so that a replacement is a plain function.
+A replacement is a plain function. A method's kind (static, class method, property) is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ABSENT = object()
-"""Stands for an attribute that is not there."""
+"""Marks a missing attribute."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Replacement:
     owner: Any
     name: str
     before: Any
-    """What the owner's own namespace held; ABSENT when the attribute was inherited."""
+    """The value in the owner's own namespace; ABSENT if the attribute was inherited."""
 
     def undo(self) -> None:
-        """Put back the identical object, or nothing where there was none."""
+        """Restore the identical object, or delete the attribute if the owner did not have it."""
         if self.before is ABSENT:
             delattr(self.owner, self.name)
         else:
@@ -33,7 +33,7 @@ class Replacement:
 
 
 def replace_attribute(owner: Any, name: str, value: Any) -> Replacement:
-    """Set an attribute, and return what undoes that."""
+    """Set an attribute, and return the replacement, which can be undone."""
     replacement = Replacement(owner, name, vars(owner).get(name, ABSENT))
     setattr(owner, name, value)
     return replacement
@@ -41,7 +41,7 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Replacement:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have another value in an attribute inside the block."""
+    """Replace an attribute inside the block."""
     replacement = replace_attribute(owner, name, value)
     try:
         yield
@@ -50,10 +50,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def function_of(owner: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the plain function in an attribute, and what makes the same kind of attribute from another function.
+    """Return the plain function in an attribute, and a converter from a function to the same kind of attribute.
 
-    The function is a static or class method's own, a property's getter, and for anything else the attribute's value; ABSENT
-    when it is not there.
+    The function is that of a static or class method, the getter of a property, or else the attribute's value. It is ABSENT
+    if the attribute is missing.
     """
     held = inspect.getattr_static(owner, name, ABSENT)
     if isinstance(held, (staticmethod, classmethod)):

@@ -1,7 +1,6 @@
-"""The mechanism of patches: what one is, how it is applied when its target is imported, undone and reported.
+"""Define patches, apply them when their targets are imported, undo and report them.
 
-The patches themselves are one file each in ``patches/`` (installed as ``kohya_ext.patches``); this module knows none of
-them by name.
+Each patch is one file in ``patches/`` (installed as ``kohya_ext.patches``); this module names none of them.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from kohya_ext.sdscripts.fingerprints import Body, remember
 Status = Literal["applied", "waiting", "skipped", "failed"]
 
 TRAINING_LOOP = "training_loop"
-"""The engine's own patch, by which all others take part in training. It has no switch: it is on when one of them is."""
+"""The engine's patch that calls the callbacks of all others. It is on when one of them is, and has no switch."""
 
 _START = "prepare_accelerator"
 
-#: The module that v0.11 divided, and the layouts that have the parts.
+#: The module that v0.11 split, and the layouts that have its parts.
 _WHOLE = "library.train_util"
 _DIVIDED: frozenset[Layout] = frozenset({"v0.11"})
 
@@ -48,13 +47,13 @@ class Target:
     For a static method, a class method or a property the original is its plain function, and so must the replacement be.
     """
     body: Body = field(kw_only=True)
-    """``"runs"`` when the replacement runs the original, whatever its code is; else the code that it was written for."""
+    """``"runs"`` if the replacement calls the original; else the fingerprints of the code that it replaces."""
     expect: Callable[[Any], str | None] = lambda original: None
-    """original -> why it is not what the patch knows, or None when it is. A surprise is skipped, never guessed at."""
+    """original -> why the patch does not recognize it, or None. An unrecognized original is not replaced."""
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
     """The layouts of sd-scripts that have it."""
     optional: bool = False
-    """Whether sd-scripts can do without its package (LyCORIS, for example), or some of its versions lack the attribute."""
+    """Whether sd-scripts works without its package (LyCORIS, for example), or some versions lack the attribute."""
 
     @property
     def label(self) -> str:
@@ -93,71 +92,71 @@ def takes(*names: str, exactly: bool = False) -> Callable[[Any], str | None]:
 
 @dataclass(frozen=True)
 class Patch:
-    """What a patch is, in data."""
+    """A patch: its targets, options, callbacks and description."""
 
     name: str
     summary: str
     """One line for ``doctor``."""
     targets: tuple[Target, ...]
     exactness: Literal["exact", "close"]
-    """``exact``: results stay bit-identical to what they are held to; ``close``: within ``tolerance``."""
+    """``exact``: results are bit-identical to the reference; ``close``: within a tolerance."""
     held_to: str
-    """What its results are compared with, and for a close one the tolerance."""
+    """The reference for its results, and for a close patch the tolerance."""
     idea: str
     """A link to who introduced it."""
     options: tuple[Option[Any], ...] = ()
-    """Its own options, from which the flags, variables, keys and tables of options follow."""
+    """Its options. Flags, variables, keys and tables of options are derived from them."""
     until: str | None = None
     """The release of sd-scripts that no longer needs it."""
     needed: Callable[[], bool] | None = None
-    """Tries out whether this torch needs it. Such a patch is applied by :func:`apply_needed` instead of at the import of its
-    targets. It is undone when torch still needs it afterwards."""
+    """Returns whether this torch needs it. Such a patch is applied by :func:`apply_needed` instead of at the import of its
+    targets. It is undone if torch still needs it afterwards."""
     wanted: Callable[[Settings], bool] = lambda settings: True
     """Raises UserError for settings that cannot work together."""
     facts: Callable[[], Mapping[str, object]] | None = None
-    """What it found out while the run went on, as plain JSON data; asked for the report of a run in which it is active."""
+    """Returns its measurements as plain JSON data, for the report of a run in which it is active."""
     stage: Stage | None = None
-    """How it is nested with the other patches; needed by one that takes part in training. None counts as COMPUTE."""
+    """Its nesting order among the patches; required with ``on_start``. None counts as COMPUTE."""
     on_start: OnStart | None = None
-    """Makes its callback when a training run starts."""
+    """Creates its callback when a training run starts."""
     on_undo: Callable[[], None] | None = None
-    """Takes back what its replacements have changed in objects of the run."""
+    """Reverts changes of its replacements to objects of the run."""
 
     def __post_init__(self) -> None:
         if self.on_start is not None and self.stage is None:
-            raise TypeError(f"patch {self.name} takes part in training and names no stage")
+            raise TypeError(f"patch {self.name} has on_start but no stage")
 
     @property
     def callback_label(self) -> str | None:
-        """``training_loop:STAGE`` for ``doctor``; None for a patch that takes no part in training."""
+        """``training_loop:STAGE`` for ``doctor``; None for a patch without a callback."""
         return None if self.on_start is None or self.stage is None else f"{TRAINING_LOOP}:{self.stage.name}"
 
 
 @dataclass
 class Outcome:
-    """What became of one target of one patch."""
+    """The result for one target of one patch."""
 
     patch: str
     target: str
     status: Status
     reason: str = ""
     surprise: bool = False
-    """Skipped because the target looks different from what the patch knows: an error under ``--strict``."""
+    """Skipped because the patch does not recognize the target; an error with ``--strict``."""
 
 
 @dataclass(eq=False)
 class Patcher:
-    """Applies patches to one checkout in this process, and keeps what it needs to undo them."""
+    """Applies patches to one checkout in this process, and undoes them."""
 
     patches: Mapping[str, Patch]
-    """Those that a user can turn off."""
+    """The patches that a user can turn off."""
     settings: Settings
     checkout: Checkout | None
     """None in a process that does not import sd-scripts: accelerate's launcher."""
     engine: tuple[Patch, ...] = ()
     """The engine's own patches, which are on in every layout."""
     program: Program = field(default_factory=Program)
-    """What runs in this process, for the patches that take part in training."""
+    """The program of this process, for the patches' callbacks."""
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     _loop: TrainingLoop = field(init=False)
     _applied: dict[tuple[str, str], Replacement] = field(default_factory=dict)
@@ -181,7 +180,7 @@ class Patcher:
 
         Raises UserError for a name in ``disable_patch`` that no patch has.
         """
-        import wrapt  # imports asyncio, which a launcher that only reads options does without
+        import wrapt  # imports asyncio, which a launcher that only reads options does not need
 
         disabled = self._disabled()
         self._armed = True
@@ -207,10 +206,10 @@ class Patcher:
                     wrapt.register_post_import_hook(self._hook(patch, target), target.module)
                 elif target.module in sys.modules:
                     self._apply(patch, target, sys.modules[target.module])
-        self._follow()
+        self._update_callback_outcomes()
 
     def undo(self) -> None:
-        """Put the identical original objects back, end the training run and stop answering imports."""
+        """Restore the identical original objects, end the training run and stop reacting to imports."""
         self._armed = False
         if self in _armed:
             _armed.remove(self)
@@ -218,10 +217,10 @@ class Patcher:
         for patch in self.all_patches():
             if patch.on_undo is not None:
                 patch.on_undo()
-        self._take_back(list(self._applied), "undone")
-        self._follow()
+        self._undo_applied(list(self._applied), "undone")
+        self._update_callback_outcomes()
 
-    def _take_back(self, keys: Sequence[tuple[str, str]], reason: str) -> None:
+    def _undo_applied(self, keys: Sequence[tuple[str, str]], reason: str) -> None:
         for key in reversed(keys):
             self._applied.pop(key).undo()
             self.outcomes[key].status, self.outcomes[key].reason = "skipped", reason
@@ -238,9 +237,9 @@ class Patcher:
                     for target in waiting:
                         self._apply(patch, target, importlib.import_module(target.module))
                     if patch.needed():
-                        self._take_back([key for key in self._applied if key[0] == patch.name], "it does not help this torch")
+                        self._undo_applied([key for key in self._applied if key[0] == patch.name], "it does not fix this torch")
                     continue
-                status, reason = "skipped", "this torch does without it"
+                status, reason = "skipped", "this torch does not need it"
             except Exception as error:  # as for any patch that fails
                 status, reason = "failed", f"{type(error).__name__}: {error}"
                 warn(f"patch {patch.name} failed and is left out: {reason}")
@@ -249,7 +248,7 @@ class Patcher:
                 outcome.status, outcome.reason = status, reason
 
     def active(self) -> list[Patch]:
-        """The patches of which at least one target is applied."""
+        """Return the patches with at least one applied target."""
         applied = {outcome.patch for outcome in self.outcomes.values() if outcome.status == "applied"}
         return [patch for patch in self.patches.values() if patch.name in applied]
 
@@ -258,7 +257,7 @@ class Patcher:
         for name in wanted:
             if name != "*" and name not in self.patches:
                 raise UserError(
-                    f"no patch {name} to disable: there are {', '.join(self.patches)}.{did_you_mean(name, self.patches)}"
+                    f"no patch {name} to disable.{did_you_mean(name, self.patches)} Patches: {', '.join(self.patches)}"
                 )
         return frozenset(self.patches if "*" in wanted else wanted)
 
@@ -266,21 +265,21 @@ class Patcher:
         if patch.name in disabled:
             return "disabled by the user"
         if not patch.wanted(self.settings):
-            return "not asked for"
+            return "not enabled"
         if self.checkout is None:
             return None
         from packaging.version import Version
 
         version, layout = self.checkout.version, self.checkout.layout
         if patch.until is not None and version is not None and Version(version) >= Version(patch.until):
-            return f"sd-scripts does it itself since v{patch.until}"
+            return f"included in sd-scripts since v{patch.until}"
         if layout == "unknown":
             tried = patch in self.engine or self.settings.allow_unknown_version
-            return None if tried else f"{self.checkout.label} has a layout it does not know"
-        return None if layout in layouts else f"nothing to do there in layout {layout}"
+            return None if tried else f"{self.checkout.label} has an unknown layout"
+        return None if layout in layouts else f"not needed in layout {layout}"
 
     def _taking_part(self) -> list[Patch]:
-        """Return the patches that are on and take part in training, in the order of their stages."""
+        """Return the enabled patches that have a callback, in the order of their stages."""
         disabled = self._disabled()
         return [
             patch
@@ -288,14 +287,14 @@ class Patcher:
             if patch.on_start is not None and self._reason_to_skip(patch, KNOWN_LAYOUTS, disabled) is None
         ]
 
-    def _follow(self) -> None:
-        """Give the callbacks that are on the outcome of ``prepare_accelerator``, which makes them."""
-        made = [outcome for (name, label), outcome in self.outcomes.items() if name == TRAINING_LOOP and label.endswith(_START)]
+    def _update_callback_outcomes(self) -> None:
+        """Copy the outcome of ``prepare_accelerator``, which creates the callbacks, to the enabled ones."""
+        starts = [outcome for (name, target), outcome in self.outcomes.items() if name == TRAINING_LOOP and _START in target]
         status: Status = "waiting" if self._armed else "skipped"
         reason = "" if self._armed else "undone"
-        if any(outcome.status == "applied" for outcome in made):
+        if any(outcome.status == "applied" for outcome in starts):
             status = "applied"
-        elif any(outcome.status == "failed" or outcome.surprise for outcome in made):
+        elif any(outcome.status == "failed" or outcome.surprise for outcome in starts):
             status, reason = "skipped", f"{TRAINING_LOOP} is not applied"
         for patch in self._taking_part():
             outcome = self.outcomes.get((patch.name, patch.callback_label or ""))
@@ -306,7 +305,7 @@ class Patcher:
         def on_import(module: ModuleType) -> None:
             if self._armed:
                 self._apply(patch, target, module)
-                self._follow()
+                self._update_callback_outcomes()
 
         return on_import
 
@@ -318,12 +317,12 @@ class Patcher:
         try:
             owner, name = _owner(module, target.attribute)
             original, as_it_was = function_of(owner, name)
-            # In a fork it may be in any of the places where the releases have it.
+            # A fork may have it in the module of any release.
             elsewhere = target.layouts != KNOWN_LAYOUTS and self.checkout is not None and self.checkout.layout == "unknown"
             if original is ABSENT and (target.optional or elsewhere):
                 outcome.status, outcome.reason = "skipped", f"this version of {target.module} does not have it"
                 return
-            surprise = "it is not there" if original is ABSENT else target.expect(original)
+            surprise = "it does not exist" if original is ABSENT else target.expect(original)
             if surprise is None and target.body != "runs":
                 surprise = target.body.surprise(module, target.attribute)
             if surprise is None:
@@ -331,16 +330,16 @@ class Patcher:
                 self._applied[key] = replace_attribute(owner, name, as_it_was(replacement))
                 remember(replacement, original)
                 outcome.status = "applied"
-        except Exception as error:  # a patch that fails must not take the training down with it
+        except Exception as error:  # a patch that fails must not end the training
             outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {error}"
             warn(f"patch {patch.name} failed on {target.label} and is left out: {outcome.reason}")
             return
         if surprise is not None:
             outcome.status, outcome.reason, outcome.surprise = "skipped", surprise, True
-            message = f"patch {patch.name} does not know this {target.label}: {surprise}"
+            message = f"patch {patch.name} does not recognize {target.label}: {surprise}"
             if self.settings.strict:
-                stop(f"{message}. Without --strict the patch is left out")
-            warn(f"{message}; left as it is")
+                stop(f"{message}; remove --strict to run without the patch")
+            warn(f"{message}; running the original code")
 
 
 def _stage(patch: Patch) -> Stage:
@@ -348,11 +347,11 @@ def _stage(patch: Patch) -> Stage:
 
 
 def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Patch:
-    """Return the patch by which a training loop's callbacks are called, on every layout."""
+    """Return the patch that calls the callbacks of a training loop, on every layout."""
     accelerate = "accelerate.accelerator"
     return Patch(
         TRAINING_LOOP,
-        "calls the patches that take part in training, in the order of their stages",
+        "calls the patches' training callbacks in the order of their stages",
         (
             *moved(_START, "library.accelerator_setup", loop.prepare_accelerator, takes("args", exactly=True), body="runs"),
             Target(accelerate, "Accelerator.accumulate", loop.accumulate, takes("self"), body="runs"),
@@ -377,7 +376,7 @@ def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
 
 
 def registry() -> dict[str, Patch]:
-    """Every patch in ``patches/``, by name: each of its modules has one ``PATCH``."""
+    """Return every patch in ``patches/`` by name. Each module there has one ``PATCH``."""
     return {module.PATCH.name: module.PATCH for module in patch_modules()}
 
 
@@ -385,6 +384,6 @@ _armed: list[Patcher] = []
 
 
 def apply_needed() -> None:
-    """Apply the armed patches that first have to be tried out. To be called when all of torch can be imported."""
+    """Apply the armed patches with a ``needed`` check. Call this when all of torch can be imported."""
     for patcher in _armed:
         patcher.apply_needed()

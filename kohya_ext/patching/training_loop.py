@@ -101,11 +101,11 @@ C = TypeVar("C", bound=TrainingCallback)
 
 @dataclass(frozen=True)
 class Program:
-    """What runs in this process."""
+    """The checkout and the command line of this process."""
 
     checkout: Checkout | None = None
     command: CommandLine = field(default_factory=lambda: CommandLine(None, (), {}))
-    """The command line of the training script; without a script in any other program."""
+    """The training script's command line. In any other program it has no script."""
 
 
 @dataclass
@@ -247,7 +247,7 @@ def current(kind: type[C]) -> C | None:
 
 
 def program() -> Program:
-    """Return what the run in this process was started with; an empty one when there is no run."""
+    """Return the program of this process's run; an empty one without a run."""
     return _current.program if _current is not None else Program()
 
 

@@ -104,7 +104,8 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
     if not state.is_dir():
         findings.errors.append(f"--resume {state} does not exist")
     elif (problem := resume.state_problem(state, settings["inexact_resume"])) is not None:
-        findings.errors.append(f"--resume {state} is damaged: {problem}. Use another state, or --resume auto")
+        advice = f"Use another state, or --resume auto{resume.inexact_advice(state)}"
+        findings.errors.append(f"--resume {state} is damaged: {problem}. {advice}")
     else:
         record = run_record.read(state)
         if record is not None and record.script != script.name:

@@ -63,7 +63,7 @@ _NETWORK = "network"
 
 
 def check(script: Path, args: Namespace, findings: Findings) -> None:
-    """Check what is imported by name, then the combinations."""
+    """Check optimizer, scheduler and network, then the combinations of arguments."""
     _check_optimizer(args, findings)
     _check_rates(args, findings)
     _check_attention(script, args, findings)
@@ -157,7 +157,7 @@ def _check_scheduler(args: Namespace, findings: Findings) -> None:
     name = getattr(args, "lr_scheduler", None)
     if name and not name.startswith("adafactor") and name not in SCHEDULERS:
         findings.errors.append(
-            f"--lr_scheduler {name} is not known: it is one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
+            f"unknown --lr_scheduler {name}; use one of {', '.join(SCHEDULERS)}, or adafactor:RATE."
             + did_you_mean(name, SCHEDULERS)
         )
     elif name and getattr(args, "lr_scheduler_args", None) and (function := _scheduler_function(name)) is not None:
@@ -180,12 +180,12 @@ def _is_schedule_free(args: Namespace) -> bool:
 def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
     name = getattr(args, "network_module", None)
     if not name:
-        findings.errors.append("no --network_module: networks.lora trains a LoRA")
+        findings.errors.append("--network_module is missing; use networks.lora for a LoRA")
         return
-    if not _can_be_found(name, script.parent):
+    if not _is_importable(name, script.parent):
         near = [f"networks.{file.stem}" for file in (script.parent / "networks").glob("*.py")]
         hint = did_you_mean(name, near)
-        if hint or _can_be_found(name.partition(".")[0], script.parent):
+        if hint or _is_importable(name.partition(".")[0], script.parent):
             findings.errors.append(f"--network_module {name} cannot be imported.{hint}")
         else:
             _check_package(name, f"--network_module {name}", findings)
@@ -202,13 +202,13 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
 
 
 def _words_of(folder: Path, module: str) -> set[str]:
-    """Return every word in the source of an sd-scripts network: it accepts any argument and looks up those it knows."""
+    """Return every word in the source of a network, which accepts any argument and looks up the known ones."""
     file = folder.joinpath(*module.split(".")).with_suffix(".py")
     common = file.with_name("network_base.py")
     return {word for source in (file, common) if source.is_file() for word in re.findall(r"\w+", source.read_text("utf-8"))}
 
 
-def _can_be_found(module: str, folder: Path) -> bool:
+def _is_importable(module: str, folder: Path) -> bool:
     sys.path.insert(0, str(folder))
     try:
         return importlib.util.find_spec(module) is not None
@@ -251,7 +251,7 @@ def _check_parameters(kind: Any, pairs: Iterable[str] | None, label: str, findin
         if name == "lr":
             findings.errors.append(f"{label}: lr is given twice; remove it, --learning_rate sets it")
         elif name not in parameters:
-            findings.errors.append(f"{label} takes no {name}.{did_you_mean(name, parameters)}")
+            findings.errors.append(f"{label} does not accept {name}.{did_you_mean(name, parameters)}")
 
 
 # --- combinations ----------------------------------------------------------------------------------------------------
@@ -300,16 +300,16 @@ class _Rule:
 
 def _together(first: str, *others: str, because: str) -> _Rule:
     """Return the rule that an option excludes others."""
-    return _Rule(others, lambda run: run.has(first), f"--{first} and --{{option}} cannot go together: {because}")
+    return _Rule(others, lambda run: run.has(first), f"--{first} and --{{option}} cannot be combined: {because}")
 
 
-_WITH_TEXT = "--{run.cached_text} and --{option} cannot go together: "
-_WITH_LATENTS = "--{run.cached_latents} and --{option} cannot go together: "
+_WITH_TEXT = "--{run.cached_text} and --{option} cannot be combined: "
+_WITH_LATENTS = "--{run.cached_latents} and --{option} cannot be combined: "
 _IS_FROZEN = "a text encoder whose outputs are cached cannot be trained"
 _IS_FIXED = "the caption is encoded once, so it cannot change"
 _CAPTIONS = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
-_NO_WARMUP = "--{option} is an error with --lr_scheduler {run.scheduler}: leave it out"
+_NO_WARMUP = "--{option} is an error with --lr_scheduler {run.scheduler}; remove it"
 
 # fmt: off
 #: Checked for each subset of a --dataset_config, else for the whole run.
@@ -325,17 +325,17 @@ _RULES = (
           f"--{{run.cached_text}} needs --network_train_unet_only: {_IS_FROZEN}"),
     _Rule(("train_text_encoder",), lambda run: run.cached_text and run.sdxl and not run.network, f"{_WITH_TEXT}{_IS_FROZEN}"),
     _Rule(("cache_latents", "cache_latents_to_disk"), lambda run: run.has("train_inpainting"),
-          "--{option} and --train_inpainting cannot go together: every step draws another mask"),
+          "--{option} and --train_inpainting cannot be combined: every step draws another mask"),
     _together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained"),
     _together(*_FUSED, because="choose one"),
     _together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it"),
     _Rule(_FUSED[:1], lambda run: not run.adafactor, "--{option} works with --optimizer_type Adafactor only"),
     _Rule(_FUSED, lambda run: run.accumulation > 1,
-          "--{option} and --gradient_accumulation_steps {run.accumulation} cannot go together: no gradient is kept"),
+          "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
     _Rule(("cpu_offload_checkpointing",), lambda run: run.has("gradient_checkpointing") and not run.offloads,
-          "--{option} ends in a TypeError in {run.script}: its model does not know it"),
+          "--{option} fails with a TypeError in {run.script}; remove it"),
     _Rule(("lr_warmup_steps",), lambda run: run.refuses_warmup and run.scheduler == "constant",
-          f"{_NO_WARMUP} or take constant_with_warmup"),
+          f"{_NO_WARMUP} or use constant_with_warmup"),
     _Rule(("lr_warmup_steps",), lambda run: run.refuses_warmup and run.scheduler != "constant", _NO_WARMUP),
     _Rule(("enable_bucket",), lambda run: run.bucket_rest,
           "--bucket_reso_steps must be a multiple of {run.bucket_steps} for {run.script}"),
@@ -347,7 +347,7 @@ _RULES = (
           "--{option} needs --v_parameterization"),
     _together("v_pred_like_loss", "v_parameterization", because="the model predicts v already"),
     _Rule(("pretrained_model_name_or_path",), lambda run: run.sdxl and run.has("v2"),
-          "--v2 and --{option} cannot go together: SDXL has no v2"),
+          "--v2 and --{option} cannot be combined: SDXL has no v2"),
     _Rule((), lambda run: run.own_rate and not run.adafactor,
           "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
 )
@@ -364,7 +364,7 @@ def _broken(rules: Iterable[_Rule], script: Path, args: Namespace) -> Iterator[s
 
 
 def _impossible(script: Path, args: Namespace) -> Iterator[str]:
-    """Yield what cannot work in the whole run, then in a subset, whose own settings in --dataset_config come first."""
+    """Yield the problems of the whole run, then of each subset with its own settings from --dataset_config."""
     yield from _broken(_RULES, script, args)
     if not getattr(args, "dataset_config", None):
         yield from _broken(_SUBSET_RULES, script, args)

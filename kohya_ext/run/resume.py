@@ -381,7 +381,7 @@ def state_to_resume(folder: Path, name: str | None, run: RunRecord, inexact: boo
     States without a record (saved by upstream) count as the run's. Raises UserError when every state of this run is
     damaged: silently starting over would lose that training.
     """
-    broken: list[str] = []
+    broken: dict[Path, str] = {}
     for state in _newest_first(folder, name):
         record = run_record.read(state)
         if record is not None and (differences := run.differences(record)):
@@ -390,15 +390,16 @@ def state_to_resume(folder: Path, name: str | None, run: RunRecord, inexact: boo
                 f"use --resume {state} to resume it anyway"
             )
         elif (problem := state_problem(state, inexact)) is not None:
-            broken.append(f"{state.name}: {problem}")
+            broken[state] = f"{state.name}: {problem}"
         else:
-            for line in broken:
+            for line in broken.values():
                 warn(f"--resume auto: {line}; resuming from an older state")
             return state
     if broken:
         raise UserError(
-            f"--resume auto: every state in {folder} is damaged ({'; '.join(broken)}). Restore one from a backup, or remove "
-            "--resume to start from the beginning; the states are then renamed to NAME.previous"
+            f"--resume auto: every state in {folder} is damaged ({'; '.join(broken.values())}). Restore one from a backup"
+            f"{max(map(inexact_advice, broken))}, or remove --resume to start from the beginning; the states are then renamed "
+            "to NAME.previous"
         )
     return None
 
@@ -458,6 +459,12 @@ def state_problem(state: Path, inexact: bool = False) -> str | None:
         elif file.suffix in (".bin", ".pkl", ".pt") and not _is_complete_zip(file):
             return f"{file.name} is damaged"
     return None
+
+
+def inexact_advice(state: Path) -> str:
+    """Return the advice to resume a state whose only damage is its random state; empty for other damage."""
+    repairable = state_problem(state, inexact=True) is None
+    return ", or add --inexact_resume to resume with other random numbers" if repairable else ""
 
 
 def _missing(state: Path, inexact: bool) -> str | None:

@@ -99,7 +99,7 @@ def test_a_users_edit_trains_as_without_the_extension(checkout, edited, train):
     unedited = train(checkout, *run, start="plain", without=("--gradient_checkpointing",))
     assert any(not torch.equal(unedited.tensors[name], tensor) for name, tensor in theirs.tensors.items())
     message = (
-        "skip_unit_scaling does not know this networks.lora:LoRAModule.forward: LoRAModule.forward in networks/lora.py differs"
+        "skip_unit_scaling does not recognize networks.lora:LoRAModule.forward: LoRAModule.forward in networks/lora.py differs"
     )
     assert f"{message} from sd-scripts v0.10.1 and v0.11.1" in ours.output
     strict = train(edited, *run, before=("--strict",))

@@ -85,7 +85,7 @@ def test_without_a_compiler_training_is_bit_identical_to_upstreams(checkout, tra
 
 BREAKAGES = {
     "torch": ("selective compile is off: torch 2.4.1 is too old; install torch", ()),
-    "layout": ("does not know this library.lumina_models:JointTransformerBlock._forward: it is not there", ()),
+    "layout": ("does not recognize library.lumina_models:JointTransformerBlock._forward: it does not exist", ()),
     "backend": (
         "JointTransformerBlock could not be compiled and runs eager: RuntimeError: the compiler has had enough",
         ("--compile_backend", "broken"),

@@ -465,7 +465,7 @@ def test_preflight_reports_all_errors_before_a_model_is_loaded(checkout, train, 
         "--full_bf16",
     ):
         assert message in run.output, message
-    assert "--cache_latents and --color_aug cannot go together" in run.output
+    assert "--cache_latents and --color_aug cannot be combined" in run.output
     assert "loading" not in run.output
     assert not list(run.folder.glob("*.safetensors"))
 

@@ -42,15 +42,13 @@ def shown():
 
 
 def test_every_patch_is_named_in_few_lines(shown):
-    off = [
-        {**found, "status": "skipped", "reason": "not asked for"} for found in ALL if found["patch"] in ("ema", "spill_watch")
-    ]
+    off = [{**found, "status": "skipped", "reason": "not enabled"} for found in ALL if found["patch"] in ("ema", "spill_watch")]
     on = [found for found in ALL if found["patch"] not in ("ema", "spill_watch")]
     lines = shown(doctor._show_patches, on + off)
     assert len(lines) < 15
     said = " ".join(" ".join(lines).split())
     assert f"{len(registry()) - 2} patches on activation_memory_budget, " in said
-    assert "2 off not asked for: ema, spill_watch" in said
+    assert "2 off not enabled: ema, spill_watch" in said
     assert len(shown(doctor._show_targets, on + off)) > 100
 
 

@@ -100,7 +100,7 @@ def test_a_surprising_target_is_skipped_with_its_reason(library, capsys):
     patcher.arm()
     assert library().Base().value() == 3
     assert (only(patcher).status, only(patcher).reason, only(patcher).surprise) == ("skipped", "it is not what it was", True)
-    assert "does not know this a_library:Base.value" in capsys.readouterr().err
+    assert "does not recognize a_library:Base.value" in capsys.readouterr().err
 
 
 def test_and_ends_the_run_when_strict(library, capsys):
@@ -109,14 +109,14 @@ def test_and_ends_the_run_when_strict(library, capsys):
     with pytest.raises(SystemExit) as leaving:
         library()
     assert leaving.value.code == 2
-    assert "Without --strict" in capsys.readouterr().err
+    assert "remove --strict to run without the patch" in capsys.readouterr().err
 
 
 def test_an_attribute_that_is_gone_is_a_surprise(library):
     patcher = Patcher(make(Target("a_library", "Base.gone", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     library()
-    assert (only(patcher).status, only(patcher).reason) == ("skipped", "it is not there")
+    assert (only(patcher).status, only(patcher).reason) == ("skipped", "it does not exist")
 
 
 def test_a_failing_patch_costs_one_line(library, capsys):
@@ -135,7 +135,7 @@ def test_a_failing_patch_costs_one_line(library, capsys):
     [
         (Settings(disable_patch=("twice",)), "disabled by the user"),
         (Settings(disable_patch=("*",)), "disabled by the user"),
-        (Settings(), "not asked for"),
+        (Settings(), "not enabled"),
     ],
 )
 def test_a_patch_that_is_off_says_why(library, settings, reason):
@@ -150,11 +150,11 @@ def test_layouts_are_kept_apart_and_an_unknown_one_is_left_alone(library):
     target = Target("a_library", "FLAG", lambda original, settings: False, layouts=frozenset({"v0.10"}), body="runs")
     patcher = Patcher(make(target), Settings(), CHECKOUT)
     patcher.arm()
-    assert only(patcher).reason == "nothing to do there in layout v0.11"
+    assert only(patcher).reason == "not needed in layout v0.11"
     old = Checkout(Path("old"), None, "unknown", "for the test")
     patcher = Patcher(make(target), Settings(), old)
     patcher.arm()
-    assert "does not know" in only(patcher).reason
+    assert "has an unknown layout" in only(patcher).reason
     patcher = Patcher(make(target), Settings(allow_unknown_version=True), old)
     patcher.arm()
     assert library().FLAG is False
@@ -229,7 +229,7 @@ def test_a_patch_ends_with_the_release_that_needs_it_no_more(library, until, sta
     patcher.arm()
     outcome = only(patcher)
     patcher.undo()
-    assert (outcome.reason == f"sd-scripts does it itself since v{until}") or outcome.reason == "undone"
+    assert (outcome.reason == f"included in sd-scripts since v{until}") or outcome.reason == "undone"
     assert (outcome.reason == "undone") == (status == "applied")
 
 
@@ -255,8 +255,8 @@ def test_an_attribute_that_some_versions_lack_is_no_surprise(library):
     ("answers", "status", "reason"),
     [
         ([True, False], "applied", ""),
-        ([False], "skipped", "this torch does without it"),
-        ([True, True], "skipped", "it does not help this torch"),
+        ([False], "skipped", "this torch does not need it"),
+        ([True, True], "skipped", "it does not fix this torch"),
     ],
 )
 def test_what_is_tried_out_waits_until_it_is_asked_for(library, answers, status, reason):
@@ -304,7 +304,7 @@ def test_every_option_has_one_name():
 
 def test_an_unknown_name_to_disable_is_an_error():
     patcher = Patcher(make(), Settings(disable_patch=("twise",)), CHECKOUT)
-    with pytest.raises(UserError, match=r"no patch twise to disable: there are twice\. Did you mean twice\?"):
+    with pytest.raises(UserError, match=r"no patch twise to disable\. Did you mean twice\? Patches: twice"):
         patcher.arm()
 
 
@@ -326,4 +326,4 @@ def test_an_option_whose_patch_is_off_is_answered(tmp_path, capsys):
     session.patcher.undo()
     said = capsys.readouterr().err
     assert "--selective_torch_compile does nothing: the patch selective_torch_compile is off (disabled by the user)" in said
-    assert "not asked for" not in said
+    assert "not enabled" not in said

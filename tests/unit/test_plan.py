@@ -237,7 +237,7 @@ def test_auto_and_plan_without_a_gpu_ask_for_its_size(checkout, monkeypatch, cap
     monkeypatch.setattr(units, "first_gpu", lambda: None)
     monkeypatch.setenv("KOHYA_SD_SCRIPTS", str(checkout.path))
     assert main([LORA, "--preset", "auto"]) == 2
-    assert "no NVIDIA GPU found: give its size, --vram 16, or name a preset, --preset 16gb" in capsys.readouterr().err
+    assert "no NVIDIA GPU found; add --vram 16, or name a preset: --preset 16gb" in capsys.readouterr().err
     assert main(["plan", LORA]) == 2
     assert "--vram 16" in capsys.readouterr().err
 

@@ -167,9 +167,20 @@ def test_auto_fails_when_every_state_is_damaged(tmp_path):
     run_record.write(state, run, 9)
     (state / "optimizer.bin").write_bytes(b"PK")
     with pytest.raises(
-        UserError, match=r"every state in .* is damaged .*optimizer.bin is truncated: 2 of \d+ bytes.* remove --resume"
+        UserError, match=r"every state in .* is damaged .*optimizer.bin is truncated: 2 of \d+ bytes\)\. Restore.* backup, or"
     ):
         resume.state_to_resume(tmp_path, "cat", run)
+
+
+def test_damaged_random_state_alone_can_be_resumed_with_other_random_numbers(tmp_path):
+    run = describe()
+    for step, damaged in ((3, "optimizer.bin"), (9, "random_states_0.pkl")):
+        run_record.write(write_state(tmp_path, f"cat-rolling0000000{step}-state", 0, truncated=[damaged]), run, step)
+        inexact = resume.inexact_advice(tmp_path / f"cat-rolling0000000{step}-state")
+        assert inexact == (", or add --inexact_resume to resume with other random numbers" if step == 9 else "")
+    with pytest.raises(UserError, match="or add --inexact_resume to resume with other random numbers, or remove --resume"):
+        resume.state_to_resume(tmp_path, "cat", run)
+    assert resume.state_to_resume(tmp_path, "cat", run, inexact=True) == tmp_path / "cat-rolling00000009-state"
 
 
 def test_stale_states_are_of_other_runs_or_later_steps(tmp_path):

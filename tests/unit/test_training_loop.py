@@ -189,7 +189,7 @@ def test_no_two_patches_of_a_stage_replace_the_same_function():
 
 
 def test_a_patch_with_a_callback_needs_a_stage():
-    with pytest.raises(TypeError, match="patch a takes part in training and names no stage"):
+    with pytest.raises(TypeError, match="patch a takes part in training and no stage"):
         Patch("a", "", (), "exact", "", "", on_start=lambda args, accelerator, settings: None)
 
 
@@ -235,7 +235,7 @@ def test_an_unknown_loop_is_not_patched_and_a_warning_is_printed(library, capsys
     patcher.arm()
     row = patcher.outcomes["a", "training_loop:SAVE"]
     patcher.undo()
-    assert "patch training_loop does not know this library.accelerator_setup:prepare_accelerator" in capsys.readouterr().err
+    assert "patch training_loop does not recognize library.accelerator_setup:prepare_accelerator" in capsys.readouterr().err
     assert patcher.active() == []
     assert row.status == "skipped"
 
