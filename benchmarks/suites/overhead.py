@@ -67,7 +67,7 @@ def _python_start(plan: Plan, result: Result) -> bool:
 
 
 class _Both:
-    """Return two comparisons of the same processes: wall time, and processor time, which depends little on the machine's load."""
+    """Return two comparisons of the same processes: wall time, and processor time, which depends little on other load."""
 
     def __init__(self, title: str, what: str, about: dict[str, Any], rows: list[Variant], result: Result) -> None:
         self.wall = Comparison(title, f"seconds {what}", about, rows)

@@ -189,7 +189,7 @@ def test_no_two_patches_of_a_stage_replace_the_same_function():
 
 
 def test_a_patch_with_a_callback_needs_a_stage():
-    with pytest.raises(TypeError, match="patch a takes part in training and no stage"):
+    with pytest.raises(TypeError, match="patch a has on_start but no stage"):
         Patch("a", "", (), "exact", "", "", on_start=lambda args, accelerator, settings: None)
 
 
