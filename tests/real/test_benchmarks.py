@@ -23,6 +23,7 @@ def run(suite, checkout, folder, *more):
     return file, read(file)
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 def test_step_suite_compares_upstream_and_patched_steps(checkout, tmp_path):
     more = ("--family", "lumina-lora", "--variants", "upstream,patched", "--rounds", "2", "--steps", "1")

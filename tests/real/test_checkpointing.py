@@ -59,8 +59,13 @@ RUNS = {
     "lumina_train_network.py": "environment",
 }
 
+#: Scripts whose checkpointed blocks the other tests of this file cover, too.
+SELDOM = ("train_network.py", "flux_train_network.py")
 
-@pytest.mark.parametrize("script", RUNS)
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=[pytest.mark.slow] if script in SELDOM else []) for script in RUNS]
+)
 def test_real_script_uses_non_reentrant_checkpointing_and_trains_upstreams_tensors(checkout, train, upstream, script):
     theirs, ours = upstream(checkout, script), train(checkout, script, start=RUNS[script])
     assert theirs.checkpoint_calls["reentrant"] > 0

@@ -51,6 +51,7 @@ def test_training_is_close_to_upstreams_without_graph_breaks(checkout, train, up
         assert block["eager_because"] is None
 
 
+@pytest.mark.oldest
 def test_images_of_known_sizes_add_no_graphs(checkout, train):
     """In two epochs of eight steps, only the first step compiles: one graph for text refiner blocks and one for the rest."""
     (block,) = facts(train(checkout, LUMINA, *ON, "--max_train_steps", "16"))[1].values()
@@ -59,6 +60,7 @@ def test_images_of_known_sizes_add_no_graphs(checkout, train):
     assert block["calls"] % 16 == 0
 
 
+@pytest.mark.newest
 def test_environment_variables_enable_compiling_and_the_budget(checkout, train, upstream):
     env = {
         "SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "1",
@@ -73,6 +75,7 @@ def test_environment_variables_enable_compiling_and_the_budget(checkout, train, 
     assert blocks["JointTransformerBlock"]["graphs"] > 0
 
 
+@pytest.mark.oldest
 def test_without_a_compiler_training_is_bit_identical_to_upstreams(checkout, train, upstream, tmp_path):
     """Also checks the warning about a budget with checkpointing. PATH has only git, which upstream needs for its commit."""
     (tmp_path / "git").symlink_to(str(shutil.which("git")))

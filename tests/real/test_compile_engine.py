@@ -177,12 +177,12 @@ def test_garbage_collection_is_disabled_while_compiling(run: blocks.Run) -> None
     assert gc.isenabled()
 
 
-def test_guards_are_not_timed(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_are_not_timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     import torch._dynamo.guards as guards
 
     timed: list[Any] = []
     monkeypatch.setattr(guards, "profile_guard_manager", lambda *about: timed.append(about) or 0.0)
-    run.prepare(AOT, "cpu")
+    request.getfixturevalue("compiler_patches")
     torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
     assert timed == []
 

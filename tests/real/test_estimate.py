@@ -93,6 +93,7 @@ EIGHT_BITS = ("--no-fused_backward_pass", "--optimizer_type", "AdamW8bit", "--op
 TIERS = {tier.name: tier for tier in tiers.tiers()}
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "name",
     [

@@ -115,6 +115,7 @@ def test_run_without_faults_is_bit_identical_to_upstream(checkout, train, upstre
     assert (tmp_path / "tiny.previous.safetensors").read_bytes() == upstream(checkout, LORA).file.read_bytes()
 
 
+@pytest.mark.newest
 @posix
 @pytest.mark.parametrize("scripts", SCRIPTS)
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
@@ -151,6 +152,7 @@ def test_ema_averages_the_models_after_each_step(checkout, train):
     assert close(read(run.folder / "tiny-ema.safetensors"), averaged([*models, run.tensors][:4], 0.4))
 
 
+@pytest.mark.oldest
 @posix
 @pytest.mark.parametrize("scripts", SCRIPTS)
 def test_run_killed_by_sigkill_resumes_from_its_last_timed_state(checkout, train, scripts):
@@ -260,6 +262,7 @@ def test_stop_file_stops_the_run(checkout, train, tmp_path):
     assert resume.newest_state(stopped.folder, "tiny") is not None
 
 
+@pytest.mark.oldest
 @posix
 @pytest.mark.parametrize("is_active", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["accelerate", "extension"])
 def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train, is_active):

@@ -29,5 +29,5 @@ def test_skipped_step_frees_its_memory(checkout, train, tmp_path, fused):
     assert "not finite" not in finite.output
     assert all(tensor.isfinite().all() for tensor in skipping.tensors.values())
     # A skipped step may leave less, because the optimizer did not step.
-    assert len(finite.left_by_steps) == 7
-    assert all(ours <= theirs for ours, theirs in zip(skipping.left_by_steps, finite.left_by_steps, strict=True))
+    assert len(finite.bytes_left_by_steps) == 7
+    assert all(ours <= theirs for ours, theirs in zip(skipping.bytes_left_by_steps, finite.bytes_left_by_steps, strict=True))

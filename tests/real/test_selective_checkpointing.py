@@ -32,6 +32,7 @@ def fully_checkpointed(train):
     return of
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("script", [LORA, pytest.param(FLUX, marks=slow)])
 def test_ratio_checkpoints_fewer_blocks_with_identical_results(checkout, train, fully_checkpointed, script):
     full = fully_checkpointed(checkout, script)
@@ -78,7 +79,7 @@ def bounds(train):
 
 def peak_and_flops(run):
     """Return the highest peak of a run's steps in bytes, and the FLOPs of each step."""
-    return max(peak for peak, _ in run.weighed_steps), [flops for _, flops in run.weighed_steps]
+    return max(peak for peak, _ in run.measured_steps), [flops for _, flops in run.measured_steps]
 
 
 @slow
@@ -117,18 +118,19 @@ def test_compiled_blocks_keep_the_fraction_of_activations_that_fits(checkout, tr
 
 def budget_above(full, factor=1.12):
     """Return a budget slightly above the peak with every block checkpointed. The tiny model is mostly weights."""
-    return f"{factor * max(peak for peak, _ in full.weighed_steps) / 1e6:.2f}MB"
+    return f"{factor * max(peak for peak, _ in full.measured_steps) / 1e6:.2f}MB"
 
 
+@pytest.mark.newest
 def test_budget_frees_blocks_and_is_not_exceeded(checkout, train, fully_checkpointed):
     """The last step also simulates an out-of-memory error in the forward pass of a block."""
     full = fully_checkpointed(checkout, LORA)
     run = train(checkout, LORA, "--vram_budget", budget_above(full), env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
     assert_identical(run, full)
     facts = run.report["facts"]["vram_budget"]
-    assert max(peak for peak, _ in run.weighed_steps) <= facts["limit"]
+    assert max(peak for peak, _ in run.measured_steps) <= facts["limit"]
     # Two steps measure the blocks and the peak. After that some blocks are no longer recomputed.
-    work, without = [[flops for _, flops in other.weighed_steps] for other in (run, full)]
+    work, without = [[flops for _, flops in other.measured_steps] for other in (run, full)]
     assert work[:2] == without[:2]
     assert work[2] < without[2]
     assert 0 < facts["recomputed_flops"] < facts["recomputed_flops_at_first"]
@@ -143,4 +145,4 @@ def test_large_budget_frees_every_block(checkout, train, fully_checkpointed):
         assert_identical(run, fully_checkpointed(checkout, script))
         facts = run.report["facts"]["vram_budget"]
         assert facts["recomputed_flops"] == 0 < facts["recomputed_flops_at_first"]
-        assert run.weighed_steps[-1][1] < fully_checkpointed(checkout, script).weighed_steps[-1][1]
+        assert run.measured_steps[-1][1] < fully_checkpointed(checkout, script).measured_steps[-1][1]

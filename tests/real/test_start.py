@@ -30,6 +30,7 @@ def test_a_checkout_named_only_by_the_variable_is_still_tested(checkout, monkeyp
     assert checkout in conftest._generations().values()
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("start", STARTS)
 def test_with_patches_off_the_file_is_upstreams_bit_for_bit(checkout, train, upstream, start):
     script = SCRIPTS[0]
@@ -45,6 +46,7 @@ def test_with_patches_off_every_script_is_upstreams_in_every_start(checkout, tra
     assert_patches_off(ours, upstream(checkout, script))
 
 
+@pytest.mark.oldest
 def test_the_master_switch_disables_the_extension(checkout, train, upstream):
     ours = train(checkout, SCRIPTS[0], start="environment", bare=True, env={"KOHYA_EXT": "0", "KOHYA_EXT_PRESET": "8gb"})
     assert_identical(ours, upstream(checkout, SCRIPTS[0]))

@@ -16,9 +16,9 @@ from tools import generate
 ROOT = Path(__file__).parent.parent.parent
 #: Options of sd-scripts, and of a benchmark, that the documentation names and this package's code does not.
 OTHERS = {f"--{name}" for name in (
-    "compiled", "lr_scheduler", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
+    "compiled", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
     "optimizer_args", "resume", "sample_prompts", "shuffle_caption", "split_attn", "text_encoder_lr", "torch_compile",
-    "vae_batch_size",
+    "vae_batch_size", "lr_scheduler",
 )}  # fmt: skip
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
