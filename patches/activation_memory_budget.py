@@ -8,13 +8,13 @@ recompute them twice.
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 from kohya_ext.compiling.budget import set_budget
 from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage
+from kohya_ext.patching.types import Accelerator
 
 ACTIVATION_MEMORY_BUDGET = Option[float | None](
     "activation_memory_budget",
@@ -27,7 +27,7 @@ ACTIVATION_MEMORY_BUDGET = Option[float | None](
 )
 
 
-def _set(args: Namespace, accelerator: Any, settings: Settings) -> None:
+def _set(args: Namespace, accelerator: Accelerator, settings: Settings) -> None:
     share = settings[ACTIVATION_MEMORY_BUDGET]
     assert share is not None, "the patch is on without a value"
     whole_model = getattr(args, "torch_compile", False) or getattr(args, "compile", False)

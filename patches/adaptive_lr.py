@@ -25,6 +25,7 @@ from kohya_ext.config.settings import Option, Settings, boolean, count
 from kohya_ext.console import note, stop
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.types import Accelerator
 
 FILE = "kohya_ext_adaptive_lr.json"
 """The file in a state's folder."""
@@ -58,7 +59,7 @@ ADAPTIVE_LR_PATIENCE = Option(
 class Adaptive(TrainingCallback):
     """A factor on the learning rate, with the loss and gradient statistics that determine it."""
 
-    accelerator: Any
+    accelerator: Accelerator
     patience: int
     """Steps per mean loss."""
     max_grad_norm: float = 0.0
@@ -79,7 +80,7 @@ class Adaptive(TrainingCallback):
     _scheduled: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     """Parameter groups with the scheduler's rates, while the factor is applied."""
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Multiply every learning rate by the factor."""
         groups = self._groups()
         if self.step == 0 and any(group.get("relative_step") for group in groups):
@@ -120,7 +121,7 @@ class Adaptive(TrainingCallback):
             torch._foreach_mul_(gradients, median / clipped)
         note(f"step {self.step + 1}: gradient norm {norm:.4g} clipped to {min(median, clipped):.4g} (median: {median:.4g})")
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         """Count the step, and update the factor at the end of each window."""
         self.restore_rates()
         if not accelerator.sync_gradients:
@@ -132,7 +133,7 @@ class Adaptive(TrainingCallback):
             if mean is not None:
                 self.update_factor(mean)
 
-    def _mean(self, accelerator: Any) -> float | None:
+    def _mean(self, accelerator: Accelerator) -> float | None:
         import torch
 
         sums = torch.stack([torch.as_tensor(value, device=accelerator.device) for value in (self.loss_sum, self.loss_count)])
@@ -176,7 +177,7 @@ class Adaptive(TrainingCallback):
             note(f"--adaptive_lr resumed at step {self.step}: learning rate x {self.factor:g}")
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> Adaptive:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Adaptive:
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
         stop("--adaptive_lr does not support DeepSpeed, which steps its own scheduler; remove it")
     note(

@@ -22,6 +22,7 @@ from typing import Any
 from kohya_ext.config.settings import Option, Settings, boolean, minutes, path
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, trained_weights
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import run_record
 from kohya_ext.run.atomic_write import DiskFullPolicy, in_temporary_folder, preserve, rename_to_previous, write_atomically
 from kohya_ext.run.output_files import final_models, models, previous_states
@@ -58,7 +59,7 @@ class _KeepPrevious(TrainingCallback):
     args: Namespace
     done: bool = False
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Mark models and rename states on the first batch: before the first save, and after any resume."""
         if self.done:
             return
@@ -73,7 +74,7 @@ class _KeepPrevious(TrainingCallback):
             rename_to_previous(earlier, list(previous_states(self.folder, self.name)))
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _KeepPrevious | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _KeepPrevious | None:
     if not settings[KEEP_PREVIOUS] or not getattr(args, "output_dir", None):
         return None
     return _KeepPrevious(Path(args.output_dir), getattr(args, "output_name", None), args)
@@ -173,7 +174,7 @@ def _save_state(original: Any, settings: Settings) -> Any:
 _ENTRY = 200
 
 
-def _state_bytes(accelerator: Any) -> int:
+def _state_bytes(accelerator: Accelerator) -> int:
     """Return the approximate size of a state, bytes: trained weights and optimizer state."""
     optimizers = accelerator._optimizers
     slots = [slot for optimizer in optimizers for slot in optimizer.state_dict()["state"].values()]

@@ -24,6 +24,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.attributes import Replacement, replace_attribute
 from kohya_ext.patching.patch import Patch, moved
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
+from kohya_ext.patching.types import Accelerator
 
 FILE = "kohya_ext_ema.safetensors"
 """The file in a state's folder."""
@@ -58,7 +59,7 @@ EMA_DEVICE = Option(
 class _Average(TrainingCallback):
     """The average of the trained weights, in the main process only, because only that one saves models."""
 
-    accelerator: Any
+    accelerator: Accelerator
     decay: float
     device: Any
     updates: int = 0
@@ -71,7 +72,7 @@ class _Average(TrainingCallback):
     replaced: list[Replacement] = field(default_factory=list)
     """Replaced ``save_weights`` methods of the networks."""
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         if self.weights:
             return
         models = [accelerator.unwrap_model(model) for model in accelerator._models]
@@ -90,7 +91,7 @@ class _Average(TrainingCallback):
         size = sum(weight.numel() for weight in self.weights.values()) * 4
         note(f"--ema averages {len(self.weights)} tensors ({size / 1e9:.2f} GB on {self.device}) with decay {self.decay:g}")
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         if not accelerator.sync_gradients or accelerator.optimizer_step_was_skipped:
             return
         import torch
@@ -176,7 +177,7 @@ def _average_folder(path: str) -> str:
     return f"{path}-ema"
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Average | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Average | None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         stop(f"--ema does not support {kind}, which shards the weights; remove it")

@@ -17,6 +17,7 @@ from kohya_ext.console import note, stop
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import resume, run_record
 
 INEXACT_RESUME = Option(
@@ -27,7 +28,7 @@ INEXACT_RESUME = Option(
 )
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> resume.Position:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> resume.Position:
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     if getattr(args, "resume", None) == resume.AUTO:
         try:

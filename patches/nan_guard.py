@@ -21,6 +21,7 @@ from kohya_ext.config.settings import Option, Settings, count
 from kohya_ext.console import error, warn
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import resume, stop_request
 
 EXIT_CODE = 3
@@ -43,7 +44,7 @@ NAN_PATIENCE = Option(
 @dataclass
 class _Guard(TrainingCallback):
     args: Namespace
-    accelerator: Any
+    accelerator: Accelerator
     fused: bool
     patience: int
     steps: int = 0
@@ -77,7 +78,7 @@ class _Guard(TrainingCallback):
             return True
         return bool(torch.stack([value.detach().float().reshape(()).to(values[0].device) for value in values]).isfinite().all())
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         if not accelerator.sync_gradients:
             return
         self.steps += 1
@@ -122,7 +123,7 @@ class _Guard(TrainingCallback):
         raise SystemExit(EXIT_CODE)
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Guard | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Guard | None:
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
         return None
     return _Guard(args, accelerator, any(getattr(args, name, None) for name in _FUSED), settings[NAN_PATIENCE])

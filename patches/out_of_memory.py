@@ -23,6 +23,7 @@ from kohya_ext.console import error, note, warn
 from kohya_ext.gpu import out_of_memory
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, program
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.planning.memory_savings import TRAINING, Phase
 from kohya_ext.run import resume, retry_request
 from kohya_ext.run.atomic_write import fail_fast
@@ -50,7 +51,7 @@ OOM_MAX_RETRIES = Option(
 @dataclass
 class _Watch(TrainingCallback):
     args: Namespace
-    accelerator: Any
+    accelerator: Accelerator
     program: Program
     began: float = field(default_factory=time.time)
     stepping: bool = False
@@ -80,10 +81,10 @@ class _Watch(TrainingCallback):
             except Exception as other:  # the traceback is printed already
                 warn(f"the memory report is incomplete: {type(other).__name__}: {other}")
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         self.stepping = True
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         current = resume.position()
         if accelerator.sync_gradients and current is not None and accelerator.num_processes == 1:
             self.snapshot = current.snapshot()
@@ -147,7 +148,7 @@ class _Watch(TrainingCallback):
         return Path(resumed) if resumed else None
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Watch:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Watch:
     if settings[ON_OOM] == "retry" and retry_request.path() is None:
         warn("--on_oom retry needs the launcher to restart the script; run python -m kohya_ext SCRIPT ...")
     watch = _Watch(args, accelerator, program())

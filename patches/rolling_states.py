@@ -11,12 +11,12 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, count, minutes
 from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import resume, run_record
 from kohya_ext.run.atomic_write import DiskFullError, fail_fast, remove_atomically
 from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
@@ -51,7 +51,7 @@ class _Rolling(TrainingCallback):
     """Timed states of this run and of the runs that it resumed, oldest first."""
     last: float = field(default_factory=time.monotonic)
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         if not accelerator.sync_gradients:
             return
         self.step += 1
@@ -65,7 +65,7 @@ class _Rolling(TrainingCallback):
             self._save(accelerator)
         self.last = time.monotonic()
 
-    def _is_due(self, accelerator: Any) -> bool:
+    def _is_due(self, accelerator: Accelerator) -> bool:
         due = time.monotonic() - self.last >= self.every
         if accelerator.num_processes == 1:
             return due
@@ -74,7 +74,7 @@ class _Rolling(TrainingCallback):
         # Clocks differ between processes, so the first process decides.
         return bool(accelerator.gather(torch.tensor([due], device=accelerator.device, dtype=torch.int32))[0].item())
 
-    def _save(self, accelerator: Any) -> None:
+    def _save(self, accelerator: Accelerator) -> None:
         current = resume.position()
         step = current.step if current is not None else self.step
         state = rolling_state(self.folder, self.name, step)
@@ -105,7 +105,7 @@ class _Rolling(TrainingCallback):
         return [path for _, path in sorted(records)]
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Rolling:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Rolling:
     minutes = settings[SAVE_STATE_EVERY_N_MINUTES] or 0.0
     return _Rolling(
         Path(args.output_dir or "."), args.output_name or DEFAULT_NAME, minutes * 60, settings[SAVE_LAST_N_TIMED_STATES]

@@ -11,11 +11,11 @@ import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, path
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import stop_request
 
 #: Read at import, to notice a launcher that ends while the script is still importing.
@@ -32,7 +32,7 @@ STOP_FILE = Option[Path | None](
 )
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> stop_request.Stopper:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> stop_request.Stopper:
     launched = _is_launcher(_PARENT)
     stopper = stop_request.start(args, accelerator, settings, _PARENT if launched else 0)
     if launched:

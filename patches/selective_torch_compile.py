@@ -21,6 +21,7 @@ from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.settings import Option, Settings, boolean, count, name, one_of
 from kohya_ext.patching.patch import Patch, Target
 from kohya_ext.patching.training_loop import Stage, data_sets, program
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
 
@@ -164,7 +165,7 @@ def _expect_method(original: Any) -> str | None:
     return None
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> None:
     from kohya_ext.compiling.blocks import RUN
 
     checkout = program().checkout

@@ -23,6 +23,7 @@ from typing import Any
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.families import FAMILIES
 
 #: Families whose offloading checkpoint is reentrant and loses gradients if no input of a block requires grad.
@@ -38,7 +39,7 @@ class _SkippedGradients(TrainingCallback):
     frozen: bool = False
     """Whether untrained embeddings are frozen already."""
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Freeze the embeddings that are in no optimizer, before the first step."""
         if not self.frozen:
             self.frozen = True
@@ -47,7 +48,7 @@ class _SkippedGradients(TrainingCallback):
                 weight.requires_grad_(False)
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _SkippedGradients:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _SkippedGradients:
     return _SkippedGradients()
 
 
@@ -101,7 +102,7 @@ def _depends_on_parameters(tensor: Any) -> bool:
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-def _untrained_embeddings(accelerator: Any) -> Iterator[Any]:
+def _untrained_embeddings(accelerator: Accelerator) -> Iterator[Any]:
     """Yield the embeddings' weights that require a gradient and are in no optimizer."""
     # DistributedDataParallel waits for gradients of all weights that required them at its construction.
     if str(accelerator.distributed_type).rpartition(".")[2] != "NO":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Settings
@@ -16,6 +15,7 @@ from kohya_ext.console import warn
 from kohya_ext.gpu import spill
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.units import index_of
 
 
@@ -26,11 +26,11 @@ class _Clock(TrainingCallback):
     began: float | None = None
     warned: bool = False
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         if self.began is None:
             self.began = time.monotonic()
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         if self.warned or self.began is None or not accelerator.sync_gradients:
             return
         import torch
@@ -46,7 +46,7 @@ class _Clock(TrainingCallback):
             self.warned = True
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Clock | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Clock | None:
     if accelerator.device.type != "cuda" or not spill.may_spill():
         return None
     import torch

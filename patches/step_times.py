@@ -6,11 +6,11 @@ import atexit
 import time
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import step_times
 
 _WARM_UP = 2
@@ -27,7 +27,7 @@ class _Clock(TrainingCallback):
     began: float = 0.0
     ended: float = 0.0
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         if not accelerator.sync_gradients:
             return
         self.ended = time.monotonic()
@@ -47,7 +47,7 @@ class _Clock(TrainingCallback):
             step_times.store(self.key, (self.ended - self.began) / measured, measured)
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Clock | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Clock | None:
     key = step_times.current_key()
     if key is None or not accelerator.is_main_process:
         return None

@@ -18,6 +18,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.console import stop, warn
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.types import Accelerator
 
 #: SDXL, Lumina 2 and --clip_skip do not use the last layers of text encoders, so the LoRA of these layers has no gradient.
 _TEXT_ENCODER_PREFIX = "lora_te"
@@ -31,7 +32,7 @@ class _Check(TrainingCallback):
     names: dict[int, str] = field(default_factory=dict)
     """``id()`` of a network's weight -> its name."""
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Check the weights and optimizers before the first step."""
         if self.checked:
             return
@@ -53,7 +54,7 @@ class _Check(TrainingCallback):
             shown = ", ".join(unexpected[:3])
             warn(f"{len(unexpected)} of {len(trained)} trained weights have no gradient in the first step: {shown}, ...")
 
-    def _in_network(self, accelerator: Any) -> Iterator[str]:
+    def _in_network(self, accelerator: Accelerator) -> Iterator[str]:
         """Yield problems of a network that is trained on a frozen model."""
         models = [accelerator.unwrap_model(model) for model in accelerator._models]
         networks = [model for model in models if hasattr(model, "unet_loras")]
@@ -74,7 +75,7 @@ class _Check(TrainingCallback):
             yield f"{foreign} weights of the base model are in the optimizer; they would be trained but not saved"
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Check:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Check:
     if not getattr(args, "max_train_epochs", None) and getattr(args, "max_train_steps", 1) < 1:
         stop(f"nothing would be trained: --max_train_steps is {args.max_train_steps}; set it above 0")
     return _Check(args)
@@ -91,7 +92,7 @@ def _check_dataset(original: Any, settings: Settings) -> Any:
     return generate_dataset_group_by_blueprint
 
 
-def _between_processes(accelerator: Any) -> Iterator[str]:
+def _between_processes(accelerator: Accelerator) -> Iterator[str]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and accelerator.num_processes == 1:
         yield (
@@ -100,7 +101,7 @@ def _between_processes(accelerator: Any) -> Iterator[str]:
         )
 
 
-def _in_optimizers(accelerator: Any) -> Iterator[str]:
+def _in_optimizers(accelerator: Accelerator) -> Iterator[str]:
     weights = list(trained_weights(accelerator._optimizers))
     if not any(weight.requires_grad for weight in weights):
         yield "nothing would be trained: no weight in the optimizer requires a gradient"

@@ -19,6 +19,7 @@ from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.units import AUTO, format_size, index_of, read_budget
 
 VRAM_BUDGET = Option[int | str | None](
@@ -39,11 +40,11 @@ class _Budget(TrainingCallback):
     controller: Any = None
     """A :class:`kohya_ext.gpu.budget_controller.BudgetController`, whose module imports torch; None where only a cap is set."""
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         if self.controller is not None:
             self.controller.before_batch(accelerator)
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         if self.controller is not None:
             self.controller.after_batch(accelerator)
 
@@ -55,7 +56,7 @@ class _Budget(TrainingCallback):
             torch.cuda.set_per_process_memory_fraction(1.0, index_of(self.device))
 
 
-def _start(args: Namespace, accelerator: Any, settings: Settings) -> _Budget:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Budget:
     budget = settings[VRAM_BUDGET]
     assert budget is not None, "wanted without a value"
     limit = _cap(budget, accelerator.device)
@@ -110,7 +111,7 @@ def _cap(budget: int | str, device: Any) -> int | None:
     return limit
 
 
-def _reason_to_only_cap(args: Namespace, accelerator: Any, settings: Settings) -> str | None:
+def _reason_to_only_cap(args: Namespace, accelerator: Accelerator, settings: Settings) -> str | None:
     reason = reason_unused(program().command.name, args, settings)
     if reason is not None:
         return reason

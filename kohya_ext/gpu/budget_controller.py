@@ -24,6 +24,7 @@ from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
 from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, recomputed_methods
 from kohya_ext.patching.training_loop import current_batch, data_sets
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.units import format_size
 
 #: Below this share compiled blocks recompute nearly everything; single blocks are freed instead, as without compiling.
@@ -133,7 +134,7 @@ class BudgetController:
 
     # --- around the steps --------------------------------------------------------------------------------------------
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Record the size of the micro-batch, and start to measure at the first one of a step."""
         if self.phase is Phase.SETTLED or not self.blocks:
             return
@@ -146,7 +147,7 @@ class BudgetController:
             self._held, self._pixels = self.meter.begin(), pixels
         self._pixels = min(self._pixels, pixels)
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         """After an optimizer step: end the weighing, or act on the measured peak."""
         if self.phase is Phase.SETTLED or not accelerator.sync_gradients:
             return
@@ -284,7 +285,7 @@ def _set_random_state(state: Sequence[torch.Tensor]) -> None:
 # --- how large batches are -------------------------------------------------------------------------------------------
 
 
-def pixels_of(batch: dict[str, Any], accelerator: Any) -> int:
+def pixels_of(batch: dict[str, Any], accelerator: Accelerator) -> int:
     """Return the pixels of all images of an sd-scripts batch; 0 if unknown.
 
     Cached latents are smaller by a factor that depends on the VAE: the right factor leads to a bucket of the dataset.
@@ -299,7 +300,7 @@ def pixels_of(batch: dict[str, Any], accelerator: Any) -> int:
     return 0
 
 
-def largest_batch(accelerator: Any) -> int:
+def largest_batch(accelerator: Accelerator) -> int:
     """Return the pixels of the largest batch of the dataset; 0 if unknown."""
     sizes = [
         width * height * min(int(dataset.batch_size), len(bucket))

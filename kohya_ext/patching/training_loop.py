@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.checkouts import Checkout
 
 
@@ -61,10 +62,10 @@ class Stage(IntEnum):
 class TrainingCallback:
     """A patch's callbacks and state in one training run. A subclass overrides the methods that it needs."""
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Run before each micro-batch. At the first one, models, optimizer and loader have been prepared."""
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         """Run after each micro-batch without an exception, after the optimizer and before the script counts the step.
 
         ``accelerator.sync_gradients`` is true if the optimizer has stepped.
@@ -90,7 +91,7 @@ class TrainingCallback:
         """
 
 
-OnStart = Callable[[Namespace, Any, Settings], TrainingCallback | None]
+OnStart = Callable[[Namespace, Accelerator, Settings], TrainingCallback | None]
 """(args, accelerator, settings) -> a patch's callback for the run, or None if the patch has none.
 
 Called when the script has created its accelerator, before it loads models. The script keeps using the object ``args``.
@@ -112,7 +113,7 @@ class Program:
 class TrainingRun:
     """One run of a training loop."""
 
-    accelerator: Any
+    accelerator: Accelerator
     program: Program = field(default_factory=Program)
     callbacks: list[TrainingCallback] = field(default_factory=list)
     """Callbacks in the order of their stages."""
@@ -123,12 +124,12 @@ class TrainingRun:
         """Return the callback of a class; None if its patch has no callback in this run."""
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Call all callbacks, the last stage first."""
         for callback in reversed(self.callbacks):
             callback.before_batch(accelerator)
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         """Call all callbacks, the first stage first."""
         for callback in self.callbacks:
             callback.after_batch(accelerator)
@@ -171,7 +172,7 @@ class TrainingLoop:
     program: Program = field(default_factory=Program)
     run: TrainingRun | None = None
 
-    def begin(self, args: Namespace, accelerator: Any, settings: Settings) -> None:
+    def begin(self, args: Namespace, accelerator: Accelerator, settings: Settings) -> None:
         """Start a run and create its callbacks. Ends the previous run."""
         global _current
         self.end()
@@ -262,7 +263,7 @@ def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
     return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
-def data_sets(accelerator: Any) -> list[Any]:
+def data_sets(accelerator: Accelerator) -> list[Any]:
     """Return sd-scripts' training data sets that have buckets; empty until the script has prepared its loader."""
     loader = next(iter(accelerator._dataloaders), None)
     group = getattr(loader, "dataset", None)

@@ -31,6 +31,7 @@ from typing import Any
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.training_loop import TrainingCallback, current
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import run_record
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import states
@@ -70,7 +71,7 @@ class Position(TrainingCallback):
     """The position of this process's training loop."""
 
     args: Namespace
-    accelerator: Any
+    accelerator: Accelerator
     way_out: str = ""
     """What to do where a script's training loop is not known."""
     step: int = 0
@@ -98,7 +99,7 @@ class Position(TrainingCallback):
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         """Count a micro-batch, and the optimizer step if there was one."""
         self.batch += 1
         self.step += bool(accelerator.sync_gradients)

@@ -20,6 +20,7 @@ from kohya_ext.config.command_line import option_words, quoted, quoted_word, res
 from kohya_ext.config.settings import Settings, variables
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.patching.training_loop import TrainingCallback, current
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import resume
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import DEFAULT_NAME
@@ -41,7 +42,7 @@ class Stopper(TrainingCallback):
     """Stops the run after a step when that was requested."""
 
     args: Namespace
-    accelerator: Any
+    accelerator: Accelerator
     file: Path
     """Stop when this file exists."""
     parent: int
@@ -93,7 +94,7 @@ class Stopper(TrainingCallback):
             note_at_once(f"{name}: finishing this step, then saving the model and the state{again}")
         self.request(name, code)
 
-    def before_batch(self, accelerator: Any) -> None:
+    def before_batch(self, accelerator: Accelerator) -> None:
         """Exit once the last step was saved. Also marks the start of the first step."""
         if self.reason and not self.stepping and accelerator.num_processes == 1:
             raise SystemExit(self.code)
@@ -105,7 +106,7 @@ class Stopper(TrainingCallback):
         self._original = None
         self._exit(accelerator)
 
-    def after_batch(self, accelerator: Any) -> None:
+    def after_batch(self, accelerator: Accelerator) -> None:
         """Make the script save if a stop was requested in any process of the run."""
         if not accelerator.sync_gradients:
             return
@@ -134,7 +135,7 @@ class Stopper(TrainingCallback):
             note(f"stop file {self.file} exists: saving the model and the state")
             self.request(f"stop file {self.file.name}", _STOP_FILE_CODE)
 
-    def _is_requested(self, accelerator: Any) -> bool:
+    def _is_requested(self, accelerator: Accelerator) -> bool:
         if accelerator.num_processes == 1:
             return bool(self.reason)
         import torch
@@ -145,7 +146,7 @@ class Stopper(TrainingCallback):
             self.request("another process of this run was stopped", code)
         return bool(code)
 
-    def _exit(self, accelerator: Any) -> None:
+    def _exit(self, accelerator: Accelerator) -> None:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             self.file.unlink(missing_ok=True)
@@ -170,7 +171,7 @@ def resume_command(state: Path, processes: int = 1) -> str:
     return f"the same command with {quoted(option_words({'resume': state}))}{environment}"
 
 
-def start(args: Namespace, accelerator: Any, settings: Settings, parent: int) -> Stopper:
+def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent: int) -> Stopper:
     """Start to watch for signals (in the main thread only), the stop file and the end of the launcher."""
     name = getattr(args, "output_name", None) or DEFAULT_NAME
     file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
