@@ -228,7 +228,7 @@ def test_a_presets_mistake_is_always_an_error(monkeypatch, tmp_path, capsys):
         (["--preset", "6gb"], "no preset 6gb"),
     ],
 )
-def test_what_is_wrong_is_found_before_the_script_runs(argv, message):
+def test_errors_stop_before_the_script_runs(argv, message):
     with pytest.raises(UserError, match=message):
         _ = CommandLine(Path(SCRIPT), argv, {}).settings
 
@@ -264,7 +264,7 @@ def test_every_value_is_traced_to_where_it_comes_from(preset, config):
     assert traced["preset"].origin == "command line"
 
 
-def test_a_config_file_that_is_no_text_is_named(tmp_path):
+def test_a_binary_config_file_is_an_error(tmp_path):
     (tmp_path / "mine.toml").write_bytes(bytes(range(256)))
     with pytest.raises(UserError, match="is not UTF-8 text"):
         _ = CommandLine(Path(SCRIPT), ["--config_file", str(tmp_path / "mine.toml")], {}).settings

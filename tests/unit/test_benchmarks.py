@@ -57,7 +57,7 @@ def _result() -> Result:
     )
 
 
-def test_what_is_written_is_read_back_and_holds_its_own_summary(tmp_path):
+def test_a_written_result_is_read_back_with_its_summary(tmp_path):
     result = _result()
     result.write(tmp_path / "r.json")
     assert read(tmp_path / "r.json") == result
@@ -67,7 +67,7 @@ def test_what_is_written_is_read_back_and_holds_its_own_summary(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 99}', '{"schema": 1, "comparisons": []}'])
-def test_another_file_is_no_result(tmp_path, text):
+def test_a_foreign_file_is_not_a_result(tmp_path, text):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ValueError, match=r"r\.json is not a result"):
         read(tmp_path / "r.json")

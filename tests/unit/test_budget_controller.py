@@ -113,7 +113,7 @@ def test_a_step_that_holds_more_than_the_one_that_was_measured_takes_blocks_back
     assert (covered(budget), budget.phase) == ([True, False, True, True], Phase.SETTLED)
 
 
-def test_waiting_blocks_are_compiled_whatever_happens(capsys):
+def test_paused_blocks_are_compiled_in_the_end(capsys):
     shares = []
     step(controller(400, Reading((200, 250)), (100, 10), compile_at=shares.append))
     assert shares == [1.0]
@@ -125,7 +125,7 @@ def test_waiting_blocks_are_compiled_whatever_happens(capsys):
     assert "the size of the batches is not known" in capsys.readouterr().err
 
 
-def test_allocations_are_what_is_new_and_alive():
+def test_allocations_count_new_live_storages():
     weight, x = torch.randn(256, 256, requires_grad=True), torch.randn(8, 256)
     with Allocations() as scale:
         y = torch.nn.functional.linear(x, weight)

@@ -63,7 +63,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_is_wrong_is_one_line_and_exit_code_2(tree, arguments, message):
+def test_an_error_is_one_line_and_exit_code_2(tree, arguments, message):
     (tree / "broken.toml").write_text("a = \n")
     done = call(*arguments, cwd=tree)
     assert done.returncode == 2, done.stderr
@@ -158,7 +158,7 @@ def test_options_mean_the_same_before_a_command_before_the_script_and_after_it(t
     assert json.loads(answers[0].stdout)["card"] == 24 * 2**30
 
 
-def test_run_may_be_said_before_a_script(tree, tmp_path):
+def test_the_run_command_may_precede_a_script(tree, tmp_path):
     plain = call("--sd-scripts", str(tree), "sdxl_train.py", "--seed", "1", cwd=tmp_path)
     for words in (["run", "--sd-scripts", str(tree), "sdxl_train.py"], ["--sd-scripts", str(tree), "run", "sdxl_train.py"]):
         done = call(*words, "--seed", "1", cwd=tmp_path)
@@ -201,14 +201,14 @@ def test_a_script_of_another_checkout_is_refused_by_its_path_and_not_taken_by_it
     assert f"ran {other} " in call("--sd-scripts", str(other), "sdxl_train.py", cwd=tree).stdout
 
 
-def test_without_arguments_it_says_how_it_is_used():
+def test_without_arguments_the_usage_is_printed():
     done = call()
     assert done.returncode == 0
     assert "COMMAND" in done.stdout
     assert "demo" in done.stdout
 
 
-def test_looking_for_a_preset_imports_no_torch(tree):
+def test_resolving_a_preset_imports_no_torch(tree):
     code = "import sys; from kohya_ext.__main__ import main; main(['presets', 'list']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
     assert done.returncode == 0

@@ -38,7 +38,7 @@ def runs(monkeypatch):
     return let
 
 
-def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
+def test_each_restart_applies_the_change_and_resumes_from_the_state(runs, capsys):
     started = runs((1, outcome("out/a-state", train_batch_size=2)), (1, outcome(None, full_bf16=True)), (0, None))
     code = supervise("--train_batch_size", "4", "--seed", "1")
     assert code == 0
@@ -54,21 +54,21 @@ def test_each_restart_takes_a_step_and_goes_on_from_the_state(runs, capsys):
     assert "restart 2 of 3, from the beginning, with less: --full_bf16" in said
 
 
-def test_restarts_are_bounded_and_the_last_code_counts(runs, capsys):
+def test_restarts_are_limited_and_the_last_exit_code_is_returned(runs, capsys):
     started = runs(*[(1, outcome(full_bf16=True))] * 5)
     assert supervise("--oom_max_retries", "2") == 1
     assert len(started) == 3
     assert "after 2 restarts" in capsys.readouterr().err
 
 
-def test_what_is_not_out_of_memory_is_not_started_anew(runs):
+def test_other_failures_are_not_retried(runs):
     started = runs((3, None))
     assert supervise() == 3
     assert len(started) == 1
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
-def test_a_signal_is_passed_on_and_waited_for():
+def test_signals_are_forwarded_and_awaited():
     program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     before = signal.getsignal(signal.SIGTERM)
@@ -96,7 +96,7 @@ def typed(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell as POSIX has it")
 class TestWhatToTypeNext:
-    def test_it_keeps_the_launchers_words_and_changes_the_scripts(self, typed, tmp_path):
+    def test_the_launchers_options_stay_and_the_scripts_change(self, typed, tmp_path):
         typed("python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents")
         line = restart_line({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
         assert line == (
@@ -104,7 +104,7 @@ class TestWhatToTypeNext:
             "--resume auto --no-cache_latents --optimizer_args 'a=(1, 2)' b=3"
         )
 
-    def test_what_the_environment_had_set_becomes_flags(self, typed, tmp_path, monkeypatch):
+    def test_environment_variables_become_flags(self, typed, tmp_path, monkeypatch):
         environ = {"KOHYA_EXT": "1", "KOHYA_EXT_PRESET": "12gb,speed", "KOHYA_EXT_EMA": "1", "KOHYA_EXT_PREFLIGHT": "0"}
         for name, value in {**environ, "KOHYA_EXT_NAN_PATIENCE": "3", "CUDA_VISIBLE_DEVICES": "1"}.items():
             monkeypatch.setenv(name, value)
@@ -114,12 +114,12 @@ class TestWhatToTypeNext:
             "--no-preflight --ema --nan-patience=5 --seed 1 --resume out/cat-state"
         )
 
-    def test_the_installed_command_is_a_launcher_too(self, typed, tmp_path):
+    def test_the_installed_command_is_recognized_as_launcher(self, typed, tmp_path):
         typed("/env/bin/python", "/env/bin/kohya-ext", "sdxl_train.py", "--seed", "1")
         assert restart_line({}) == f"cd {tmp_path} && /env/bin/python /env/bin/kohya-ext /there/sdxl_train.py --seed 1"
 
 
-def test_on_windows_it_is_a_line_for_cmd(typed, monkeypatch):
+def test_on_windows_the_line_is_for_cmd(typed, monkeypatch):
     monkeypatch.setattr(command_line, "os", SimpleNamespace(name="nt", environ={}, getcwd=lambda: "C:\\my kohya", path=os.path))
     typed("python", "sdxl_train.py", "--output_name", "cats&dogs", "--train_data_dir", "D:\\two words")
     line = restart_line({})

@@ -138,7 +138,7 @@ def test_a_failing_patch_costs_one_line(library, capsys):
         (Settings(), "not enabled"),
     ],
 )
-def test_a_patch_that_is_off_says_why(library, settings, reason):
+def test_a_disabled_patch_has_a_reason(library, settings, reason):
     target = Target("a_library", "FLAG", lambda original, settings: False, body="runs")
     patcher = Patcher(make(target, wanted=lambda settings: bool(settings.disable_patch)), settings, CHECKOUT)
     patcher.arm()
@@ -242,7 +242,7 @@ def test_an_attribute_that_moved_is_replaced_where_it_is(layout, module):
     patcher.undo()
 
 
-def test_an_attribute_that_some_versions_lack_is_no_surprise(library):
+def test_an_optional_attribute_may_be_missing(library):
     library()
     patcher = Patcher(make(Target("a_library", "GONE", double, optional=True, body="runs")), Settings(strict=True), CHECKOUT)
     patcher.arm()
@@ -259,7 +259,7 @@ def test_an_attribute_that_some_versions_lack_is_no_surprise(library):
         ([True, True], "skipped", "it does not fix this torch"),
     ],
 )
-def test_what_is_tried_out_waits_until_it_is_asked_for(library, answers, status, reason):
+def test_a_patch_with_a_probe_waits_for_it(library, answers, status, reason):
     module = library()
     original = vars(module.Base)["value"]
     target = Target("a_library", "Base.value", double, body="runs")
@@ -275,7 +275,7 @@ def test_what_is_tried_out_waits_until_it_is_asked_for(library, answers, status,
     assert vars(module.Base)["value"] is original
 
 
-def test_the_engines_patches_are_on_whatever_is_disabled_and_in_every_layout(library):
+def test_engine_patches_cannot_be_disabled_and_apply_to_every_layout(library):
     undone = []
     (own,) = make(Target("a_library", "Base.value", double, body="runs"), on_undo=lambda: undone.append(1)).values()
     fork = Checkout(Path("fork"), None, "unknown", "for the test")

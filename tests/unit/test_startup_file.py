@@ -154,7 +154,7 @@ def test_a_process_without_standard_error_starts():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_wrong_variable_is_said_where_sd_scripts_runs_and_nowhere_else(tree):
+def test_an_invalid_variable_is_reported_only_where_sd_scripts_runs(tree):
     wrong = {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "1.5"}
     assert start("print('started')", **wrong).stderr == ""
     done = start("import library", ROOT, tree, **wrong)
