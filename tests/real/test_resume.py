@@ -46,7 +46,7 @@ def test_rerun_removes_and_resumes_only_its_own_states(checkout, train, scripts,
     other = train(checkout, script, *EVERY_STEP, "--max_train_steps", "1", "--resume", "auto", "--seed", "7", output=tmp_path)
     assert other.code == 0, other.output[-3000:]
     assert "saved by another run (--seed was" in other.output
-    assert "starting from the beginning" in other.output
+    assert "starting a new run" in other.output
 
 
 @pytest.mark.oldest
