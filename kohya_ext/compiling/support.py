@@ -19,7 +19,7 @@ DEFAULT_BACKEND = "inductor"
 def find_obstacle(device: str, backend: str = DEFAULT_BACKEND) -> str | None:
     """Return why blocks cannot be compiled on a device type (``cuda``, ``cpu``, ...) and what to do; None if they can.
 
-    Checks only for what is missing. An installed compiler that fails is handled by `fallback`.
+    Checks only that the parts are installed. An installed compiler that fails is handled by `fallback`.
     """
     import torch
 

@@ -78,7 +78,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.kinds.append(Kind.TEMPORARY)
 
     def mark_saved(self) -> None:
-        """Mark what is alive after forward as saved for backward; call between the two."""
+        """Mark the tensors alive after the forward pass as saved for backward. Call it before the backward pass."""
         for storage in self._live.values():
             if self.kinds[storage.number] is Kind.TEMPORARY:
                 self.kinds[storage.number] = Kind.ACTIVATION

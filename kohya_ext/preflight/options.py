@@ -98,7 +98,7 @@ def _check_optimizer(args: Namespace, findings: Findings) -> None:
         kind = _attribute(module or "torch.optim", attribute)
         if kind is None and _check_package(module or "torch", f"--optimizer_type {name}", findings):
             hint = did_you_mean(name, OPTIMIZERS)
-            findings.errors.append(f"--optimizer_type {name}: there is no {attribute} in {module or 'torch.optim'}.{hint}")
+            findings.errors.append(f"--optimizer_type {name}: {module or 'torch.optim'} has no {attribute}.{hint}")
     if kind is not None:
         _check_parameters(kind, getattr(args, "optimizer_args", None), f"--optimizer_args: {name}", findings)
 
@@ -148,9 +148,7 @@ def _check_scheduler(args: Namespace, findings: Findings) -> None:
         module, _, attribute = custom.rpartition(".")
         kind = _attribute(module or "torch.optim.lr_scheduler", attribute)
         if kind is None:
-            findings.errors.append(
-                f"--lr_scheduler_type {custom}: there is no {attribute} in {module or 'torch.optim.lr_scheduler'}"
-            )
+            findings.errors.append(f"--lr_scheduler_type {custom}: {module or 'torch.optim.lr_scheduler'} has no {attribute}")
         else:
             _check_parameters(kind, getattr(args, "lr_scheduler_args", None), f"--lr_scheduler_args: {custom}", findings)
         return

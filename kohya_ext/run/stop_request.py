@@ -46,7 +46,7 @@ class Stopper(TrainingCallback):
     file: Path
     """Stop when this file exists."""
     parent: int
-    """Stop when the process's parent is no longer this one; 0 disables the check."""
+    """Process ID of the launcher. Training stops when the parent process changes; 0 disables the check."""
     reason: str = ""
     """Reason for the stop, for messages; empty while none was requested."""
     code: int = 0
