@@ -117,7 +117,7 @@ def test_doctor_shows_every_patch_applied(checkout):
     assert result["sd_scripts"]["version"] == checkout.version
     assert result["packages"]["torch"] == torch.__version__.split("+")[0]
     statuses = {(row["patch"], row["target"]): (row["status"], row["reason"]) for row in result["patches"]}
-    assert statuses["nonreentrant_checkpointing", "library.sdxl_original_unet:USE_REENTRANT"] == ("applied", "")
+    assert statuses["nonreentrant_checkpointing", "torch.utils.checkpoint:CheckpointFunction"] == ("applied", "")
     assert sum(status == "applied" for status, _ in statuses.values()) >= 3
     assert all(status == "applied" or reason for status, reason in statuses.values())
 

@@ -32,7 +32,8 @@ def test_real_script_trains_bit_identically(checkout, train, case):
     without = train(checkout, *RUNS[case], before=("--disable_patch", ",".join(PATCHES)))
     assert not set(PATCHES) & set(without.report["facts"])
     facts = {name: ours.report["facts"].get(name, {}) for name in PATCHES}
-    assert facts["fast_checkpoint_hooks"]["recomputed_blocks"] >= 4
+    hooked = facts["fast_checkpoint_hooks"]["recomputed_blocks"]
+    assert hooked == 0 if case.startswith("sdxl") else hooked >= 4, "only SDXL's and CLIP's blocks are recomputed without hooks"
     assert facts["skip_unused_gradients"]["inputs"] >= 4
     assert facts["skip_unit_scaling"]["passes"] >= 4
     assert facts["single_process_reduce"]["gradients_not_copied"] >= 4
