@@ -74,6 +74,7 @@ def test_lengths_behave_like_their_tensor():
     assert lengths.shape == (2,)
 
 
+@pytest.mark.newest
 def test_blocks_compile_to_one_graph_for_all_lengths(models, compiler_patches):
     module, _ = models
     torch._dynamo.reset()

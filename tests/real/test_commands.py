@@ -57,7 +57,7 @@ def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("start", ["launcher", "environment"])
+@pytest.mark.parametrize("start", ["launcher", pytest.param("environment", marks=pytest.mark.slow)])
 def test_help_of_a_script_lists_the_extensions_options(checkout, start):
     script = checkout.path / "sdxl_train.py"
     command = ["-m", "kohya_ext", script] if start == "launcher" else [script]
@@ -67,6 +67,7 @@ def test_help_of_a_script_lists_the_extensions_options(checkout, start):
         assert flag in done.stdout
 
 
+@pytest.mark.oldest
 def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp_path):
     (tmp_path / "mine.toml").write_text('learnign_rate = 1e-4\nresolution = 512\nsave_model_as = "zip"\n')
     script = checkout.path / "sdxl_train_network.py"
@@ -78,6 +79,7 @@ def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.newest
 def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
     (tmp_path / "mine.toml").write_text("learning_rate = 3e-5\n")
     done = call(
@@ -100,7 +102,13 @@ def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
     assert rows["gradient_accumulation_steps"][4]
 
 
-@pytest.mark.parametrize("script", ["networks/check_lora_weights.py", "tools/show_metadata.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("networks/check_lora_weights.py", marks=pytest.mark.newest),
+        pytest.param("tools/show_metadata.py", marks=pytest.mark.oldest),
+    ],
+)
 def test_tools_run(checkout, upstream, script):
     file = upstream(checkout, "sdxl_train_network.py").file
     option = ["--model"] if "metadata" in script else []
@@ -147,6 +155,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(importlib.util.find_spec("dadaptation") is None, reason="upstream's tests need dadaptation ([test])")
 def test_upstreams_tests_pass_with_the_extension(checkout):
     done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", cwd=checkout.path)

@@ -28,6 +28,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=ENVIRON, cwd=ROOT)
 
 
+@pytest.mark.newest
 def test_memory_config_has_the_names_and_defaults_of_the_scripts(checkout: Checkout) -> None:
     done = run(str(ROOT / "tests" / "real" / "probes" / "parsers.py"), str(checkout.path), *SCRIPTS)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -155,6 +156,7 @@ def test_the_peak_is_not_always_in_the_step(checkout: Checkout, argv: tuple[str,
     assert output["phase_peaks"][phase] == output["allocated"]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("argv", "named"),
     [

@@ -26,6 +26,7 @@ RUNS = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case", ["sdxl", *(pytest.param(name, marks=pytest.mark.slow) for name in [*RUNS][1:])])
 def test_real_script_trains_bit_identically(checkout, train, case):
     ours = train(checkout, *RUNS[case])

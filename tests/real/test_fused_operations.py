@@ -204,6 +204,7 @@ RUNS = {
 FAMILIES = {"chroma": "chroma"}
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "flux")])
 def test_real_script_trains_to_the_same_tensors(checkout, train, case):
     script, more, expected = RUNS[case]

@@ -67,6 +67,7 @@ def test_blocks_have_no_lengths_to_read(modules):
     )
 
 
+@pytest.mark.oldest
 def test_blocks_compile_to_one_graph_per_size(modules, compiler_patches):
     params, blocks, _ = modules
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)

@@ -247,6 +247,7 @@ def test_run_ended_by_any_signal_at_any_step_resumes_bit_identically(checkout, t
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads signal handlers from /proc")
+@pytest.mark.oldest
 def test_second_ctrl_c_kills_at_once(checkout, train):
     stopped = train(checkout, LORA, "--max_train_steps", "500", at_step=2, act=interrupt_twice)
     assert stopped.code == -signal.SIGINT
@@ -345,6 +346,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.oldest
 def test_full_disk_leaves_the_earlier_file_intact(checkout, train, upstream, small_disk, tmp_path):
     earlier = upstream(checkout, LORA).file
     disk = small_disk(earlier.stat().st_size * 3 // 2 // 1024)

@@ -67,6 +67,7 @@ def test_every_gui_file_is_tested():
     assert {file.stem for file in GUI.glob("*.toml")} == GUI_SCRIPTS.keys()
 
 
+@pytest.mark.newest
 def test_gui_files_give_no_warning(checkout):
     scripts = {name: script for name, script in GUI_SCRIPTS.items() if (checkout.path / script).is_file()}
     words = [word for name, script in scripts.items() for word in (str(GUI / f"{name}.toml"), script)]
