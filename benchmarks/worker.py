@@ -32,6 +32,7 @@ from kohya_ext.estimate.models import build
 from kohya_ext.estimate.step import Training, configure, forward, make_batch, prepare, step_in_backward
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patcher, registry
+from kohya_ext.patching.types import Batch
 from kohya_ext.sdscripts.checkouts import Checkout, describe
 from kohya_ext.tiny import shrink
 
@@ -42,9 +43,9 @@ class Step:
 
     training: Training
     scheduler: Any
-    batch: dict[str, Any]
+    batch: Batch
     patcher: Patcher | None
-    by_size: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    by_size: dict[tuple[int, int], Batch] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +59,7 @@ class Step:
         training = self.training
         accelerator, choices = training.accelerator, training.config
         with accelerator.accumulate(training.network or training.models.unet):
-            loss = forward(training, dict(self.batch), self.scheduler)
+            loss = forward(training, self.batch.copy(), self.scheduler)
             accelerator.backward(loss)
             if training.network is not None:
                 training.trainer.all_reduce_network(accelerator, training.network)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kohya_ext.patching.types import DataSet
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -77,7 +79,7 @@ def _is_trained(block: Any) -> bool:
     )
 
 
-def has_several_sizes(data_sets: Sequence[Any]) -> bool:
+def has_several_sizes(data_sets: Sequence[DataSet]) -> bool:
     """Return whether the images of sd-scripts' data sets are in buckets of more than one size."""
     sizes = {
         size

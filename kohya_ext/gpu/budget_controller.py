@@ -24,7 +24,7 @@ from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
 from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, recomputed_methods
 from kohya_ext.patching.training_loop import current_batch, data_sets
-from kohya_ext.patching.types import Accelerator
+from kohya_ext.patching.types import Accelerator, Batch
 from kohya_ext.units import format_size
 
 #: Below this share compiled blocks recompute nearly everything; single blocks are freed instead, as without compiling.
@@ -285,7 +285,7 @@ def _set_random_state(state: Sequence[torch.Tensor]) -> None:
 # --- how large batches are -------------------------------------------------------------------------------------------
 
 
-def pixels_of(batch: dict[str, Any], accelerator: Accelerator) -> int:
+def pixels_of(batch: Batch, accelerator: Accelerator) -> int:
     """Return the pixels of all images of an sd-scripts batch; 0 if unknown.
 
     Cached latents are smaller by a factor that depends on the VAE: the right factor leads to a bucket of the dataset.
