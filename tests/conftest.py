@@ -1,4 +1,4 @@
-"""What every test shares: an environment without the extension's own variables."""
+"""An environment without the extension's variables, for every test."""
 
 import os
 

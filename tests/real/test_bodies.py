@@ -50,7 +50,7 @@ def _edit(module, original, file):
 @pytest.mark.parametrize(
     ("patch", "target", "name"), KNOWN, ids=[f"{patch}-{target.module}-{name}" for patch, target, name in KNOWN]
 )
-def test_each_release_has_a_known_body_and_an_edited_one_is_not_replaced(
+def test_the_body_of_each_release_is_replaced_and_an_edited_one_is_not(
     checkout, from_checkout, monkeypatch, tmp_path, patch, target, name
 ):
     """A new release of sd-scripts, torch or accelerate fails here. Check the patch, then add the new fingerprint."""
@@ -91,7 +91,7 @@ def edited(checkout, tmp_path):
 
 
 @pytest.mark.newest
-def test_a_users_edit_trains_as_without_the_extension(checkout, edited, train):
+def test_an_edited_function_trains_as_without_the_extension(checkout, edited, train):
     run = ("sdxl_train_network.py", "--network_train_unet_only")
     theirs, ours = (train(edited, *run, start=start, without=("--gradient_checkpointing",)) for start in ("plain", "launcher"))
     assert ours.tensors.keys() == theirs.tensors.keys()

@@ -66,7 +66,7 @@ def test_blocks_are_bit_identical_and_do_not_sync(models, monkeypatch):
             assert torch.equal(run(module, patched, lengths, tensor), theirs)
 
 
-def test_lengths_behave_like_their_tensor():
+def test_lengths_behave_like_a_tensor():
     lengths = Lengths(torch.tensor([3, 5]))
     assert torch.max(lengths).item() == 5
     assert torch.max(lengths, dim=0).indices.item() == 1

@@ -58,7 +58,7 @@ def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("start", ["launcher", "environment"])
-def test_help_of_a_script_lists_the_extensions_options(checkout, start):
+def test_a_scripts_help_lists_the_extensions_options(checkout, start):
     script = checkout.path / "sdxl_train.py"
     command = ["-m", "kohya_ext", script] if start == "launcher" else [script]
     done = call(*command, "--help", **({} if start == "launcher" else {"KOHYA_EXT": "1"}))
@@ -101,7 +101,7 @@ def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["networks/check_lora_weights.py", "tools/show_metadata.py"])
-def test_tools_run(checkout, upstream, script):
+def test_scripts_in_tools_run(checkout, upstream, script):
     file = upstream(checkout, "sdxl_train_network.py").file
     option = ["--model"] if "metadata" in script else []
     done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, cwd=file.parent)
@@ -122,7 +122,7 @@ def test_doctor_shows_every_patch_applied(checkout):
     assert all(status == "applied" or reason for status, reason in statuses.values())
 
 
-def test_training_script_without_estimate_is_an_error_of_one_line(checkout, capsys):
+def test_estimating_an_unsupported_script_is_an_error_of_one_line(checkout, capsys):
     training = [script for script in checkout.scripts() if checkouts.is_training_script(checkout.path / script)]
     others = [script for script in training if script not in preset_files.FAMILIES]
     assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"

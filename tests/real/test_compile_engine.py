@@ -210,7 +210,7 @@ def test_einops_is_one_call_in_a_graph_with_dynamic_sizes(run: blocks.Run) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("affine", [True, False], ids=("affine", "plain"))
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_registered_group_norm_shapes_are_torchs_own(
+def test_registered_group_norm_shapes_equal_torchs(
     run: blocks.Run, dtype: torch.dtype, affine: bool, memory_format: torch.memory_format
 ) -> None:
     from torch._subclasses import fake_impls

@@ -30,14 +30,14 @@ def test_every_training_script_is_in_the_table(checkout):
         assert {family.lora, *family.finetune} <= training
 
 
-def test_bucket_steps_are_upstreams(checkout):
+def test_bucket_steps_equal_upstreams(checkout):
     for family in FAMILIES:
         for script in (script for script in family.scripts if (checkout.path / script).is_file()):
             steps = re.findall(r"verify_bucket_reso_steps\((\d+)\)", (checkout.path / script).read_text("utf-8"))
             assert {*map(int, steps)} <= {family.bucket_steps[script != family.lora]}, script
 
 
-def test_models_and_networks_are_upstreams(from_checkout):
+def test_models_and_networks_exist_upstream(from_checkout):
     for family in FAMILIES:
         model = getattr(from_checkout(family.module), family.model)
         assert list(inspect.signature(model.forward).parameters)[1] == family.first_input

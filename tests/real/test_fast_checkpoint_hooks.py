@@ -71,21 +71,21 @@ def nested(function, x):
 
 @pytest.mark.parametrize("kind", [checkpointed, nested])
 @pytest.mark.parametrize(("bf16", "again"), [(False, False), (True, False), (False, True)])
-def test_gradients_are_bitwise_those_without_checkpointing(recomputed, kind, bf16, again):
+def test_gradients_are_bitwise_identical_to_those_without_checkpointing(recomputed, kind, bf16, again):
     torch.manual_seed(0)
     block, x = Block(), torch.randn(2, 5, 16)
-    expected, found = (run(block, x, one, bf16, again) for one in (plain, kind))
+    expected, actual = (run(block, x, wrapper, bf16, again) for wrapper in (plain, kind))
     assert len(recomputed) >= 3
-    assert len(expected) == len(found) > 4
-    for theirs, ours in zip(expected, found, strict=True):
+    assert len(expected) == len(actual) > 4
+    for theirs, ours in zip(expected, actual, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_without_early_stop_as_well(recomputed):
+def test_gradients_are_bitwise_identical_without_early_stop(recomputed):
     block, x = Block(), torch.randn(2, 5, 16)
     with checkpointing.set_checkpoint_early_stop(False):
-        found = run(block, x, checkpointed)
-    for theirs, ours in zip(run(block, x, plain), found, strict=True):
+        actual = run(block, x, checkpointed)
+    for theirs, ours in zip(run(block, x, plain), actual, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -99,7 +99,7 @@ def memory(block, x):
     return peak(tracker.events, tracker.kinds).bytes, len(tracker.kinds)
 
 
-def test_it_allocates_what_torch_does(recomputed):
+def test_allocations_equal_those_of_torch(recomputed):
     torch.manual_seed(0)
     block, x = Block(), torch.randn(64, 5, 16, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +113,7 @@ def test_it_allocates_what_torch_does(recomputed):
 
 
 @pytest.mark.parametrize("change", ["shape", "fewer", "more"])
-def test_a_recomputation_that_differs_is_an_error(recomputed, change):
+def test_a_different_recomputation_is_an_error(recomputed, change):
     """A block that does something else the second time: its gradients would be wrong."""
     calls = []
 

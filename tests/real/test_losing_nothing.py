@@ -265,7 +265,7 @@ def test_stop_file_stops_the_run(checkout, train, tmp_path):
 @pytest.mark.oldest
 @posix
 @pytest.mark.parametrize("is_active", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["accelerate", "extension"])
-def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train, is_active):
+def test_sigterm_to_accelerate_launch_leaves_no_process(checkout, train, is_active):
     more = {"env": {"KOHYA_EXT": "1"}} if is_active else {}
     stopped = train(checkout, LORA, "--max_train_steps", "500", start="accelerate", at_step=2, act=send(signal.SIGTERM), **more)
     # The run's output was read to its end, so the training process has ended.
@@ -359,7 +359,7 @@ def test_full_disk_leaves_the_earlier_file_intact(checkout, train, upstream, sma
 
 
 @pytest.mark.slow
-def test_full_disk_skips_a_timed_state_and_training_continues(checkout, train, upstream, small_disk, tmp_path):
+def test_full_disk_skips_a_timed_state_without_ending_the_run(checkout, train, upstream, small_disk, tmp_path):
     model = upstream(checkout, LORA).file.stat().st_size
     disk = small_disk(model * 9 // 2 // 1024)  # room for a state (about three models) and one model
     options = ("--save_state_every_n_minutes", "0", "--disable_patch", "nonreentrant_checkpointing")

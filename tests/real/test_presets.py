@@ -142,7 +142,7 @@ def test_preflight_buckets_equal_upstreams(checkout, from_checkout, no_upscale):
             assert ours.bucket(size) == theirs.select_bucket(*size)[0], (resolution, limits, size)
 
 
-def test_upstream_default_loses_pixels(checkout, from_checkout):
+def test_upstreams_default_discards_pixels(checkout, from_checkout):
     """Show that test_presets_keep_the_pixels_of_images_that_are_not_square can fail."""
     buckets = from_checkout("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
     buckets.make_buckets()

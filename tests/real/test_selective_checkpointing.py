@@ -100,7 +100,7 @@ def test_budget_frees_blocks_in_every_family(checkout, train, bounds, family):
 
 @slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_compiled_blocks_keep_the_fraction_of_activations_that_fits(checkout, train, bounds, family):
+def test_compiled_blocks_save_the_fraction_of_activations_that_fits(checkout, train, bounds, family):
     full, none = bounds(checkout, family)
     (low, most), (high, least) = peak_and_flops(full), peak_and_flops(none)
     compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")  # this backend's operators can be measured
@@ -122,7 +122,7 @@ def budget_above(full, factor=1.12):
 
 
 @pytest.mark.newest
-def test_budget_frees_blocks_and_is_not_exceeded(checkout, train, fully_checkpointed):
+def test_the_budget_frees_blocks_and_is_not_exceeded(checkout, train, fully_checkpointed):
     """The last step also simulates an out-of-memory error in the forward pass of a block."""
     full = fully_checkpointed(checkout, LORA)
     run = train(checkout, LORA, "--vram_budget", budget_above(full), env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})

@@ -1,4 +1,4 @@
-"""What a person types, in a process of its own: bad input is one clear line and exit code 2, before anything is loaded."""
+"""The command line in a child process: invalid input is one line and exit code 2, before anything is loaded."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def call(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch) -> Path:
-    """A folder that looks like sd-scripts, whose scripts say what they were given."""
+    """A folder that looks like sd-scripts. Its scripts print their arguments."""
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
     folder = make_tree(tmp_path / "tree")
     body = "import sys\nprint('ran', sys.path[0], sys.argv)\nif '--fail' in sys.argv: sys.exit(7)\n"
@@ -73,7 +73,7 @@ def test_an_error_is_one_line_and_exit_code_2(tree, arguments, message):
     assert message in done.stderr
 
 
-def test_an_unknown_layout_is_refused_with_the_ways_out(tmp_path):
+def test_an_unknown_layout_is_an_error_with_solutions(tmp_path):
     old = make_tree(tmp_path / "old", "unknown", "0.9.1")
     done = call("train_network.py", cwd=old)
     assert done.returncode == 2
@@ -83,7 +83,7 @@ def test_an_unknown_layout_is_refused_with_the_ways_out(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["sdxl_train.py", "tools/merge_models.py"])
-def test_the_script_runs_as_if_started_plainly(tree, tmp_path, script):
+def test_the_script_runs_as_when_started_without_the_extension(tree, tmp_path, script):
     done = call("--sd-scripts", str(tree), script, "--a", "b c", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     path = tree / script
@@ -92,7 +92,7 @@ def test_the_script_runs_as_if_started_plainly(tree, tmp_path, script):
 
 
 def test_the_launcher_imports_little_before_the_script(tree):
-    """Nothing that takes long and that the script might do without: each would be paid at every start."""
+    """The launcher imports no slow package that the script may not need, because every start would wait for it."""
     (tree / "sdxl_train.py").write_text("import sys\nprint(*sys.modules)\n'read_config_from_file('\n")
     done = call("--preset", "16gb", "sdxl_train.py", cwd=tree)
     assert done.returncode == 0, done.stderr
@@ -102,8 +102,8 @@ def test_the_launcher_imports_little_before_the_script(tree):
 
 
 @pytest.mark.parametrize("missing", ["toml", "wrapt"])
-def test_half_an_installation_is_one_line(tree, missing):
-    """Before the script, or when it imports sd-scripts."""
+def test_a_missing_package_is_an_error_of_one_line(tree, missing):
+    """Of these packages one is imported before the script, and the other when it imports sd-scripts."""
     (tree / "library" / "__init__.py").touch()
     (tree / "sdxl_train.py").write_text("import library; print('trains'); 'read_config_from_file('")
     code = (
@@ -117,23 +117,23 @@ def test_half_an_installation_is_one_line(tree, missing):
     assert done.stderr.count("\n") == 1
 
 
-def test_the_start_line_counts_patches_and_names_what_an_option_changed(tree):
+def test_the_startup_line_counts_patches_and_lists_those_enabled_by_options(tree):
     (tree / "library" / "__init__.py").touch()
     (tree / "sdxl_train.py").write_text("import library; 'read_config_from_file('")
-    (said,) = call("sdxl_train.py", cwd=tree).stderr.splitlines()
-    count = int(re.fullmatch(r"kohya_ext: [\d.]+, sd-scripts v[\d.]+, no preset, (\d+) patches on", said)[1])
-    (said,) = call("sdxl_train.py", "--ema", "--disable_patch", "spill_watch", cwd=tree).stderr.splitlines()
-    assert said.endswith(f", no preset, {count} patches on, with ema, off: spill_watch")
-    (said,) = call("sdxl_train.py", "--disable_patch", "*", cwd=tree).stderr.splitlines()
-    assert said.endswith(", no preset, 0 patches on, off: *")
+    (line,) = call("sdxl_train.py", cwd=tree).stderr.splitlines()
+    count = int(re.fullmatch(r"kohya_ext: [\d.]+, sd-scripts v[\d.]+, no preset, (\d+) patches on", line)[1])
+    (line,) = call("sdxl_train.py", "--ema", "--disable_patch", "spill_watch", cwd=tree).stderr.splitlines()
+    assert line.endswith(f", no preset, {count} patches on, with ema, off: spill_watch")
+    (line,) = call("sdxl_train.py", "--disable_patch", "*", cwd=tree).stderr.splitlines()
+    assert line.endswith(", no preset, 0 patches on, off: *")
 
 
-def test_options_before_the_script_reach_it_behind(tree):
+def test_options_before_the_script_are_passed_to_it(tree):
     done = call("--strict", "--report", "x.json", "sdxl_train.py", "--seed", "1", cwd=tree)
     assert "['--strict', '--report', 'x.json', '--seed', '1']"[1:-1] in done.stdout
 
 
-def test_the_master_switch_keeps_the_extension_out(tree):
+def test_the_master_switch_disables_the_launchers_extension(tree):
     done = call("sdxl_train.py", "--seed", "1", cwd=tree, KOHYA_EXT="0")
     assert done.returncode == 0
     done = call("--preset", "16gb", "sdxl_train.py", cwd=tree, KOHYA_EXT="0")
@@ -149,7 +149,7 @@ COMMANDS_ANYWHERE = [
 ]
 
 
-def test_options_mean_the_same_before_a_command_before_the_script_and_after_it(tree, tmp_path):
+def test_an_option_may_precede_the_command_or_the_script_or_follow_it(tree, tmp_path):
     (tree / "sdxl_train_network.py").write_text("read_config_from_file()\n")
     (tree / "library" / "more.py").write_text('"--preset"\n')
     answers = [call(*(word.replace("TREE", str(tree)) for word in words), cwd=tmp_path) for words in COMMANDS_ANYWHERE]
@@ -165,7 +165,7 @@ def test_the_run_command_may_precede_a_script(tree, tmp_path):
         assert (done.returncode, done.stdout) == (0, plain.stdout)
 
 
-def test_a_preset_that_names_its_family_needs_no_script(tmp_path):
+def test_presets_show_needs_no_script_for_a_preset_with_a_family(tmp_path):
     (tmp_path / "mine.toml").write_text('learning_rate = 1e-5\n[preset]\nfamily = "flux-lora"\nextends = ["12gb"]\n')
     own = call("presets", "show", "mine.toml", cwd=tmp_path)
     assert own.returncode == 0, own.stderr
@@ -176,14 +176,14 @@ def test_a_preset_that_names_its_family_needs_no_script(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["help"], ["--help"], ["help", "estimate"], ["estimate", "--help"], ["help", "run"]])
-def test_help_is_a_command_too(words):
+def test_help_is_an_option_and_a_command(words):
     done = call(*words)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--save_state_every_n_minutes" in done.stdout) == ("estimate" not in words)
     assert done.stdout.startswith("usage: python -m kohya_ext")
 
 
-def test_the_help_fits_a_screen_and_names_only_options_that_exist():
+def test_the_help_fits_a_screen_and_contains_only_existing_options():
     lines = call("--help").stdout.splitlines()
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= 80
@@ -192,7 +192,7 @@ def test_the_help_fits_a_screen_and_names_only_options_that_exist():
 
 
 @pytest.mark.parametrize("command", [[], ["estimate"]])
-def test_a_script_of_another_checkout_is_refused_by_its_path_and_not_taken_by_its_name(tree, tmp_path, command):
+def test_a_path_to_another_checkouts_script_is_an_error(tree, tmp_path, command):
     other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
     (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
     done = call("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)

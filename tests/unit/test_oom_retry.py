@@ -1,4 +1,4 @@
-"""--on_oom retry: which command lines the launcher starts, how often, and what it ends with."""
+"""--on_oom retry: the command lines that the launcher starts, their number, and its exit code."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def outcome(state=None, **changes):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Let the runs end as listed, and keep the words they were started with."""
+    """Replace runs by their exit codes, and record their command lines."""
     started = []
 
     def let(*ends):
@@ -49,9 +49,9 @@ def test_each_restart_applies_the_change_and_resumes_from_the_state(runs, capsys
         ["--seed", "1", "--train_batch_size", "2", "--resume", "out/a-state"],
         ["--seed", "1", "--train_batch_size", "2", "--full_bf16"],
     ]
-    said = capsys.readouterr().err
-    assert "restart 1 of 3, from a-state, with less: --train_batch_size 2 --resume out/a-state" in said
-    assert "restart 2 of 3, from the beginning, with less: --full_bf16" in said
+    printed = capsys.readouterr().err
+    assert "restart 1 of 3, from a-state, with less: --train_batch_size 2 --resume out/a-state" in printed
+    assert "restart 2 of 3, from the beginning, with less: --full_bf16" in printed
 
 
 def test_restarts_are_limited_and_the_last_exit_code_is_returned(runs, capsys):
@@ -81,7 +81,7 @@ def test_signals_are_forwarded_and_awaited():
 
 @pytest.fixture
 def typed(monkeypatch, tmp_path):
-    """Let this process have been started by these words, in a folder of its own."""
+    """Make these words the command line of this process, in a new folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", "/env/bin/python")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -119,7 +119,7 @@ class TestWhatToTypeNext:
         assert restart_line({}) == f"cd {tmp_path} && /env/bin/python /env/bin/kohya-ext /there/sdxl_train.py --seed 1"
 
 
-def test_on_windows_the_line_is_for_cmd(typed, monkeypatch):
+def test_the_command_line_is_quoted_for_cmd_on_windows(typed, monkeypatch):
     monkeypatch.setattr(command_line, "os", SimpleNamespace(name="nt", environ={}, getcwd=lambda: "C:\\my kohya", path=os.path))
     typed("python", "sdxl_train.py", "--output_name", "cats&dogs", "--train_data_dir", "D:\\two words")
     line = restart_line({})
@@ -128,7 +128,7 @@ def test_on_windows_the_line_is_for_cmd(typed, monkeypatch):
 
 
 class Process:
-    """Notes what is done to it."""
+    """A process that records its signals."""
 
     def __init__(self):
         self.terminated = 0
@@ -138,7 +138,7 @@ class Process:
 
 
 @pytest.mark.parametrize(("has_sigterm", "times"), [(True, 1), (False, 0)])
-def test_ctrl_c_kills_no_process_where_terminating_is_killing(monkeypatch, has_sigterm, times):
+def test_ctrl_c_does_not_terminate_the_process_on_windows(monkeypatch, has_sigterm, times):
     monkeypatch.setattr(accelerate_signals, "_HAS_SIGTERM", has_sigterm)
     process = Process()
     with pass_signals_on(process):

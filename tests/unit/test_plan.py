@@ -87,7 +87,7 @@ def test_chroma_has_its_own_tiers(checkout):
 
 @pytest.fixture
 def modelled(monkeypatch, tmp_path):
-    """Estimates from a formula, so that a search takes no time; returns the estimated command lines."""
+    """Replace estimates by a formula, so that a search is fast; return the estimated command lines."""
     asked: list[CommandLine] = []
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
 
@@ -121,7 +121,7 @@ def test_the_search_adds_savings_and_reduces_the_last_one(checkout, modelled):
     assert f"making up to {planning.MAX_ESTIMATES}" in lines[0]
     assert [line.partition(":")[0] for line in lines[1:]] == [f"estimate {n} of at most 12" for n in range(1, len(lines))]
     assert len(lines) - 1 == len(modelled) <= planning.MAX_ESTIMATES
-    assert result.answer.command.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; 0.375 needs a gigabyte too much
+    assert result.answer.command.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; 0.375 needs 1 GB too much
     assert result.answer.estimate.total <= tiers.usable_bytes(12 * GIB)
     assert all(candidate.estimate.flops_per_image >= result.answer.estimate.flops_per_image for candidate in result.others)
     assert all(
