@@ -8,7 +8,7 @@ from kohya_ext.config.settings import variables
 
 
 @pytest.fixture(autouse=True)
-def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in variables():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")

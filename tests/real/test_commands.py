@@ -156,7 +156,7 @@ def test_upstreams_tests_pass_with_the_extension(checkout):
 
 
 @pytest.fixture
-def without_matplotlib(tmp_path):
+def path_without_matplotlib(tmp_path):
     """A PYTHONPATH with which importing matplotlib fails."""
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent" / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
@@ -179,16 +179,16 @@ def test_demo_trains_with_the_real_script(checkout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.newest
-def test_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotlib):
+def test_demo_trains_without_matplotlib(checkout, tmp_path, path_without_matplotlib):
     words = ["demo", "--steps", "3", "--output", tmp_path, "--sd-scripts", checkout.path]
-    done = call("-m", "kohya_ext", *words, PYTHONPATH=without_matplotlib)
+    done = call("-m", "kohya_ext", *words, PYTHONPATH=path_without_matplotlib)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
     assert NO_CHART in done.stdout
     assert (tmp_path / "demo.safetensors").is_file()
 
 
-def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, without_matplotlib):
+def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, path_without_matplotlib):
     no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
     done = call(
         "-m",
@@ -199,7 +199,7 @@ def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, without_matplot
         "--output",
         tmp_path / "demo",
         cwd=tmp_path,
-        PYTHONPATH=without_matplotlib,
+        PYTHONPATH=path_without_matplotlib,
         **{name: str(value) for name, value in no_network.items()},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -131,7 +131,7 @@ def test_the_first_block_shares_the_graph_of_the_others(run: blocks.Run, unified
     torch.manual_seed(0)
     kind = block_class()
     model = torch.nn.Sequential(*(kind() for _ in range(3)))
-    x = torch.randn(8, 1, 4).transpose(0, 2)  # a slice, with strides that no block's output has
+    x = torch.randn(8, 1, 4).transpose(0, 2)  # a slice, whose strides differ from those of a block's output
 
     def step() -> list[torch.Tensor]:
         model(x).pow(2).sum().backward()
@@ -364,7 +364,7 @@ def test_untraceable_code_runs_eager(run: blocks.Run) -> None:
 
 def test_an_error_of_the_block_itself_is_raised(run: blocks.Run) -> None:
     _, model, _ = pair(AOT)
-    # Not through the checkpoint, which leaves its hooks behind after an error in some versions of torch.
+    # Call the block without checkpointing, because some versions of torch do not remove its hooks after an error.
     with pytest.raises(RuntimeError, match=r"shape|size"):
         model[0]._forward(torch.zeros(1, 4, 9))
 

@@ -51,7 +51,7 @@ def test_memory_config_has_the_names_and_defaults_of_the_scripts(checkout: Check
         } >= wanted
 
 
-#: Script -> memory savings that apply to its defaults, of those that not every script has.
+#: Script -> memory savings that apply to its defaults, if not every script has them.
 SAVINGS = {
     "sdxl_train_network.py": {"attention", "mixed precision", "checkpointing", "fp8 base", "text encoders frozen"},
     "sdxl_train.py": {"cached text encoder outputs", "Adafactor", "fused backward pass", "pure bf16"},

@@ -37,15 +37,15 @@ def test_bucket_steps_equal_upstreams(checkout):
             assert {*map(int, steps)} <= {family.bucket_steps[script != family.lora]}, script
 
 
-def test_models_and_networks_exist_upstream(from_checkout):
+def test_models_and_networks_exist_upstream(checkout_module):
     for family in FAMILIES:
-        model = getattr(from_checkout(family.module), family.model)
+        model = getattr(checkout_module(family.module), family.model)
         assert list(inspect.signature(model.forward).parameters)[1] == family.first_input
         offloads = "cpu_offload" in inspect.signature(model.enable_gradient_checkpointing).parameters
         assert offloads == family.offloads_checkpoints, family.name
-        blocks = from_checkout(family.blocks.module)
+        blocks = checkout_module(family.blocks.module)
         assert all(inspect.isfunction(getattr(getattr(blocks, kind), family.blocks.method)) for kind in family.blocks.classes)
-        for network in map(from_checkout, family.networks):
+        for network in map(checkout_module, family.networks):
             # A network without its own class uses another network's.
             lora = getattr(network, "LoRAModule", None) or network.lora_flux.LoRAModule
             assert lora.__module__ in NETWORKS, f"{family.name} is missing from kohya_ext/patching/lora_modules.py NETWORKS"

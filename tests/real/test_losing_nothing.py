@@ -179,7 +179,7 @@ def test_run_killed_by_sigkill_resumes_from_its_last_timed_state(checkout, train
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(train):
+def uninterrupted_run(train):
     """(checkout, script, options) -> an uninterrupted run; each runs once."""
     runs = {}
 
@@ -206,7 +206,7 @@ def kill_during_a_save(folder):
 @pytest.mark.slow
 @posix
 @pytest.mark.parametrize("index", range(25))
-def test_run_ended_by_any_signal_at_any_step_resumes_bit_identically(checkout, train, uninterrupted, index, tmp_path):
+def test_run_ended_by_any_signal_at_any_step_resumes_bit_identically(checkout, train, uninterrupted_run, index, tmp_path):
     """Combine every signal with each script; every fifth case runs under accelerate's launcher."""
     number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[index % 3]
     script, start = (LORA, FULL)[index % 2], "launcher" if index % 5 else "accelerate"
@@ -240,7 +240,7 @@ def test_run_ended_by_any_signal_at_any_step_resumes_bit_identically(checkout, t
     assert torch.load(newest / resume.FILE, weights_only=True)["step"] >= step
 
     resumed = train(checkout, script, *options, "--resume", "auto", output=tmp_path)
-    full_run = uninterrupted(checkout, script, options)
+    full_run = uninterrupted_run(checkout, script, options)
     assert same(resumed.tensors, full_run.tensors)
     assert same(read(tmp_path / "tiny-ema.safetensors"), read(full_run.folder / "tiny-ema.safetensors"))
     assert_all_complete(tmp_path)

@@ -1,4 +1,4 @@
-"""The report is short if there are no problems, and shows each problem."""
+"""The report is short without problems, and shows each problem."""
 
 import io
 
@@ -30,7 +30,7 @@ ALL = [row(name, label) for name, patch in registry().items() for label in label
 
 
 @pytest.fixture
-def shown():
+def rendered_lines():
     """(show, rows) -> the lines that are printed at 100 columns."""
 
     def lines(show, rows):
@@ -41,18 +41,22 @@ def shown():
     return lines
 
 
-def test_the_report_lists_every_patch_in_few_lines(shown):
-    off = [{**outcome, "status": "skipped", "reason": "not enabled"} for outcome in ALL if outcome["patch"] in ("ema", "spill_watch")]
+def test_the_report_lists_every_patch_in_few_lines(rendered_lines):
+    off = [
+        {**outcome, "status": "skipped", "reason": "not enabled"}
+        for outcome in ALL
+        if outcome["patch"] in ("ema", "spill_watch")
+    ]
     on = [outcome for outcome in ALL if outcome["patch"] not in ("ema", "spill_watch")]
-    lines = shown(doctor._show_patches, on + off)
+    lines = rendered_lines(doctor._show_patches, on + off)
     assert len(lines) < 15
     printed = " ".join(" ".join(lines).split())
     assert f"{len(registry()) - 2} patches on activation_memory_budget, " in printed
     assert "2 off not enabled: ema, spill_watch" in printed
-    assert len(shown(doctor._show_targets, on + off)) > 100
+    assert len(rendered_lines(doctor._show_targets, on + off)) > 100
 
 
-def test_a_problem_is_shown_with_a_solution(shown):
+def test_a_problem_is_shown_with_a_solution(rendered_lines):
     rows = [
         row("one", "library.a:f", "skipped", "its parameters are ['x']", surprise=True),
         row("two", "library.b:g", "failed", "TypeError: [bold]"),
@@ -60,7 +64,7 @@ def test_a_problem_is_shown_with_a_solution(shown):
         row("three", "library.c:i"),
         row("four", "library.d:j", "skipped", "disabled by the user"),
     ]
-    printed = "\n".join(shown(doctor._show_patches, rows))
+    printed = "\n".join(rendered_lines(doctor._show_patches, rows))
     assert "skipped one, library.a:f: its parameters are ['x']" in printed
     assert "failed two, library.b:g: TypeError: [bold]" in printed
     assert "waiting three, library.c:h: library.c cannot be imported: no toml" in printed
@@ -73,14 +77,14 @@ def test_a_problem_is_shown_with_a_solution(shown):
     assert not doctor._is_healthy({"patches": []})
 
 
-def test_the_options_of_a_patch_and_its_last_release_are_shown(shown):
+def test_the_options_of_a_patch_and_its_last_release_are_shown(rendered_lines):
     patch = {**row("one", "library.a:f"), "options": ["depth", "width"], "until": "0.12.0"}
-    printed = shown(doctor._show_targets, [patch])
+    printed = rendered_lines(doctor._show_targets, [patch])
     assert "  options  --depth, --width" in printed
     assert "  until    sd-scripts v0.12.0" in printed
 
 
-def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(shown):
+def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(rendered_lines):
     rows = [{**row("options", "library.args:f"), "engine": True}, row("one", "library.a:f")]
-    assert "1 patches on one" in " ".join(" ".join(shown(doctor._show_patches, rows)).split())
-    assert "  applied  library.args:f" in shown(doctor._show_targets, rows)
+    assert "1 patches on one" in " ".join(" ".join(rendered_lines(doctor._show_patches, rows)).split())
+    assert "  applied  library.args:f" in rendered_lines(doctor._show_targets, rows)

@@ -28,9 +28,9 @@ NAMES = {"found", "made", "one", "look", "say", "says", "said", "told", "gauge",
 
 SOURCES = [
     file
-    for folder in ("kohya_ext", "patches", "benchmarks", "tools")
+    for folder in ("kohya_ext", "patches", "benchmarks", "tools", "tests")
     for file in sorted((ROOT / folder).rglob("*.py"))
-    if "__pycache__" not in file.parts
+    if file != Path(__file__)
 ]
 PROSE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "presets").rglob("*.toml")]
 

@@ -39,7 +39,7 @@ def unet_inputs() -> tuple[torch.Tensor, ...]:
 
 
 def wake(module: torch.nn.Module) -> torch.nn.Module:
-    """Randomize every zero-initialized weight. A zero weight makes all gradients before it zero, so lost ones would not show."""
+    """Randomize every zero-initialized weight. It makes all gradients before it zero, which hides lost ones."""
     generator = torch.Generator().manual_seed(3)
     for parameter in module.parameters():
         if not parameter.any():
