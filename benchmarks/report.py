@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ratios import Ratio
 from benchmarks.results import FOLDER, Comparison, Result, kept, read
 from kohya_ext.console import error, note
 from kohya_ext.units import GB
@@ -95,7 +96,7 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
         if row is None:
             yield f"| {variant.meaning} | {variant.status}: {variant.reason} |{' |' * (len(titles) - 2)}"
             continue
-        cells = [variant.meaning, _seconds(row), _ratio(row)]
+        cells = [variant.meaning, _seconds(row), str(Ratio(**row["ratio"])) if "ratio" in row else ""]
         cells += [f"{batch / row['median']:.2f}"] if stepping else []
         cells += [f"{variant.memory[name] / GB:#.3g}" if name in variant.memory else "" for name in memory]
         if rated and comparison.flops:
@@ -108,10 +109,6 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
 def _seconds(row: dict[str, Any]) -> str:
     lower, upper = row["quartiles"]
     return f"{row['median']:.4g} ({lower:.4g} to {upper:.4g})"
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    return "{of_medians:.2f}x ({lowest:.2f} to {highest:.2f})".format(**row["ratio"]) if "ratio" in row else ""
 
 
 def _warm_up(comparison: Comparison) -> Iterator[str]:
