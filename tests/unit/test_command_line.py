@@ -1,4 +1,4 @@
-"""The command line in a child process: invalid input is one line and exit code 2, before anything is loaded."""
+"""The command line: invalid input is one line and exit code 2, before anything is loaded."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext.__main__ import main
 from kohya_ext.config.settings import flags, options
 from tests.unit.test_checkouts import make_tree
 
@@ -19,6 +20,22 @@ def call(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     command = [sys.executable, "-m", "kohya_ext", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cwd)
+
+
+@pytest.fixture
+def call_here(monkeypatch, capfd):
+    """Run a command without a script in this process, which is faster; used like :func:`call`."""
+
+    def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        try:
+            code = main(arguments)
+        except SystemExit as leaving:  # argparse's help
+            code = leaving.code
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture
@@ -63,9 +80,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_an_error_is_one_line_and_exit_code_2(tree, arguments, message):
+def test_an_error_is_one_line_and_exit_code_2(tree, call_here, arguments, message):
     (tree / "broken.toml").write_text("a = \n")
-    done = call(*arguments, cwd=tree)
+    done = call_here(*arguments, cwd=tree)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("kohya_ext: error: ")
@@ -73,9 +90,17 @@ def test_an_error_is_one_line_and_exit_code_2(tree, arguments, message):
     assert message in done.stderr
 
 
-def test_an_unknown_layout_is_an_error_with_solutions(tmp_path):
+@pytest.mark.parametrize("arguments", [["sdxl_trian.py"], ["estimate", "--preset", "16gb"]], ids=" ".join)
+def test_a_process_with_an_error_prints_one_line_and_exits_with_2(tree, arguments):
+    done = call(*arguments, cwd=tree)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kohya_ext: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_layout_is_an_error_with_solutions(tmp_path, call_here):
     old = make_tree(tmp_path / "old", "unknown", "0.9.1")
-    done = call("train_network.py", cwd=old)
+    done = call_here("train_network.py", cwd=old)
     assert done.returncode == 2
     assert "has an unknown layout; kohya_ext" in done.stderr
     assert "--allow-unknown-version" in done.stderr
@@ -149,10 +174,10 @@ COMMANDS_ANYWHERE = [
 ]
 
 
-def test_an_option_may_precede_the_command_or_the_script_or_follow_it(tree, tmp_path):
+def test_an_option_may_precede_the_command_or_the_script_or_follow_it(tree, tmp_path, call_here):
     (tree / "sdxl_train_network.py").write_text("read_config_from_file()\n")
     (tree / "library" / "more.py").write_text('"--preset"\n')
-    answers = [call(*(word.replace("TREE", str(tree)) for word in words), cwd=tmp_path) for words in COMMANDS_ANYWHERE]
+    answers = [call_here(*(word.replace("TREE", str(tree)) for word in words), cwd=tmp_path) for words in COMMANDS_ANYWHERE]
     assert [(done.returncode, done.stderr) for done in answers] == [(0, "")] * len(answers)
     assert {done.stdout for done in answers} == {answers[0].stdout}
     assert json.loads(answers[0].stdout)["card"] == 24 * 2**30
@@ -165,26 +190,26 @@ def test_the_run_command_may_precede_a_script(tree, tmp_path):
         assert (done.returncode, done.stdout) == (0, plain.stdout)
 
 
-def test_presets_show_needs_no_script_for_a_preset_with_a_family(tmp_path):
+def test_presets_show_needs_no_script_for_a_preset_with_a_family(tmp_path, call_here):
     (tmp_path / "mine.toml").write_text('learning_rate = 1e-5\n[preset]\nfamily = "flux-lora"\nextends = ["12gb"]\n')
-    own = call("presets", "show", "mine.toml", cwd=tmp_path)
+    own = call_here("presets", "show", "mine.toml", cwd=tmp_path)
     assert own.returncode == 0, own.stderr
     assert "blocks_to_swap" in own.stdout
-    done = call("presets", "show", "flux-lora/12gb", "quality")
+    done = call_here("presets", "show", "flux-lora/12gb", "quality")
     assert done.returncode == 0, done.stderr
     assert "flux-lora/12gb + any/quality" in done.stdout
 
 
 @pytest.mark.parametrize("words", [["help"], ["--help"], ["help", "estimate"], ["estimate", "--help"], ["help", "run"]])
-def test_help_is_an_option_and_a_command(words):
-    done = call(*words)
+def test_help_is_an_option_and_a_command(call_here, words):
+    done = call_here(*words)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--save_state_every_n_minutes" in done.stdout) == ("estimate" not in words)
     assert done.stdout.startswith("usage: python -m kohya_ext")
 
 
-def test_the_help_fits_a_screen_and_contains_only_existing_options():
-    lines = call("--help").stdout.splitlines()
+def test_the_help_fits_a_screen_and_contains_only_existing_options(call_here):
+    lines = call_here("--help").stdout.splitlines()
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= 80
     known = {flag for name, _ in options() for flag in flags(name)} | {"--help", "--version", "--config_file"}
@@ -192,17 +217,17 @@ def test_the_help_fits_a_screen_and_contains_only_existing_options():
 
 
 @pytest.mark.parametrize("command", [[], ["estimate"]])
-def test_a_path_to_another_checkouts_script_is_an_error(tree, tmp_path, command):
+def test_a_path_to_another_checkouts_script_is_an_error(tree, tmp_path, call_here, command):
     other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
     (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
-    done = call("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
+    done = call_here("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
     assert done.returncode == 2
     assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts is {other}" in done.stderr
     assert f"ran {other} " in call("--sd-scripts", str(other), "sdxl_train.py", cwd=tree).stdout
 
 
-def test_without_arguments_the_usage_is_printed():
-    done = call()
+def test_without_arguments_the_usage_is_printed(call_here):
+    done = call_here()
     assert done.returncode == 0
     assert "COMMAND" in done.stdout
     assert "demo" in done.stdout
