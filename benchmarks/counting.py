@@ -50,7 +50,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """Return the bytes of each storage, at most as many as its tensors show."""
+    """Return the bytes of each storage, capped at the sizes of its tensors."""
     tensors = [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
     sizes: dict[int, int] = {}
     for tensor in tensors:

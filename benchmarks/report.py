@@ -69,7 +69,7 @@ def _about(result: Result) -> Iterator[str]:
     if result.note:
         yield f"Note: {result.note}."
     if not result.complete:
-        yield "**Incomplete.** The time was up before all rounds were done, or a part failed."
+        yield "**Incomplete.** Time ran out before all rounds were done, or a part failed."
 
 
 #: Peak -> title of its column.
@@ -118,7 +118,7 @@ def _warm_up(comparison: Comparison) -> Iterator[str]:
         if variant.warm_up.get("first_steps_seconds")
     ]
     if times:
-        yield f"\nFirst step, not included above, which compiles what no earlier variant has compiled: {', '.join(times)}."
+        yield f"\nFirst step, not included above; it compiles whatever earlier variants have not compiled: {', '.join(times)}."
 
 
 def at_equal_cost(comparison: Comparison) -> Iterator[str]:
@@ -137,7 +137,7 @@ def at_equal_cost(comparison: Comparison) -> Iterator[str]:
 
 
 def _points(comparison: Comparison) -> tuple[str | None, dict[str, tuple[float, float]]]:
-    """Return a peak that all measured variants have, if any, and the peak in GB and the median of each variant."""
+    """Return the name of a peak that all measured variants have, if any, and each variant's peak in GB and median."""
     measured = [variant for variant in comparison.variants if variant.rounds]
     memory = next((name for name in ("reserved", "allocated") if all(name in variant.memory for variant in measured)), None)
     if memory is None:

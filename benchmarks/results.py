@@ -102,7 +102,7 @@ class Result:
     """A remark for readers, for example that the machine was shared."""
     comparisons: list[Comparison] = field(default_factory=list)
     complete: bool = False
-    """False while it is being measured, and when the time was up before all rounds were done."""
+    """False during the measurement, or if time ran out before all rounds were done."""
     schema: int = SCHEMA
 
     def write(self, file: Path) -> None:
@@ -161,7 +161,7 @@ def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bo
 
 
 def kohya_ext_commit() -> dict[str, Any]:
-    """Return the extension's commit, and whether the tree differs from it."""
+    """Return the extension's commit, and whether the working tree differs from it."""
     try:
         head = _git("rev-parse", "HEAD")
         changed = bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"))

@@ -301,7 +301,7 @@ def count_work(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prepare, answer commands until standard input ends."""
+    """Prepare the step, and answer commands until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     spec = json.loads(sys.argv[1])

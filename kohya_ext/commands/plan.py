@@ -35,7 +35,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help='the size the GPU is sold as, default: of this machine; 16, 16gb and "16 GB" are the same; '
+        help='the advertised size of the GPU, default: of this machine; 16, 16gb and "16 GB" are the same; '
         "15.5GiB and a number of bytes are exact",
     )
 

@@ -34,12 +34,12 @@ class Run:
     paused: bool = False
     """Whether the blocks run eager for now, because another patch measures them first."""
     data_sets: Callable[[], Sequence[DataSet]] = tuple
-    """Return sd-scripts' data sets of the run; empty until the script has created them."""
+    """Return sd-scripts' datasets of the run; empty until the script has created them."""
     commit: str | None = None
     """The commit of sd-scripts, whose code is compiled."""
     prepared: bool = False
     several_sizes: bool = False
-    """Whether the data sets have images of several sizes. Set before the first compilation."""
+    """Whether the datasets have images of several sizes. Set before the first compilation."""
     _breaks_before: int = 0
 
     def begin(self, data_sets: Callable[[], Sequence[DataSet]], commit: str | None) -> None:

@@ -1,6 +1,6 @@
 """Unify the inputs of a class's blocks, so that they share graphs.
 
-- Dynamo compiles the first image size as a static graph, and treats sizes as dynamic from the second one on. If the data set
+- Dynamo compiles the first image size as a static graph, and treats sizes as dynamic from the second one on. If the dataset
   has several sizes, the dimensions that depend on them are marked dynamic before the first graph is traced.
 - The inputs of a model's first block do not require a gradient and those of the others do, which would need two graphs.
 """
@@ -80,7 +80,7 @@ def _is_trained(block: Any) -> bool:
 
 
 def has_several_sizes(data_sets: Sequence[DataSet]) -> bool:
-    """Return whether the images of sd-scripts' data sets are in buckets of more than one size."""
+    """Return whether the images of sd-scripts' datasets are in buckets of more than one size."""
     sizes = {
         size
         for data_set in data_sets

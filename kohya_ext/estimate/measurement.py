@@ -136,9 +136,9 @@ def _check_supported(config: MemoryConfig) -> None:
     """Raise UserError for a configuration that cannot be estimated."""
     for name in UNSUPPORTED:
         if getattr(config, name):
-            raise UserError(f"a run with --{name} cannot be estimated; leave it out")
+            raise UserError(f"a run with --{name} cannot be estimated; remove it")
     if not config.family.unet and config.trains_text_encoder and not config.trains_network:
-        raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; leave it out")
+        raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; remove it")
 
 
 def _step_arguments(config: MemoryConfig) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
 def normalized(config: MemoryConfig) -> MemoryConfig:
     """Return a configuration with the same memory, in which options of equal memory have one value.
 
-    A dataset file becomes its largest batch, fp16 bf16, xformers PyTorch's own attention, and a learning rate zero or not.
+    For example, fp16 is replaced by bf16, and a dataset file by its largest batch.
     """
     width, height, batch = _largest_batch(config)
     lora = config.trains_network

@@ -263,7 +263,7 @@ def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
 
 
 def data_sets(accelerator: Accelerator) -> list[DataSet]:
-    """Return sd-scripts' training data sets that have buckets; empty until the script has prepared its loader."""
+    """Return sd-scripts' training datasets that have buckets; empty until the script has prepared its loader."""
     loader = next(iter(accelerator._dataloaders), None)
     group = getattr(loader, "dataset", None)
     members = getattr(group, "datasets", [group])

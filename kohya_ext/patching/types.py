@@ -106,7 +106,7 @@ class Accelerator(Protocol):
         """Return a model without the wrappers of distributed training."""
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes are here."""
+        """Wait for all processes."""
 
 
 class NetworkTrainer(Protocol):

@@ -109,7 +109,7 @@ def test_blocks_share_their_graphs_and_later_sizes_add_none(run: blocks.Run) -> 
 
 
 def data_set_of(*sizes: tuple[int, int]) -> SimpleNamespace:
-    """Return a data set with the buckets of sd-scripts; the last bucket is empty."""
+    """Return a dataset with the buckets of sd-scripts; the last bucket is empty."""
     return SimpleNamespace(bucket_manager=SimpleNamespace(resos=[*sizes, (9, 9)], buckets=[["image"]] * len(sizes) + [[]]))
 
 

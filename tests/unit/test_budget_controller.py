@@ -40,10 +40,10 @@ class Reading:
 
 def controller(limit, meter, *blocks, compile_at=None):
     """A controller that has measured (bytes kept, FLOPs) of each block with a batch of the first bucket."""
-    weighed = BudgetController(limit, meter, compile_at)
-    weighed.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
-    weighed.phase, weighed._weighed = Phase.FREEING, 2 * 128 * 64
-    return weighed
+    controller = BudgetController(limit, meter, compile_at)
+    controller.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
+    controller.phase, controller._measured = Phase.FREEING, 2 * 128 * 64
+    return controller
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +118,11 @@ def test_paused_blocks_are_compiled_after_measuring(capsys):
     step(controller(400, Reading((200, 250)), (100, 10), compile_at=shares.append))
     assert shares == [1.0]
     unknown = controller(1000, Reading((200, 250)), (100, 10), compile_at=shares.append)
-    unknown._weighed = 0
+    unknown._measured = 0
     step(unknown)
     assert shares == [1.0, 1.0]
     assert covered(unknown) == [True]
-    assert "the size of the batches is not known" in capsys.readouterr().err
+    assert "the batch size is not known" in capsys.readouterr().err
 
 
 def test_allocations_count_new_live_storages():
@@ -171,7 +171,7 @@ def test_a_blocks_flops_include_all_of_its_layers():
     assert [block.module for block in budget.blocks] == list(model)
     assert [block.turn for block in budget.blocks] == [0, 1]
     assert [(block.kept, block.flops) for block in budget.blocks] == [(2 * 4 * 4 * 8, 2 * 2 * 4 * 8 * 8)] * 2
-    budget._end_weighing()
+    budget._end_measuring()
     assert not any("forward" in vars(layer) for stage in model for layer in (*stage.resnets, *stage.attentions))
     model[0].gradient_checkpointing = False
     assert checkpointed_blocks(model) == [model[1]]

@@ -124,7 +124,7 @@ def test_a_chart_without_matplotlib_fails_before_the_estimate(checkout, tmp_path
     [
         (["sdxl_train.py"], "--resolution"),
         (["sdxl_train.py", "--preset", "6gb"], "no preset 6gb"),
-        (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram: must be the size that the GPU is sold as"),
+        (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram: must be the advertised size of the GPU"),
         (["no_script.py"], "no script no_script.py"),
     ],
 )
