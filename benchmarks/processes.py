@@ -131,7 +131,7 @@ def last_line(log: Path) -> str:
 
 
 def available(patches: Sequence[str]) -> str | None:
-    """Return which of a variant's patches are missing in this tree, as a sentence; None when all are there."""
+    """Return a sentence about a variant's missing patches; None if none is missing."""
     from kohya_ext.patching.patch import registry
 
     missing = [name for name in patches if name not in registry()]

@@ -64,7 +64,7 @@ class Comparison:
     configuration: dict[str, Any]
     variants: list[Variant]
     flops: int | None = None
-    """FLOPs of one step without recomputation; a multiply-add is two."""
+    """FLOPs of one step without recomputation; a multiply-add counts as two."""
 
     def is_whole(self, rounds: int) -> bool:
         """Return whether every variant that ran has all its rounds."""

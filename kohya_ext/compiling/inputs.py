@@ -53,7 +53,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def require_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the activations that do not require a gradient, by name, as copies that do.
+    """Return the activations that do not require a gradient, by name, as copies that require one.
 
     Empty if the block has no trained weights, because its backward would then be wasted. The additional gradient is
     discarded; the gradients of the weights do not change.

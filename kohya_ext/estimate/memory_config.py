@@ -152,7 +152,7 @@ class MemoryConfig:
 
     @property
     def family(self) -> Family:
-        """The model family. Raises ValueError for a script of no family."""
+        """The model family. Raises ValueError for a script without a family."""
         family = families.of(self.script, vars(self))
         if family is None:
             raise ValueError(f"{self.script} belongs to no model family")

@@ -18,6 +18,7 @@ WORDS = re.compile(
         | lies?\ (on|in|there|at|where) | lay\ (on|in|there)
         | stands?\ (in|at|there|where|beside|above|below|before|behind|first|last)
         | said | told | tells?\ from | gone\ on | goes\ on | went\ on | go\ on | has\ no\ end | in\ words
+        | at\ once | as\ sold | sold\ as | data\ sets? | time\ (is|was)\ up
         | is\ no\ (?!longer|more|less|slower|faster|such)\w+ | are\ no\ (?!longer|more|less)\w+ | beside | numbers\ trained
     )\b""",
     re.VERBOSE | re.IGNORECASE,
