@@ -1,6 +1,6 @@
 """Store measured step times on this machine, to predict the duration of later runs with the same settings.
 
-patches/step_times.py measures them. There is no prediction for settings that have not been run.
+patches/step_times.py measures them. Settings that have not been run have no prediction.
 """
 
 from __future__ import annotations
