@@ -109,11 +109,10 @@ def test_an_unknown_layout_is_an_error_with_solutions(tmp_path, call_here):
 
 @pytest.mark.parametrize("script", ["sdxl_train.py", "tools/merge_models.py"])
 def test_the_script_runs_as_when_started_without_the_extension(tree, tmp_path, script):
-    done = call("--sd-scripts", str(tree), script, "--a", "b c", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = call("--sd-scripts", str(tree), script, "--a", "b c", "--fail", cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
     path = tree / script
-    assert done.stdout == f"ran {path.parent} {[str(path), '--a', 'b c']}\n"
-    assert call("--sd-scripts", str(tree), script, "--fail", cwd=tmp_path).returncode == 7
+    assert done.stdout == f"ran {path.parent} {[str(path), '--a', 'b c', '--fail']}\n"
 
 
 def test_the_launcher_imports_little_before_the_script(tree):
@@ -158,10 +157,11 @@ def test_options_before_the_script_are_passed_to_it(tree):
     assert "['--strict', '--report', 'x.json', '--seed', '1']"[1:-1] in done.stdout
 
 
-def test_the_master_switch_disables_the_launchers_extension(tree):
+def test_the_master_switch_disables_the_launchers_extension(tree, call_here, monkeypatch):
     done = call("sdxl_train.py", "--seed", "1", cwd=tree, KOHYA_EXT="0")
     assert done.returncode == 0
-    done = call("--preset", "16gb", "sdxl_train.py", cwd=tree, KOHYA_EXT="0")
+    monkeypatch.setenv("KOHYA_EXT", "0")
+    done = call_here("--preset", "16gb", "sdxl_train.py", cwd=tree)
     assert done.returncode == 2
     assert "KOHYA_EXT=0 turns the extension off, but --preset is set" in done.stderr
 
@@ -184,10 +184,10 @@ def test_an_option_may_precede_the_command_or_the_script_or_follow_it(tree, tmp_
 
 
 def test_the_run_command_may_precede_a_script(tree, tmp_path):
-    plain = call("--sd-scripts", str(tree), "sdxl_train.py", "--seed", "1", cwd=tmp_path)
+    expected = f"ran {tree} {[str(tree / 'sdxl_train.py'), '--seed', '1']}\n"
     for words in (["run", "--sd-scripts", str(tree), "sdxl_train.py"], ["--sd-scripts", str(tree), "run", "sdxl_train.py"]):
         done = call(*words, "--seed", "1", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (0, plain.stdout)
+        assert (done.returncode, done.stdout) == (0, expected)
 
 
 def test_presets_show_needs_no_script_for_a_preset_with_a_family(tmp_path, call_here):
@@ -223,6 +223,11 @@ def test_a_path_to_another_checkouts_script_is_an_error(tree, tmp_path, call_her
     done = call_here("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
     assert done.returncode == 2
     assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts is {other}" in done.stderr
+
+
+def test_a_script_name_belongs_to_the_named_checkout(tree, tmp_path):
+    other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
+    (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
     assert f"ran {other} " in call("--sd-scripts", str(other), "sdxl_train.py", cwd=tree).stdout
 
 

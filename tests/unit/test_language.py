@@ -60,8 +60,10 @@ def names(source: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_sources_use_standard_terms(file):
     source = file.read_text(encoding="utf-8")
-    assert [f"{line}: {text.strip()}" for line, text in prose(source) if WORDS.search(text)] == []
-    assert [f"{line}: {name}" for line, name in names(source) if name.strip("_") in NAMES] == []
+    if WORDS.search(source):  # perhaps in code, where it is allowed
+        assert [f"{line}: {text.strip()}" for line, text in prose(source) if WORDS.search(text)] == []
+    if re.search(rf"\b_*({'|'.join(NAMES)})_*\b", source):
+        assert [f"{line}: {name}" for line, name in names(source) if name.strip("_") in NAMES] == []
 
 
 @pytest.mark.parametrize("file", PROSE, ids=lambda file: file.relative_to(ROOT).as_posix())
