@@ -245,7 +245,7 @@ def train(models: Callable[[str], Models], images: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture
-def from_checkout(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+def checkout_module(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """name -> a module of the checkout, imported into this process and removed after the test."""
     monkeypatch.syspath_prepend(str(checkout.path))
 
