@@ -27,9 +27,6 @@ from kohya_ext.run import resume, stop_request
 EXIT_CODE = 3
 """Exit code of a run that this patch ended."""
 
-_FILES = "kohya_ext_files"
-"""Key of a batch for the paths of its images."""
-
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
 NAN_PATIENCE = Option(
@@ -97,7 +94,7 @@ class _Guard(TrainingCallback):
         step = place.step if place is not None else self.steps
         losses = ", ".join(f"{float(loss):.4g}" for loss in self.losses) or "?"
         norm = "" if self.norm is None else f", gradient norm {float(self.norm):.4g}"
-        files = list(current_batch().get(_FILES, []))
+        files = list(current_batch().get("kohya_ext_files", []))
         images = f"; images: {', '.join(files)}" if files else ""
         warn(f"step {step} skipped: loss or gradient is not finite (loss {losses}{norm}){images}")
 
@@ -212,7 +209,7 @@ def _getitem(original: Any, settings: Settings) -> Any:
         if getattr(self, "caching_mode", None) is None:
             # A skipped step does not need the names of its images, so their absence raises no error.
             with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
-                example[_FILES] = _files_at(self, index)
+                example["kohya_ext_files"] = _files_at(self, index)
         return example
 
     return __getitem__

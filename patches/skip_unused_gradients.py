@@ -41,7 +41,7 @@ class _SkippedGradients(TrainingCallback):
     """Whether untrained embeddings are frozen already."""
 
     def before_batch(self, accelerator: Accelerator) -> None:
-        """Freeze the embeddings that are in no optimizer, before the first step."""
+        """Before the first step, freeze the embeddings that are in no optimizer."""
         if not self.frozen:
             self.frozen = True
             for weight in _untrained_embeddings(accelerator):

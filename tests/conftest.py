@@ -1,4 +1,4 @@
-"""What every test shares: an environment without the extension's own variables."""
+"""An environment without the extension's variables, for every test."""
 
 import os
 
@@ -8,7 +8,7 @@ from kohya_ext.config.settings import variables
 
 
 @pytest.fixture(autouse=True)
-def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in variables():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")

@@ -18,11 +18,11 @@ from enum import IntEnum, auto
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
-from kohya_ext.patching.types import Accelerator
+from kohya_ext.patching.types import Accelerator, Batch, DataSet
 from kohya_ext.sdscripts.checkouts import Checkout
 
 
@@ -117,8 +117,8 @@ class TrainingRun:
     program: Program = field(default_factory=Program)
     callbacks: list[TrainingCallback] = field(default_factory=list)
     """Callbacks in the order of their stages."""
-    batch: object = None
-    """The last batch of the loader in use."""
+    batch: Batch | None = None
+    """The last batch of the loader in use; None if it is not a dict."""
 
     def callback(self, kind: type[C]) -> C | None:
         """Return the callback of a class; None if its patch has no callback in this run."""
@@ -153,7 +153,7 @@ class TrainingRun:
         batch = None
         try:
             for batch in batches:
-                self.batch = batch
+                self.batch = cast(Batch, batch) if isinstance(batch, dict) else None
                 yield batch
         finally:
             if self.batch is batch:
@@ -252,10 +252,9 @@ def program() -> Program:
     return _current.program if _current is not None else Program()
 
 
-def current_batch() -> dict[str, Any]:
+def current_batch() -> Batch:
     """Return the current micro-batch of the training loop; empty if there is none."""
-    batch = _current.batch if _current is not None else None
-    return batch if isinstance(batch, dict) else {}
+    return (_current.batch if _current is not None else None) or {}
 
 
 def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
@@ -263,8 +262,8 @@ def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
     return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
-def data_sets(accelerator: Accelerator) -> list[Any]:
-    """Return sd-scripts' training data sets that have buckets; empty until the script has prepared its loader."""
+def data_sets(accelerator: Accelerator) -> list[DataSet]:
+    """Return sd-scripts' training datasets that have buckets; empty until the script has prepared its loader."""
     loader = next(iter(accelerator._dataloaders), None)
     group = getattr(loader, "dataset", None)
     members = getattr(group, "datasets", [group])

@@ -75,18 +75,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
-    layouts = sorted(_generations().items())
-    ends = {"newest": layouts[-1], "oldest": layouts[0]}
-    only = [end for marker, end in ends.items() if metafunc.definition.get_closest_marker(marker)]
     generations = [
-        pytest.param(
-            checkout,
-            id=layout,
-            marks=[pytest.mark.xdist_group(layout), *([] if not only or (layout, checkout) in only else [pytest.mark.slow])],
-        )
-        for layout, checkout in layouts
+        pytest.param(checkout, id=layout, marks=pytest.mark.xdist_group(layout))
+        for layout, checkout in sorted(_generations().items())
     ]
     metafunc.parametrize("checkout", generations, scope="session")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the other generations of a test as slow, if it or its parameter set is marked ``newest`` or ``oldest``."""
+    layouts = sorted(_generations())
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or callspec.params.get("checkout") is None:
+            continue
+        wanted = [layouts[end] for marker, end in (("newest", -1), ("oldest", 0)) if item.get_closest_marker(marker)]
+        if wanted and callspec.params["checkout"].layout not in wanted:
+            item.add_marker(pytest.mark.slow)
 
 
 @dataclass(frozen=True)
@@ -239,7 +245,7 @@ def train(models: Callable[[str], Models], images: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture
-def from_checkout(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+def checkout_module(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """name -> a module of the checkout, imported into this process and removed after the test."""
     monkeypatch.syspath_prepend(str(checkout.path))
 

@@ -57,8 +57,8 @@ def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("start", ["launcher", "environment"])
-def test_help_of_a_script_lists_the_extensions_options(checkout, start):
+@pytest.mark.parametrize("start", ["launcher", pytest.param("environment", marks=pytest.mark.slow)])
+def test_a_scripts_help_lists_the_extensions_options(checkout, start):
     script = checkout.path / "sdxl_train.py"
     command = ["-m", "kohya_ext", script] if start == "launcher" else [script]
     done = call(*command, "--help", **({} if start == "launcher" else {"KOHYA_EXT": "1"}))
@@ -67,6 +67,7 @@ def test_help_of_a_script_lists_the_extensions_options(checkout, start):
         assert flag in done.stdout
 
 
+@pytest.mark.oldest
 def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp_path):
     (tmp_path / "mine.toml").write_text('learnign_rate = 1e-4\nresolution = 512\nsave_model_as = "zip"\n')
     script = checkout.path / "sdxl_train_network.py"
@@ -78,6 +79,7 @@ def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.newest
 def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
     (tmp_path / "mine.toml").write_text("learning_rate = 3e-5\n")
     done = call(
@@ -100,8 +102,14 @@ def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
     assert rows["gradient_accumulation_steps"][4]
 
 
-@pytest.mark.parametrize("script", ["networks/check_lora_weights.py", "tools/show_metadata.py"])
-def test_tools_run(checkout, upstream, script):
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("networks/check_lora_weights.py", marks=pytest.mark.newest),
+        pytest.param("tools/show_metadata.py", marks=pytest.mark.oldest),
+    ],
+)
+def test_scripts_in_tools_run(checkout, upstream, script):
     file = upstream(checkout, "sdxl_train_network.py").file
     option = ["--model"] if "metadata" in script else []
     done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, cwd=file.parent)
@@ -122,7 +130,7 @@ def test_doctor_shows_every_patch_applied(checkout):
     assert all(status == "applied" or reason for status, reason in statuses.values())
 
 
-def test_training_script_without_estimate_is_an_error_of_one_line(checkout, capsys):
+def test_estimating_an_unsupported_script_is_an_error_of_one_line(checkout, capsys):
     training = [script for script in checkout.scripts() if checkouts.is_training_script(checkout.path / script)]
     others = [script for script in training if script not in preset_files.FAMILIES]
     assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"
@@ -147,6 +155,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(importlib.util.find_spec("dadaptation") is None, reason="upstream's tests need dadaptation ([test])")
 def test_upstreams_tests_pass_with_the_extension(checkout):
     done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", cwd=checkout.path)
@@ -156,7 +165,7 @@ def test_upstreams_tests_pass_with_the_extension(checkout):
 
 
 @pytest.fixture
-def without_matplotlib(tmp_path):
+def path_without_matplotlib(tmp_path):
     """A PYTHONPATH with which importing matplotlib fails."""
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent" / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
@@ -179,16 +188,16 @@ def test_demo_trains_with_the_real_script(checkout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.newest
-def test_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotlib):
+def test_demo_trains_without_matplotlib(checkout, tmp_path, path_without_matplotlib):
     words = ["demo", "--steps", "3", "--output", tmp_path, "--sd-scripts", checkout.path]
-    done = call("-m", "kohya_ext", *words, PYTHONPATH=without_matplotlib)
+    done = call("-m", "kohya_ext", *words, PYTHONPATH=path_without_matplotlib)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
     assert NO_CHART in done.stdout
     assert (tmp_path / "demo.safetensors").is_file()
 
 
-def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, without_matplotlib):
+def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, path_without_matplotlib):
     no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
     done = call(
         "-m",
@@ -199,7 +208,7 @@ def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, without_matplot
         "--output",
         tmp_path / "demo",
         cwd=tmp_path,
-        PYTHONPATH=without_matplotlib,
+        PYTHONPATH=path_without_matplotlib,
         **{name: str(value) for name, value in no_network.items()},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -184,7 +184,7 @@ def test_sampling_and_validation_run_eager(checkout, train, tmp_path, script):
 
 
 @pytest.mark.slow
-def test_it_is_disabled_if_the_whole_model_is_compiled(checkout, train):
+def test_selective_compiling_is_disabled_if_the_whole_model_is_compiled(checkout, train):
     # Otherwise the text encoder is compiled too, which fails in transformers with torch 2.6.
     theirs = ("--torch_compile", "--dynamo_backend", "eager", "--cache_text_encoder_outputs", "--network_train_unet_only")
     run = train(checkout, LUMINA, *ON, *theirs, "--max_train_steps", "1")
@@ -205,7 +205,7 @@ def test_inductor_is_close_to_upstream(checkout, train, upstream):
 
 
 @pytest.mark.slow
-def test_a_mode_of_inductor(checkout, train, upstream):
+def test_inductor_modes_are_close_to_upstream(checkout, train, upstream):
     run = train(checkout, LUMINA, "--selective_torch_compile", "--compile_mode", "max-autotune-no-cudagraphs")
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 1e-4)
     assert facts(run)[1]["JointTransformerBlock"]["backward_graphs"] > 0
@@ -213,7 +213,7 @@ def test_a_mode_of_inductor(checkout, train, upstream):
 
 
 @pytest.mark.slow
-def test_the_demo_compiles_the_blocks_that_diffusers_lists(images, tmp_path):
+def test_the_demo_compiles_the_repeated_blocks_of_diffusers(images, tmp_path):
     from diffusers import UNet2DConditionModel
     from safetensors.torch import load_file
 

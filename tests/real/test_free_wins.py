@@ -26,6 +26,7 @@ RUNS = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case", ["sdxl", *(pytest.param(name, marks=pytest.mark.slow) for name in [*RUNS][1:])])
 def test_real_script_trains_bit_identically(checkout, train, case):
     ours = train(checkout, *RUNS[case])
@@ -74,9 +75,9 @@ class _Syncs(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.fixture
-def functions(checkout, from_checkout):
+def functions(checkout, checkout_module):
     """Name -> (patched, original) function of sd-scripts' loss weights."""
-    module = from_checkout("library.custom_train_functions")
+    module = checkout_module("library.custom_train_functions")
     patcher = Patcher({snr_lookup.PATCH.name: snr_lookup.PATCH}, Settings(), checkout)
     originals = {target.attribute: getattr(module, target.attribute) for target in snr_lookup.PATCH.targets}
     patcher.arm()
@@ -123,8 +124,8 @@ SPLIT = ("networks.lora_flux", "networks.lora_lumina")
 
 
 @pytest.mark.parametrize(("name", "split"), [*((name, False) for name in NETWORKS), *((name, True) for name in SPLIT)])
-def test_lora_is_bit_identical_with_fewer_multiplications(checkout, from_checkout, name, split):
-    kind = from_checkout(name).LoRAModule
+def test_lora_is_bit_identical_with_fewer_multiplications(checkout, checkout_module, name, split):
+    kind = checkout_module(name).LoRAModule
     # A network without its own class uses one that is patched.
     assert (kind.__module__ == name) == (checkout.layout in NETWORKS[name])
     assert kind.__module__ in NETWORKS

@@ -67,6 +67,7 @@ def test_every_gui_file_is_tested():
     assert {file.stem for file in GUI.glob("*.toml")} == GUI_SCRIPTS.keys()
 
 
+@pytest.mark.newest
 def test_gui_files_give_no_warning(checkout):
     scripts = {name: script for name, script in GUI_SCRIPTS.items() if (checkout.path / script).is_file()}
     words = [word for name, script in scripts.items() for word in (str(GUI / f"{name}.toml"), script)]
@@ -109,8 +110,8 @@ def test_preset_does_not_override_text_encoder_training_and_shuffled_captions(ch
 SIZES = ((1024, 1024), (896, 1152), (832, 1216), (768, 1344), (640, 1536), (512, 2048))
 
 
-def test_presets_keep_the_pixels_of_images_that_are_not_square(checkout, from_checkout):
-    manager = from_checkout("library.train_util").BucketManager
+def test_presets_keep_the_pixels_of_images_that_are_not_square(checkout, checkout_module):
+    manager = checkout_module("library.train_util").BucketManager
     bases = [
         base
         for family in {*preset_files.FAMILIES.values(), *preset_files.SIBLINGS}
@@ -131,8 +132,8 @@ def test_presets_keep_the_pixels_of_images_that_are_not_square(checkout, from_ch
 
 
 @pytest.mark.parametrize("no_upscale", [False, True])
-def test_preflight_buckets_equal_upstreams(checkout, from_checkout, no_upscale):
-    manager = from_checkout("library.train_util").BucketManager
+def test_preflight_buckets_equal_upstreams(checkout, checkout_module, no_upscale):
+    manager = checkout_module("library.train_util").BucketManager
     for resolution, limits in (((1024, 1024), (256, 2048, 64)), ((512, 768), (256, 1024, 32)), ((1000, 1000), (256, 1024, 64))):
         theirs = manager(no_upscale, resolution, *limits)
         if not no_upscale:
@@ -142,9 +143,9 @@ def test_preflight_buckets_equal_upstreams(checkout, from_checkout, no_upscale):
             assert ours.bucket(size) == theirs.select_bucket(*size)[0], (resolution, limits, size)
 
 
-def test_upstream_default_loses_pixels(checkout, from_checkout):
+def test_upstreams_default_discards_pixels(checkout, checkout_module):
     """Show that test_presets_keep_the_pixels_of_images_that_are_not_square can fail."""
-    buckets = from_checkout("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
+    buckets = checkout_module("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
     buckets.make_buckets()
     assert buckets.select_bucket(832, 1216)[0] == (704, 1024)
 

@@ -106,7 +106,7 @@ def test_printed_resume_command_continues_the_run_in_a_new_shell(checkout, train
 
 
 @pytest.fixture(scope="module")
-def stopped(train):
+def finished_folder(train):
     """(checkout) -> the folder of a finished run with timed states; tests damage copies of it."""
     runs = {}
 
@@ -143,9 +143,9 @@ DAMAGE = {
 
 @pytest.mark.newest
 @pytest.mark.parametrize("damage", DAMAGE, ids=[damage.__name__ for damage in DAMAGE])
-def test_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, train, stopped, damage, tmp_path):
+def test_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, train, finished_folder, damage, tmp_path):
     folder = tmp_path / "out"
-    shutil.copytree(stopped(checkout), folder)
+    shutil.copytree(finished_folder(checkout), folder)
     for state in folder.glob("*-state"):
         damage(state)
     for preflight in ((), ("--no-preflight",)):
