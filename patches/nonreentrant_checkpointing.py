@@ -54,8 +54,8 @@ class _Block:
 
     weights: list[Any]
     """The parameters that it can use: its own and those of networks that replaced the forward of its layers."""
-    paths: dict[_Path, _Edges] = field(default_factory=dict)
-    """The ways through the graph of its latest recomputation to the nodes that use its inputs."""
+    paths: dict[int, dict[_Path, _Edges]] = field(default_factory=dict)
+    """Number of inputs that require a gradient -> the ways through the graph to the nodes that use them."""
 
 
 _blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
@@ -141,7 +141,7 @@ class _Graph:
     def _follow(self, roots: Sequence[Any], leaves: Sequence[Any]) -> list[tuple[Any, _Edges]]:
         """Return the nodes at the end of the known paths; nothing if one is not there, as with dropout of modules."""
         nodes = []
-        for (root, *path), edges in self._block.paths.items():
+        for (root, *path), edges in self._block.paths.get(len(leaves), {}).items():
             node = roots[root] if root < len(roots) else None
             for index in path:
                 after = node.next_functions if node is not None else ()
@@ -158,12 +158,12 @@ class _Graph:
         known = {id(weight) for weight in self._block.weights}
         queue: deque[tuple[Any, _Path]] = deque((root, (number,)) for number, root in enumerate(roots))
         seen, nodes = {*roots}, []
-        self._block.paths = {}
+        paths = self._block.paths[len(leaves)] = {}
         while queue:
             node, path = queue.popleft()
             edges = [(index, before) for index, (before, _) in enumerate(node.next_functions) if before is not None]
             if of_inputs := tuple((index, numbers[before]) for index, before in edges if before in numbers):
-                self._block.paths[path] = of_inputs
+                paths[path] = of_inputs
                 nodes.append((node, of_inputs))
             for index, before in edges:
                 if before not in seen and before not in numbers:
@@ -328,7 +328,7 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
                 results = torch.autograd.grad(roots, leaves, root_gradients, allow_unused=True)
                 if all(gradient is None for gradient in results[: len(inputs)]):
                     break
-                block.paths = {}  # The block uses an input once more than when the paths were found.
+                block.paths.pop(len(inputs))  # The block uses an input once more than when the paths were found.
             of_inputs = [gradient for number in range(len(inputs)) for gradient in graph.gradients(number)]
             of_weights = results[len(inputs) : len(inputs) + len(call.trained)]
             if graph.other_leaves:
