@@ -118,7 +118,8 @@ def _version(package: str) -> str:
 def _build(folder: Path) -> None:
     headers = _headers()
     driver = next(header / "cuda.h" for header in headers if (header / "cuda.h").is_file())
-    (folder / "versions.inc").write_text(_versions(driver.read_text(encoding="utf-8")))
+    versions = _VERSIONED.findall(driver.read_text(encoding="utf-8"))
+    (folder / "versions.inc").write_text(_version_table(versions))
     includes = [f"-I{path}" for path in (SOURCES, folder, *headers)]
     options = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wno-deprecated-declarations", *includes)
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -130,7 +131,10 @@ def _build(folder: Path) -> None:
     functions = {name for name in re.findall(r"\b(cu[A-Z]\w*)\(", declared) if _FUNCTION.fullmatch(name)}
     functions |= _exported(_nvidia_libraries())
     stubs = folder / "stubs.S"
-    stubs.write_text(_stubs(sorted(functions - _exported(objects, "--extern-only"))))
+    implemented = _exported(objects, "--extern-only")
+    # PyTorch 2.6 loads some functions of the driver by the name without a version.
+    aliases = {plain: versioned for plain, versioned in versions if versioned in implemented and plain != versioned}
+    stubs.write_text(_stubs(sorted(functions - implemented - aliases.keys()), aliases))
     _run("g++", "-c", stubs, "-o", folder / "stubs.o")
     exports = folder / "exports.map"
     names = "cu[A-Z]*; cuda*; cublas*; cudnn*; cusparse*; cusolver*; cufft*; __cuda*; nvml*; virtual_gpu_*;"
@@ -160,17 +164,18 @@ def _exported(files: Iterable[Path], *options: str) -> set[str]:
     return {name for name in names if _FUNCTION.fullmatch(name)}
 
 
-def _versions(header: str) -> str:
-    pairs = sorted({(plain, versioned) for plain, versioned in _VERSIONED.findall(header) if plain != versioned})
-    rows = "".join(f'  {{"{plain}", "{versioned}"}},\n' for plain, versioned in pairs)
+def _version_table(versions: Iterable[tuple[str, str]]) -> str:
+    rows = "".join(f'  {{"{plain}", "{versioned}"}},\n' for plain, versioned in sorted(set(versions)))
     return f"static const struct {{ const char *plain, *versioned; }} VERSIONS[] = {{\n{rows}}};\n"
 
 
-def _stubs(names: list[str]) -> str:
-    """Return assembly in which each function calls ``virtual_gpu_unimplemented(its name, its first argument)``."""
+def _stubs(names: Iterable[str], aliases: Mapping[str, str]) -> str:
+    """Return assembly: a stub calls ``virtual_gpu_unimplemented(its name, its first argument)``, an alias its function."""
     lines = [".text"]
+    for name, function in aliases.items():
+        lines += [f".globl {name}", f".type {name},@function", f"{name}: jmp {function}"]
     for number, name in enumerate(names):
-        lines += [f".globl {name}", f".type {name},@function", f"{name}:", "movq %rdi,%rsi"]
+        lines += [f".globl {name}", f".type {name},@function", f"{name}: movq %rdi,%rsi"]
         lines += [f"leaq .Lname{number}(%rip),%rdi", "jmp virtual_gpu_unimplemented"]
     lines.append(".section .rodata")
     lines += [f'.Lname{number}: .string "{name}"' for number, name in enumerate(names)]

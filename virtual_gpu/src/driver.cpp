@@ -72,6 +72,7 @@ EXPORT CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHand
   if (handle) *handle = nullptr;
   return CUDA_SUCCESS;
 }
+EXPORT CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
 #endif
 
 // ---- devices and contexts

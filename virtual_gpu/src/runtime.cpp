@@ -472,6 +472,7 @@ EXPORT cudaError_t cudaGetFuncBySymbol(cudaFunction_t* kernel, const void* funct
   return cudaSuccess;
 }
 
+#if CUDART_VERSION >= 12080
 EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, enum cudaJitOption*, void**, unsigned,
                                        enum cudaLibraryOption*, void**, unsigned) {
   *library = cudaLibrary_t(malloc(16));
@@ -485,6 +486,7 @@ EXPORT cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, con
   *kernel = cudaKernel_t(kernel_named(name, TORCH));
   return cudaSuccess;
 }
+#endif
 
 EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function, int threads,
                                                                           size_t shared, unsigned) {
