@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pytest
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import arguments, environment
 from kohya_ext.tiny.checkpoints import Models
-from tests.real.conftest import images, models, pytest_generate_tests  # noqa: F401
+from tests.cuda.configurations import CONFIGURATIONS, DEFAULT, Configuration
+from tests.real.conftest import generations, images, models  # noqa: F401
 from virtual_gpu import build
 
 SITE = Path(__file__).parent / "site"
 ROOT = Path(__file__).parents[2]
 
-#: The cache of the user, whatever a test sets later: the libraries are built once.
+#: Why there is no virtual GPU, or None.
 _REASON = build.missing()
 
 
@@ -32,10 +33,9 @@ class Step:
     launches: int
     syncs: int
     """The number of times that the host waits for the GPU."""
-    copies_to_host: int
-    allocated: int
-    """Bytes of tensors at its end."""
-    places: dict[str, int]
+    bytes: int
+    """Bytes of the tensors that exist at its end."""
+    sync_places: dict[str, int]
     """file:line -> the number of syncs there, as PyTorch's debug mode reports them."""
 
 
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def later_steps(self) -> list[Step]:
-        """The steps after the first one, which sets up what they reuse."""
+        """The steps after the first one, in which optimizers create their state."""
         return self.steps[1:]
 
     @property
@@ -77,11 +77,60 @@ class Run:
         """CUDA functions that the virtual GPU does not implement -> calls."""
         return self.record["unknown_calls"]
 
-    @property
-    def applied(self) -> set[str]:
-        """The patches that are on in the step loop of the run, according to the extension's report."""
-        report = json.loads((self.folder / "report.json").read_text())
-        return {outcome["patch"] for outcome in report["patches"] if outcome["status"] == "applied"}
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration with one generation of sd-scripts."""
+
+    checkout: Checkout
+    configuration: Configuration
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same training with and without the extension."""
+
+    configuration: Configuration
+    upstream: Run
+    ours: Run
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" not in metafunc.fixturenames:
+        return
+    available = sorted(generations().items())
+    reason = _REASON or (None if available else "no sd-scripts found (python -m kohya_ext setup)")
+    if reason is not None:
+        metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
+        return
+    ends = {"newest": available[-1][0], "oldest": available[0][0]}
+    default = {(ends[end], name) for end, names in DEFAULT.items() for name in names}
+    cases = [
+        pytest.param(
+            Case(checkout, configuration),
+            id=f"{layout}-{name}",
+            marks=[pytest.mark.xdist_group(layout), *([] if (layout, name) in default else [pytest.mark.slow])],
+        )
+        for layout, checkout in available
+        for name, configuration in CONFIGURATIONS.items()
+        if (checkout.path / configuration.script).is_file()
+    ]
+    metafunc.parametrize("case", cases, scope="session")
+
+
+@pytest.fixture(scope="session")
+def pair(case: Case, train_on_gpu: Callable[..., Run], _pairs: dict[Case, Pair]) -> Pair:
+    """The case's two runs; each case runs once per session."""
+    if case not in _pairs:
+        configuration = case.configuration
+        train = partial(train_on_gpu, case.checkout, configuration.script, *configuration.options, family=configuration.family)
+        _pairs[case] = Pair(configuration, train(extension=False), train(*configuration.extension_options))
+    return _pairs[case]
+
+
+@pytest.fixture(scope="session")
+def _pairs() -> dict[Case, Pair]:
+    return {}
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +178,7 @@ def train_on_gpu(
     gpu_environment: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Run]:
-    """Run a training script of a checkout for five steps, with or without the extension."""
+    """Run a training script of a checkout for four steps, with or without the extension."""
 
     def run(
         checkout: Checkout,
@@ -141,7 +190,7 @@ def train_on_gpu(
     ) -> Run:
         tiny = models(family or arguments.SCRIPTS[script][0])
         folder = tmp_path_factory.mktemp("gpu")
-        argv = [*arguments.training_arguments(script, tiny, images, folder), "--max_train_steps", "5", *more]
+        argv = [*arguments.training_arguments(script, tiny, images, folder), *more]
         start = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), script] if extension else [str(checkout.path / script)]
         environ = {
             **gpu_environment(),
@@ -149,7 +198,6 @@ def train_on_gpu(
             "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
             "SPY_FILE": str(folder / "record.json"),
             "COLUMNS": "200",
-            **({"KOHYA_EXT_REPORT": str(folder / "report.json")} if extension else {}),
             **(env or {}),
         }
         output = folder / "output.txt"

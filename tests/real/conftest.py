@@ -49,7 +49,7 @@ EXTRA_ARGUMENTS = {
 
 
 @functools.cache
-def _generations() -> dict[str, Checkout]:
+def generations() -> dict[str, Checkout]:
     """Return one checkout for each supported layout: the default one, or else the first registered one.
 
     Called while tests are collected, because a test may unset the variable that names a checkout.
@@ -61,7 +61,7 @@ def _generations() -> dict[str, Checkout]:
 def _skip_reason() -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    return None if _generations() else "no sd-scripts found (python -m kohya_ext setup)"
+    return None if generations() else "no sd-scripts found (python -m kohya_ext setup)"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -75,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
-    layouts = sorted(_generations().items())
+    layouts = sorted(generations().items())
     ends = {"newest": layouts[-1], "oldest": layouts[0]}
     only = [end for marker, end in ends.items() if metafunc.definition.get_closest_marker(marker)]
     generations = [
@@ -162,7 +162,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
 
     def of(family: str) -> Models:
         if family not in written:
-            checkout = next(iter(_generations().values()))
+            checkout = next(iter(generations().values()))
             written[family] = checkpoints.write(family, checkout.path, folder)
         return written[family]
 

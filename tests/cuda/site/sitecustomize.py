@@ -14,9 +14,9 @@ import threading
 import warnings
 from pathlib import Path
 
-import virtual_gpu
 import wrapt
 
+import virtual_gpu
 from kohya_ext.tiny import shrink
 
 shrink.install()
@@ -37,10 +37,9 @@ def counters():
     import torch
 
     now = virtual_gpu.counters()
-    return {
-        **{name: now[name] for name in ("launches", "syncs", "copies_to_host")},
-        "allocated": torch.cuda.memory_allocated(),
-    }
+    counted = {name: now[name] for name in ("launches", "syncs")}
+    # "allocated" would include up to 1 MiB of each cached block that a tensor does not fill.
+    return {**counted, "bytes": torch.cuda.memory_stats()["requested_bytes.all.current"]}
 
 
 def begin_step():
@@ -48,8 +47,8 @@ def begin_step():
 
     now = counters()
     if last:
-        counted = ("launches", "syncs", "copies_to_host")
-        steps.append({**now, **{name: now[name] - last[name] for name in counted}, "places": dict(syncs)})
+        counted = {name: now[name] - last[name] for name in ("launches", "syncs")}
+        steps.append({**counted, "bytes": now["bytes"], "sync_places": dict(syncs)})
     last.update(now)
     syncs.clear()
     number = len(steps) + 1
@@ -95,7 +94,7 @@ def write():
         return
     record = {
         "steps": steps,
-        "peak": torch.cuda.max_memory_allocated(),
+        "peak": torch.cuda.memory_stats()["requested_bytes.all.peak"],
         "reached": sorted(reached),
         "unknown_calls": virtual_gpu.counters()["unknown_calls"],
     }
