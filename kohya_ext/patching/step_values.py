@@ -1,8 +1,8 @@
 """The losses and the gradient norm of one optimizer step, read from the GPU in a single copy.
 
-Reading a number from the GPU stops the host until the GPU has finished all earlier work. Upstream's scripts read each loss once,
-after the optimizer's step. A patch that must know the loss or the norm before the step reads them here. The loss then stays on
-the host, so that the script's own reading does not wait, and a step waits as often as upstream's.
+Reading a number from the GPU makes the host wait until the GPU has finished all earlier work. Upstream's scripts read each loss
+once, after the optimizer's step. A patch that must know the loss or the norm before the step reads them here. The loss is then
+moved to the host. The script's own reading does not wait any more, so a step waits as often as upstream's.
 """
 
 from __future__ import annotations

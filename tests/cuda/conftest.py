@@ -1,5 +1,6 @@
 """Fixtures that run the real scripts on tiny models on the virtual GPU, upstream's and with the extension."""
 
+import functools
 import json
 import os
 import subprocess
@@ -16,7 +17,8 @@ from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import arguments, environment
 from kohya_ext.tiny.checkpoints import Models
 from tests.cuda.configurations import CONFIGURATIONS, DEFAULT, Configuration
-from tests.real.conftest import generations, images, models  # noqa: F401
+from tests.real import conftest as real
+from tests.real.conftest import images, models  # noqa: F401
 from virtual_gpu import build
 
 SITE = Path(__file__).parent / "site"
@@ -97,8 +99,9 @@ class Pair:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" not in metafunc.fixturenames:
+        real.pytest_generate_tests(metafunc)
         return
-    available = sorted(generations().items())
+    available = sorted(real.generations().items())
     reason = _REASON or (None if available else "no sd-scripts found (python -m kohya_ext setup)")
     if reason is not None:
         metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
@@ -119,18 +122,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def pair(case: Case, train_on_gpu: Callable[..., Run], _pairs: dict[Case, Pair]) -> Pair:
-    """The case's two runs; each case runs once per session."""
-    if case not in _pairs:
-        configuration = case.configuration
-        train = partial(train_on_gpu, case.checkout, configuration.script, *configuration.options, family=configuration.family)
-        _pairs[case] = Pair(configuration, train(extension=False), train(*configuration.extension_options))
-    return _pairs[case]
+def train_both(train_on_gpu: Callable[..., Run]) -> Callable[[Checkout, Configuration], Pair]:
+    """(checkout, configuration) -> its two runs, which happen once per session."""
+
+    @functools.cache
+    def train(checkout: Checkout, configuration: Configuration) -> Pair:
+        run = partial(train_on_gpu, checkout, configuration.script, *configuration.options, family=configuration.family)
+        return Pair(configuration, run(extension=False), run(*configuration.extension_options))
+
+    return train
 
 
-@pytest.fixture(scope="session")
-def _pairs() -> dict[Case, Pair]:
-    return {}
+@pytest.fixture
+def pair(case: Case, train_both: Callable[[Checkout, Configuration], Pair]) -> Pair:
+    return train_both(case.checkout, case.configuration)
 
 
 @pytest.fixture(scope="session")

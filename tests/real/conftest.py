@@ -78,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     layouts = sorted(generations().items())
     ends = {"newest": layouts[-1], "oldest": layouts[0]}
     only = [end for marker, end in ends.items() if metafunc.definition.get_closest_marker(marker)]
-    generations = [
+    parameters = [
         pytest.param(
             checkout,
             id=layout,
@@ -86,7 +86,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
         for layout, checkout in layouts
     ]
-    metafunc.parametrize("checkout", generations, scope="session")
+    metafunc.parametrize("checkout", parameters, scope="session")
 
 
 @dataclass(frozen=True)
