@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.cuda.configurations import CONFIGURATIONS
+
 torch = pytest.importorskip("torch")
 
 

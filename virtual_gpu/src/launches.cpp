@@ -297,7 +297,10 @@ EXPORT void virtual_gpu_reset() {
 }
 
 EXPORT const char* virtual_gpu_json() {
-  static std::string json;
+  struct Json {
+    std::string text;
+  };
+  std::string& json = forever<Json>().text;
   std::string memory = memory_counters();
   std::lock_guard<std::mutex> guard(lock());
   std::map<std::string, uint64_t> kinds, kernels;
