@@ -47,8 +47,8 @@ def _named() -> Iterator[tuple[str, Configuration]]:
     fused = ("--fused_backward_pass", "--optimizer_type", "Adafactor", *_ADAFACTOR)
     yield "sdxl-finetune-fused", Configuration(FINE_TUNE, (*mixed, *fused), reached=IN_EVERY_STEP)
 
-    for name, options in _EXTENSION_OPTIONS.items():
-        yield name, Configuration(LORA, mixed, extension_options=options, adds_work=True)
+    for name, (options, reached) in _EXTENSION_OPTIONS.items():
+        yield name, Configuration(LORA, mixed, extension_options=options, reached=IN_EVERY_LORA_STEP | reached, adds_work=True)
     for name, options in _SCRIPT_OPTIONS.items():
         yield name, Configuration(LORA, (*mixed, *options))
     for script, trained in arguments.SCRIPTS.items():
@@ -60,14 +60,15 @@ def _named() -> Iterator[tuple[str, Configuration]]:
                     yield name, Configuration(script, ("--mixed_precision", precision, *kind), family)
 
 
+#: Name -> options of the extension, and the patches whose code they run in a step.
 _EXTENSION_OPTIONS = {
-    "adaptive-lr": ("--adaptive_lr",),
-    "ema": ("--ema_decay", "0.99"),
-    "fused-operations": ("--fused_operations",),
-    "compiled": ("--selective_torch_compile",),
-    "vram-budget": ("--vram_budget", "12"),
-    "on-oom": ("--on_oom", "retry"),
-    "checkpointing-ratio": ("--gradient_checkpointing_ratio", "0.5"),
+    "adaptive-lr": (("--adaptive_lr",), {"adaptive_lr"}),
+    "ema": (("--ema_decay", "0.99"), {"ema"}),
+    "fused-operations": (("--fused_operations",), {"fused_operations"}),
+    "compiled": (("--selective_torch_compile",), {"selective_torch_compile"}),
+    "vram-budget": (("--vram_budget", "12GB"), {"vram_budget"}),
+    "on-oom": (("--on_oom", "retry"), set()),
+    "checkpointing-ratio": (("--gradient_checkpointing_ratio", "0.5"), {"selective_checkpointing"}),
 }
 
 _SCRIPT_OPTIONS = {

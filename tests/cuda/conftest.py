@@ -125,10 +125,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def train_both(train_on_gpu: Callable[..., Run]) -> Callable[[Checkout, Configuration], Pair]:
     """(checkout, configuration) -> its two runs, which happen once per session."""
 
-    @functools.cache
+    # Configurations that differ in the extension's options share upstream's run.
+    run = functools.cache(train_on_gpu)
+
     def train(checkout: Checkout, configuration: Configuration) -> Pair:
-        run = partial(train_on_gpu, checkout, configuration.script, *configuration.options, family=configuration.family)
-        return Pair(configuration, run(extension=False), run(*configuration.extension_options))
+        of = partial(run, checkout, configuration.script, *configuration.options, family=configuration.family)
+        return Pair(configuration, of(extension=False), of(*configuration.extension_options))
 
     return train
 

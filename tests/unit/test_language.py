@@ -28,11 +28,16 @@ NAMES = {"found", "made", "one", "look", "say", "says", "said", "told", "gauge",
 
 SOURCES = [
     file
-    for folder in ("kohya_ext", "patches", "benchmarks", "tools")
+    for folder in ("kohya_ext", "patches", "benchmarks", "tools", "virtual_gpu")
     for file in sorted((ROOT / folder).rglob("*.py"))
     if "__pycache__" not in file.parts
 ]
-PROSE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "presets").rglob("*.toml")]
+PROSE = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "virtual_gpu").rglob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "presets").rglob("*.toml"),
+]
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:

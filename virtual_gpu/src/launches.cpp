@@ -297,10 +297,7 @@ EXPORT void virtual_gpu_reset() {
 }
 
 EXPORT const char* virtual_gpu_json() {
-  struct Json {
-    std::string text;
-  };
-  std::string& json = forever<Json>().text;
+  std::string& json = forever<std::string>();
   std::string memory = memory_counters();
   std::lock_guard<std::mutex> guard(lock());
   std::map<std::string, uint64_t> kinds, kernels;
