@@ -37,10 +37,10 @@ def test_no_step_leaves_more_memory_than_upstream(pair):
     assert pair.ours.peak <= pair.upstream.peak
 
 
-def test_steps_leave_equal_memory(pair):
-    """What a step leaves differs by its batch, of up to 64 KiB, but does not grow."""
-    first, *later = (step.bytes for step in pair.ours.later_steps)
-    assert all(abs(left - first) < 2**16 for left in later), [first, *later]
+def test_memory_does_not_grow(pair):
+    """What a step leaves differs by its batch and its place in the accumulation. It must not differ more than upstream's."""
+    ours, theirs = ([step.bytes - run.later_steps[0].bytes for step in run.later_steps] for run in (pair.ours, pair.upstream))
+    assert all(growth <= allowed + 2**16 for growth, allowed in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl-lora-bf16", "sdxl-lora-fp16", "flux-lora-bf16")]
