@@ -36,12 +36,19 @@ class Configuration:
     adds_work: bool = False
     """Whether the extension's options need launches or memory of their own."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether the script saves within the recorded steps."""
+        return "--save_every_n_steps" in self.options
+
 
 def _named() -> Iterator[tuple[str, Configuration]]:
+    snr = ("--min_snr_gamma", "5")
+    yield "sdxl-lora-bf16", Configuration(LORA, ("--mixed_precision", "bf16"), reached=IN_EVERY_LORA_STEP)
+    with_snr = IN_EVERY_LORA_STEP | {"snr_lookup"}
+    yield "sdxl-lora-fp16", Configuration(LORA, ("--mixed_precision", "fp16", *snr), reached=with_snr)
     for precision in ("bf16", "fp16"):
         mixed = ("--mixed_precision", precision)
-        snr = IN_EVERY_LORA_STEP | {"snr_lookup"}
-        yield f"sdxl-lora-{precision}", Configuration(LORA, (*mixed, "--min_snr_gamma", "5"), reached=snr)
         yield f"flux-lora-{precision}", Configuration("flux_train_network.py", mixed, reached=IN_EVERY_LORA_STEP)
     mixed = ("--mixed_precision", "bf16")
     fused = ("--fused_backward_pass", "--optimizer_type", "Adafactor", *_ADAFACTOR)

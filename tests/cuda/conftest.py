@@ -40,6 +40,11 @@ class Step:
     sync_places: dict[str, int]
     """file:line -> the number of syncs there, as PyTorch's debug mode reports them."""
 
+    @property
+    def own_syncs(self) -> dict[str, int]:
+        """The places in the extension's own code."""
+        return {place: count for place, count in self.sync_places.items() if place.startswith(("kohya_ext/", "patches/"))}
+
 
 @dataclass(frozen=True)
 class Run:

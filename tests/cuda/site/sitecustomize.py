@@ -25,7 +25,8 @@ NOT_FINITE = int(os.environ.get("SPY_NOT_FINITE_AT", 0))
 #: The step whose calls are traced: the second one, because the first also sets up what later steps reuse.
 TRACED = 2
 
-PATCHES = str(Path(shrink.__file__).parents[2] / "patches") + os.sep
+ROOT = str(Path(shrink.__file__).parents[2]) + os.sep
+PATCHES = ROOT + "patches" + os.sep
 
 steps = []
 reached = set()
@@ -64,7 +65,9 @@ def begin_step():
 
 
 def count_place(message, category, filename, lineno, file=None, line=None):
-    syncs[f"{'/'.join(Path(filename).parts[-2:])}:{lineno}"] += 1
+    """Count a line by its path in this repository, or else by its folder and file."""
+    is_own = filename.startswith(ROOT)
+    syncs[f"{filename.removeprefix(ROOT) if is_own else '/'.join(Path(filename).parts[-2:])}:{lineno}"] += 1
 
 
 def record_call(frame, event, argument):
