@@ -108,7 +108,7 @@ class Adaptive(TrainingCallback):
 
         gradients = [weight.grad for weight in trained_weights([optimizer]) if weight.grad is not None]
         values = step_values()
-        is_clipped = values.norm is not None and self.max_grad_norm > 0
+        is_clipped = values.has_norm and self.max_grad_norm > 0
         norm = values.read_norm(gradients)
         if not math.isfinite(norm):
             return
@@ -202,7 +202,7 @@ def _clip(original: Any, settings: Settings) -> Any:
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = original(self, *args, **kwargs)
         if (adaptive := current(Adaptive)) is not None and not adaptive.fused:
-            step_values().norm = norm
+            step_values().record_norm(norm)
         return norm
 
     return clip_grad_norm_
@@ -213,7 +213,7 @@ def _optimizer_step(original: Any, settings: Settings) -> Any:
     def step(self: Any, closure: Any = None) -> Any:
         adaptive = current(Adaptive)
         # With a gradient scaler, the norm is known only once the script has unscaled the gradients to clip them.
-        is_unscaled = self.scaler is None or step_values().norm is not None
+        is_unscaled = self.scaler is None or step_values().has_norm
         if adaptive is not None and is_unscaled and not adaptive.fused and self.gradient_state.sync_gradients:
             adaptive.clip_unusual(self)
         return original(self, closure)

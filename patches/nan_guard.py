@@ -91,7 +91,7 @@ class _Guard(TrainingCallback):
         step = place.step if place is not None else self.steps
         values = step_values()
         losses = ", ".join(f"{loss:.4g}" for loss in values.read_losses()) or "?"
-        norm = "" if values.norm is None else f", gradient norm {values.read_norm([]):.4g}"
+        norm = f", gradient norm {values.read_norm([]):.4g}" if values.has_norm else ""
         files = list(current_batch().get(_FILES, []))
         images = f"; images: {', '.join(files)}" if files else ""
         warn(f"step {step} skipped: loss or gradient is not finite (loss {losses}{norm}){images}")
@@ -166,7 +166,7 @@ def _clip(original: Any, settings: Settings) -> Any:
         norm = original(self, *args, **kwargs)
         guard = current(_Guard)
         if guard is not None and not guard.fused:
-            step_values().norm = norm
+            step_values().record_norm(norm)
         return norm
 
     return clip_grad_norm_

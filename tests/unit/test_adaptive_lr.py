@@ -65,7 +65,9 @@ def test_unusually_large_gradient_is_scaled_to_the_usual_norm(adaptive, weight, 
 def test_gradient_that_the_script_has_clipped_is_scaled_to_the_usual_norm(adaptive, weight, optimizer, monkeypatch):
     adaptive.max_grad_norm = 2.0
     for norm in [1.0] * 30 + [8.0]:
-        monkeypatch.setattr(adaptive_lr, "step_values", lambda norm=norm: StepValues(norm=torch.tensor(norm)))
+        values = StepValues()
+        values.record_norm(torch.tensor(norm))
+        monkeypatch.setattr(adaptive_lr, "step_values", lambda values=values: values)
         weight.grad = torch.full((4,), min(norm, 2.0) / 2)
         adaptive.clip_unusual(optimizer)
     assert float(weight.grad.norm()) == pytest.approx(1.0)

@@ -23,7 +23,10 @@ def test_losses_and_norm_are_read_once():
 
 
 def test_norm_of_the_script_comes_before_the_gradients_own():
-    values = StepValues(norm=torch.tensor(7.0))
+    values = StepValues()
+    assert not values.has_norm
+    values.record_norm(torch.tensor(7.0))
+    assert values.has_norm
     assert values.read_norm([torch.tensor([3.0, 4.0])]) == 7.0
 
 
