@@ -1,10 +1,13 @@
-"""An environment without the extension's variables, for every test."""
+"""An environment without the extension's variables, and a worker for each generation of sd-scripts, for every test."""
 
 import os
+import re
 
 import pytest
 
 from kohya_ext.config.settings import variables
+
+_GENERATION = re.compile(r"\bv0\.\d+\b")
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +16,18 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     assert not any(name in os.environ for name in variables())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Run all tests of a generation of sd-scripts on one worker, where they share the runs of upstream."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGeneration(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            generation = _GENERATION.search(nodeid.partition("[")[2])
+            return generation[0] if generation else nodeid
+
+    return ByGeneration(config, log)

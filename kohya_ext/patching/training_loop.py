@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
+from kohya_ext.patching.step_values import StepValues
 from kohya_ext.patching.types import Accelerator, Batch, DataSet
 from kohya_ext.sdscripts.checkouts import Checkout
 
@@ -119,6 +120,8 @@ class TrainingRun:
     """Callbacks in the order of their stages."""
     batch: Batch | None = None
     """The last batch of the loader in use; None if it is not a dict."""
+    step_values: StepValues = field(default_factory=StepValues)
+    """Losses and gradient norm since the last optimizer step."""
 
     def callback(self, kind: type[C]) -> C | None:
         """Return the callback of a class; None if its patch has no callback in this run."""
@@ -133,6 +136,8 @@ class TrainingRun:
         """Call all callbacks, the first stage first."""
         for callback in self.callbacks:
             callback.after_batch(accelerator)
+        if accelerator.sync_gradients:
+            self.step_values = StepValues()
 
     def on_state_save(self, models: Any, weights: Any, folder: str) -> None:
         """Call all callbacks; a hook of ``accelerator.save_state``."""
@@ -255,6 +260,11 @@ def program() -> Program:
 def current_batch() -> Batch:
     """Return the current micro-batch of the training loop; empty if there is none."""
     return (_current.batch if _current is not None else None) or {}
+
+
+def step_values() -> StepValues:
+    """Return the losses and the gradient norm of the current optimizer step; new ones without a run."""
+    return _current.step_values if _current is not None else StepValues()
 
 
 def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:

@@ -49,7 +49,7 @@ EXTRA_ARGUMENTS = {
 
 
 @functools.cache
-def _generations() -> dict[str, Checkout]:
+def generations() -> dict[str, Checkout]:
     """Return one checkout for each supported layout: the default one, or else the first registered one.
 
     Called while tests are collected, because a test may unset the variable that names a checkout.
@@ -61,31 +61,25 @@ def _generations() -> dict[str, Checkout]:
 def _skip_reason() -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    return None if _generations() else "no sd-scripts found (python -m kohya_ext setup)"
+    return None if generations() else "no sd-scripts found (python -m kohya_ext setup)"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test with a checkout once for each generation, and all tests of a generation on one worker.
-
-    They share the results of upstream's runs there.
-    """
+    """Run every test with a checkout once for each generation."""
     if "checkout" not in metafunc.fixturenames:
         return
     reason = _skip_reason()
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
-    generations = [
-        pytest.param(checkout, id=layout, marks=pytest.mark.xdist_group(layout))
-        for layout, checkout in sorted(_generations().items())
-    ]
-    metafunc.parametrize("checkout", generations, scope="session")
+    available = dict(sorted(generations().items()))
+    metafunc.parametrize("checkout", available.values(), ids=available, scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the other generations of a test as slow, if it or its parameter set is marked ``newest`` or ``oldest``."""
-    layouts = sorted(_generations())
+    layouts = sorted(generations())
     for item in items:
         callspec = getattr(item, "callspec", None)
         if callspec is None or callspec.params.get("checkout") is None:
@@ -168,7 +162,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
 
     def of(family: str) -> Models:
         if family not in written:
-            checkout = next(iter(_generations().values()))
+            checkout = next(iter(generations().values()))
             written[family] = checkpoints.write(family, checkout.path, folder)
         return written[family]
 

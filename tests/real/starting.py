@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, NoReturn
 from unittest import mock
 
 #: Third-party modules that the scripts of both generations import.
@@ -77,7 +78,7 @@ def start_forked(command: Sequence[str], environ: Mapping[str, str], folder: Pat
     """Start ``python *command`` in `folder` as a fork; call `start_server` first."""
     context = multiprocessing.get_context("forkserver")
     reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_run_as_interpreter, args=(list(command), dict(environ), str(folder), writing))
+    process = context.Process(target=run_as_interpreter, args=(list(command), dict(environ), str(folder), writing))
     process.start()
     writing.close()
 
@@ -90,7 +91,8 @@ def start_forked(command: Sequence[str], environ: Mapping[str, str], folder: Pat
     return Started(process.pid, os.dup(reading.fileno()), wait)
 
 
-def _run_as_interpreter(command: list[str], environ: dict[str, str], folder: str, output: Connection) -> None:
+def run_as_interpreter(command: list[str], environ: dict[str, str], folder: str, output: Connection | IO[bytes]) -> NoReturn:
+    """Run ``python *command`` in this forked process, and exit."""
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output.fileno(), 1), (output.fileno(), 2)):
         os.dup2(source, target)
     output.close()

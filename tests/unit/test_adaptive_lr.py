@@ -6,7 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kohya_ext.patches import adaptive_lr  # noqa: E402
 from kohya_ext.patches.adaptive_lr import Adaptive  # noqa: E402
+
+from kohya_ext.patching.step_values import StepValues  # noqa: E402
 
 
 @pytest.fixture
@@ -59,10 +62,12 @@ def test_unusually_large_gradient_is_scaled_to_the_usual_norm(controller, weight
     assert capsys.readouterr().err.count("clipped to 1") == 1
 
 
-def test_gradient_that_the_script_has_clipped_is_scaled_to_the_usual_norm(controller, weight, optimizer):
+def test_gradient_that_the_script_has_clipped_is_scaled_to_the_usual_norm(controller, weight, optimizer, monkeypatch):
     controller.max_grad_norm = 2.0
     for norm in [1.0] * 30 + [8.0]:
-        controller.norm = torch.tensor(norm)
+        values = StepValues()
+        values.record_norm(torch.tensor(norm))
+        monkeypatch.setattr(adaptive_lr, "step_values", lambda values=values: values)
         weight.grad = torch.full((4,), min(norm, 2.0) / 2)
         controller.clip_unusual(optimizer)
     assert float(weight.grad.norm()) == pytest.approx(1.0)

@@ -29,11 +29,16 @@ NAMES = {"found", "made", "one", "look", "say", "says", "said", "told", "gauge",
 
 SOURCES = [
     file
-    for folder in ("kohya_ext", "patches", "benchmarks", "tools", "tests")
+    for folder in ("kohya_ext", "patches", "benchmarks", "tools", "virtual_gpu", "tests")
     for file in sorted((ROOT / folder).rglob("*.py"))
     if file != Path(__file__)
 ]
-PROSE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "presets").rglob("*.toml")]
+PROSE = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "virtual_gpu").rglob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "presets").rglob("*.toml"),
+]
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
