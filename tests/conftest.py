@@ -18,6 +18,21 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(name in os.environ for name in variables())
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the other generations of a test as slow, if it or its parameter set is marked ``newest`` or ``oldest``."""
+    from tests.real.conftest import generations
+
+    layouts = sorted(generations())
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or callspec.params.get("checkout") is None:
+            continue
+        wanted = [layouts[end] for marker, end in (("newest", -1), ("oldest", 0)) if item.get_closest_marker(marker)]
+        if wanted and callspec.params["checkout"].layout not in wanted:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Run all tests of a generation of sd-scripts on one worker, where they share the runs of upstream."""

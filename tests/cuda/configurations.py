@@ -16,11 +16,13 @@ OPTIMIZERS = {
 LORA = "sdxl_train_network.py"
 FINE_TUNE = "sdxl_train.py"
 
-#: Patches that are on by default and take part in every step with gradient checkpointing.
-IN_EVERY_STEP = frozenset({"fast_checkpoint_hooks", "nan_guard", "out_of_memory", "skip_unused_gradients", "step_times"})
-
-#: The same, for LoRA.
+#: Patches that are on by default and take part in every step.
+IN_EVERY_STEP = frozenset({"nan_guard", "out_of_memory", "skip_unused_gradients", "step_times"})
 IN_EVERY_LORA_STEP = IN_EVERY_STEP | {"single_process_reduce", "skip_unit_scaling"}
+
+#: The same in SDXL with gradient checkpointing.
+IN_EVERY_SDXL_STEP = IN_EVERY_STEP | {"nonreentrant_checkpointing"}
+IN_EVERY_SDXL_LORA_STEP = IN_EVERY_LORA_STEP | IN_EVERY_SDXL_STEP
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,20 @@ class Configuration:
 
 def _named() -> Iterator[tuple[str, Configuration]]:
     snr = ("--min_snr_gamma", "5")
-    yield "sdxl-lora-bf16", Configuration(LORA, ("--mixed_precision", "bf16"), reached=IN_EVERY_LORA_STEP)
-    with_snr = IN_EVERY_LORA_STEP | {"snr_lookup"}
+    yield "sdxl-lora-bf16", Configuration(LORA, ("--mixed_precision", "bf16"), reached=IN_EVERY_SDXL_LORA_STEP)
+    with_snr = IN_EVERY_SDXL_LORA_STEP | {"snr_lookup"}
     yield "sdxl-lora-fp16", Configuration(LORA, ("--mixed_precision", "fp16", *snr), reached=with_snr)
+    hooked = IN_EVERY_LORA_STEP | {"fast_checkpoint_hooks"}
     for precision in ("bf16", "fp16"):
         mixed = ("--mixed_precision", precision)
-        yield f"flux-lora-{precision}", Configuration("flux_train_network.py", mixed, reached=IN_EVERY_LORA_STEP)
+        yield f"flux-lora-{precision}", Configuration("flux_train_network.py", mixed, reached=hooked)
     mixed = ("--mixed_precision", "bf16")
     fused = ("--fused_backward_pass", "--optimizer_type", "Adafactor", *_ADAFACTOR)
-    yield "sdxl-finetune-fused", Configuration(FINE_TUNE, (*mixed, *fused), reached=IN_EVERY_STEP)
+    yield "sdxl-finetune-fused", Configuration(FINE_TUNE, (*mixed, *fused), reached=IN_EVERY_SDXL_STEP)
 
     for name, (options, reached) in _EXTENSION_OPTIONS.items():
-        yield name, Configuration(LORA, mixed, extension_options=options, reached=IN_EVERY_LORA_STEP | reached, adds_work=True)
+        of_step = IN_EVERY_LORA_STEP | reached
+        yield name, Configuration(LORA, mixed, extension_options=options, reached=of_step, adds_work=True)
     for name, options in _SCRIPT_OPTIONS.items():
         yield name, Configuration(LORA, (*mixed, *options))
     for script, trained in arguments.SCRIPTS.items():

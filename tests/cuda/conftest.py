@@ -24,7 +24,7 @@ from virtual_gpu import build
 SITE = Path(__file__).parent / "site"
 ROOT = Path(__file__).parents[2]
 
-#: Why there is no virtual GPU, or None.
+#: The reason for a missing virtual GPU, or None.
 _REASON = build.missing()
 
 

@@ -76,19 +76,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("checkout", available.values(), ids=available, scope="session")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the other generations of a test as slow, if it or its parameter set is marked ``newest`` or ``oldest``."""
-    layouts = sorted(generations())
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is None or callspec.params.get("checkout") is None:
-            continue
-        wanted = [layouts[end] for marker, end in (("newest", -1), ("oldest", 0)) if item.get_closest_marker(marker)]
-        if wanted and callspec.params["checkout"].layout not in wanted:
-            item.add_marker(pytest.mark.slow)
-
-
 @dataclass(frozen=True)
 class Run:
     """A finished run of a script."""
