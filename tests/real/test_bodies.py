@@ -90,7 +90,7 @@ def edited_checkout(checkout, tmp_path):
     return checkouts.describe(copy, "edited")
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_an_edited_function_trains_as_without_the_extension(checkout, edited_checkout, train):
     run = ("sdxl_train_network.py", "--network_train_unet_only")
     theirs, ours = (

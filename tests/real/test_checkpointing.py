@@ -63,7 +63,6 @@ RUNS = {
 #: Script -> the generation of the default suite; the other scripts have checkpointed blocks that these have, too.
 DEFAULT = {
     "sdxl_train_network.py": pytest.mark.newest,
-    "sdxl_train.py": pytest.mark.oldest,
     "lumina_train_network.py": pytest.mark.newest,
 }
 

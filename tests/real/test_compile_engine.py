@@ -321,6 +321,7 @@ def test_a_backend_that_fails_later_keeps_its_compiled_graphs(run: blocks.Run, m
     assert len(attempts) == 2
 
 
+@pytest.mark.slow
 def test_a_backward_graph_that_cannot_be_compiled_is_interpreted(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = os.environ.get("CXX", {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++"))
     if shutil.which(compiler) is None:

@@ -162,11 +162,16 @@ def test_the_peak_can_be_outside_the_step(checkout: Checkout, argv: tuple[str, .
     [
         (("sdxl_train.py", "--preset", "16gb", "--learnign_rate", "1"), "Did you mean --learning_rate"),
         (("sdxl_train.py", "--preset", "16gb", "--deepspeed"), "a run with --deepspeed cannot be estimated"),
-        (
+        pytest.param(
             ("flux_train.py", "--preset", "24gb", "--cpu_offload_checkpointing"),
             "a run with --cpu_offload_checkpointing cannot be estimated",
+            marks=pytest.mark.slow,
         ),
-        (("sdxl_train.py", "--preset", "16gb", "--selective_torch_compile", "--compile_backend", "eager"), "use inductor"),
+        pytest.param(
+            ("sdxl_train.py", "--preset", "16gb", "--selective_torch_compile", "--compile_backend", "eager"),
+            "use inductor",
+            marks=pytest.mark.slow,
+        ),
         (("hunyuan_image_train_network.py", "--resolution", "1024"), "an estimate needs the network"),
     ],
 )

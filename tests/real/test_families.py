@@ -68,9 +68,7 @@ def test_options_of_a_row_exist_in_its_script(checkout):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    "name", [name if name in ("sdxl", "flux") else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME]
-)
+@pytest.mark.parametrize("name", [name if name == "sdxl" else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME])
 def test_a_checkpoint_matches_one_family(checkout, models, name):
     tensors = read_header(models(name).files["pretrained_model_name_or_path"]).shapes
     family = BY_NAME[name]

@@ -32,8 +32,8 @@ def checkpointed_run(train):
     return of
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("script", [LORA, pytest.param(FLUX, marks=slow)])
+@slow
+@pytest.mark.parametrize("script", [LORA, FLUX])
 def test_ratio_checkpoints_fewer_blocks_with_identical_results(checkout, train, checkpointed_run, script):
     full = checkpointed_run(checkout, script)
     some = train(checkout, script, "--gradient_checkpointing_ratio", "0.3")

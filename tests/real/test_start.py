@@ -27,11 +27,11 @@ def assert_patches_off(ours: Run, theirs: Run) -> None:
 def test_a_checkout_named_only_by_the_variable_is_still_tested(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))  # empty, as for a user who never ran setup
     monkeypatch.chdir(tmp_path)
-    assert checkout in conftest._generations().values()
+    assert checkout in conftest.generations().values()
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", [pytest.param("launcher", marks=pytest.mark.slow), *STARTS[1:]])
 def test_without_patches_files_are_bit_identical_to_upstream(checkout, train, upstream, start):
     script = SCRIPTS[0]
     off = {"before": ("--disable-patch", "*")} if start == "launcher" else {"env": {"KOHYA_EXT_DISABLE_PATCH": "*"}}
