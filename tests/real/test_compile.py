@@ -51,7 +51,7 @@ def test_training_is_close_to_upstreams_without_graph_breaks(checkout, train, up
         assert block["eager_because"] is None
 
 
-@pytest.mark.oldest
+@pytest.mark.slow
 def test_images_of_known_sizes_add_no_graphs(checkout, train):
     """In two epochs of eight steps, only the first step compiles: one graph for text refiner blocks and one for the rest."""
     (block,) = facts(train(checkout, LUMINA, *ON, "--max_train_steps", "16"))[1].values()
@@ -60,7 +60,7 @@ def test_images_of_known_sizes_add_no_graphs(checkout, train):
     assert block["calls"] % 16 == 0
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_environment_variables_enable_compiling_and_the_budget(checkout, train, upstream):
     env = {
         "SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "1",

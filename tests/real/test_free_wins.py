@@ -26,8 +26,8 @@ RUNS = {
 }
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("case", ["sdxl", *(pytest.param(name, marks=pytest.mark.slow) for name in [*RUNS][1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RUNS)
 def test_real_script_trains_bit_identically(checkout, train, case):
     ours = train(checkout, *RUNS[case])
     without = train(checkout, *RUNS[case], before=("--disable_patch", ",".join(PATCHES)))
