@@ -50,7 +50,7 @@ _Edges = tuple[tuple[int, int], ...]
 
 @dataclass(eq=False)
 class _Block:
-    """What is known of a block after its first use."""
+    """The weights of a checkpointed block, and the uses of its inputs."""
 
     weights: list[Any]
     """The parameters that it can use: its own and those of networks that replaced the forward of its layers."""

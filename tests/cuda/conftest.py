@@ -113,6 +113,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     ends = {"newest": available[-1][0], "oldest": available[0][0]}
     default = {(ends[end], name) for end, names in DEFAULT.items() for name in names}
+    marker = metafunc.definition.get_closest_marker("configurations")
+    accepts = marker.args[0] if marker is not None else lambda configuration: True
     cases = [
         pytest.param(
             Case(checkout, configuration),
@@ -121,7 +123,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
         for layout, checkout in available
         for name, configuration in CONFIGURATIONS.items()
-        if (checkout.path / configuration.script).is_file()
+        if (checkout.path / configuration.script).is_file() and accepts(configuration)
     ]
     metafunc.parametrize("case", cases, scope="session")
 

@@ -6,6 +6,9 @@ from tests.cuda.configurations import CONFIGURATIONS
 
 torch = pytest.importorskip("torch")
 
+#: Leaves out the options of the extension that need launches and memory of their own.
+WITHOUT_ADDED_WORK = pytest.mark.configurations(lambda configuration: not configuration.adds_work)
+
 
 def test_gpu_knows_every_call(pair):
     assert pair.ours.unknown_calls == {}
@@ -22,26 +25,23 @@ def test_no_step_waits_more_often_than_upstream(pair):
         assert ours.syncs <= theirs.syncs, f"step {number}: waits more often at {more}"
 
 
+@pytest.mark.configurations(lambda configuration: not configuration.saves)  # the weights are checked before they are saved
 def test_extension_waits_once_per_step_to_read_its_values(pair):
     """It waits instead of the script, whose own reading of the loss no longer waits. See kohya_ext/patching/step_values.py."""
-    if pair.configuration.saves:
-        pytest.skip("the weights are checked before they are saved")
     for number, step in enumerate(pair.ours.later_steps, 2):
         others = {place: count for place, count in step.own_syncs.items() if "step_values.py" not in place}
         assert others == {}, f"step {number}"
         assert sum(step.own_syncs.values()) <= 1, f"step {number}"
 
 
+@WITHOUT_ADDED_WORK
 def test_no_step_launches_more_than_upstream(pair):
-    if pair.configuration.adds_work:
-        pytest.skip("the option adds launches")
     for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
         assert ours.launches <= theirs.launches, f"step {number}"
 
 
+@WITHOUT_ADDED_WORK
 def test_no_step_leaves_more_memory_than_upstream(pair):
-    if pair.configuration.adds_work:
-        pytest.skip("the option needs memory")
     for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
         assert ours.bytes <= theirs.bytes, f"step {number}"
     assert pair.ours.peak <= pair.upstream.peak
