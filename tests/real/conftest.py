@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ from tests.real import starting
 #: How a user starts a script: unchanged, through the launcher, through accelerate and the launcher, or with the environment
 #: variable.
 Start = Literal["plain", "launcher", "accelerate", "environment"]
+
+#: Runs Python until it ends; see the fixture.
+Call = Callable[..., subprocess.CompletedProcess[str]]
 
 #: The number of finished steps in the progress bar of a training script.
 PROGRESS = re.compile(rb"steps: +\d+%\|[^|]*\| (\d+)/\d+ \[")
@@ -142,15 +146,49 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
-    """family -> tiny models, written once per session. All families share the tokenizers."""
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models are written here. Processes are forked with the tokenizers in it, which all families share."""
     folder = tmp_path_factory.mktemp("models")
+    if starting.FORKS:
+        # A forked run shrinks its models itself, if its PYTHONPATH says so.
+        starting.start_server(environment.variables(folder / "tokenizers") | {"PYTHONPATH": environment.python_path()})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def call(models_folder: Path) -> Call:
+    """``call(*command, folder=, bare=, **environment)`` runs ``python *command`` until it ends.
+
+    ``bare``: run in a new interpreter, not in a fork of one that has imported torch.
+    """
+
+    def run(*command: object, folder: Path = ROOT, bare: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+        words = [*map(str, command)]
+        if starting.FORKS and not bare:
+            return starting.call(words, environ, folder)
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def models(models_folder: Path) -> Callable[[str], Models]:
+    """family -> tiny models, written once per session."""
     written: dict[str, Models] = {}
 
     def of(family: str) -> Models:
         if family not in written:
             checkout = next(iter(generations().values()))
-            written[family] = checkpoints.write(family, checkout.path, folder)
+            written[family] = checkpoints.write(family, checkout.path, models_folder)
         return written[family]
 
     return of
@@ -211,7 +249,6 @@ def train(models: Callable[[str], Models], images: Path, tmp_path_factory: pytes
         if bare or start == "accelerate" or not starting.FORKS:
             process = starting.start_bare([*command, *argv], environ, output)
         else:
-            starting.start_server(environment.variables(tiny.tokenizers))
             process = starting.start_forked([*command, *argv], environ, output)
         printed = b""
         while chunk := os.read(process.output, 65536):

@@ -1,14 +1,9 @@
 """nonreentrant_checkpointing gives the gradients without checkpointing, also where reentrant checkpointing loses some."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from kohya_ext.tiny import environment
 
 torch = pytest.importorskip("torch")
 
@@ -27,11 +22,9 @@ UPSTREAM = {
 
 
 @pytest.fixture(scope="session")
-def gradients(checkout):
+def gradients(checkout, call):
     """Case -> result of the probe with this checkout."""
-    environ = {**os.environ, "PYTHONPATH": environment.python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROBE), str(checkout.path), *UPSTREAM]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, encoding="utf-8")
+    done = call(PROBE, checkout.path, *UPSTREAM)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.rpartition("RESULT ")[2])
 

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,6 @@ from kohya_ext.sdscripts import checkouts
 from kohya_ext.tiny import environment
 
 torch = pytest.importorskip("torch")
-
-
-def call(*command, cwd=None, **env):
-    environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, encoding="utf-8", errors="replace")
 
 
 CHECK_PRESETS = """
@@ -49,7 +41,7 @@ print("CHECKED", checked)
 """
 
 
-def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
+def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout, call):
     done = call("-c", CHECK_PRESETS, checkout.path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "PROBLEM" not in done.stdout, done.stdout
@@ -58,7 +50,7 @@ def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("start", ["launcher", pytest.param("environment", marks=pytest.mark.slow)])
-def test_a_scripts_help_lists_the_extensions_options(checkout, start):
+def test_a_scripts_help_lists_the_extensions_options(checkout, call, start):
     script = checkout.path / "sdxl_train.py"
     command = ["-m", "kohya_ext", script] if start == "launcher" else [script]
     done = call(*command, "--help", **({} if start == "launcher" else {"KOHYA_EXT": "1"}))
@@ -68,10 +60,10 @@ def test_a_scripts_help_lists_the_extensions_options(checkout, start):
 
 
 @pytest.mark.oldest
-def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp_path):
+def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, call, tmp_path):
     (tmp_path / "mine.toml").write_text('learnign_rate = 1e-4\nresolution = 512\nsave_model_as = "zip"\n')
     script = checkout.path / "sdxl_train_network.py"
-    done = call(script, "--config_file", "mine.toml", "--strict", cwd=tmp_path, KOHYA_EXT="1")
+    done = call(script, "--config_file", "mine.toml", "--strict", folder=tmp_path, KOHYA_EXT="1")
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("kohya_ext: error: ")]
     assert len(errors) == 3
@@ -80,12 +72,12 @@ def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp
 
 
 @pytest.mark.newest
-def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
+def test_explain_shows_the_origin_of_every_value(checkout, call, tmp_path):
     (tmp_path / "mine.toml").write_text("learning_rate = 3e-5\n")
     done = call(
         *("-m", "kohya_ext", "presets", "show", "auto", "--sd-scripts", checkout.path, "--script", "sdxl_train.py"),
         *("--explain", "--with", "--vram", "16", "--config_file", "mine.toml", "--no-full_bf16"),
-        cwd=tmp_path,
+        folder=tmp_path,
         COLUMNS="250",
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -109,15 +101,15 @@ def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
         pytest.param("tools/show_metadata.py", marks=pytest.mark.oldest),
     ],
 )
-def test_scripts_in_tools_run(checkout, upstream, script):
+def test_scripts_in_tools_run(checkout, call, upstream, script):
     file = upstream(checkout, "sdxl_train_network.py").file
     option = ["--model"] if "metadata" in script else []
-    done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, cwd=file.parent)
+    done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, folder=file.parent)
     assert done.returncode == 0, done.stderr[-4000:]
     assert ("ss_network_dim" if option else "lora_unet_") in done.stdout
 
 
-def test_doctor_shows_every_patch_applied(checkout):
+def test_doctor_shows_every_patch_applied(checkout, call):
     done = call("-m", "kohya_ext", "doctor", "--json", "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     result = json.loads(done.stdout)
@@ -157,8 +149,8 @@ sys.exit(code)
 
 @pytest.mark.oldest
 @pytest.mark.skipif(importlib.util.find_spec("dadaptation") is None, reason="upstream's tests need dadaptation ([test])")
-def test_upstreams_tests_pass_with_the_extension(checkout):
-    done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", cwd=checkout.path)
+def test_upstreams_tests_pass_with_the_extension(checkout, call):
+    done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", folder=checkout.path)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "ON Session(" in done.stdout
     assert " passed" in done.stdout
@@ -176,7 +168,7 @@ NO_CHART = "none: drawing needs matplotlib (No module named matplotlib)"
 
 
 @pytest.mark.newest
-def test_demo_trains_with_the_real_script(checkout, tmp_path):
+def test_demo_trains_with_the_real_script(checkout, call, tmp_path):
     done = call("-m", "kohya_ext", "demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
@@ -188,7 +180,7 @@ def test_demo_trains_with_the_real_script(checkout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.newest
-def test_demo_trains_without_matplotlib(checkout, tmp_path, path_without_matplotlib):
+def test_demo_trains_without_matplotlib(checkout, call, tmp_path, path_without_matplotlib):
     words = ["demo", "--steps", "3", "--output", tmp_path, "--sd-scripts", checkout.path]
     done = call("-m", "kohya_ext", *words, PYTHONPATH=path_without_matplotlib)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -197,7 +189,7 @@ def test_demo_trains_without_matplotlib(checkout, tmp_path, path_without_matplot
     assert (tmp_path / "demo.safetensors").is_file()
 
 
-def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, path_without_matplotlib):
+def test_demo_trains_without_sd_scripts_and_matplotlib(call, tmp_path, path_without_matplotlib):
     no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
     done = call(
         "-m",
@@ -207,7 +199,7 @@ def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, path_without_ma
         "6",
         "--output",
         tmp_path / "demo",
-        cwd=tmp_path,
+        folder=tmp_path,
         PYTHONPATH=path_without_matplotlib,
         **{name: str(value) for name, value in no_network.items()},
     )

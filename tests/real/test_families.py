@@ -2,10 +2,7 @@
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +10,6 @@ from kohya_ext.patching.lora_modules import NETWORKS
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts import checkouts, families
 from kohya_ext.sdscripts.families import BY_NAME, FAMILIES
-from kohya_ext.tiny.environment import python_path
 from tests.real.conftest import ROOT
 
 pytest.importorskip("torch")
@@ -52,11 +48,9 @@ def test_models_and_networks_exist_upstream(checkout_module):
 
 
 @pytest.mark.newest
-def test_options_of_a_row_exist_in_its_script(checkout):
+def test_options_of_a_row_exist_in_its_script(checkout, call):
     scripts = {family.lora for family in FAMILIES}
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    command = [sys.executable, str(ROOT / "tests" / "real" / "probes" / "parsers.py"), str(checkout.path), *scripts]
-    process = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
+    process = call(ROOT / "tests" / "real" / "probes" / "parsers.py", checkout.path, *scripts)
     assert process.returncode == 0, process.stderr[-2000:]
     parsers = json.loads(process.stdout.split("JSON", 1)[1])
     for family in FAMILIES:

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -51,15 +50,14 @@ def test_rerun_removes_and_resumes_only_its_own_states(checkout, train, scripts,
 
 @pytest.mark.oldest
 @posix
-def test_second_run_of_a_name_is_rejected_and_the_first_continues(checkout, train, upstream, tmp_path):
+def test_second_run_of_a_name_is_rejected_and_the_first_continues(checkout, call, train, upstream, tmp_path):
     second = []
 
     def start_another(process):
         os.kill(process, signal.SIGSTOP)  # otherwise it ends before the others start
         second.append(train(checkout, LORA, output=tmp_path))
-        command = [sys.executable, "-m", "kohya_ext", "check", "--sd-scripts", str(checkout.path), LORA]
-        options = ["--output_dir", str(tmp_path), "--output_name", "tiny"]
-        second.append(subprocess.run([*command, *options], capture_output=True, text=True))
+        options = ("--output_dir", tmp_path, "--output_name", "tiny")
+        second.append(call("-m", "kohya_ext", "check", "--sd-scripts", checkout.path, LORA, *options))
         os.kill(process, signal.SIGCONT)
 
     options = (*EVERY_STEP, "--disable_patch", "nonreentrant_checkpointing")
