@@ -250,21 +250,20 @@ class RecordedModel:
         return size
 
     def _prepare(self, size: _Size, states: Sequence[torch.Tensor]) -> None:
-        first = self._warm_up(size, HostAccess(self._recorder.device))
+        # The first pass sets up what later passes reuse, such as tables and workspaces.
+        first = self._warm_up(size)
         draws = any(
             not torch.equal(generator.get_state(), state)
             for generator, state in zip(self._recorder.generators, states, strict=True)
         )
         if draws and any(values[name] is True for values, name in self._switches):
             raise RecordingError("dropout with gradient checkpointing restores random states, which cannot be recorded")
-        for number in size.trained:
-            if number not in self._staged:
-                self._staged[number] = torch.empty_like(self._trained[number])
         recorded = self.counts["recorded"]
         if recorded == self._max_sizes:
             return
         self._set_random_state(states)
-        second = self._warm_up(size)
+        second = self._warm_up(size, HostAccess(self._recorder.device))
+        self._add_staging_buffers(size)
         self._set_random_state(states)
         before = self._recorder.free_bytes()
         self._record(size)
@@ -318,6 +317,12 @@ class RecordedModel:
         with torch.autocast(device, enabled=False, cache_enabled=False):
             result.backward(gradient)
         size.trained = [number for number, weight in enumerate(self._trained) if weight.grad is not None]
+
+    def _add_staging_buffers(self, size: _Size) -> None:
+        """Allocate staging buffers, outside of the pool: recordings overwrite each other's memory there."""
+        for number in size.trained:
+            if number not in self._staged:
+                self._staged[number] = torch.empty_like(self._trained[number])
 
     def _stage(self, size: _Size) -> None:
         """Move the gradients of trained weights to the staging buffers."""
@@ -380,6 +385,7 @@ class RecordedModel:
             with self._recorder.in_pool():
                 self._backward(size, result, gradient)
                 del result
+            self._add_staging_buffers(size)
             self._stage(size)
             for weight, before in zip(self._trained, gradients, strict=True):
                 weight.grad = before
