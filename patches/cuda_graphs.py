@@ -55,14 +55,14 @@ class _Graphs(TrainingCallback):
         return self.recorded(partial(original, model), args, kwargs)
 
     def _begin(self, model: Any) -> None:
-        from kohya_ext.compiling.cuda_recorder import CudaRecorder
+        from kohya_ext.compiling import cuda_recorder
         from kohya_ext.compiling.graphs import RecordedModel
 
         prepared = [self.accelerator.unwrap_model(each) for each in self.accelerator._models]
         modules = [model, *(each for each in prepared if each is not model)]
         trained = list(trained_weights(self.accelerator._optimizers))
         self.model = model
-        self.recorded = RecordedModel(CudaRecorder(self.accelerator.device), modules, trained, _report)
+        self.recorded = RecordedModel(cuda_recorder.CudaRecorder(self.accelerator.device), modules, trained, _report)
         if {id(weight) for weight in model.parameters()} & {id(weight) for weight in trained}:
             self.recorded.off = "the model's own weights are trained"
 
@@ -84,8 +84,10 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Gr
 
 
 def _reason_not_to_record(args: Namespace, accelerator: Accelerator, settings: Settings) -> str | None:
-    if accelerator.device.type != "cuda":
-        return f"the model runs on {accelerator.device.type}"
+    from kohya_ext.compiling import cuda_recorder
+
+    if (obstacle := cuda_recorder.CudaRecorder.obstacle(accelerator.device)) is not None:
+        return obstacle
     if accelerator.num_processes > 1:
         return "the run has several processes"
     if not getattr(args, "network_module", None):

@@ -20,6 +20,11 @@ class CudaRecorder:
     public ``use_mem_pool`` goes by thread in some releases.
     """
 
+    @staticmethod
+    def obstacle(device: torch.device) -> str | None:
+        """Return why work on a device cannot be recorded; None if it can."""
+        return None if device.type == "cuda" else f"the model runs on {device.type}"
+
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)

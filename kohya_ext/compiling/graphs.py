@@ -460,10 +460,8 @@ def _check_replay(first: _Results, second: _Results, replayed: _Results) -> None
         difference = float((actual - expected).norm())
         # A batch that is not finite cannot be compared, and is not the recording's fault.
         if math.isfinite(scale) and not difference <= allowed:
-            name = part.replace("_", " ")
-            raise RecordingError(
-                f"the replayed {name} differ from the eager pass by {difference / (scale or 1):.2g} of their norm"
-            )
+            share = difference / (scale or 1)
+            raise RecordingError(f"a replay differs from the eager pass ({part.replace('_', ' ')}: {share:.2g} of the norm)")
 
 
 # --- outputs and errors ----------------------------------------------------------------------------------------------
