@@ -82,6 +82,7 @@ class CudaRecorder:
         if self._held:
             torch._C._cuda_releasePool(self._index, self._pool)
             self._held = 0
+        torch._C._cuda_clearCublasWorkspaces()  # those of the graphs' stream are in the pool
         torch.cuda.empty_cache()
 
 

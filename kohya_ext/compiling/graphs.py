@@ -235,6 +235,7 @@ class RecordedModel:
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]
         call.tensors, tensors = [], call.tensors
         size = _Size(call, inputs)
+        self._unshare()
         gradients = [weight.grad for weight in self._trained]
         random_state = random.getstate(), torch.get_rng_state()
         states = [generator.get_state() for generator in self._recorder.generators]
