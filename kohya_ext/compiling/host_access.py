@@ -44,12 +44,17 @@ class HostAccess(TorchDispatchMode):  # type: ignore[misc]
             devices = {tensor.device.type for tensor in tensors}
             if name in _READS and self._device in devices:
                 return "reads results on the CPU"
-            if name in _INDEXED and any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tree_leaves(args[1])):
+            is_filled = len(args) > 2 and args[2].numel() == 1  # assigning a number does not need the number of elements
+            if name in _INDEXED and not is_filled and any(_is_mask(index) for index in args[1]):
                 return "selects elements by a mask"
             target = kwargs.get("device")
             if name in _COPIES and len(devices | ({torch.device(target).type} if target is not None else set())) > 1:
                 return "copies data between CPU and GPU"
         return None
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _caller() -> str:
