@@ -42,7 +42,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.gradient_checkpointing = False
-        self.before_output = self.fill
+        self.before_output = self.clear
         self.requires_grad_(False)
 
     def forward(self, sample, timestep, context=None, scale=1.0):
@@ -52,7 +52,7 @@ class Model(torch.nn.Module):
             x = checkpoint(self.block, layer, x, use_reentrant=False) if self.gradient_checkpointing else self.block(layer, x)
         return self.before_output(x).transpose(1, 2).reshape(sample.shape)
 
-    def fill(self, x):
+    def clear(self, x):
         x[x > 1e9] = 0
         return x
 
