@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class CudaRecorder:
         self._held = 0
         """How often the pool was begun and not released; it is freed at 0."""
 
-    @contextmanager
+    @contextlib.contextmanager
     def in_pool(self) -> Iterator[None]:
         """Run eager work inside the block on the graphs' stream, with memory from their pool."""
         outer = torch.cuda.current_stream(self.device)
@@ -52,7 +52,7 @@ class CudaRecorder:
                     self._held -= 1
         outer.wait_stream(self._stream)
 
-    @contextmanager
+    @contextlib.contextmanager
     def record(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture the work inside the block.
 
@@ -61,11 +61,23 @@ class CudaRecorder:
         """
         graph = torch.cuda.CUDAGraph()
         # Calls in other threads, such as a data loader's pinning, do not end a capture.
-        with (
-            replaced(torch.utils.checkpoint, "get_device_states", lambda *args: ([], [])),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            yield graph
+        try:
+            with (
+                replaced(torch.utils.checkpoint, "get_device_states", lambda *args: ([], [])),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                yield graph
+        except BaseException:
+            self._end_broken_capture()
+            raise
+
+    def _end_broken_capture(self) -> None:
+        """Undo what torch 2.6 leaves behind: the pool in use, and a generator that only draws for the capture."""
+        with contextlib.suppress(RuntimeError):  # later releases have ended it
+            _end_allocating(self._index, self._pool)
+            torch._C._cuda_releasePool(self._index, self._pool)
+        for generator in self.generators:
+            generator.graphsafe_set_state(generator.clone_state())
 
     def free_bytes(self) -> int:
         """Return the device's free memory, as the driver reports it."""

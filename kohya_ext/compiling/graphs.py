@@ -494,8 +494,10 @@ def _reason(error: BaseException) -> str:
     """Return one line about an error: its own, or that of the error that broke the recording."""
     while not isinstance(error, RecordingError) and error.__context__ is not None:
         error = error.__context__
-    text = next(iter(str(error).splitlines()), "")
-    return text if isinstance(error, RecordingError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, RecordingError):
+        return str(error)
+    sentence = next(iter(str(error).splitlines()), "").partition(". ")[0]
+    return f"{type(error).__name__}: {sentence}"
 
 
 def _forget_frames(error: BaseException | None) -> None:
