@@ -287,7 +287,9 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
             known = _known(block)
             trained = [weight for weight in known.weights if weight.requires_grad]
             devices = ("cpu", *{arg.device.type for arg in args if isinstance(arg, torch.Tensor)} - {"cpu"})
-            call = _Call(function, args, known, trained, _RandomState(generators if preserve_rng_state else ()), devices)
+            # A CUDA graph draws no numbers in a checkpointed block, and torch 2.6 cannot read the state while it is captured.
+            preserves = preserve_rng_state and not (len(generators) > 1 and torch.cuda.is_current_stream_capturing())
+            call = _Call(function, args, known, trained, _RandomState(generators if preserves else ()), devices)
             uses = [arg for arg in args if _requires_grad(arg) for _ in range(_USES)]
             return super().apply(call, *uses, *trained)
 
