@@ -66,10 +66,10 @@ class _Recorder(TrainingCallback):
     journal: Journal
     device: int | None
     """Index of the CUDA device; None on another device."""
+    step: int = 0
+    """Optimizer steps, including those before a resume."""
     epoch: int = 0
     """The current epoch, from 1."""
-    steps: int = 0
-    """Optimizer steps of this process."""
     ended: bool = False
     exception: BaseException | None = None
     """The exception that ends the process."""
@@ -82,6 +82,8 @@ class _Recorder(TrainingCallback):
     """Whether the script has not yet recorded the last micro-batch's loss. It also records losses of the validation."""
     _files: int = 0
     """Number of models, states and samples at the end of the last micro-batch."""
+    _saving: float = 0.0
+    """Time in which models and states were written before the current micro-batch."""
     _skipped: int = 0
     """Number of skipped steps before the current one."""
     _marked: float = field(default_factory=time.perf_counter)
@@ -119,9 +121,9 @@ class _Recorder(TrainingCallback):
         self.ended = True
         self._write_step()
         status, reason, code = self._outcome()
-        self.journal.write("end", status=status, reason=reason, code=code, step=self.journal.step, memory=peak_memory())
+        self.journal.write("end", status=status, reason=reason, code=code, step=self.step, memory=peak_memory())
         self.journal.report_problem()
-        if self.steps:
+        if self.journal.log.steps:
             for line in _summary_lines(self.journal, status, reason):
                 note(line)
         self.journal.close()
@@ -138,7 +140,7 @@ class _Recorder(TrainingCallback):
             return "out of memory" if out_of_memory else "failed", reason, 1
         if stopper is not None and stopper.reason and code != 0:
             return "stopped" if stopper.code in _STOPPED else "failed", stopper.reason, stopper.code
-        if code or (code is None and (total is None or self.journal.step < total)):
+        if code or (code is None and (total is None or self.step < total)):
             return "failed", "it ended before its last step" if code is None else f"exit code {code}", code
         return "finished", "", 0
 
@@ -159,6 +161,7 @@ class _Recorder(TrainingCallback):
     def before_batch(self, accelerator: Accelerator) -> None:
         """Write the line of a step whose loss the script does not record."""
         self._step += self._lap()
+        self._saving = self.journal.seconds
         self._write_step()
         self._awaits_loss = False
         if not self.journal.log.training:
@@ -172,15 +175,20 @@ class _Recorder(TrainingCallback):
 
     def after_batch(self, accelerator: Accelerator) -> None:
         """Count the step."""
-        self._step += self._lap()
+        saving = self.journal.seconds - self._saving  # by patches: the script has not saved yet
+        self._step += self._lap() - saving
+        self._outside += saving
         self._files = self.journal.files
         self._awaits_loss = True
         if accelerator.sync_gradients:
-            position = resume.position()
-            self.steps += 1
-            self.journal.step = self.steps if position is None else position.step
-            self.epoch = self.epoch if position is None else position.epoch + 1
+            self.step = self.current_step(added=1)
+            self.epoch = self.epoch if (position := resume.position()) is None else position.epoch + 1
             self._complete = True
+
+    def current_step(self, added: int = 0) -> int:
+        """Return the step count of saved states, or else this process's own with the steps ``added`` since its last line."""
+        position = resume.position()
+        return self.step + added if position is None else position.step
 
     def add_loss(self, loss: object) -> None:
         """Add the loss that the script has read; write the line if the step is complete."""
@@ -208,7 +216,7 @@ class _Recorder(TrainingCallback):
         self._skipped = self.journal.log.skipped
         self.journal.write(
             "step",
-            step=self.journal.step,
+            step=self.step,
             epoch=self.epoch,
             loss=math.fsum(self.losses) / len(self.losses) if several else next(iter(self.losses), None),
             **({"losses": self.losses} if several else {}),
@@ -230,7 +238,7 @@ class _Recorder(TrainingCallback):
         import torch
 
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        memory = {}
+        memory: dict[str, int] = {}
         for name in ("allocated", "reserved"):
             values = stats.get(f"{name}_bytes", {}).get("all", {})
             memory |= {name: values.get("current", 0), f"peak_{name}": values.get("peak", 0)}
@@ -361,11 +369,10 @@ def _peak(log: RunLog) -> str:
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Recorder | None:
     folder = getattr(args, "output_dir", None)
-    file = settings[JOURNAL_FILE]
-    if not accelerator.is_main_process or getattr(args, "debug_dataset", False) or not (folder or file):
+    if not accelerator.is_main_process or getattr(args, "debug_dataset", False) or not (folder or settings[JOURNAL_FILE]):
         return None
     name = getattr(args, "output_name", None) or DEFAULT_NAME
-    file = file or Path(folder) / f"{name}{journal.SUFFIX}"
+    file = settings[JOURNAL_FILE] or Path(folder or ".") / f"{name}{journal.SUFFIX}"
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     fallback = settings["fallback_dir"]
     folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)
@@ -378,9 +385,9 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
         facts = {"name": name, "pid": os.getpid(), "host": socket.gethostname()}
     written.write("start", run=run.id, **facts)
     journal.begin(written)
-    recorder = _Recorder(
-        args, accelerator, written, index_of(accelerator.device) if accelerator.device.type == "cuda" else None
-    )
+    device = index_of(accelerator.device) if accelerator.device.type == "cuda" else None
+    recorder = _Recorder(args, accelerator, written, device)
+    written.step = recorder.current_step
     recorder.listen()
     return recorder
 
