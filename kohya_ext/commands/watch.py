@@ -145,7 +145,7 @@ def _details(log: RunLog, row: Mapping[str, Any], console: Console) -> Renderabl
     if len(curve) > 1:
         table.add_row("", Text(_curve(curve, _BLOCKS if unicode else _ASCII_BLOCKS), style="cyan"))
     for index, event in enumerate([*log.events][-_EVENTS:]):
-        table.add_row("" if index else "events", Text(_event(event)))
+        table.add_row("" if index else "events", Text(_event(event), no_wrap=True, overflow="ellipsis"))
     parts: list[RenderableType] = [title, table]
     command = row["next_command"]
     if command:
