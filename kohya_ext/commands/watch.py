@@ -1,6 +1,6 @@
-"""Show the progress, times, memory, losses and events of runs while they train or afterwards.
+"""Show progress, speed, memory, loss and events of runs.
 
-Reads the journals that runs write to their output folders, and changes nothing.
+Reads the journals that runs write to their output folders, while they train or afterwards, and changes nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the runs until Ctrl-C, or once; return 0. Raises UserError if there is no journal."""
+    """Show the runs until Ctrl-C, or print them and exit; return 0. Raises UserError if there is no journal."""
     readers: dict[Path, JournalReader] = {}
     logs = _read(arguments.places, readers)
     if arguments.json:
