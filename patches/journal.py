@@ -8,7 +8,6 @@ next step. The learning rates are those of the optimizer during backward, which 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import math
 import os
 import socket
@@ -71,8 +70,8 @@ class _Recorder(TrainingCallback):
     epoch: int = 0
     """The current epoch, from 1."""
     ended: bool = False
-    exception: BaseException | None = None
-    """The exception that ends the process."""
+    failure: str = ""
+    """Type and first line of the exception that ends the process."""
     losses: list[float] = field(default_factory=list)
     """Losses of the current step's micro-batches."""
     learning_rates: list[float] = field(default_factory=list)
@@ -84,8 +83,10 @@ class _Recorder(TrainingCallback):
     """Number of models, states and samples at the end of the last micro-batch."""
     _saving: float = 0.0
     """Time in which models and states were written before the current micro-batch."""
-    _skipped: int = 0
-    """Number of skipped steps before the current one."""
+    _skipped: bool = False
+    """Whether the current step was skipped."""
+    _skips: int = 0
+    """Number of events of skipped steps before the current step."""
     _marked: float = field(default_factory=time.perf_counter)
     """Time up to which durations have been added to the next three."""
     _step: float = 0.0
@@ -102,8 +103,8 @@ class _Recorder(TrainingCallback):
         atexit.register(self.finish)
 
     def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-        """Keep an uncaught exception for the last line."""
-        self.exception = problem
+        """Keep the first line of an uncaught exception for the last line of the journal."""
+        self.failure = f"{kind.__name__}: {next(iter(str(problem).splitlines()), '')}".removesuffix(": ")
         (self._before or sys.__excepthook__)(kind, problem, trace)
 
     def on_end(self) -> None:
@@ -131,13 +132,11 @@ class _Recorder(TrainingCallback):
     def _outcome(self) -> tuple[str, str, int | None]:
         """Return status, reason and exit code of this process; the code is None if it is not known."""
         code, stopper, total = journal.exit_code(), stop_request.stopper(), self.journal.log.total
-        if self.exception is not None:
-            if isinstance(self.exception, KeyboardInterrupt):
-                return "stopped", "KeyboardInterrupt", 130
-            first = next(iter(str(self.exception).splitlines()), "")
+        if self.failure == KeyboardInterrupt.__name__:
+            return "stopped", self.failure, 130
+        if self.failure:
             out_of_memory = any(line["kind"] == "out_of_memory" for line in self.journal.log.events)
-            reason = f"{type(self.exception).__name__}: {first}".removesuffix(": ")
-            return "out of memory" if out_of_memory else "failed", reason, 1
+            return "out of memory" if out_of_memory else "failed", self.failure, 1
         if stopper is not None and stopper.reason and code != 0:
             return "stopped" if stopper.code in _STOPPED else "failed", stopper.reason, stopper.code
         if code or (code is None and (total is None or self.step < total)):
@@ -165,7 +164,9 @@ class _Recorder(TrainingCallback):
         self._write_step()
         self._awaits_loss = False
         if not self.journal.log.training:
-            self.journal.write("training", **_training_facts(self.args, accelerator))
+            self.journal.write(
+                "training", steps=getattr(self.args, "max_train_steps", None), **_data_facts(self.args, accelerator)
+            )
 
     def on_backward(self) -> None:
         """Keep the learning rates of the step."""
@@ -183,6 +184,8 @@ class _Recorder(TrainingCallback):
         if accelerator.sync_gradients:
             self.step = self.current_step(added=1)
             self.epoch = self.epoch if (position := resume.position()) is None else position.epoch + 1
+            self._skipped = accelerator.optimizer_step_was_skipped or self.journal.log.skipped > self._skips
+            self._skips = self.journal.log.skipped
             self._complete = True
 
     def current_step(self, added: int = 0) -> int:
@@ -212,8 +215,6 @@ class _Recorder(TrainingCallback):
             return
         self._complete = False
         several = len(self.losses) > 1
-        skipped = self.journal.log.skipped > self._skipped
-        self._skipped = self.journal.log.skipped
         self.journal.write(
             "step",
             step=self.step,
@@ -225,7 +226,7 @@ class _Recorder(TrainingCallback):
             data=round(self._data, 6),
             outside=round(self._outside, 6),
             **self._memory(),
-            **({"skipped": True} if skipped else {}),
+            **({"skipped": True} if self._skipped else {}),
         )
         self._step = self._data = self._outside = 0.0
         self.losses = []
@@ -256,7 +257,8 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
     import torch
 
     checkout, command = run.checkout, run.command
-    started_by = _without_secrets(of_this_process())
+    started_by, processes = _without_secrets(of_this_process()), accelerator.num_processes
+    resumed_by = started_by.with_({"resume": resume.AUTO}).shell_line()
     name = getattr(args, "output_name", None) or DEFAULT_NAME
     stopper = stop_request.stopper()
     facts: dict[str, Any] = {
@@ -265,13 +267,13 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "process_started": process_start(os.getpid()),
-        "processes": accelerator.num_processes,
+        "processes": processes,
         "kohya_ext": __version__,
         "sd_scripts": checkout.label if checkout is not None else None,
         "torch": torch.__version__,
         "gpu": _gpu(accelerator),
         "command": started_by.shell_line(),
-        "resume_command": stop_request.resume_command(Path(resume.AUTO), accelerator.num_processes),
+        "resume_command": resumed_by if processes == 1 else stop_request.resume_command(Path(resume.AUTO), processes),
         "resumed_from": getattr(args, "resume", None),
         "stop_file": os.path.abspath(stopper.file) if stopper is not None else None,
     }
@@ -308,26 +310,25 @@ def _predicted(args: Namespace, run: Program) -> dict[str, Any]:
     return predicted
 
 
-def _training_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the values of the ``training`` line."""
-    sets = data_sets(accelerator)
-    buckets: dict[str, int] = {}
-    for data_set in sets:
-        manager = data_set.bucket_manager
-        for (width, height), images in zip(manager.resos, manager.buckets, strict=False):
-            size = f"{width}x{height}"
-            buckets[size] = buckets.get(size, 0) + len(images)
-    steps = getattr(args, "max_train_steps", None)
-    facts = {
-        "steps": steps,
-        "images": sum(len(getattr(data_set, "image_data", ())) for data_set in sets),
-        "images_with_repeats": sum(buckets.values()),
-        "buckets": buckets,
-    }
-    with contextlib.suppress(IndexError, TypeError, AttributeError):  # a loader without a length
+def _data_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the numbers of images and epochs."""
+    try:
+        sets = data_sets(accelerator)
+        buckets: dict[str, int] = {}
+        for data_set in sets:
+            manager = data_set.bucket_manager
+            for (width, height), images in zip(manager.resos, manager.buckets, strict=False):
+                size = f"{width}x{height}"
+                buckets[size] = buckets.get(size, 0) + len(images)
         per_epoch = math.ceil(len(accelerator._dataloaders[0]) / (getattr(args, "gradient_accumulation_steps", 1) or 1))
-        facts["epochs"] = math.ceil(steps / per_epoch) if steps and per_epoch else None
-    return facts
+        return {
+            "epochs": math.ceil(args.max_train_steps / max(per_epoch, 1)),
+            "images": sum(len(getattr(data_set, "image_data", ())) for data_set in sets),
+            "images_with_repeats": sum(buckets.values()),
+            "buckets": buckets,
+        }
+    except Exception:  # an unexpected dataset must not end the run
+        return {}
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -110,6 +110,7 @@ class _Guard(TrainingCallback):
         state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
         advice = f"resume from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
         error(f"the trained weights are not finite (NaN or infinite) and were not saved; {advice}")
+        journal.set_exit_code(EXIT_CODE)
         raise SystemExit(EXIT_CODE)
 
 

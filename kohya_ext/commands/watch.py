@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the runs until Ctrl-C, or print them and exit; return 0. Raises UserError if there is no journal."""
+    """Show the runs until Ctrl-C, or print them and exit; return 0. Raises UserError without a journal."""
     readers: dict[Path, JournalReader] = {}
     logs = _read(arguments.places, readers)
     if arguments.json:

@@ -34,6 +34,7 @@ def log_of(run):
 @pytest.mark.parametrize("script", [LORA, pytest.param(FULL, marks=pytest.mark.slow)])
 def test_journal_has_the_trainers_losses_and_files(checkout, train, script):
     options = ("--max_train_steps", "6", "--gradient_accumulation_steps", "2", "--save_every_n_steps", "4", "--save_state")
+    options += ("--huggingface_token", "hf_value")
     run = train(checkout, script, *options, env={"SPY_LOSSES": "1"})
     assert run.code == 0, run.output[-3000:]
     kinds = [line["kind"] for line in lines_of(run)]
@@ -51,6 +52,8 @@ def test_journal_has_the_trainers_losses_and_files(checkout, train, script):
     assert start["settings"]["max_train_steps"] == [6, "command line"]
     assert {"host", "pid", "torch", "sd_scripts", "kohya_ext", "resume_command"} <= start.keys()
     assert script in start["command"]
+    assert "hf_value" not in json.dumps(lines_of(run))
+    assert start["settings"]["huggingface_token"] == ["***", "command line"]
     assert (training["steps"], training["images"], training["epochs"]) == (6, 4, 2)
     assert sum(training["buckets"].values()) == training["images_with_repeats"]
 
@@ -141,3 +144,18 @@ def test_journal_that_cannot_be_written_does_not_end_the_run(checkout, train, tm
     assert run.code == 0, run.output[-3000:]
     assert run.output.count("is incomplete: ") == 1
     assert "finished at step 4" in run.output
+
+
+@pytest.mark.slow
+def test_samples_and_a_validation_between_steps_are_not_part_of_them(checkout, train, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle --w 64 --h 64 --s 2 --d 1\n")
+    options = ("--sample_prompts", str(prompts), "--sample_every_n_steps", "2", "--validation_split", "0.25")
+    options += ("--validation_seed", "1", "--validate_every_n_steps", "3", "--network_train_unet_only")
+    run = train(checkout, LORA, *options, env={"SPY_LOSSES": "1"})
+    steps = steps_of(run)
+    assert [line["loss"] for line in steps] == run.losses[:4]
+    samples = [line for line in lines_of(run) if line["kind"] == "sample"]
+    assert [line["step"] for line in samples] == [2, 4]
+    assert steps[1]["outside"] > steps[0]["seconds"] / 100
+    assert steps[3]["outside"] > 0
