@@ -349,8 +349,11 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
         means = f" (means of {log.smoothing} steps)" if log.smoothing > 1 else ""
         yield f"loss: first {first:.4g}, last {last:.4g}{means}"
     yield f"peak memory: {_peak(log)}"
-    files = [name for name in reversed(log.saves) if Path(name).exists()]
-    yield f"written: {abbreviated(files, 3) if files else 'no model and no state'}"
+    files = [file for name in reversed(log.saves) if (file := Path(name)).exists()]
+    if files:
+        yield f"written to {files[0].parent}: {abbreviated([file.name for file in files], 3)}"
+    else:
+        yield "written: no model and no state"
     if status == "failed" and log.newest_state() is not None:
         yield f"to resume: {log.start['resume_command']}"
     elif status == "finished" and written.complete:
