@@ -1,7 +1,8 @@
 """Write the journal of a run: a file of JSON lines with its settings, steps, events and end.
 
 Each line is one ``write`` to a file opened for appending, so that it survives SIGKILL of this process. Every process of a run
-appends a part, which begins with a ``start`` line. After an OSError, for example on a full disk, lines are missing and the run continues.
+appends a part, which begins with a ``start`` line. After an OSError, for example on a full disk, lines are missing and the
+run continues.
 
 Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 
