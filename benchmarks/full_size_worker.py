@@ -16,6 +16,7 @@ import json
 import runpy
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def launches() -> int:
 
 
 def at_peak(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the bytes alive at the peak of an allocator's trace, by the lines of code that allocated them, largest first."""
+    """Return the tensors alive at the peak of an allocator's trace, by size and the lines of code that allocated them."""
     alive: dict[int, dict[str, Any]] = {}
     total = peak = end = 0
     for index, event in enumerate(trace):
@@ -142,13 +143,9 @@ def at_peak(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
             alive[event["addr"]] = event
         elif event["action"] == "free_completed":
             alive.pop(event["addr"], None)
-    groups: dict[str, dict[str, Any]] = {}
-    for event in alive.values():
-        group = groups.setdefault(_lines(event["frames"]), {"bytes": 0, "tensors": 0})
-        group["bytes"] += event["size"]
-        group["tensors"] += 1
-    rows = [{"lines": lines, **group} for lines, group in groups.items()]
-    return sorted(rows, key=lambda row: -int(row["bytes"]))
+    groups = Counter((event["size"], _lines(event["frames"])) for event in alive.values())
+    rows = [{"bytes": size, "tensors": count, "lines": lines} for (size, lines), count in groups.items()]
+    return sorted(rows, key=lambda row: -row["bytes"] * row["tensors"])
 
 
 def _lines(frames: list[dict[str, Any]]) -> str:

@@ -44,6 +44,10 @@ class CachingAllocator:
     """Bytes available for segments; None for no limit."""
     reserved: int = 0
     """Bytes in segments. Without a limit they only grow, to ``torch.cuda.max_memory_reserved``."""
+    allocated: int = 0
+    """Bytes in blocks that are in use, ``torch.cuda.memory_allocated``: tensors with what the allocator rounds up."""
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Most bytes allocated in each phase of the replayed log, in order of the phases."""
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
@@ -64,10 +68,12 @@ class CachingAllocator:
             block.after, block.size = remainder, size
             self._put_back(remainder)
         self._used[storage] = block
+        self.allocated += block.size
 
     def free(self, storage: int) -> None:
         """Free a storage's block and merge it with its free neighbours."""
         block = self._used.pop(storage)
+        self.allocated -= block.size
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
                 self._take_out(neighbour)
@@ -81,6 +87,7 @@ class CachingAllocator:
                 self.allocate(event.storage, event.bytes)
             elif event.bytes < 0:
                 self.free(event.storage)
+            self.peaks[event.phase] = max(self.peaks.get(event.phase, 0), self.allocated)
 
     def _segment(self, size: int, small: bool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE

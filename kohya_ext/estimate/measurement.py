@@ -188,6 +188,10 @@ _CACHING_FIELDS = (
     *("t5_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
 )
 
+#: Steps of a run that are replayed. The first one creates the optimizer state in the space between the tensors of a step, and
+#: the next ones reserve more.
+STEPS = 3
+
 #: Logs of caching by configuration: many configurations differ only in the step.
 _CACHING_LOGS: dict[tuple[object, ...], Any] = {}
 
@@ -204,28 +208,28 @@ def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Names
 def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Estimate:
     from kohya_ext.estimate import step as steps
     from kohya_ext.estimate.allocator import CachingAllocator, minimum_reserved
-    from kohya_ext.estimate.events import peak, peak_by_phase
+    from kohya_ext.estimate.events import peak, repeated
 
     steps.configure(config, arguments, trainer)
     step = steps.measure(config, arguments, trainer)
     logs = {**_caching(checkout, config, arguments, trainer), "step": step, **step.between}
-    peaks = {name: peak(log.events, log.kinds) for name, log in logs.items()}
-    reserved = {}
-    for name, log in logs.items():
-        allocator = CachingAllocator()
-        allocator.replay(log.events)
-        reserved[name] = allocator.reserved
-    highest = max(logs, key=lambda name: reserved[name])
-    phase_peaks = {name: log_peak.bytes for name, log_peak in peaks.items() if name != "step"}
-    before = sum(event.bytes for event in step.events[: step.start])
+    events = {name: log.events for name, log in logs.items()} | {"step": [*repeated(step.events, step.start, STEPS)]}
+    replays = {name: CachingAllocator() for name in logs}
+    for name, replay in replays.items():
+        replay.replay(events[name])
+    highest = max(logs, key=lambda name: replays[name].reserved)
+    reserved, peaks = replays[highest].reserved, replays[highest].peaks
+    allocated = max(peaks.values())
+    tensors = peak(logs[highest].events, logs[highest].kinds)
+    phase_peaks = {name: max(replay.peaks.values()) for name, replay in replays.items() if name != "step"}
     return Estimate(
         config=config.key(),
-        allocated=peaks[highest].bytes,
-        reserved=reserved[highest],
-        minimum_reserved=minimum_reserved(logs[highest].events, peaks[highest].bytes, reserved[highest]),
-        peak_phase=peaks["step"].phase if highest == "step" else highest,
-        parts={kind.value: size for kind, size in peaks[highest].parts.items()},
-        phase_peaks={**phase_peaks, **peak_by_phase(step.events[step.start :], before)},
+        allocated=allocated,
+        reserved=reserved,
+        minimum_reserved=minimum_reserved(logs[highest].events, allocated, reserved),
+        peak_phase=tensors.phase if highest == "step" else highest,
+        parts={kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
+        phase_peaks={**phase_peaks, **replays["step"].peaks},
         flops=step.flops,
         trainable_parameters=step.trainable_parameters,
         versions={

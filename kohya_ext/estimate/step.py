@@ -32,6 +32,10 @@ from kohya_ext.patching.attributes import replaced
 
 CACHING, SAMPLING = "caching", "sampling"
 
+#: Bytes of cuBLAS's workspace, which each thread that multiplies matrices keeps: ``:4096:2:16:8`` by PyTorch's default on GPUs
+#: before Hopper. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
+WORKSPACE = (2 * 4096 + 8 * 16) * 2**10
+
 
 @dataclass(frozen=True)
 class Log:
@@ -65,8 +69,8 @@ class Training:
     vae_dtype: torch.dtype
     resident: list[tuple[Any, Kind]]
     """Modules in GPU memory during the step."""
-    average: list[torch.Tensor] = field(default_factory=list)
-    """Averages of the trained weights, if they are in GPU memory (patches/ema.py)."""
+    kept: list[torch.Tensor] = field(default_factory=list)
+    """Other tensors in GPU memory: cuBLAS's workspaces, averages of the trained weights (patches/ema.py)."""
 
 
 class _Dataset:
@@ -417,6 +421,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
         # A swapped block reuses the memory of another one; only weights are moved (custom_offloading_utils.py).
         swapped = [part for block in training.models.blocks(config.blocks_to_swap) for part in block.modules()]
         tracker.exclude(part.weight for part in swapped if isinstance(getattr(part, "weight", None), torch.Tensor))
+    _keep_workspace(training, tracker)
     for module, kind in training.resident:
         tracker.mark(_tensors(module), kind)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
@@ -424,11 +429,15 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     _make_gradients(training)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    tracker.mark(states, Kind.OPTIMIZER_STATE)
+    states = [
+        [value for value in state.values() if isinstance(value, torch.Tensor)] for state in optimizer.state.values()
+    ]  # of each parameter
+    for tensors in states:
+        tracker.mark(tensors, Kind.OPTIMIZER_STATE)
     if config.ema:
-        training.average = [torch.empty(weight.shape) for weight in training.trained if weight.requires_grad]
-        tracker.mark(training.average, Kind.AVERAGE)
+        average = [torch.empty(weight.shape) for weight in training.trained if weight.requires_grad]
+        tracker.mark(average, Kind.AVERAGE)
+        training.kept += average
     if config.gradient_accumulation_steps > 1:
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
@@ -438,26 +447,43 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if config.steps_in_backward:
         step_in_backward(training)
     gc.collect()
-    return tracker.compact(offloaded=states if config.optimizer_type.lower().startswith("paged") else ())
+    paged = config.optimizer_type.lower().startswith("paged")
+    start = tracker.compact(offloaded=(value for tensors in states for value in tensors) if paged else ())
+    if not paged:
+        tracker.expect_first_use(states)
+    return start
+
+
+def _keep_workspace(training: Training, tracker: Tracker) -> None:
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8)
+    tracker.mark([workspace], Kind.WORKSPACE)
+    training.kept.append(workspace)
 
 
 def run_step(training: Training, tracker: Tracker) -> int:
     """Run one step and return its FLOPs: with gradient accumulation the last micro-step, and the FLOPs of all micro-steps."""
     before = tracker.flops
-    loss = forward(training)
+    batch = make_batch(training)  # in GPU memory until the next one
+    loss = forward(training, batch)
     tracker.mark_saved()
+    network = training.network
     with tracker.during(BACKWARD):
+        _keep_workspace(training, tracker)  # autograd's thread has its own
         training.accelerator.backward(loss)
     with tracker.during(STEP):
-        if training.network is not None:
-            training.trainer.all_reduce_network(training.accelerator, training.network)
+        if network is not None:
+            training.trainer.all_reduce_network(training.accelerator, network)
             tracker.mark((weight.grad for weight in training.trained if weight.grad is not None), Kind.GRADIENT)
         if not training.config.steps_in_backward:
             if training.config.max_grad_norm:
                 training.accelerator.clip_grad_norm_(training.trained, training.config.max_grad_norm)
+            if hasattr(network, "update_grad_norms"):  # FLUX's LoRA keeps the norms
+                network.update_grad_norms()
+                network.update_norms()
             training.optimizer.step()
             training.optimizer.zero_grad(set_to_none=True)
-        del loss
+        tracker.log_unused()
+        del loss, batch
         gc.collect()
     return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
 

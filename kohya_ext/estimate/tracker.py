@@ -7,7 +7,7 @@ it, and freed with its last tensor, so the log is independent of any allocator.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +49,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     phase: str = FORWARD
     _live: dict[int, _Storage] = field(default_factory=dict)
     _paused: bool = False
+    _unused: dict[int, list[int]] = field(default_factory=dict)
+    """Optimizer state that the step has not used yet: key of a storage -> numbers of the storages created with it."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -99,11 +101,34 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if func is DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self._unused:
+            self._log_first_use(args)
         result = func(*args, **kwargs)
         self._count(func, args, kwargs, result)
         if not self._paused:
             self.record(result, self._kind_of(func, args))
         return result
+
+    def expect_first_use(self, states: Iterable[Sequence[Any]]) -> None:
+        """Log the first use of optimizer state from now on. Tensors in one sequence, a parameter's, are created together."""
+        for tensors in states:
+            keys = [key for key in (id(tensor.untyped_storage()) for tensor in tensors) if key in self._live]
+            self._unused |= dict.fromkeys(keys, [self._live[key].number for key in keys])
+
+    def log_unused(self) -> None:
+        """Log the first use of all optimizer state that no operator has used, since a kernel outside torch did."""
+        for key in [*self._unused]:
+            self._use(key)
+
+    def _log_first_use(self, args: Any) -> None:
+        for value in tree_iter(args):
+            if isinstance(value, torch.Tensor):
+                self._use(id(value.untyped_storage()))
+
+    def _use(self, key: int) -> None:
+        numbers = self._unused.pop(key, [])
+        self.events += (Event(number, 0, self.phase) for number in numbers)
+        numbers.clear()  # the list of all storages created with this one
 
     @classmethod
     def is_infra_mode(cls) -> bool:
