@@ -9,7 +9,7 @@ https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kohya_ext.estimate.events import Event
@@ -89,20 +89,25 @@ class CachingAllocator:
                 self.free(event.storage)
             self.peaks[event.phase] = max(self.peaks.get(event.phase, 0), self.allocated)
 
+    def keep(self, storages: Collection[int]) -> None:
+        """Free all storages but these."""
+        for storage in self._used.keys() - {*storages}:
+            self.free(storage)
+
     def _segment(self, size: int, small: bool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
         length = SMALL_SEGMENT if small else large
         block = _Block(self._next_address, length, small)
         if self.limit is not None and self.reserved + length > self.limit:
-            self._release_unused()
+            self.release_unused()
             if self.reserved + length > self.limit:
                 raise MemoryError
         self._next_address += length
         self.reserved += length
         return block
 
-    def _release_unused(self) -> None:
-        """Return unused segments to the driver, as the allocator does before it raises an out-of-memory error."""
+    def release_unused(self) -> None:
+        """Return unused segments to the driver: ``torch.cuda.empty_cache``, and before an out-of-memory error."""
         for pool in self._free.values():
             unused = [row for row in pool if row[2].before is None and row[2].after is None]
             self.reserved -= sum(size for size, _, _ in unused)

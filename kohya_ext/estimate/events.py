@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -57,28 +57,3 @@ def peak(events: Sequence[Event], kinds: Sequence[Kind]) -> Peak:
         parts[kinds[event.storage]] += event.bytes
     phase = events[at].phase if at >= 0 else ""
     return Peak(highest, phase, {kind: parts[kind] for kind in Kind if parts[kind]})
-
-
-def repeated(events: Sequence[Event], start: int, steps: int) -> Iterator[Event]:
-    """Yield the events of a run's first steps from the log of a later one, of which ``events[:start]`` come before the step.
-
-    The first step creates the optimizer state at its first use, and what a step does not free. Storages from before the step
-    that it frees (accumulated gradients) are allocated again for the next one.
-    """
-    before = {event.storage: event for event in events[:start]}
-    step = events[start:]
-    freed = {event.storage for event in step if event.bytes < 0}
-    created = {event.storage for event in step if event.bytes == 0}
-    yield from (event for event in before.values() if event.storage not in created)
-    numbers = 1 + max((event.storage for event in events), default=0)
-    for count in range(steps):
-        if count:
-            yield from (replace(before[storage], storage=storage + count * numbers) for storage in freed & before.keys())
-        for event in step:
-            if event.bytes == 0:
-                if count == 0:
-                    yield replace(before[event.storage], phase=event.phase)
-            elif event.storage in freed:
-                yield replace(event, storage=event.storage + count * numbers)
-            elif count == 0:
-                yield event

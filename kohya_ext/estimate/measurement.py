@@ -188,10 +188,6 @@ _CACHING_FIELDS = (
     *("t5_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
 )
 
-#: Steps of a run that are replayed. The first one creates the optimizer state in the space between the tensors of a step, and
-#: the next ones reserve more.
-STEPS = 3
-
 #: Logs of caching by configuration: many configurations differ only in the step.
 _CACHING_LOGS: dict[tuple[object, ...], Any] = {}
 
@@ -207,21 +203,21 @@ def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Names
 
 def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Estimate:
     from kohya_ext.estimate import step as steps
-    from kohya_ext.estimate.allocator import CachingAllocator, minimum_reserved
-    from kohya_ext.estimate.events import peak, repeated
+    from kohya_ext.estimate.allocator import minimum_reserved
+    from kohya_ext.estimate.events import peak
+    from kohya_ext.estimate.replay import replay
 
     steps.configure(config, arguments, trainer)
     step = steps.measure(config, arguments, trainer)
-    logs = {**_caching(checkout, config, arguments, trainer), "step": step, **step.between}
-    events = {name: log.events for name, log in logs.items()} | {"step": [*repeated(step.events, step.start, STEPS)]}
-    replays = {name: CachingAllocator() for name in logs}
-    for name, replay in replays.items():
-        replay.replay(events[name])
-    highest = max(logs, key=lambda name: replays[name].reserved)
-    reserved, peaks = replays[highest].reserved, replays[highest].peaks
-    allocated = max(peaks.values())
+    caching = _caching(checkout, config, arguments, trainer)
+    logs = {**caching, "step": step, **step.between}
+    memory = replay(caching, step)
+    for name, log in step.between.items():
+        memory |= replay({name: log})
+    highest = max(memory, key=lambda name: memory[name].reserved)
+    reserved = memory[highest].reserved
+    allocated = max(memory[highest].allocated.values())
     tensors = peak(logs[highest].events, logs[highest].kinds)
-    phase_peaks = {name: max(replay.peaks.values()) for name, replay in replays.items() if name != "step"}
     return Estimate(
         config=config.key(),
         allocated=allocated,
@@ -229,7 +225,7 @@ def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.
         minimum_reserved=minimum_reserved(logs[highest].events, allocated, reserved),
         peak_phase=tensors.phase if highest == "step" else highest,
         parts={kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
-        phase_peaks={**phase_peaks, **replays["step"].peaks},
+        phase_peaks={phase: size for part in memory.values() for phase, size in part.allocated.items()},
         flops=step.flops,
         trainable_parameters=step.trainable_parameters,
         versions={

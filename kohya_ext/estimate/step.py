@@ -32,10 +32,6 @@ from kohya_ext.patching.attributes import replaced
 
 CACHING, SAMPLING = "caching", "sampling"
 
-#: Bytes of cuBLAS's workspace, which each thread that multiplies matrices keeps: ``:4096:2:16:8`` by PyTorch's default on GPUs
-#: before Hopper. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
-WORKSPACE = (2 * 4096 + 8 * 16) * 2**10
-
 
 @dataclass(frozen=True)
 class Log:
@@ -69,8 +65,8 @@ class Training:
     vae_dtype: torch.dtype
     resident: list[tuple[Any, Kind]]
     """Modules in GPU memory during the step."""
-    kept: list[torch.Tensor] = field(default_factory=list)
-    """Other tensors in GPU memory: cuBLAS's workspaces, averages of the trained weights (patches/ema.py)."""
+    average: list[torch.Tensor] = field(default_factory=list)
+    """Averages of the trained weights, if they are in GPU memory (patches/ema.py)."""
 
 
 class _Dataset:
@@ -417,13 +413,17 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
 def allocate_resident(training: Training, tracker: Tracker) -> int:
     """Allocate everything in GPU memory before a step, including optimizer state; return the number of events."""
     config, optimizer = training.config, training.optimizer
-    if config.blocks_to_swap:
-        # A swapped block reuses the memory of another one; only weights are moved (custom_offloading_utils.py).
-        swapped = [part for block in training.models.blocks(config.blocks_to_swap) for part in block.modules()]
-        tracker.exclude(part.weight for part in swapped if isinstance(getattr(part, "weight", None), torch.Tensor))
-    _keep_workspace(training, tracker)
+    swapped = training.models.blocks(config.blocks_to_swap or 0)
     for module, kind in training.resident:
-        tracker.mark(_tensors(module), kind)
+        tracker.mark(_tensors(module, swapped), kind)
+        if module is training.models.unet:
+            for block in swapped:
+                # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's weights
+                # (custom_offloading_utils.py).
+                tracker.mark(_tensors(block), kind)
+                weights = (getattr(part, "weight", None) for part in block.modules())
+                tracker.offload(weight for weight in weights if isinstance(weight, torch.Tensor))
+    loaded = len(tracker.events)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
     # Keep the optimizer state, drop the gradients that created it.
     _make_gradients(training)
@@ -435,9 +435,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     for tensors in states:
         tracker.mark(tensors, Kind.OPTIMIZER_STATE)
     if config.ema:
-        average = [torch.empty(weight.shape) for weight in training.trained if weight.requires_grad]
-        tracker.mark(average, Kind.AVERAGE)
-        training.kept += average
+        training.average = [torch.empty(weight.shape) for weight in training.trained if weight.requires_grad]
+        tracker.mark(training.average, Kind.AVERAGE)
     if config.gradient_accumulation_steps > 1:
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
@@ -448,16 +447,10 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
         step_in_backward(training)
     gc.collect()
     paged = config.optimizer_type.lower().startswith("paged")
-    start = tracker.compact(offloaded=(value for tensors in states for value in tensors) if paged else ())
+    start = tracker.compact(loaded, (value for tensors in states for value in tensors) if paged else ())
     if not paged:
         tracker.expect_first_use(states)
     return start
-
-
-def _keep_workspace(training: Training, tracker: Tracker) -> None:
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8)
-    tracker.mark([workspace], Kind.WORKSPACE)
-    training.kept.append(workspace)
 
 
 def run_step(training: Training, tracker: Tracker) -> int:
@@ -468,7 +461,6 @@ def run_step(training: Training, tracker: Tracker) -> int:
     tracker.mark_saved()
     network = training.network
     with tracker.during(BACKWARD):
-        _keep_workspace(training, tracker)  # autograd's thread has its own
         training.accelerator.backward(loss)
     with tracker.during(STEP):
         if network is not None:
@@ -655,5 +647,9 @@ def _dtypes(config: MemoryConfig) -> tuple[torch.dtype, torch.dtype]:
     return dtype, torch.float32 if config.no_half_vae else dtype
 
 
-def _tensors(module: Any) -> Iterable[torch.Tensor]:
-    return (*module.parameters(), *module.buffers())
+def _tensors(module: Any, skip: Sequence[Any] = ()) -> Iterator[torch.Tensor]:
+    """Yield a module's tensors, without those of some modules in it, in the order in which ``.to(device)`` moves them."""
+    for child in module.children():
+        if child not in skip:
+            yield from _tensors(child, skip)
+    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)

@@ -25,6 +25,13 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 
 _aten = torch.ops.aten
 
+#: Operators that use cuBLAS.
+MATRIX_PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default))
+
+#: Bytes of cuBLAS's workspace, which each thread that multiplies matrices keeps: ``:4096:2:16:8``, PyTorch's default on GPUs
+#: before Hopper. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
+WORKSPACE = (2 * 4096 + 8 * 16) * 2**10
+
 #: Two of three calls that reach a mode above fake tensors are autograd and autocast asking for a tensor's device. Answering
 #: here, instead of in the modes below, saves a third of an estimate's time.
 DEVICE = torch.ops.prim.device.default
@@ -48,6 +55,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     flops: int = 0
     phase: str = FORWARD
     _live: dict[int, _Storage] = field(default_factory=dict)
+    workspaces: dict[bool, torch.Tensor] = field(default_factory=dict)
+    """cuBLAS's workspaces: of autograd's thread, which runs the backward pass (True), and of the main thread (False)."""
     _paused: bool = False
     _unused: dict[int, list[int]] = field(default_factory=dict)
     """Optimizer state that the step has not used yet: key of a storage -> numbers of the storages created with it."""
@@ -72,12 +81,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for tensor in tensors:
             self.kinds[self._record(tensor, kind)] = kind
 
-    def exclude(self, tensors: Iterable[Any]) -> None:
-        """Exclude tensors that are not in GPU memory: they count no bytes."""
+    def offload(self, tensors: Iterable[Any]) -> None:
+        """Log tensors as freed now: they are in host memory from here on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._live[id(storage)] = _Storage(len(self.kinds), weakref.ref(storage))
-            self.kinds.append(Kind.TEMPORARY)
+            number = self._live[id(storage)].number
+            self.events.append(Event(number, -storage.nbytes(), self.phase))
+            self._live[id(storage)] = _Storage(number, weakref.ref(storage))
 
     def mark_saved(self) -> None:
         """Mark the tensors alive after the forward pass as saved for backward. Call it before the backward pass."""
@@ -85,15 +95,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if self.kinds[storage.number] is Kind.TEMPORARY:
                 self.kinds[storage.number] = Kind.ACTIVATION
 
-    def compact(self, offloaded: Iterable[Any] = ()) -> int:
-        """Drop the events of freed storages; return the number of events left, one for each storage that is alive.
+    def compact(self, first: int = 0, offloaded: Iterable[Any] = ()) -> int:
+        """Drop the events of freed storages after the ``first`` events; return the number of events left.
 
         The storages of the tensors in ``offloaded`` are dropped too, since they are not in GPU memory.
         """
         dropped = {self._live[id(tensor.untyped_storage())].number for tensor in offloaded}
-        kept = sorted(storage.number for storage in self._live.values() if storage.number not in dropped)
-        sizes = {event.storage: event.bytes for event in self.events if event.bytes > 0}
-        self.events[:] = [Event(number, sizes[number], self.phase) for number in kept if number in sizes]
+        dropped |= {event.storage for event in self.events if event.bytes < 0}
+        alive = {storage.number for storage in self._live.values()} - dropped
+        after = (event for event in self.events[first:] if event.bytes > 0 and event.storage in alive)
+        self.events[first:] = sorted(after, key=lambda event: event.storage)
         return len(self.events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,6 +118,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._count(func, args, kwargs, result)
         if not self._paused:
             self.record(result, self._kind_of(func, args))
+        if func in MATRIX_PRODUCTS and (thread := self.phase == BACKWARD) not in self.workspaces:
+            self.workspaces[thread] = torch.empty(WORKSPACE, dtype=torch.uint8)
+            self._record(self.workspaces[thread], Kind.WORKSPACE)
         return result
 
     def expect_first_use(self, states: Iterable[Sequence[Any]]) -> None:
@@ -172,13 +186,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self.kinds.append(kind)
         size = storage.nbytes()
         self._live[key] = _Storage(number, weakref.ref(storage, partial(self._freed, key, number, size)))
-        self.events.append(Event(number, size, self.phase))
+        if size:
+            self.events.append(Event(number, size, self.phase))
         return number
 
     def _freed(self, key: int, number: int, size: int, reference: Any) -> None:
+        self._use(key)  # state that is replaced unread
         if self._live.get(key) is not None and self._live[key].number == number:
             del self._live[key]
-        self.events.append(Event(number, -size, self.phase))
+        if size:
+            self.events.append(Event(number, -size, self.phase))
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.flops += _flops(func, args, kwargs, result)
