@@ -6,6 +6,7 @@ it, and freed with its last tensor, so the log is independent of any allocator.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,11 +59,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     workspaces: dict[bool, torch.Tensor] = field(default_factory=dict)
     """cuBLAS's workspaces: of autograd's thread, which runs the backward pass (True), and of the main thread (False)."""
     _paused: bool = False
+    _replaced: set[tuple[int, int]] = field(default_factory=set)
+    """Keys and numbers of storages whose number another one has: the result of an addition in place."""
     _unused: dict[int, list[int]] = field(default_factory=dict)
     """Optimizer state that the step has not used yet: key of a storage -> numbers of the storages created with it."""
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._unshared = references_of_gradient()
 
     def __hash__(self) -> int:
         return id(self)
@@ -114,10 +118,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         kwargs = kwargs or {}
         if self._unused:
             self._log_first_use(args)
+        accumulated = self._accumulated(func, args)
         result = func(*args, **kwargs)
         self._count(func, args, kwargs, result)
+        if accumulated is not None:
+            self._take_over(accumulated, result)
         if not self._paused:
             self.record(result, self._kind_of(func, args))
+        if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default and kwargs.get("attn_mask") is None:
+            self._log_flash_attention_backward(args[1])
         if func in MATRIX_PRODUCTS and (thread := self.phase == BACKWARD) not in self.workspaces:
             self.workspaces[thread] = torch.empty(WORKSPACE, dtype=torch.uint8)
             self._record(self.workspaces[thread], Kind.WORKSPACE)
@@ -190,7 +199,45 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.events.append(Event(number, size, self.phase))
         return number
 
+    def _log_flash_attention_backward(self, query: Any) -> None:
+        """Log the temporaries of CUDA's flash attention: the query's gradient in fp32 and a sum per query, of rounded sizes.
+
+        https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
+        """
+        batch, heads, length, width = query.shape
+        rows = batch * heads * -(-length // 128) * 128
+        numbers = (len(self.kinds), len(self.kinds) + 1)
+        self.kinds += (Kind.TEMPORARY, Kind.TEMPORARY)
+        sizes = (4 * rows, 4 * rows * -(-width // 32) * 32)
+        self.events += (Event(number, size, self.phase) for number, size in zip(numbers, sizes, strict=True))
+        self.events += (Event(number, -size, self.phase) for number, size in zip(numbers, sizes, strict=True))
+
+    def _accumulated(self, func: Any, args: Any) -> Any:
+        """Return the gradient that autograd adds another one to in place; None for every other operator.
+
+        The engine never does so under a dispatch mode. Its rule: ``can_accumulate_inplace`` in
+        https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp.
+        """
+        if func is not _aten.add.Tensor or self.phase != BACKWARD or torch.is_grad_enabled():
+            return None
+        if not all(isinstance(value, torch.Tensor) for value in args) or args[0].dtype is not args[1].dtype:
+            return None
+        return next((value for value in args if _references(value) == self._unshared and _is_dense(value)), None)
+
+    def _take_over(self, before: Any, after: Any) -> None:
+        """Log nothing for a result, which is in the memory of an input that is freed now."""
+        storage, key = after.untyped_storage(), id(before.untyped_storage())
+        known = self._live.pop(key, None)
+        if known is None or storage.nbytes() != before.untyped_storage().nbytes():
+            return
+        self._replaced.add((key, known.number))
+        freed = partial(self._freed, id(storage), known.number, storage.nbytes())
+        self._live[id(storage)] = _Storage(known.number, weakref.ref(storage, freed))
+
     def _freed(self, key: int, number: int, size: int, reference: Any) -> None:
+        if (key, number) in self._replaced:
+            self._replaced.remove((key, number))
+            return
         self._use(key)  # state that is replaced unread
         if self._live.get(key) is not None and self._live[key].number == number:
             del self._live[key]
@@ -199,6 +246,40 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.flops += _flops(func, args, kwargs, result)
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Return whether a tensor's elements are next to each other in memory, in any order of the dimensions."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != length:
+            return False
+        length *= size
+    return True
+
+
+def _references(tensor: Any) -> tuple[int, int]:
+    """Return how many references a tensor and its storage have."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def references_of_gradient() -> tuple[int, int]:
+    """Return the references that a dispatch mode sees of a gradient that only autograd holds; they depend on torch's version."""
+    seen = []
+
+    class Observer(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _aten.add.Tensor:
+                seen.append(_references(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with torch.enable_grad():
+        value = torch.ones(2, requires_grad=True)
+        loss = (value.exp() * value.sin()).sum()
+    with Observer():
+        loss.backward()
+    return seen[0]
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
