@@ -39,6 +39,9 @@ OUTPUT = results.FOLDER / "full_size.json"
 STEPS = 3
 LARGE_CARD = 80 * GIB
 
+#: Families whose step reads the captions' lengths from the GPU, where a virtual one has only zeros.
+READS_LENGTHS = ("chroma", "lumina")
+
 #: At least as many characters as a text encoder takes tokens; the tokenizers here have one token for each. The quoted text is
 #: what HunyuanImage's second text encoder reads.
 CAPTION = 'a sign with the words "' + "sks style " * 20 + '" on ' + "a wall " * 100
@@ -84,26 +87,30 @@ def measure(row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespa
         *option_words({} if option is None else dict([option])),
     ]
     predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
-    used = run(row, checkout, scratch, given, arguments, STEPS * config.gradient_accumulation_steps)
+    tokens = config.t5xxl_max_token_length or config.family.t5_tokens or config.gemma2_max_token_length or 256
+    numbers = (STEPS * config.gradient_accumulation_steps, tokens if config.family.name in READS_LENGTHS else 0)
+    used = run(row, checkout, scratch, given, arguments, numbers)
     return {
         "card": row.card,
         "arguments": " ".join([row.script, *row.arguments]),
         "predicted": {"allocated": predicted.allocated, "reserved": predicted.reserved},
         "used": used,
         "error_percent": {
-            kind: round(100 * (getattr(predicted, kind) / used[kind] - 1), 2) for kind in ("allocated", "reserved") if used.get(kind)
+            kind: round(100 * (getattr(predicted, kind) / used[kind] - 1), 2)
+            for kind in ("allocated", "reserved")
+            if used.get(kind)
         },
     }
 
 
 def run(
-    row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, arguments: list[str], passes: int
+    row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, arguments: list[str], numbers: tuple[int, int]
 ) -> dict[str, Any]:
-    """Run a command line on the virtual GPU and return the worker's result."""
+    """Run a command line on the virtual GPU and return the worker's result; ``numbers`` are its passes and tokens."""
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
     launcher = shlex.split(given.launcher.format(memory=f"{row.card // 2**20}MiB"))
-    words = [given.python, "-m", "benchmarks.full_size_worker", str(result), str(passes), str(int(given.allocations))]
+    words = [given.python, "-m", "benchmarks.full_size_worker", str(result), *map(str, numbers), str(int(given.allocations))]
     variables = environment.variables(scratch / "models" / "tokenizers") | {
         "PYTHONPATH": environment.python_path(results.ROOT),
         "KOHYA_EXT_CACHE": str(scratch / "cache"),
@@ -122,7 +129,7 @@ def run(
     if not result.exists():
         return {"failed": f"exit code {code}: {last_line(log)}"}
     used: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return used if len(used["steps"]) == passes else {**used, "failed": f"exit code {code}: {last_line(log)}"}
+    return used if len(used["steps"]) == numbers[0] else {**used, "failed": f"exit code {code}: {last_line(log)}"}
 
 
 def write_images(folder: Path, count: int, size: tuple[int, int]) -> None:

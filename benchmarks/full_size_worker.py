@@ -1,9 +1,10 @@
 """Run a training command on a virtual GPU and write its memory, launches and host time as JSON.
 
-    python -m benchmarks.full_size_worker RESULT PASSES ALLOCATIONS arguments of kohya_ext...
+    python -m benchmarks.full_size_worker RESULT PASSES TOKENS ALLOCATIONS arguments of kohya_ext...
 
-The run ends before the backward pass after ``PASSES``, so it never saves. With ``ALLOCATIONS`` 1, the result also has the
-tensors alive at the peak, by the lines of code that allocated them.
+The run ends before the backward pass after ``PASSES``, so it never saves. Every integer that it reads from the GPU, a length of
+a caption, is ``TOKENS``; 0 leaves what the GPU returns. With ``ALLOCATIONS`` 1, the result also has the tensors alive at the
+peak, by the lines of code that allocated them.
 
 Host memory holds no weights: casts and copies of large tensors on the host, and copies to it, return uninitialized memory,
 which takes no space until it is read. The virtual GPU computes no values, so none are lost.
@@ -32,12 +33,14 @@ LINES = 3
 
 def main() -> None:
     """Run the command and write the result, also after an error."""
-    result, passes, allocations = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
-    sys.argv = ["kohya_ext", *sys.argv[4:]]
+    result, passes, tokens, allocations = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
+    sys.argv = ["kohya_ext", *sys.argv[5:]]
     if allocations:
         torch.cuda.memory._record_memory_history(max_entries=4_000_000, context="alloc", stacks="python")
     leave_host_memory_empty()
     skip_checkpoint_hashes()
+    if tokens:
+        assume_lengths(tokens)
     steps = end_after(passes)
     try:
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
@@ -84,6 +87,17 @@ def skip_checkpoint_hashes() -> None:
 
     for name in ("library.model_io", "library.train_util"):
         wrapt.register_post_import_hook(replace, name)
+
+
+def assume_lengths(tokens: int) -> None:
+    """Let ``.item()`` and ``.tolist()`` return ``tokens`` for every integer on the GPU."""
+
+    def is_length(tensor: Any) -> bool:
+        return bool(tensor.is_cuda and tensor.dtype in (torch.int32, torch.int64))
+
+    item, as_list = torch.Tensor.item, torch.Tensor.tolist
+    torch.Tensor.item = lambda self: tokens if is_length(self) else item(self)
+    torch.Tensor.tolist = lambda self: torch.full(self.shape, tokens).tolist() if is_length(self) else as_list(self)
 
 
 def end_after(passes: int) -> list[dict[str, Any]]:

@@ -95,7 +95,10 @@ def _sd3(config: MemoryConfig, built: models.Models) -> _Files:
 
 def _hunyuan_image(config: MemoryConfig, built: models.Models) -> _Files:
     # hunyuan_image_text_encoder.py renames the tensors of its files to the names of the current transformers.
-    names = {"text_encoder": {"model.language_model.": "model.", "model.visual.": "visual."}, "byt5": {"embed_tokens.": "shared."}}
+    names = {
+        "text_encoder": {"model.language_model.": "model.", "model.visual.": "visual."},
+        "byt5": {"embed_tokens.": "shared."},
+    }
     for option, tensors in _tensors_by_option(config, built):
         renamed = names.get(option, {})
         yield option, {_renamed(name, renamed): tensor for name, tensor in tensors.items()}

@@ -136,7 +136,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         """Log the first use of optimizer state from now on. Tensors in one sequence, a parameter's, are created together."""
         for tensors in states:
             keys = [key for key in (id(tensor.untyped_storage()) for tensor in tensors) if key in self._live]
-            self._unused |= dict.fromkeys(keys, [self._live[key].number for key in keys])
+            numbers = [self._live[key].number for key in keys]  # one list, which _use empties
+            self._unused |= dict.fromkeys(keys, numbers)
 
     def log_unused(self) -> None:
         """Log the first use of all optimizer state that no operator has used, since a kernel outside torch did."""
@@ -265,8 +266,8 @@ def _references(tensor: Any) -> tuple[int, int]:
 
 @functools.cache
 def references_of_gradient() -> tuple[int, int]:
-    """Return the references that a dispatch mode sees of a gradient that only autograd holds; they depend on torch's version."""
-    seen = []
+    """Return the references that a dispatch mode sees of a gradient that only autograd holds, which depend on torch's version."""
+    seen: list[tuple[int, int]] = []
 
     class Observer(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
