@@ -4,8 +4,9 @@
 
 Each row is a preset of the table of estimates: the real script trains three steps from sparse checkpoints (zeros that take no
 disk space). PyTorch's CUDA path and its caching allocator are real; a virtual GPU only computes nothing. A row takes 20 to 90 s
-and 2 to 6 GB of host memory. Rows in the output file are not run again unless ``--again`` is given, so that an interrupted run
-continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of 80 GB as well.
+and 2 to 6 GB of host memory. Rows in the output file are only predicted again, unless ``--again`` is given, so that an
+interrupted run continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of
+80 GB as well.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ def rows(with_faster: bool) -> Iterator[Row]:
             yield Row(f"{tier.name} {' '.join(changed)}", script, [*preset, *changed], LARGE_CARD)
 
 
-def measure(row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Return a row's prediction and what its run used, in bytes."""
+def measure(
+    row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, used: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a row's prediction and what its run used, in bytes: ``used``, or measured now."""
     command = CommandLine(checkout.script(row.script), row.arguments, {})
     config = memory_config.normalized(memory_config.read(command)[0])
     models = sparse_checkpoints.write(checkout, config, scratch / "models")
@@ -87,9 +90,8 @@ def measure(row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespa
         *option_words({} if option is None else dict([option])),
     ]
     predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
-    tokens = config.t5xxl_max_token_length or config.family.t5_tokens or config.gemma2_max_token_length or 256
-    numbers = (STEPS * config.gradient_accumulation_steps, tokens if config.family.name in READS_LENGTHS else 0)
-    used = run(row, checkout, scratch, given, arguments, numbers)
+    if used is None:
+        used = run(row, checkout, scratch, given, arguments, _numbers(config))
     return {
         "card": row.card,
         "arguments": " ".join([row.script, *row.arguments]),
@@ -101,6 +103,12 @@ def measure(row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespa
             if used.get(kind)
         },
     }
+
+
+def _numbers(config: memory_config.MemoryConfig) -> tuple[int, int]:
+    """Return the backward passes to run, and the tokens that the worker assumes."""
+    tokens = config.t5xxl_max_token_length or config.family.t5_tokens or config.gemma2_max_token_length or 256
+    return STEPS * config.gradient_accumulation_steps, tokens if config.family.name in READS_LENGTHS else 0
 
 
 def run(
@@ -165,9 +173,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         scratch = given.scratch or Path(temporary)
         for row in rows(given.faster):
-            if not row.name.startswith(given.only) or (row.name in document["rows"] and not given.again):
+            if not row.name.startswith(given.only):
                 continue
-            document["rows"][row.name] = measured = measure(row, checkout, scratch, given)
+            used = None if given.again else document["rows"].get(row.name, {}).get("used")
+            document["rows"][row.name] = measured = measure(row, checkout, scratch, given, used)
             print(f"{row.name}: {measured['error_percent']} {measured['used'].get('failed', '')}", file=sys.stderr, flush=True)
             document |= {"sd_scripts": checkout.version, **results.kohya_ext_commit()}
             given.output.parent.mkdir(parents=True, exist_ok=True)

@@ -266,7 +266,7 @@ def _references(tensor: Any) -> tuple[int, int]:
 
 @functools.cache
 def references_of_gradient() -> tuple[int, int]:
-    """Return the references that a dispatch mode sees of a gradient that only autograd holds, which depend on torch's version."""
+    """Return the references to a gradient that only autograd holds, as a dispatch mode sees them in this version of torch."""
     seen: list[tuple[int, int]] = []
 
     class Observer(TorchDispatchMode):  # type: ignore[misc]
