@@ -50,7 +50,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """Return the bytes of each storage, at most as many as its tensors show."""
+    """Return the bytes of each storage, capped at the sizes of its tensors."""
     tensors = [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -62,7 +62,7 @@ def _storages(values: Any) -> dict[int, int]:
 def count(checkout: Checkout, command: CommandLine, without: Sequence[str]) -> dict[str, Any]:
     """Return the counts of forward, recomputation and backward of one step, without the patches in ``without``.
 
-    ``kernels``, ``moved_bytes`` and ``flops`` (a multiply-add is two), and the first two by operator.
+    ``kernels``, ``moved_bytes`` and ``flops`` (a multiply-add counts as two), and the first two by operator.
     """
     with importable(checkout), measurement.patched(checkout, command.settings.with_(disable_patch=tuple(without))):
         choices, arguments, trainer = measurement.read(checkout, command)

@@ -1,4 +1,4 @@
-"""Start workers, send them commands, end them."""
+"""Start workers, send them commands and stop them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Bench:
         if "KOHYA_EXT_CACHE" in os.environ:
             variables["KOHYA_EXT_CACHE"] = os.environ["KOHYA_EXT_CACHE"]
         if self.device == "cpu":
-            # OpenMP's threads wait actively, which slows small steps down many times on shared cores.
+            # OpenMP threads busy-wait, which makes small steps many times slower on shared cores.
             variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return {**variables, **more}
 
@@ -79,7 +79,7 @@ class Worker:
         finally:
             end.cancel()
         if not line and patience is not None and time.monotonic() - begun >= patience:
-            raise WorkerError(f"not done after {patience:.0f} s, and ended")
+            raise WorkerError(f"stopped after {patience:.0f} s without an answer")
         if not line:
             raise WorkerError(f"it ended with exit code {self.process.wait()}: {last_line(self.log)}")
         answer: dict[str, Any] = json.loads(line)
@@ -90,7 +90,7 @@ class Worker:
     def end(self) -> None:
         """Wait until the worker has ended and its memory is free."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the worker ended before it had read all
+        with contextlib.suppress(BrokenPipeError):  # the worker ended before it read everything
             self.process.stdin.close()
         self.process.wait()
 
@@ -131,7 +131,7 @@ def last_line(log: Path) -> str:
 
 
 def available(patches: Sequence[str]) -> str | None:
-    """Return which of a variant's patches are missing in this tree, as a sentence; None when all are there."""
+    """Return a sentence about a variant's missing patches; None if none is missing."""
     from kohya_ext.patching.patch import registry
 
     missing = [name for name in patches if name not in registry()]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ratios import Ratio
 from benchmarks.results import FOLDER, Comparison, Result, kept, read
 from kohya_ext.console import error, note
 from kohya_ext.units import GB
@@ -68,7 +69,7 @@ def _about(result: Result) -> Iterator[str]:
     if result.note:
         yield f"Note: {result.note}."
     if not result.complete:
-        yield "**Incomplete.** The time was up before all rounds were done, or a part failed."
+        yield "**Incomplete.** Time ran out before all rounds were done, or a part failed."
 
 
 #: Peak -> title of its column.
@@ -95,7 +96,7 @@ def table(comparison: Comparison, result: Result) -> Iterator[str]:
         if row is None:
             yield f"| {variant.meaning} | {variant.status}: {variant.reason} |{' |' * (len(titles) - 2)}"
             continue
-        cells = [variant.meaning, _seconds(row), _ratio(row)]
+        cells = [variant.meaning, _seconds(row), str(Ratio(**row["ratio"])) if "ratio" in row else ""]
         cells += [f"{batch / row['median']:.2f}"] if stepping else []
         cells += [f"{variant.memory[name] / GB:#.3g}" if name in variant.memory else "" for name in memory]
         if rated and comparison.flops:
@@ -110,10 +111,6 @@ def _seconds(row: dict[str, Any]) -> str:
     return f"{row['median']:.4g} ({lower:.4g} to {upper:.4g})"
 
 
-def _ratio(row: dict[str, Any]) -> str:
-    return "{of_medians:.2f}x ({lowest:.2f} to {highest:.2f})".format(**row["ratio"]) if "ratio" in row else ""
-
-
 def _warm_up(comparison: Comparison) -> Iterator[str]:
     times = [
         f"{variant.name} {variant.warm_up['first_steps_seconds'][0]:.3g} s"
@@ -121,7 +118,7 @@ def _warm_up(comparison: Comparison) -> Iterator[str]:
         if variant.warm_up.get("first_steps_seconds")
     ]
     if times:
-        yield f"\nFirst step, not included above, which compiles what no earlier variant has compiled: {', '.join(times)}."
+        yield f"\nFirst step, not included above; it compiles whatever earlier variants have not compiled: {', '.join(times)}."
 
 
 def at_equal_cost(comparison: Comparison) -> Iterator[str]:
@@ -140,7 +137,7 @@ def at_equal_cost(comparison: Comparison) -> Iterator[str]:
 
 
 def _points(comparison: Comparison) -> tuple[str | None, dict[str, tuple[float, float]]]:
-    """Return a peak that all measured variants have, if any, and the peak in GB and the median of each variant."""
+    """Return the name of a peak that all measured variants have, if any, and each variant's peak in GB and median."""
     measured = [variant for variant in comparison.variants if variant.rounds]
     memory = next((name for name in ("reserved", "allocated") if all(name in variant.memory for variant in measured)), None)
     if memory is None:

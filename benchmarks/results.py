@@ -11,12 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from benchmarks.ratios import pooled, quartiles, ratio
+from kohya_ext.estimate import cache
 from kohya_ext.sdscripts.checkouts import Checkout
 
 SCHEMA = 1
@@ -64,7 +64,7 @@ class Comparison:
     configuration: dict[str, Any]
     variants: list[Variant]
     flops: int | None = None
-    """FLOPs of one step without recomputation; a multiply-add is two."""
+    """FLOPs of one step without recomputation; a multiply-add counts as two."""
 
     def is_whole(self, rounds: int) -> bool:
         """Return whether every variant that ran has all its rounds."""
@@ -102,7 +102,7 @@ class Result:
     """A remark for readers, for example that the machine was shared."""
     comparisons: list[Comparison] = field(default_factory=list)
     complete: bool = False
-    """False while it is being measured, and when the time was up before all rounds were done."""
+    """False during the measurement, or if time ran out before all rounds were done."""
     schema: int = SCHEMA
 
     def write(self, file: Path) -> None:
@@ -140,6 +140,7 @@ def kept(folder: Path = FOLDER) -> list[Path]:
 def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bool, note: str = "") -> Result:
     """Return an empty result for this machine. ``device`` is a worker's description of the device."""
     command = shlex.join(["python", *without_paths(_module_and_arguments())])
+    packages = {package: version for package in PACKAGES if (version := cache.version(package)) is not None}
     return Result(
         suite=suite,
         command=command,
@@ -152,19 +153,15 @@ def begin(suite: str, checkout: Checkout, device: Mapping[str, Any], reduced: bo
             "load_at_start": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
             **device,
         },
-        versions={"python": platform.python_version(), **_versions()},
-        commits={
-            **kohya_ext_commit(),
-            "sd_scripts": checkout.commit,
-            "sd_scripts_version": checkout.version,
-        },
+        versions={"python": platform.python_version(), **packages},
+        commits={**kohya_ext_commit(), "sd_scripts": checkout.commit, "sd_scripts_version": checkout.version},
         reduced=reduced,
         note=note,
     )
 
 
 def kohya_ext_commit() -> dict[str, Any]:
-    """Return the extension's commit, and whether the tree differs from it."""
+    """Return the extension's commit, and whether the working tree differs from it."""
     try:
         head = _git("rev-parse", "HEAD")
         changed = bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"))
@@ -196,16 +193,6 @@ def without_paths(words: Sequence[str]) -> list[str]:
             kept.append(word)
         skip = word in PATHS
     return kept
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _processor() -> str:

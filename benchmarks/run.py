@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.families import FAMILIES
 from benchmarks.plan import Plan
 from benchmarks.processes import Bench, WorkerError, ask_once
+from benchmarks.ratios import Ratio
 from benchmarks.results import FOLDER, Result, begin
 from kohya_ext.config.settings import count
 from kohya_ext.console import error, note
@@ -137,7 +138,7 @@ def _print(result: Result) -> int:
             row = summary.get(variant.name)
             text = f"{variant.status}: {variant.reason}" if row is None else f"{row['median']:.4g}"
             if row is not None and "ratio" in row:
-                text += "  {of_medians:.2f}x ({lowest:.2f} to {highest:.2f})".format(**row["ratio"])
+                text += f"  {Ratio(**row['ratio'])}"
             print(f"  {variant.name:22} {text}   {variant.meaning}")
             failed = failed or variant.status == "failed"
     return 1 if failed else 0

@@ -31,29 +31,22 @@ from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
 from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import shrink
 
-_COMMON = ["--sdpa", "--cache_latents", "--cache_text_encoder_outputs", "--mixed_precision", "bf16"]
-_LORA = ["--network_module", "networks.lora", "--network_dim", "16", "--network_train_unet_only", "--optimizer_type", "AdamW"]
-
-
-def _lora_of(family: str) -> list[str]:
-    return [f"{word}_{family}" if word == "networks.lora" else word for word in _LORA]
-
-
-_FULL = ["--learning_rate", "1e-5", "--optimizer_type"]
-_GROUPS = ["--fused_optimizer_groups", "4"]
-_ADAFACTOR = ["Adafactor", "--optimizer_args", "relative_step=False"]
+_COMMON = "--mixed_precision bf16 --sdpa --cache_latents"
+CACHED = "--cache_text_encoder_outputs"
+FULL = f"sdxl_train.py {_COMMON} {CACHED} --learning_rate 1e-5 --optimizer_type"
+ADAFACTOR = "Adafactor --optimizer_args relative_step=False"
+LORA = f"{_COMMON} --network_dim 16 --network_train_unet_only --optimizer_type AdamW --network_module networks.lora"
 
 #: Name -> script and arguments.
-CASES: dict[str, tuple[str, list[str]]] = {
-    "lora": ("sdxl_train_network.py", [*_COMMON, *_LORA]),
-    "full, fp32 weights, AdamW": ("sdxl_train.py", [*_COMMON, *_FULL, "AdamW"]),
-    "full, bf16 weights, Adafactor": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--full_bf16"]),
-    "full, bf16 weights, AdamW in 4 groups": ("sdxl_train.py", [*_COMMON, *_FULL, "AdamW", "--full_bf16", *_GROUPS]),
-    "full, fp32 weights, Adafactor fused": ("sdxl_train.py", [*_COMMON, *_FULL, *_ADAFACTOR, "--fused_backward_pass"]),
-    "SD1.5 lora": ("train_network.py", [word for word in (*_COMMON, *_LORA) if word != "--cache_text_encoder_outputs"]),
-    "Lumina lora": ("lumina_train_network.py", [*_COMMON, *_lora_of("lumina"), "--model_prediction_type", "raw"]),
+CASES = {
+    "lora": f"sdxl_train_network.py {CACHED} {LORA}",
+    "full, fp32 weights, AdamW": f"{FULL} AdamW",
+    "full, bf16 weights, Adafactor": f"{FULL} {ADAFACTOR} --full_bf16",
+    "full, bf16 weights, AdamW in 4 groups": f"{FULL} AdamW --full_bf16 --fused_optimizer_groups 4",
+    "full, fp32 weights, Adafactor fused": f"{FULL} {ADAFACTOR} --fused_backward_pass",
+    "SD1.5 lora": f"train_network.py {LORA}",
+    "Lumina lora": f"lumina_train_network.py {CACHED} {LORA}_lumina --model_prediction_type raw",
 }
-
 
 _CHECKPOINTING, _COMPILE = ["--gradient_checkpointing"], ["--selective_torch_compile"]
 PLAIN: dict[str, list[str]] = {"": [], ", checkpointing": _CHECKPOINTING, ", fused operations": ["--fused_operations"]}
@@ -128,6 +121,12 @@ def _peak(events: Sequence[Event], kinds: Sequence[Kind]) -> int:
     return peak([event for event in events if kinds[event.storage] is not Kind.WORKSPACE], kinds).bytes
 
 
+def write(report: dict[str, Any], file: Path) -> None:
+    """Write a report as JSON."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Compare every case; print and write JSON; return 1 when an error exceeds ``--limit`` percent."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,10 +144,10 @@ def main() -> int:
     shrink.install()
     checkout = find_or_fetch(given.sd_scripts)
     cases = {}
-    for name, (script, arguments) in CASES.items():
+    for name, case in CASES.items():
         for suffix, more in (COMPILED if given.compiled else PLAIN).items():
             if f"{name}{suffix}".startswith(given.only):
-                argv = [*arguments, *more, "--resolution", str(given.size)]
+                script, *argv = [*case.split(), *more, "--resolution", str(given.size)]
                 with importable(checkout):
                     cases[f"{name}{suffix}"] = compare(checkout, script, argv)
                 print(f"{name}{suffix}: {cases[f'{name}{suffix}']}", file=sys.stderr, flush=True)
@@ -161,11 +160,9 @@ def main() -> int:
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "cases": cases,
     }
-    text = json.dumps(report, indent=1)
     if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text + "\n", encoding="utf-8")
-    print(text)
+        write(report, given.output)
+    print(json.dumps(report, indent=1))
     return int(any(abs(case["error_percent_above_the_weights"]) > given.limit for case in cases.values()))
 
 

@@ -1,6 +1,6 @@
 """Compare the estimates with a CUDA GPU, and fit the constants that need one: context, workspaces, fragmentation.
 
-    python benchmarks/vram_calibration.py [--sd-scripts FOLDER] [--output benchmarks/results/vram_calibration.json]
+    python -m benchmarks.vram_calibration [--sd-scripts FOLDER] [--output benchmarks/results/vram_calibration.json]
 
 Every case is a command line at full size with random weights, in a separate process. It is estimated, then three steps run
 on the GPU, measured by torch.cuda.max_memory_allocated, max_memory_reserved and nvidia-smi. Cases in the output file are not
@@ -22,6 +22,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from benchmarks.vram_accuracy import ADAFACTOR, CACHED, FULL, LORA, write
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, measurement
 from kohya_ext.estimate.result import CONTEXT_BYTES
@@ -29,23 +30,20 @@ from kohya_ext.sdscripts.checkouts import find_or_fetch
 from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import shrink
 
-_COMMON = "--mixed_precision bf16 --sdpa --cache_latents --cache_text_encoder_outputs"
-_LORA = f"{_COMMON} --network_dim 16 --network_train_unet_only --optimizer_type AdamW --network_module networks.lora"
-_FULL = f"{_COMMON} --learning_rate 1e-5 --gradient_checkpointing --optimizer_type"
-_ADAFACTOR = "Adafactor --optimizer_args relative_step=False"
+_CHECKPOINTING = "--gradient_checkpointing"
 
 CASES = (
-    f"sdxl_train_network.py {_LORA} --gradient_checkpointing",
-    f"sdxl_train_network.py {_LORA} --gradient_checkpointing --train_batch_size 4",
-    f"sdxl_train_network.py {_LORA}",
-    f"sdxl_train.py {_FULL} {_ADAFACTOR} --fused_backward_pass --full_bf16",
-    f"sdxl_train.py {_FULL} {_ADAFACTOR} --fused_backward_pass",
-    f"sdxl_train.py {_FULL} AdamW8bit --full_bf16",
-    f"sdxl_train.py {_FULL} AdamW --full_bf16",
-    f"train_network.py {_LORA.replace('--cache_text_encoder_outputs ', '')} --gradient_checkpointing",
-    f"lumina_train_network.py {_LORA}_lumina --gradient_checkpointing",
-    f"flux_train_network.py {_LORA}_flux --gradient_checkpointing",
-    f"flux_train_network.py {_LORA}_flux --gradient_checkpointing --fp8_base",
+    f"sdxl_train_network.py {CACHED} {LORA} {_CHECKPOINTING}",
+    f"sdxl_train_network.py {CACHED} {LORA} {_CHECKPOINTING} --train_batch_size 4",
+    f"sdxl_train_network.py {CACHED} {LORA}",
+    f"{FULL} {ADAFACTOR} {_CHECKPOINTING} --fused_backward_pass --full_bf16",
+    f"{FULL} {ADAFACTOR} {_CHECKPOINTING} --fused_backward_pass",
+    f"{FULL} AdamW8bit {_CHECKPOINTING} --full_bf16",
+    f"{FULL} AdamW {_CHECKPOINTING} --full_bf16",
+    f"train_network.py {LORA} {_CHECKPOINTING}",
+    f"lumina_train_network.py {CACHED} {LORA}_lumina {_CHECKPOINTING}",
+    f"flux_train_network.py {CACHED} {LORA}_flux {_CHECKPOINTING}",
+    f"flux_train_network.py {CACHED} {LORA}_flux {_CHECKPOINTING} --fp8_base",
 )
 
 
@@ -138,7 +136,11 @@ def main() -> int:
         return 0
     report = json.loads(given.output.read_text(encoding="utf-8")) if given.output.exists() else {"rows": {}}
     for case in (case for case in CASES if case.startswith(given.only) and "measured" not in report["rows"].get(case, {})):
-        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--case", case], stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.vram_calibration", *sys.argv[1:], "--case", case],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         row = done.stdout.rpartition("ROW")[2]
         report["rows"][case] = json.loads(row) if done.returncode == 0 else {"failed": done.returncode}
         report |= {
@@ -148,8 +150,7 @@ def main() -> int:
             "size": given.size,
             "fit": fit(report["rows"]),
         }
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(report, given.output)
         print(case, report["rows"][case], sep="\n  ", flush=True)
     print(json.dumps(report.get("fit"), indent=1))
     return int(any("failed" in row for row in report["rows"].values()))

@@ -6,7 +6,6 @@ one answer. Everything that scripts and libraries print goes to standard error.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import json
@@ -14,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -27,11 +26,12 @@ from benchmarks.counting import count
 from benchmarks.profiling import profile
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import measurement
-from kohya_ext.estimate.memory_config import MemoryConfig, size
+from kohya_ext.estimate.memory_config import size
 from kohya_ext.estimate.models import build
 from kohya_ext.estimate.step import Training, configure, forward, make_batch, prepare, step_in_backward
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patcher, registry
+from kohya_ext.patching.types import Batch
 from kohya_ext.sdscripts.checkouts import Checkout, describe
 from kohya_ext.tiny import shrink
 
@@ -42,9 +42,9 @@ class Step:
 
     training: Training
     scheduler: Any
-    batch: dict[str, Any]
+    batch: Batch
     patcher: Patcher | None
-    by_size: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    by_size: dict[tuple[int, int], Batch] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +58,7 @@ class Step:
         training = self.training
         accelerator, choices = training.accelerator, training.config
         with accelerator.accumulate(training.network or training.models.unet):
-            loss = forward(training, dict(self.batch), self.scheduler)
+            loss = forward(training, self.batch.copy(), self.scheduler)
             accelerator.backward(loss)
             if training.network is not None:
                 training.trainer.all_reduce_network(accelerator, training.network)
@@ -102,8 +102,10 @@ def ready(spec: dict[str, Any]) -> Step:
     configure(choices, arguments, trainer)
     accelerator = _accelerator(arguments)
     with torch.device(accelerator.device):
-        with _default_dtype(choices):
-            models = build(choices)
+        # Build in the weights' final dtype, so that twelve billion of them never need more memory.
+        torch.set_default_dtype(torch.float32 if choices.mixed_precision == "no" else torch.bfloat16)
+        models = build(choices)
+        torch.set_default_dtype(torch.float32)
         training = prepare(choices, arguments, trainer, models, accelerator)
         for module, _ in training.resident:
             if module is not training.network:
@@ -126,7 +128,7 @@ def ready(spec: dict[str, Any]) -> Step:
 
 def _checkout(spec: dict[str, Any]) -> Checkout:
     checkout = describe(Path(spec["sd_scripts"]), "named by the benchmark")
-    assert checkout is not None, "the parent has looked at it"
+    assert checkout is not None, "the parent process has checked it"
     return checkout
 
 
@@ -141,17 +143,6 @@ def _accelerator(arguments: Any) -> Any:
     except ImportError:
         module = importlib.import_module("library.train_util")
     return module.prepare_accelerator(arguments)
-
-
-@contextlib.contextmanager
-def _default_dtype(choices: MemoryConfig) -> Iterator[None]:
-    """Build in the weights' final type, so that twelve billion of them never need more memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if choices.mixed_precision == "no" else torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _initialize(module: Any) -> None:
@@ -269,19 +260,15 @@ def describe_device() -> dict[str, Any]:
         torch.set_num_threads(1)  # as its steps run: see processes.Bench.environment
         return {"device": "cpu", "threads": torch.get_num_threads()}
     about = torch.cuda.get_device_properties(0)
+    driver = Path("/proc/driver/nvidia/version")
     return {
         "device": "cuda",
         "gpu": about.name,
         "gpu_memory": about.total_memory,
         "compute_capability": f"{about.major}.{about.minor}",
         "cuda": torch.version.cuda,
-        "driver": _driver(),
+        "driver": driver.read_text(encoding="utf-8").splitlines()[0] if driver.is_file() else None,
     }
-
-
-def _driver() -> str | None:
-    file = Path("/proc/driver/nvidia/version")
-    return file.read_text(encoding="utf-8").splitlines()[0] if file.is_file() else None
 
 
 #: Side of the matrices whose product gives the FLOP/s of a device.
@@ -292,23 +279,20 @@ def matmul_rate(device: str, count: int = 20) -> dict[str, Any]:
     """Return the FLOP/s of square bf16 products: the median of ``count``, after as many for warm-up."""
     size = MATMUL[device]
     first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    wait = torch.cuda.synchronize if device == "cuda" else torch.cpu.synchronize
     seconds = []
     for _ in range(2 * count):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         first @ second
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
     return {"flops_per_second": 2 * size**3 / median(seconds[count:]), "dtype": "bfloat16", "size": size}
 
 
 def count_flops(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the FLOPs of one step, from the estimate's run on fake tensors."""
-    checkout = _checkout(spec)
-    command = _command(spec)
-    return {"flops": measurement.measure(checkout, command).flops}
+    return {"flops": measurement.measure(_checkout(spec), _command(spec)).flops}
 
 
 def count_work(spec: dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +301,7 @@ def count_work(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prepare, answer commands until standard input ends."""
+    """Prepare the step, and answer commands until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     spec = json.loads(sys.argv[1])

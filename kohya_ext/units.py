@@ -1,4 +1,4 @@
-"""Memory sizes on the command line: GPUs by the size they are sold as, budgets in bytes."""
+"""Memory sizes on the command line: GPUs by their advertised size, budgets in bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_budget(value: object) -> int | str:
 
 
 def read_card(value: object) -> int:
-    """Return the bytes of a GPU: ``12``, ``12gb``, ``12GB`` and ``12 GB`` are a GPU sold as 12 GB, which has 12 GiB.
+    """Return the bytes of a GPU: ``12``, ``12gb``, ``12GB`` and ``12 GB`` mean a GPU advertised as 12 GB, which has 12 GiB.
 
     ``11.5GiB`` and ``11776MiB`` (as nvidia-smi prints it) are exact, and so is a number of bytes. Raises ValueError for
     anything else.
@@ -45,13 +45,13 @@ def read_card(value: object) -> int:
     size = round(number * (2**20 if unit == "mib" else GIB))
     if MIN_BYTES <= size <= MAX_GB * GIB:
         return size
-    raise ValueError(f"must be the size that the GPU is sold as, for example 12 or 12GB, or an exact 11.5GiB, not {value!r}")
+    raise ValueError(f"must be the advertised size of the GPU, for example 12 or 12GB, or an exact 11.5GiB, not {value!r}")
 
 
 def label(size: int) -> str:
     """Return a GPU's size for messages: ``12 GB GPU (12.88e9 bytes)``, or ``11.50 GiB GPU (12.35e9 bytes)``.
 
-    A whole number of GiB is printed as the GB that the GPU is sold as.
+    A whole number of GiB is printed as the advertised GB of the GPU.
     """
     sold = f"{size // GIB} GB" if size % GIB == 0 else f"{size / GIB:.2f} GiB"
     return f"{sold} GPU ({size / GB:.2f}e9 bytes)"

@@ -24,7 +24,7 @@ from typing import Any
 from kohya_ext.config.settings import Option, Settings, boolean, count
 from kohya_ext.console import note, stop
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
 
 FILE = "kohya_ext_adaptive_lr.json"
@@ -75,8 +75,6 @@ class Adaptive(TrainingCallback):
     loss_count: Any = 0.0
     """The number of finite losses since the last mean."""
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=_NORMS))
-    norm: Any = None
-    """This step's gradient norm, if the script clips."""
     _scheduled: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
     """Parameter groups with the scheduler's rates, while the factor is applied."""
 
@@ -109,14 +107,16 @@ class Adaptive(TrainingCallback):
         import torch
 
         gradients = [weight.grad for weight in trained_weights([optimizer]) if weight.grad is not None]
-        norm = float(self.norm if self.norm is not None else torch.nn.utils.get_total_norm(gradients))
+        values = step_values()
+        is_clipped = values.has_norm and self.max_grad_norm > 0
+        norm = values.read_norm(gradients)
         if not math.isfinite(norm):
             return
         median = statistics.median(self.norms) if len(self.norms) >= _FEW_NORMS else norm
         self.norms.append(norm)
         if norm <= _UNSTABLE * median:
             return
-        clipped = min(norm, self.max_grad_norm) if self.norm is not None and self.max_grad_norm else norm
+        clipped = min(norm, self.max_grad_norm) if is_clipped else norm
         if median < clipped:
             torch._foreach_mul_(gradients, median / clipped)
         note(f"step {self.step + 1}: gradient norm {norm:.4g} clipped to {min(median, clipped):.4g} (median: {median:.4g})")
@@ -126,7 +126,6 @@ class Adaptive(TrainingCallback):
         self.restore_rates()
         if not accelerator.sync_gradients:
             return
-        self.norm = None
         self.step += 1
         if self.step % self.patience == 0:
             mean = self._mean(accelerator)
@@ -202,8 +201,8 @@ def _clip(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = original(self, *args, **kwargs)
-        if (adaptive := current(Adaptive)) is not None:
-            adaptive.norm = norm
+        if (adaptive := current(Adaptive)) is not None and not adaptive.fused:
+            step_values().record_norm(norm)
         return norm
 
     return clip_grad_norm_
@@ -214,7 +213,7 @@ def _optimizer_step(original: Any, settings: Settings) -> Any:
     def step(self: Any, closure: Any = None) -> Any:
         adaptive = current(Adaptive)
         # With a gradient scaler, the norm is known only once the script has unscaled the gradients to clip them.
-        is_unscaled = adaptive is not None and (self.scaler is None or adaptive.norm is not None)
+        is_unscaled = self.scaler is None or step_values().has_norm
         if adaptive is not None and is_unscaled and not adaptive.fused and self.gradient_state.sync_gradients:
             adaptive.clip_unusual(self)
         return original(self, closure)

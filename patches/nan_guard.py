@@ -12,7 +12,7 @@ import contextlib
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,12 @@ from typing import Any
 from kohya_ext.config.settings import Option, Settings, count
 from kohya_ext.console import error, warn
 from kohya_ext.patching.patch import Patch, Target, moved, takes
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import resume, stop_request
 
 EXIT_CODE = 3
 """Exit code of a run that this patch ended."""
-
-_FILES = "kohya_ext_files"
-"""Key of a batch for the paths of its images."""
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
@@ -51,32 +48,27 @@ class _Guard(TrainingCallback):
     consecutive: int = 0
     bad: bool = False
     """Whether the current step is not finite."""
-    losses: list[Any] = field(default_factory=list)
-    """Losses of the micro-batches since the last step, left on the device so that a check waits once per step."""
-    norm: Any = None
-    """Norm of the gradients, if the script clips it."""
 
-    def record_loss(self, loss: Any) -> bool:
-        """Record the loss of a micro-batch; return whether its gradients may reach the optimizer."""
-        self.losses.append(loss.detach().float())
-        if self.fused and not bool(loss.detach().isfinite().all().item()):
+    def may_train(self, loss: Any) -> bool:
+        """Record the loss of a micro-batch; return whether its gradients may reach a fused optimizer."""
+        values = step_values()
+        values.record_loss(loss)
+        if self.fused and not math.isfinite(values.read_losses()[-1]):
             self.bad = True
             return False
         return True
 
     def is_finite(self, optimizer: Any) -> bool:
         """Return whether the losses and gradients of the current step are finite."""
-        import torch
-
-        if self.accelerator.scaler is not None:
-            values = self.losses
-        else:
-            norm = self.norm if self.norm is not None else _gradient_norm(optimizer)
-            # All processes must decide alike. They share averaged gradients by now, but each has its own losses.
-            values = [norm, *(self.losses if self.accelerator.num_processes == 1 else [])]
-        if not values:
-            return True
-        return bool(torch.stack([value.detach().float().reshape(()).to(values[0].device) for value in values]).isfinite().all())
+        values = step_values()
+        norm = 0.0
+        if self.accelerator.scaler is None:
+            norm = values.read_norm([weight.grad for weight in trained_weights([optimizer]) if weight.grad is not None])
+        losses = values.read_losses()
+        values.move_loss_to_host()
+        # All processes must decide alike. They share averaged gradients by now, but each has its own losses.
+        shared = self.accelerator.scaler is None and self.accelerator.num_processes > 1
+        return all(map(math.isfinite, [norm, *([] if shared else losses)]))
 
     def after_batch(self, accelerator: Accelerator) -> None:
         if not accelerator.sync_gradients:
@@ -87,17 +79,17 @@ class _Guard(TrainingCallback):
             self._warn()
         else:
             self.consecutive = 0
-        self.bad, self.norm = False, None
-        self.losses.clear()
+        self.bad = False
         if self.consecutive >= self.patience:
             self._stop_run()
 
     def _warn(self) -> None:
         place = resume.position()
         step = place.step if place is not None else self.steps
-        losses = ", ".join(f"{float(loss):.4g}" for loss in self.losses) or "?"
-        norm = "" if self.norm is None else f", gradient norm {float(self.norm):.4g}"
-        files = list(current_batch().get(_FILES, []))
+        values = step_values()
+        losses = ", ".join(f"{loss:.4g}" for loss in values.read_losses()) or "?"
+        norm = f", gradient norm {values.read_norm([]):.4g}" if values.has_norm else ""
+        files = list(current_batch().get("kohya_ext_files", []))
         images = f"; images: {', '.join(files)}" if files else ""
         warn(f"step {step} skipped: loss or gradient is not finite (loss {losses}{norm}){images}")
 
@@ -112,10 +104,7 @@ class _Guard(TrainingCallback):
 
     def check_weights(self) -> None:
         """Exit unless all trained weights are finite."""
-        import torch
-
-        weights = list(trained_weights(self.accelerator._optimizers))
-        if not weights or bool(torch.stack([weight.isfinite().all().cpu() for weight in weights]).all()):
+        if _are_finite([weight.detach() for weight in trained_weights(self.accelerator._optimizers) if weight.numel()]):
             return
         state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
         advice = f"resume from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
@@ -133,10 +122,14 @@ def _backward(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
         guard = current(_Guard)
-        if guard is None or guard.record_loss(loss):
+        if guard is None:
             return original(self, loss, **kwargs)
-        with _gradients_dropped(list(trained_weights(self._optimizers))):
-            return original(self, loss, **kwargs)
+        weights = [] if guard.may_train(loss) else list(trained_weights(self._optimizers))
+        with _gradients_dropped(weights):
+            result = original(self, loss, **kwargs)
+        if guard.fused:
+            step_values().move_loss_to_host()
+        return result
 
     return backward
 
@@ -170,7 +163,7 @@ def _clip(original: Any, settings: Settings) -> Any:
         norm = original(self, *args, **kwargs)
         guard = current(_Guard)
         if guard is not None and not guard.fused:
-            guard.norm = norm
+            step_values().record_norm(norm)
         return norm
 
     return clip_grad_norm_
@@ -212,7 +205,7 @@ def _getitem(original: Any, settings: Settings) -> Any:
         if getattr(self, "caching_mode", None) is None:
             # A skipped step does not need the names of its images, so their absence raises no error.
             with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
-                example[_FILES] = _files_at(self, index)
+                example["kohya_ext_files"] = _files_at(self, index)
         return example
 
     return __getitem__
@@ -228,17 +221,25 @@ def _add(original: Any, settings: Settings) -> Any:
     return add
 
 
+def _are_finite(weights: Sequence[Any]) -> bool:
+    """Return whether all weights are finite, with few launches and one synchronization per device.
+
+    The largest absolute value is NaN or infinite if any value is, and unlike a sum it does not overflow.
+    """
+    import torch
+
+    by_device: dict[Any, list[Any]] = {}
+    for weight in weights:
+        by_device.setdefault(weight.device, []).append(weight)
+    largest = [torch.stack([value.float() for value in torch._foreach_norm(group, math.inf)]) for group in by_device.values()]
+    return all(bool(values.isfinite().all()) for values in largest)
+
+
 def _files_at(dataset: Any, index: int) -> list[str]:
     row = dataset.buckets_indices[index]
     keys = dataset.bucket_manager.buckets[row.bucket_index]
     first = row.batch_index * row.bucket_batch_size
     return [dataset.image_data[key].absolute_path for key in keys[first : first + row.bucket_batch_size]]
-
-
-def _gradient_norm(optimizer: Any) -> Any:
-    import torch
-
-    return torch.nn.utils.get_total_norm([weight.grad for weight in trained_weights([optimizer]) if weight.grad is not None])
 
 
 PATCH = Patch(

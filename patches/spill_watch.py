@@ -1,6 +1,6 @@
 """Warn on Windows and WSL if steps are slow because GPU memory has spilled to system memory.
 
-NVIDIA's driver spills silently since version 536.40; 53 to 66 seconds per step instead of 1.1 were reported.
+NVIDIA's driver has spilled silently since version 536.40; 53 to 66 seconds per step instead of 1.1 were reported.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _WARM_UP = 2
 """Number of first steps left out, in which caches warm up and kernels are selected."""
 
 _EARLY = 50
-"""Number of steps after which to store the time for the first time, since a run may be killed."""
+"""Number of steps before the time is first stored, in case the run is killed later."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     python tools/generate.py
 
-Run it when an option, a patch's summary, a preset or the table of estimates changes. A test fails until then.
+Run it when an option, a patch's summary, a preset or the table of estimates changes; otherwise a test fails.
 """
 
 from __future__ import annotations

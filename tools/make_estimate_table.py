@@ -42,10 +42,10 @@ def questions() -> Iterator[tuple[str, list[str]]]:
 
 
 def main() -> int:
-    """Add missing rows until the time is up; return 1 when some are still missing."""
+    """Add missing rows until time runs out; return 1 if some are still missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default=FIRST, choices=sorted(checkouts.KNOWN_LAYOUTS), help="a generation of sd-scripts")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no row after this many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further row after this many")
     given = parser.parse_args()
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == given.layout)
     end = time.monotonic() + 60 * given.minutes

@@ -1,1 +1,1 @@
-"""One module a suite: ``measure`` fills ``result.comparisons`` and calls ``plan.save()``."""
+"""One module per suite: ``measure`` fills ``result.comparisons`` and calls ``plan.save()``."""

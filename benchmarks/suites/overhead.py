@@ -54,7 +54,7 @@ def _python_start(plan: Plan, result: Result) -> bool:
         done = subprocess.run([str(python), "-c", _REACHED], check=True, env={**environment, **variables}, capture_output=True)
         row.facts = {"kohya_ext_imported": done.stdout.strip() == b"True"}
         if row.facts["kohya_ext_imported"] is not (row.name == "on"):
-            row.status, row.reason = "failed", "the start-up file did not do what this measures"
+            row.status, row.reason = "failed", "the startup file had no effect"
             return False
     for _ in plan.turns():
         both.begin_round()

@@ -16,14 +16,13 @@ from benchmarks.suites.step import configuration, spec
 from kohya_ext.errors import UserError
 
 _WINS = ("skip_unused_gradients", "skip_unit_scaling", "single_process_reduce", "snr_lookup")
-_CHECKPOINTING = ("nonreentrant_checkpointing", "fast_checkpoint_hooks")
+_CHECKPOINTING = "nonreentrant_checkpointing"
 
 #: Name -> description, disabled patches.
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "none": ("no patch: upstream's code", ("*",)),
-    "guards": ("all but those below", (*_CHECKPOINTING, *_WINS)),
-    "nonreentrant": ("and nonreentrant_checkpointing", (_CHECKPOINTING[1], *_WINS)),
-    "lean": ("and fast_checkpoint_hooks", _WINS),
+    "guards": ("all but those below", (_CHECKPOINTING, *_WINS)),
+    "nonreentrant": (f"and {_CHECKPOINTING}", _WINS),
     "all": (f"and {', '.join(_WINS)}: the default", ()),
 }
 
@@ -58,9 +57,9 @@ def _at(plan: Plan, result: Result, title: str, reduced: dict[str, Any], side: i
                 for variant in variants:
                     variant.rounds.append(_steps(process, variant, plan.steps))
                 plan.save()
-            before = _tensors(process.ask({"do": "facts"}))
+            before = _recomputed(process)
             _steps(process, variants[-1], 1)
-            about["saved_tensors_a_step"] = _tensors(process.ask({"do": "facts"})) - before
+            about["recomputed_blocks_a_step"] = _recomputed(process) - before
         except WorkerError as error:
             for variant in variants:
                 variant.status, variant.reason = "failed", str(error)
@@ -74,5 +73,6 @@ def _steps(process: Any, variant: Variant, count: int) -> list[float]:
     return seconds
 
 
-def _tensors(answer: dict[str, Any]) -> int:
-    return int(answer["facts"]["fast_checkpoint_hooks"]["recomputed_tensors"])
+def _recomputed(process: Any) -> int:
+    facts: dict[str, dict[str, int]] = process.ask({"do": "facts"})["facts"]
+    return facts[_CHECKPOINTING]["recomputed_blocks"]

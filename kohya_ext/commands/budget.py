@@ -76,9 +76,13 @@ def _modes(graphs: Sequence[Graph]) -> dict[str, Callable[[Graph], Cost]]:
     """Return the compared modes of running the blocks, by name."""
     modes: dict[str, Callable[[Graph], Cost]] = {"eager": lambda graph: graph.eager}
     for budget in graphs[0].budgets:
-        modes[f"{budget:g}"] = lambda graph, budget=budget: graph.budgets[budget]  # type: ignore[misc]
+        modes[f"{budget:g}"] = _with(budget)
     modes["checkpointing"] = lambda graph: graph.checkpointed
     return modes
+
+
+def _with(budget: float) -> Callable[[Graph], Cost]:
+    return lambda graph: graph.budgets[budget]
 
 
 def _totals(graphs: Sequence[Graph]) -> dict[str, Cost]:

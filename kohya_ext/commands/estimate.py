@@ -41,7 +41,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help='the size the GPU is sold as: 16, 16gb and "16 GB" are the same; 15.5GiB and a number of bytes are exact; '
+        help='the advertised size of the GPU: 16, 16gb and "16 GB" are the same; 15.5GiB and a number of bytes are exact; '
         "default: the size that the preset is for",
     )
     parser.add_argument(
@@ -164,7 +164,7 @@ def _with_budget(
 
 
 def _preset_card(command: CommandLine) -> int | None:
-    """Return the GPU size of the last tier among the presets: ``vram_gb`` is the size as sold, which is in GiB."""
+    """Return the GPU size of the last tier among the presets: ``vram_gb`` is the advertised size, which is in GiB."""
     sizes = [preset.about["vram_gb"] for preset in command.presets.presets if "vram_gb" in preset.about]
     return round(float(str(sizes[-1])) * GIB) if sizes else None
 

@@ -35,7 +35,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--vram",
         metavar="SIZE",
         default=argparse.SUPPRESS,
-        help='the size the GPU is sold as, default: of this machine; 16, 16gb and "16 GB" are the same; '
+        help='the advertised size of the GPU, default: of this machine; 16, 16gb and "16 GB" are the same; '
         "15.5GiB and a number of bytes are exact",
     )
 
@@ -84,7 +84,7 @@ def _show(console: Console, result: Plan, name: str, script: str, words: Sequenc
         f"Usable: {gigabytes(usable_bytes(result.card))} GB, with 5 percent left free; {NOT_CALIBRATED}. Fewer swapped blocks "
         "rank first, then fewer operations per image. The cost of swapping and the gain of larger batches depend on the GPU.",
         "Batch size and accumulation are per process.",
-        *(["The estimates are without compiling, which needs more memory; `estimate` includes it."] if compiled else []),
+        *(["The estimates exclude compiling, which lowers memory use; `estimate` includes it."] if compiled else []),
         "To run it:",
     ):
         console.print(line, highlight=False, soft_wrap=True)

@@ -122,5 +122,5 @@ def _table() -> Table:
     if problem:
         table.caption = escape(problem)
     elif used is None:
-        table.caption = "none yet; run `python -m kohya_ext setup`"
+        table.caption = "no checkouts yet; run `python -m kohya_ext setup`"
     return table

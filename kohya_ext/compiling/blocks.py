@@ -18,6 +18,7 @@ from kohya_ext.compiling.inputs import Inputs, has_several_sizes, mark_sizes, na
 from kohya_ext.compiling.support import find_obstacle
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
+from kohya_ext.patching.types import DataSet
 
 #: Seconds between two progress lines of one class. SDXL compiles more than a dozen graphs in its first step.
 PROGRESS_INTERVAL = 10.0
@@ -32,16 +33,16 @@ class Run:
     """Why nothing is compiled in this run; None if blocks are compiled."""
     paused: bool = False
     """Whether the blocks run eager for now, because another patch measures them first."""
-    data_sets: Callable[[], Sequence[Any]] = tuple
-    """Return sd-scripts' data sets of the run; empty until the script has created them."""
+    data_sets: Callable[[], Sequence[DataSet]] = tuple
+    """Return sd-scripts' datasets of the run; empty until the script has created them."""
     commit: str | None = None
     """The commit of sd-scripts, whose code is compiled."""
     prepared: bool = False
     several_sizes: bool = False
-    """Whether the data sets have images of several sizes. Set before the first compilation."""
+    """Whether the datasets have images of several sizes. Set before the first compilation."""
     _breaks_before: int = 0
 
-    def begin(self, data_sets: Callable[[], Sequence[Any]], commit: str | None) -> None:
+    def begin(self, data_sets: Callable[[], Sequence[DataSet]], commit: str | None) -> None:
         """Reset everything for a new training run."""
         self.data_sets, self.commit = data_sets, commit
         self.disabled_because, self.paused, self.prepared, self.several_sizes = None, False, False, False

@@ -1,6 +1,6 @@
 """Unify the inputs of a class's blocks, so that they share graphs.
 
-- Dynamo compiles the first image size as a static graph, and treats sizes as dynamic from the second one on. If the data set
+- Dynamo compiles the first image size as a static graph, and treats sizes as dynamic from the second one on. If the dataset
   has several sizes, the dimensions that depend on them are marked dynamic before the first graph is traced.
 - The inputs of a model's first block do not require a gradient and those of the others do, which would need two graphs.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from kohya_ext.patching.types import DataSet
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def require_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the activations that do not require a gradient, by name, as copies that do.
+    """Return the activations that do not require a gradient, by name, as copies that require one.
 
     Empty if the block has no trained weights, because its backward would then be wasted. The additional gradient is
     discarded; the gradients of the weights do not change.
@@ -77,8 +79,8 @@ def _is_trained(block: Any) -> bool:
     )
 
 
-def has_several_sizes(data_sets: Sequence[Any]) -> bool:
-    """Return whether the images of sd-scripts' data sets are in buckets of more than one size."""
+def has_several_sizes(data_sets: Sequence[DataSet]) -> bool:
+    """Return whether the images of sd-scripts' datasets are in buckets of more than one size."""
     sizes = {
         size
         for data_set in data_sets

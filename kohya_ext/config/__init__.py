@@ -1,1 +1,1 @@
-"""The options of a run: what the user asked for, and where each value came from."""
+"""The options of a run, their values, and the origin of each value."""

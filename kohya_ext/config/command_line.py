@@ -124,11 +124,7 @@ class CommandLine:
     @functools.cached_property
     def _own(self) -> dict[str, Any]:
         """The extension's options on the command line, and those that name the config file."""
-        parser = QuietParser(add_help=False)
-        add_to(parser)
-        parser.add_argument("--config_file", default=None)
-        parser.add_argument("--output_config", action="store_true")
-        known, _ = parser.parse_known_args(self.words if self.script is not None else [])
+        known, _ = _own_parser().parse_known_args(self.words if self.script is not None else [])
         return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()}
 
     @functools.cached_property
@@ -228,6 +224,16 @@ class CommandLine:
             return f"cd /d {folder} && {chosen}{line}"
         chosen = "" if gpus is None else f"CUDA_VISIBLE_DEVICES={quoted_word(gpus)} "
         return f"cd {folder} && {chosen}{line}"
+
+
+@functools.cache
+def _own_parser() -> QuietParser:
+    """Return a parser for the extension's options, which no caller may change."""
+    parser = QuietParser(add_help=False)
+    add_to(parser)
+    parser.add_argument("--config_file", default=None)
+    parser.add_argument("--output_config", action="store_true")
+    return parser
 
 
 @functools.cache

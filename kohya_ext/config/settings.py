@@ -168,7 +168,7 @@ class Settings:
     )
     vram: int | None = _option(
         None,
-        'GPU size for --preset auto, instead of the size of this machine\'s GPU: 12, 12gb or "12 GB" is the size as sold; '
+        'GPU size for --preset auto, instead of the size of this machine\'s GPU: 12, 12gb or "12 GB" is the advertised size; '
         "11.5GiB or a number of bytes is exact",
         read_card,
         metavar="SIZE",

@@ -56,8 +56,8 @@ def read(
 ) -> Question:
     """Return the parsed command line; fetch sd-scripts when no checkout is found.
 
-    ``automatic`` resolves ``--preset auto``. Raises UserError for a missing script, and for one
-    that does not train: ``otherwise`` is the consequence for the command.
+    ``automatic`` resolves ``--preset auto``. Raises UserError for a missing script, and for one that does not train, with
+    ``otherwise`` in its message: the consequence for the command.
     """
     before = given.words[: len(given.words) - len(given.arguments) - 1]
     parser = QuietParser(add_help=False)

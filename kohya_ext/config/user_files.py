@@ -35,11 +35,11 @@ class ConfigFile:
     path: Path
     values: Mapping[str, object]
     remarks: tuple[str, ...]
-    """Content that upstream would lose without a word: a key set twice, a table in a table."""
+    """Content that upstream silently drops: a key set twice, a table in a table."""
 
 
 def read_config_file(name: str) -> ConfigFile:
-    """Read a config file with upstream's own TOML library. Raises UserError when it is not there or is broken."""
+    """Read a config file with upstream's own TOML library. Raises UserError when it is missing or invalid."""
     path = Path(name if name.endswith(".toml") else f"{name}.toml")
     document = read_toml(path, f"--config_file {path}")
     values: dict[str, object] = {}

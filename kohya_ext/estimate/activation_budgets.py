@@ -21,6 +21,7 @@ from kohya_ext.estimate.compiled import registered_backend, traceable, tracing_i
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.step import configure, fake_tensors, forward, prepare
 from kohya_ext.estimate.tracker import Tracker
+from kohya_ext.patching.types import NetworkTrainer
 
 #: The backend's name for torch.compile.
 BACKEND = "kohya_ext_budgets"
@@ -68,7 +69,7 @@ def total(graphs: Iterable[Graph], cost: Callable[[Graph], Cost]) -> Cost:
     return sum((cost(graph) * graph.calls for graph in graphs), NOTHING)
 
 
-def measure(config: MemoryConfig, arguments: Namespace, trainer: Any) -> list[Graph]:
+def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> list[Graph]:
     """Run one forward of the script's step with its blocks compiled, and return their graphs.
 
     ``config`` is normalized and without checkpointing; the run's settings must compile the blocks with :data:`BACKEND`.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-#: Operators of a training step that CUDA's autocast runs in fp32 and the CPU's does not.
+#: Operators of a training step that CUDA's autocast runs in fp32, unlike the CPU's.
 FP32_INPUT = (
     "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp",
     "expm1", "rsqrt", "norm.Scalar", "norm.ScalarOpt_dim", "softplus", "log", "log10", "log2", "log1p", "reciprocal",

@@ -64,7 +64,7 @@ def _table() -> dict[str, Any]:
 def read_table(file: Path) -> dict[str, Any]:
     """Return a table: ``rows``, each an :class:`Estimate`'s fields, and ``alike``; empty for an older :data:`METHOD`.
 
-    ``alike`` pairs a layout with a kind of model whose estimates there equal the rows, which come from another layout.
+    ``alike`` lists pairs of a layout and a kind of model whose estimates equal the rows of another layout.
     """
     table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return table if table.get("method") == METHOD else {"method": METHOD, "alike": [], "rows": []}

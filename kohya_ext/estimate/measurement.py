@@ -22,6 +22,7 @@ from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
+from kohya_ext.patching.types import NetworkTrainer
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable, script_names
 
@@ -109,7 +110,7 @@ def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
         patcher.undo()
 
 
-def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argparse.Namespace, Any]:
+def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argparse.Namespace, NetworkTrainer]:
     """Return a command line's normalized configuration, the arguments that its step reads, and the family's network trainer.
 
     Raises UserError for arguments the script does not take.
@@ -135,9 +136,9 @@ def _check_supported(config: MemoryConfig) -> None:
     """Raise UserError for a configuration that cannot be estimated."""
     for name in UNSUPPORTED:
         if getattr(config, name):
-            raise UserError(f"a run with --{name} cannot be estimated; leave it out")
+            raise UserError(f"a run with --{name} cannot be estimated; remove it")
     if not config.family.unet and config.trains_text_encoder and not config.trains_network:
-        raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; leave it out")
+        raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; remove it")
 
 
 def _step_arguments(config: MemoryConfig) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def _arguments(checkout: Checkout, command: CommandLine) -> argparse.Namespace:
     return arguments
 
 
-def _trainer(checkout: Checkout, script: str) -> tuple[Any, dict[str, Any]]:
+def _trainer(checkout: Checkout, script: str) -> tuple[NetworkTrainer, dict[str, Any]]:
     """Return a network script's trainer, and the defaults of its arguments, which its step may read."""
     names = script_names(checkout, checkout.script(script))
     own = [kind for kind in names.values() if isinstance(kind, type) and kind.__module__ == names["__name__"]]
@@ -192,7 +193,7 @@ _CACHING_FIELDS = (
 _CACHING_LOGS: dict[tuple[object, ...], Any] = {}
 
 
-def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Any:
+def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer) -> Any:
     from kohya_ext.estimate.step import measure_caching
 
     key = (checkout.path, *(getattr(config, name) for name in _CACHING_FIELDS))
@@ -201,7 +202,7 @@ def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Names
     return _CACHING_LOGS[key]
 
 
-def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> Estimate:
+def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer) -> Estimate:
     from kohya_ext.estimate import step as steps
     from kohya_ext.estimate.allocator import minimum_reserved
     from kohya_ext.estimate.events import peak

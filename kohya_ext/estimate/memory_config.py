@@ -152,7 +152,7 @@ class MemoryConfig:
 
     @property
     def family(self) -> Family:
-        """The model family. Raises ValueError for a script of no family."""
+        """The model family. Raises ValueError for a script without a family."""
         family = families.of(self.script, vars(self))
         if family is None:
             raise ValueError(f"{self.script} belongs to no model family")
@@ -192,6 +192,7 @@ def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
     Raises UserError for a value that cannot be read, and as :func:`from_values`.
     """
     parser = _parser()
+    defaults: dict[str, Any] = {}
     layers = [(f"preset {command.presets.label}", {key: value.value for key, value in command.presets.values.items()})]
     if command.config is not None:
         layers.append((str(command.config.path), dict(command.config.values)))
@@ -200,8 +201,8 @@ def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
         for key, value in ours.items():
             if (problem := find_problem(parser, key, value)) is not None:
                 raise UserError(f"{where}: {problem}")
-        parser.set_defaults(**ours)
-    parsed, rest = parser.parse_known_args(command.words)
+        defaults.update(ours)
+    parsed, rest = parser.parse_known_args(command.words, argparse.Namespace(**defaults))
     return from_values(vars(parsed), command), [word.split("=")[0] for word in rest if word.startswith("--")]
 
 
@@ -225,7 +226,7 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
 def normalized(config: MemoryConfig) -> MemoryConfig:
     """Return a configuration with the same memory, in which options of equal memory have one value.
 
-    A dataset file becomes its largest batch, fp16 bf16, xformers PyTorch's own attention, and a learning rate zero or not.
+    For example, fp16 is replaced by bf16, and a dataset file by its largest batch.
     """
     width, height, batch = _largest_batch(config)
     lora = config.trains_network
@@ -434,7 +435,9 @@ def _fields() -> dict[str, tuple[Any, bool]]:
     return rows
 
 
+@functools.cache
 def _parser() -> argparse.ArgumentParser:
+    """Return a parser for the fields of a configuration, which no caller may change."""
     defaults = MemoryConfig("")
     parser = QuietParser(add_help=False)
     for name, (kind, several) in _fields().items():

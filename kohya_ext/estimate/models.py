@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kohya_ext.estimate.memory_config import FP8, SD3_LARGE, SD3_MEDIUM, MemoryConfig, size
 from kohya_ext.patching.attributes import replaced
+from kohya_ext.patching.types import Batch
 
 CLIP_TOKENS = 77
 
@@ -40,7 +41,7 @@ class Models:
     """Batch size -> the dataset's cached text encoder outputs."""
     tokenizers: Any
     """Stand-ins for the encoding strategy's tokenizers: sizes without vocabulary."""
-    extras: Callable[[int], dict[str, torch.Tensor]] = field(default=lambda batch: {})
+    extras: Callable[[int], Batch] = field(default=lambda batch: Batch())
     """Batch size -> further keys that this family's step reads from a batch."""
     blocks: Callable[[int], list[Any]] = field(default=lambda count: [])
     """``--blocks_to_swap`` -> the blocks in host memory."""
@@ -107,7 +108,9 @@ def _sdxl(config: MemoryConfig) -> Models:
         ],
         tokenizers=SimpleNamespace(tokenizer1=_clip_tokenizer(), tokenizer2=_clip_tokenizer()),
         extras=lambda batch: {
-            name: torch.zeros(batch, 2, dtype=torch.long) for name in ("original_sizes_hw", "crop_top_lefts", "target_sizes_hw")
+            "original_sizes_hw": torch.zeros(batch, 2, dtype=torch.long),
+            "crop_top_lefts": torch.zeros(batch, 2, dtype=torch.long),
+            "target_sizes_hw": torch.zeros(batch, 2, dtype=torch.long),
         },
     )
 

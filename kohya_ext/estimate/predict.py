@@ -35,7 +35,10 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> E
 
 
 def _has_unknown_flag(script: Path, given: Sequence[str]) -> bool:
-    """Return whether a flag does not occur in the script's text. The script's own parser, seconds away, then decides."""
+    """Return whether a flag does not occur in the script's text.
+
+    Then the script's own parser decides, which takes seconds to import.
+    """
     ours = {flag for name, _ in options() for flag in [*flags(name), *negated_flags(name)]}
     theirs = {flag for name in option_names(script) for flag in [f"--{name}", *negated_flags(name)]}
     return not ours | theirs >= set(given)

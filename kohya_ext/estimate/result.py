@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Bytes of GPU memory outside tensors: the CUDA context with its kernels, and the workspaces of cuBLAS and cuDNN. A round value
-#: for recent GPUs and torch 2.x, until benchmarks/vram_calibration.py has run on one.
+#: Bytes of GPU memory outside tensors: the CUDA context with its kernels, and the workspaces of cuBLAS and cuDNN. A rounded
+#: value for recent GPUs and torch 2.x, not yet measured with benchmarks/vram_calibration.py.
 CONTEXT_BYTES = 600_000_000
 
 

@@ -29,6 +29,7 @@ from kohya_ext.estimate.models import Models, build, cast
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.patching.attributes import replaced
+from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 
 CACHING, SAMPLING = "caching", "sampling"
 
@@ -53,8 +54,8 @@ class Training:
 
     config: MemoryConfig
     arguments: Namespace
-    trainer: Any
-    accelerator: Any
+    trainer: NetworkTrainer
+    accelerator: Accelerator
     models: Models
     network: Any
     trained: list[Any]
@@ -87,7 +88,7 @@ class _Dataset:
         return [self._size]
 
 
-def configure(config: MemoryConfig, arguments: Namespace, trainer: Any) -> None:
+def configure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> None:
     """Let the trainer check and complete its arguments, as it does before it loads a model."""
     trainer.assert_extra_args(arguments, _Dataset(config), None)
     trainer.is_swapping_blocks = False
@@ -96,7 +97,7 @@ def configure(config: MemoryConfig, arguments: Namespace, trainer: Any) -> None:
     importlib.import_module("library.strategy_base").TextEncodingStrategy.set_strategy(strategy)
 
 
-def measure(config: MemoryConfig, arguments: Namespace, trainer: Any) -> Log:
+def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> Log:
     """Run one step and return its log.
 
     ``config`` is normalized, ``arguments`` the namespace it was read from, ``trainer`` the family's network trainer.
@@ -117,7 +118,7 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: Any) -> Log:
     return Log(events, tracker.kinds, start, flops, trainable, between)
 
 
-def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: Any) -> dict[str, Log]:
+def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:
     """Return the logs of the work before the first step: caching latents and text encoder outputs."""
     logs = {}
     loaded: list[tuple[Any, Kind]]
@@ -176,7 +177,11 @@ def _log_caching(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) 
 
 
 def prepare(
-    config: MemoryConfig, arguments: Namespace, trainer: Any, models: Models | None = None, accelerator: Any = None
+    config: MemoryConfig,
+    arguments: Namespace,
+    trainer: NetworkTrainer,
+    models: Models | None = None,
+    accelerator: Accelerator | None = None,
 ) -> Training:
     """Return models, network and optimizer on torch's default device, as the script has them before its first step.
 
@@ -207,7 +212,12 @@ def prepare(
 
 
 def _prepare_network(
-    config: MemoryConfig, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
+    config: MemoryConfig,
+    arguments: Namespace,
+    trainer: NetworkTrainer,
+    models: Models,
+    accelerator: Accelerator,
+    dtype: torch.dtype,
 ) -> tuple[Any, Any, list[Any], bool]:
     """Prepare a network as NetworkTrainer.train does, in its order."""
     if config.network_module is None:
@@ -276,7 +286,12 @@ def _network_groups(network: Any, arguments: Namespace) -> Any:
 
 
 def _prepare_finetune(
-    config: MemoryConfig, arguments: Namespace, trainer: Any, models: Models, accelerator: Any, dtype: torch.dtype
+    config: MemoryConfig,
+    arguments: Namespace,
+    trainer: NetworkTrainer,
+    models: Models,
+    accelerator: Accelerator,
+    dtype: torch.dtype,
 ) -> tuple[Any, Any, list[Any], bool]:
     """Prepare a fine-tune as sdxl_train.py does, in its order; the transformers' scripts always load their model in 16 bits."""
     encoder_rates = _text_encoder_rates(config, len(models.text_encoders))
@@ -557,7 +572,7 @@ def _step_on_last_gradient(optimizer: Any) -> None:
         parameter.register_post_accumulate_grad_hook(count)
 
 
-def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: Any = None, is_train: bool = True) -> Any:
+def forward(training: Training, batch: Batch | None = None, scheduler: Any = None, is_train: bool = True) -> torch.Tensor:
     """Return the loss of one batch by the script's own ``process_batch``, with gradients if ``is_train``.
 
     ``batch`` and ``scheduler`` (the trainer's noise scheduler) are created here by default; a timed step passes its own, since
@@ -591,13 +606,13 @@ def forward(training: Training, batch: dict[str, Any] | None = None, scheduler: 
     )
 
 
-def make_batch(training: Training) -> dict[str, Any]:
+def make_batch(training: Training) -> Batch:
     """Return a batch as the dataset would, all zeros."""
     config, models = training.config, training.models
     batch = config.train_batch_size
     channels, scale = models.latents
     width, height = size(config)
-    inputs: dict[str, Any] = {"loss_weights": torch.ones(batch), **models.extras(batch)}
+    inputs: Batch = {"loss_weights": torch.ones(batch), **models.extras(batch)}
     if config.cache_latents:
         inputs["latents"] = torch.zeros(batch, channels, height // scale, width // scale)
     else:
@@ -635,11 +650,14 @@ def _fake_training(config: MemoryConfig, tracker: Tracker) -> Iterator[Assumptio
         yield assumptions
 
 
-def _accelerator(config: MemoryConfig) -> Any:
+def _accelerator(config: MemoryConfig) -> Accelerator:
     accelerate = importlib.import_module("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     on_cpu = torch.get_default_device().type == "cpu"
-    return accelerate.Accelerator(cpu=on_cpu, mixed_precision=config.mixed_precision, device_placement=False)
+    accelerator: Accelerator = accelerate.Accelerator(
+        cpu=on_cpu, mixed_precision=config.mixed_precision, device_placement=False
+    )
+    return accelerator
 
 
 def _dtypes(config: MemoryConfig) -> tuple[torch.dtype, torch.dtype]:

@@ -5,7 +5,7 @@ blocks with the most FLOPs per byte while that bound fits, measures the next ste
 (:class:`Phase`). Sizes are scaled from the measured batch to the dataset's largest batch, because activations grow with its
 pixels.
 
-Gradients are bit for bit those with every block checkpointed: recomputing gives the same values.
+Gradients are bit-identical to those with every block checkpointed: recomputing gives the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
 from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, recomputed_methods
 from kohya_ext.patching.training_loop import current_batch, data_sets
-from kohya_ext.patching.types import Accelerator
+from kohya_ext.patching.types import Accelerator, Batch
 from kohya_ext.units import format_size
 
 #: Below this share compiled blocks recompute nearly everything; single blocks are freed instead, as without compiling.
@@ -32,7 +32,7 @@ LEAST_SHARE = 0.1
 
 
 class Phase(Enum):
-    """What the controller does with the next optimizer step."""
+    """The controller's action in the next optimizer step."""
 
     WEIGHING = "measure the activations and the FLOPs of each block while backward recomputes it"
     FREEING = "measure the peak, which now includes the optimizer's states, and free blocks"
@@ -42,7 +42,7 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Block:
-    """One block and what was measured of it."""
+    """A block and its measurements."""
 
     module: Any
     kept: int = 0
@@ -77,8 +77,8 @@ class BudgetController:
     """Peaks of the measured steps, in bytes."""
     rerun: int = 0
     """Number of blocks that ran out of memory in forward and ran again checkpointed."""
-    _weighed: int = 0
-    """Pixels of the batch that the blocks were weighed with."""
+    _measured: int = 0
+    """Pixels of the batch with which the blocks were measured."""
     _pixels: int = 0
     """Pixels of the smallest micro-batch of the measured step."""
     _held: int | None = None
@@ -94,16 +94,16 @@ class BudgetController:
             block = Block(module)
             self.blocks.append(block)
             for layer, name in recomputed_methods(module):
-                self._weigh(block, layer, name)
+                self._measure(block, layer, name)
             self._guard(block)
 
-    # --- weighing ----------------------------------------------------------------------------------------------------
+    # --- measuring blocks --------------------------------------------------------------------------------------------
 
-    def _weigh(self, block: Block, layer: Any, name: str) -> None:
+    def _measure(self, block: Block, layer: Any, name: str) -> None:
         original = getattr(layer, name)
         kept = flops = 0
 
-        def weighed(*args: Any, **kwargs: Any) -> Any:
+        def measured(*args: Any, **kwargs: Any) -> Any:
             nonlocal kept, flops
             if torch._C._current_graph_task_id() == -1:  # forward, not a recomputation in backward
                 if block.turn < 0:
@@ -122,10 +122,10 @@ class BudgetController:
                 kept, flops = kept + more[0], flops + more[1]
                 block.kept, block.flops = block.kept + more[0], block.flops + more[1]
 
-        # Set on the instance, where it hides the class's method until _end_weighing deletes it.
-        setattr(layer, name, weighed)
+        # Set on the instance, where it hides the class's method until _end_measuring deletes it.
+        setattr(layer, name, measured)
 
-    def _end_weighing(self) -> None:
+    def _end_measuring(self) -> None:
         for block in self.blocks:
             for layer, name in recomputed_methods(block.module):
                 if name in vars(layer):
@@ -140,7 +140,7 @@ class BudgetController:
             return
         pixels = pixels_of(current_batch(), accelerator)
         if self.phase is Phase.WEIGHING:
-            self._weighed = min(filter(None, (self._weighed, pixels)), default=0)
+            self._measured = min(filter(None, (self._measured, pixels)), default=0)
             return
         if self._held is None:
             self._largest = self._largest or largest_batch(accelerator)
@@ -148,21 +148,21 @@ class BudgetController:
         self._pixels = min(self._pixels, pixels)
 
     def after_batch(self, accelerator: Accelerator) -> None:
-        """After an optimizer step: end the weighing, or act on the measured peak."""
+        """After an optimizer step: stop measuring blocks, or act on the measured peak."""
         if self.phase is Phase.SETTLED or not accelerator.sync_gradients:
             return
         if self.phase is Phase.WEIGHING:
             self.phase = Phase.FREEING
             if not any(block.kept for block in self.blocks):
                 self._settle("no block was recomputed, so there is nothing to free")
-            self._end_weighing()
+            self._end_measuring()
         elif self._held is not None:
             held, self._held = self._held, None
             self.peaks.append(self.meter.end())
             if self.rerun:
                 self._settle()
-            elif not (self._weighed and self._pixels and self._largest):
-                self._settle("the size of the batches is not known, so every block stays checkpointed")
+            elif not (self._measured and self._pixels and self._largest):
+                self._settle("the batch size is not known, so every block stays checkpointed")
             else:
                 room = self.limit - held - (self.peaks[-1] - held) * self._largest / self._pixels
                 if self.phase is Phase.FREEING:
@@ -196,7 +196,7 @@ class BudgetController:
 
     def _cost(self, block: Block) -> float:
         """Return the bytes that a free block keeps of the largest batch."""
-        return block.kept * self._share * self._largest / self._weighed
+        return block.kept * self._share * self._largest / self._measured
 
     def _take_back(self, missing: float) -> None:
         """Checkpoint free blocks again until ``missing`` bytes are saved, the cheapest to recompute first."""
@@ -282,10 +282,10 @@ def _set_random_state(state: Sequence[torch.Tensor]) -> None:
         torch.cuda.set_rng_state(on_gpu)
 
 
-# --- how large batches are -------------------------------------------------------------------------------------------
+# --- batch sizes -----------------------------------------------------------------------------------------------------
 
 
-def pixels_of(batch: dict[str, Any], accelerator: Accelerator) -> int:
+def pixels_of(batch: Batch, accelerator: Accelerator) -> int:
     """Return the pixels of all images of an sd-scripts batch; 0 if unknown.
 
     Cached latents are smaller by a factor that depends on the VAE: the right factor leads to a bucket of the dataset.

@@ -44,7 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def phase_of(error: BaseException, training: bool) -> Phase:
-    """Return the phase of an error from its traceback; ``training`` says whether steps had begun."""
+    """Return the phase of an error from its traceback; ``training`` is true once steps have begun."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_name
         if name.startswith("save_") or name == "save":

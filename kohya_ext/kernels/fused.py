@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     """Compute ``x W^T + b + (x A^T) B^T``. The matrix products also do the additions, forward and backward.
 
-    Upstream computes two branches. Adding their outputs takes another pass, adding their gradients too, and each branch
+    Upstream computes two branches. Adding their outputs takes another pass, and so does adding their gradients; each branch
     creates a 16-bit copy of ``x``.
     """
 

@@ -1,1 +1,1 @@
-"""How a run starts: in an armed Python, through the launcher, below accelerate, and again after it ran out of memory."""
+"""Start a run: from the startup file, through the launcher or accelerate, and again after an out-of-memory error."""

@@ -2,7 +2,7 @@
 
 By default SIGTERM ends only the launcher, and Ctrl-C ends it with a traceback while the training process is still saving.
 With several processes, torch's elastic agent forwards Ctrl-C although the terminal has already sent it, and a second one
-kills. After 30 seconds it kills the remaining processes, but saving a large model can take longer.
+kills the run. After 30 seconds it kills the remaining processes, but saving a large model can take longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kohya_ext.patching.patch import Patch, Patcher, Target
 _HAS_SIGTERM = os.name == "posix"
 
 _SHUTDOWN_TIMEOUT = 24 * 3600
-"""Seconds that stopping processes may take. A second signal ends them at once."""
+"""Seconds that stopping processes may take. A second signal ends them immediately."""
 
 
 def _patient(original: Any, settings: Settings) -> Any:

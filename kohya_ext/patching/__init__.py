@@ -1,1 +1,1 @@
-"""What a patch author imports: the patch itself, the training loop's callbacks, and helpers for blocks and LoRA modules."""
+"""The API for patches: the patch itself, the training loop's callbacks, and helpers for blocks and LoRA modules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,15 @@ _INNER = ("_forward", "forward_body")
 
 #: Layers of a block of SD1.5's U-Net, which checkpoints them separately.
 _LAYERS = ("resnets", "attentions")
+
+#: Attribute of a replaced ``torch.utils.checkpoint.CheckpointFunction`` that loses no gradients.
+KEEPS_GRADIENTS = "_keeps_gradients"
+
+
+def reentrant_loses_gradients() -> bool:
+    """Return whether ``use_reentrant=True`` still loses the gradients of a block without an input that requires grad."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    return not hasattr(getattr(checkpoint, "CheckpointFunction", None), KEEPS_GRADIENTS)
 
 
 def enable_checkpointing_targets(replace: Callable[[Any, Settings], Any]) -> tuple[Target, ...]:

@@ -176,7 +176,7 @@ class Patcher:
         return [*self.engine, *self.patches.values()]
 
     def arm(self) -> None:
-        """Hook every target: it is replaced when its module is imported, at once if it already is. Safe to repeat.
+        """Hook every target: it is replaced when its module is imported, or immediately if it already is. Safe to repeat.
 
         Raises UserError for a name in ``disable_patch`` that no patch has.
         """
@@ -242,7 +242,7 @@ class Patcher:
                 status, reason = "skipped", "this torch does not need it"
             except Exception as error:  # as for any patch that fails
                 status, reason = "failed", f"{type(error).__name__}: {error}"
-                warn(f"patch {patch.name} failed and is left out: {reason}")
+                warn(f"patch {patch.name} failed and was not applied: {reason}")
             for target in waiting:
                 outcome = self.outcomes[patch.name, target.label]
                 outcome.status, outcome.reason = status, reason
@@ -332,7 +332,7 @@ class Patcher:
                 outcome.status = "applied"
         except Exception as error:  # a patch that fails must not end the training
             outcome.status, outcome.reason = "failed", f"{type(error).__name__}: {error}"
-            warn(f"patch {patch.name} failed on {target.label} and is left out: {outcome.reason}")
+            warn(f"patch {patch.name} failed on {target.label} and was not applied: {outcome.reason}")
             return
         if surprise is not None:
             outcome.status, outcome.reason, outcome.surprise = "skipped", surprise, True

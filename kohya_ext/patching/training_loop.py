@@ -18,11 +18,12 @@ from enum import IntEnum, auto
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
-from kohya_ext.patching.types import Accelerator
+from kohya_ext.patching.step_values import StepValues
+from kohya_ext.patching.types import Accelerator, Batch, DataSet
 from kohya_ext.sdscripts.checkouts import Checkout
 
 
@@ -117,8 +118,10 @@ class TrainingRun:
     program: Program = field(default_factory=Program)
     callbacks: list[TrainingCallback] = field(default_factory=list)
     """Callbacks in the order of their stages."""
-    batch: object = None
-    """The last batch of the loader in use."""
+    batch: Batch | None = None
+    """The last batch of the loader in use; None if it is not a dict."""
+    step_values: StepValues = field(default_factory=StepValues)
+    """Losses and gradient norm since the last optimizer step."""
 
     def callback(self, kind: type[C]) -> C | None:
         """Return the callback of a class; None if its patch has no callback in this run."""
@@ -133,6 +136,8 @@ class TrainingRun:
         """Call all callbacks, the first stage first."""
         for callback in self.callbacks:
             callback.after_batch(accelerator)
+        if accelerator.sync_gradients:
+            self.step_values = StepValues()
 
     def on_state_save(self, models: Any, weights: Any, folder: str) -> None:
         """Call all callbacks; a hook of ``accelerator.save_state``."""
@@ -153,7 +158,7 @@ class TrainingRun:
         batch = None
         try:
             for batch in batches:
-                self.batch = batch
+                self.batch = cast(Batch, batch) if isinstance(batch, dict) else None
                 yield batch
         finally:
             if self.batch is batch:
@@ -252,10 +257,14 @@ def program() -> Program:
     return _current.program if _current is not None else Program()
 
 
-def current_batch() -> dict[str, Any]:
+def current_batch() -> Batch:
     """Return the current micro-batch of the training loop; empty if there is none."""
-    batch = _current.batch if _current is not None else None
-    return batch if isinstance(batch, dict) else {}
+    return (_current.batch if _current is not None else None) or {}
+
+
+def step_values() -> StepValues:
+    """Return the losses and the gradient norm of the current optimizer step; new ones without a run."""
+    return _current.step_values if _current is not None else StepValues()
 
 
 def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
@@ -263,8 +272,8 @@ def trained_weights(optimizers: Iterable[Any]) -> Iterator[Any]:
     return (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"])
 
 
-def data_sets(accelerator: Accelerator) -> list[Any]:
-    """Return sd-scripts' training data sets that have buckets; empty until the script has prepared its loader."""
+def data_sets(accelerator: Accelerator) -> list[DataSet]:
+    """Return sd-scripts' training datasets that have buckets; empty until the script has prepared its loader."""
     loader = next(iter(accelerator._dataloaders), None)
     group = getattr(loader, "dataset", None)
     members = getattr(group, "datasets", [group])

@@ -1,15 +1,58 @@
-"""The part of accelerate's ``Accelerator`` that patches use."""
+"""Types of the objects that a training script passes around, as far as patches and estimates use them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+
+class Batch(TypedDict, total=False):
+    """A micro-batch as sd-scripts' datasets return it."""
+
+    images: torch.Tensor | None
+    """Pixels from -1 to 1, of shape (batch, 3, height, width). None if latents are cached."""
+    latents: torch.Tensor | None
+    """Cached latents, of shape (batch, channels, height, width) in latent pixels. None without a cache."""
+    input_ids_list: Sequence[torch.Tensor] | None
+    """Token ids for each tokenizer. None if text encoder outputs are cached."""
+    text_encoder_outputs_list: Sequence[torch.Tensor] | None
+    """Cached outputs of the text encoders. None without a cache."""
+    loss_weights: torch.Tensor
+    """Factors of the images' losses, of shape (batch,)."""
+    original_sizes_hw: torch.Tensor
+    """Sizes of the image files, of shape (batch, 2). Read by SDXL, as are the next two."""
+    crop_top_lefts: torch.Tensor
+    target_sizes_hw: torch.Tensor
+    kohya_ext_files: list[str]
+    """Paths of the images, if a patch adds them."""
+
+
+class BucketManager(Protocol):
+    """The image sizes of a dataset."""
+
+    resos: Sequence[tuple[int, int]]
+    """(width, height) of each bucket in pixels."""
+    buckets: Sequence[Sequence[str]]
+    """Keys of the images in each bucket."""
+
+
+class DataSet(Protocol):
+    """A dataset of sd-scripts that has sorted its images into buckets."""
+
+    batch_size: int
+    bucket_manager: BucketManager
 
 
 class Accelerator(Protocol):
-    """See https://huggingface.co/docs/accelerate/package_reference/accelerator. Tensors, models and optimizers are torch's."""
+    """See https://huggingface.co/docs/accelerate/package_reference/accelerator."""
 
-    device: Any
+    device: torch.device
     distributed_type: Any
     gradient_state: Any
     scaler: Any
@@ -23,35 +66,108 @@ class Accelerator(Protocol):
     sync_gradients: bool
     """Whether the current batch ends with an optimizer step, which depends on gradient accumulation."""
     _dataloaders: list[Any]
-    _models: list[Any]
+    _models: list[Module]
     _optimizers: list[Any]
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
+    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
+        """Run one micro-batch of gradient accumulation inside the block."""
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Run operations inside the block in the precision of mixed-precision training."""
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss."""
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
         """Scale gradients down to a total norm; return the norm before."""
 
     def end_training(self) -> None:
         """Close the trackers."""
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all processes, concatenated along the first dimension."""
 
-    def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
+    def prepare(self, *objects: Any) -> Any:
+        """Return models, optimizers and loaders, wrapped for the process's device and precision."""
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
         """Return the sum or mean of a tensor over all processes."""
 
-    def register_load_state_pre_hook(self, hook: Callable[[list[Any], str], None]) -> Any:
+    def register_load_state_pre_hook(self, hook: Callable[[list[Module], str], None]) -> Any:
         """Call a function with the models and the folder before a state is loaded."""
 
-    def register_save_state_pre_hook(self, hook: Callable[[list[Any], list[Any], str], None]) -> Any:
+    def register_save_state_pre_hook(self, hook: Callable[[list[Module], list[Any], str], None]) -> Any:
         """Call a function with the models, their weights and the folder before a state is saved."""
 
     def save_state(self, output_dir: str | None = None) -> Any:
         """Write models, optimizers, schedulers and random states to a folder."""
 
-    def unwrap_model(self, model: Any) -> Any:
+    def unwrap_model(self, model: Module) -> Module:
         """Return a model without the wrappers of distributed training."""
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes are here."""
+        """Wait for all processes."""
+
+
+class NetworkTrainer(Protocol):
+    """The trainer class of a network script, such as ``FluxNetworkTrainer``. Families override most of its methods."""
+
+    is_swapping_blocks: bool
+
+    def assert_extra_args(self, args: Namespace, train_dataset_group: Any, val_dataset_group: Any) -> None:
+        """Check the arguments and complete them."""
+
+    def all_reduce_network(self, accelerator: Accelerator, network: Any) -> None:
+        """Average the network's gradients over all processes."""
+
+    def cast_text_encoder(self, args: Namespace) -> bool:
+        """Return whether text encoders are cast to the weights' dtype."""
+
+    def cast_unet(self, args: Namespace) -> bool:
+        """Return whether the U-Net or transformer is cast to the weights' dtype."""
+
+    def cast_vae(self, args: Namespace) -> bool:
+        """Return whether the VAE is cast to its dtype."""
+
+    def encode_images_to_latents(self, args: Namespace, vae: Module, images: torch.Tensor) -> torch.Tensor:
+        """Return the latents of images, which have the shape (batch, 3, height, width)."""
+
+    def get_noise_scheduler(self, args: Namespace, device: torch.device) -> Any:
+        """Return the scheduler that adds noise to latents."""
+
+    def get_text_encoders_train_flags(self, args: Namespace, text_encoders: Sequence[Module]) -> Sequence[bool]:
+        """Return which text encoders are trained."""
+
+    def get_text_encoding_strategy(self, args: Namespace) -> Any:
+        """Return the object that encodes token ids with the text encoders."""
+
+    def is_train_text_encoder(self, args: Namespace) -> bool:
+        """Return whether any text encoder is trained."""
+
+    def post_process_network(
+        self, args: Namespace, accelerator: Accelerator, network: Any, text_encoders: Sequence[Module], unet: Module
+    ) -> None:
+        """Change a new network before it is applied."""
+
+    def prepare_text_encoder_grad_ckpt_workaround(self, index: int, text_encoder: Module) -> None:
+        """Let gradients reach a trained text encoder in spite of reentrant checkpointing."""
+
+    def process_batch(
+        self,
+        batch: Batch,
+        text_encoders: Sequence[Module],
+        unet: Module,
+        network: Any,
+        vae: Module,
+        noise_scheduler: Any,
+        vae_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        accelerator: Accelerator,
+        args: Namespace,
+        text_encoding_strategy: Any,
+        tokenize_strategy: Any,
+        is_train: bool = True,
+        train_text_encoder: bool = True,
+        train_unet: bool = True,
+    ) -> torch.Tensor:
+        """Return the loss of a micro-batch."""

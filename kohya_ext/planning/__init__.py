@@ -1,4 +1,4 @@
-"""What to change so that a run fits its GPU."""
+"""Find changes that make a run fit its GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes that make a run fit in less memory, cheapest first, and what each costs.
+"""Changes that make a run fit in less memory, cheapest first, with the cost of each.
 
 The order follows common practice: precision, caching, gradient checkpointing, batch size (batch times accumulation is kept),
 optimizer, fused backward pass, precision and location of the base model, and last what the model learns. ``plan``, the

@@ -1,4 +1,4 @@
-"""Check a run's arguments and files before a model is loaded, and report all problems at once.
+"""Check a run's arguments and files before a model is loaded, and report all problems together.
 
 Upstream reports them one at a time, minutes into the run, without a file name, or never. The checks read the script's final
 arguments, and only the headers and ends of files.

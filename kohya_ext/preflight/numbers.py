@@ -85,7 +85,7 @@ def problems_in_subset(script: Path, subset: Mapping[str, Any]) -> Iterator[str]
 
 
 def _workers(args: Namespace) -> int | None:
-    """Return the number of data-loader workers. With DeepSpeed sd-scripts always has one."""
+    """Return the number of data-loader workers. With DeepSpeed, sd-scripts always uses one."""
     workers: int | None = getattr(args, "max_data_loader_n_workers", None)
     return 1 if getattr(args, "deepspeed", False) else workers
 

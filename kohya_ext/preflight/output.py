@@ -64,7 +64,7 @@ def name_problem(folder: Path, name: str) -> str | None:
 
 
 def _abbreviated(name: str) -> str:
-    """Return a name for a message, without its middle if it is long."""
+    """Return a name for a message; cut the middle of a long one."""
     return name if len(name) <= 60 else f"{name[:40]}...{name[-10:]}"
 
 

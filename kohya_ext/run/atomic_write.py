@@ -126,7 +126,7 @@ def write_atomically(
     written so far and the file that failed are counted.
 
     Raises :class:`DiskFullError` when the disk is full and ``policy`` did not help, and any exception of ``write``. On
-    failure ``final`` is unchanged. Inside another atomic write this one fails at once, and the outer one retries.
+    failure ``final`` is unchanged. Inside another atomic write this one fails immediately, and the outer one retries.
     """
     policy = DiskFullPolicy() if policy is None or _fail_fast.depth else policy
     try:
@@ -181,7 +181,7 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
 
 @contextlib.contextmanager
 def fail_fast() -> Iterator[None]:
-    """Make :func:`write_atomically` raise on a full disk at once, whatever its policy."""
+    """Make :func:`write_atomically` raise on a full disk immediately, whatever its policy."""
     _fail_fast.depth += 1
     try:
         yield

@@ -126,7 +126,7 @@ def _lock(stream: IO[str]) -> bool:
     import fcntl
 
     try:
-        # Forked data-loader workers would inherit a lock of flock(2) and outlive the run with it; not so a record lock.
+        # A record lock, because forked data-loader workers would inherit a lock of flock(2) and outlive the run with it.
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False

@@ -56,7 +56,7 @@ _SKIPPED_EPOCH = {"save_every_n_epochs": None, "sample_every_n_epochs": None, "v
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The position and random state after a step: what a state holds besides weights and optimizer."""
+    """The position and random state after a step. A saved state also contains weights and optimizer."""
 
     step: int
     epoch: int
@@ -73,7 +73,7 @@ class Position(TrainingCallback):
     args: Namespace
     accelerator: Accelerator
     way_out: str = ""
-    """What to do where a script's training loop is not known."""
+    """Advice for scripts whose training loop is unknown."""
     step: int = 0
     """Optimizer steps, including those before a resume."""
     epoch: int = -1

@@ -13,7 +13,7 @@ VARIABLE = "KOHYA_EXT_OUT_OF_MEMORY_FILE"
 
 
 class RetryRequest(TypedDict):
-    """What the next start changes."""
+    """The arguments that the next start changes."""
 
     changes: Mapping[str, Any]
     """Arguments by key."""

@@ -1,6 +1,6 @@
 """Store measured step times on this machine, to predict the duration of later runs with the same settings.
 
-patches/step_times.py measures them. Settings that have not been run get no prediction.
+patches/step_times.py measures them. Settings that have not been run have no prediction.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kohya_ext import cache
 from kohya_ext.config.settings import Settings, patch_options
 
 MIN_STEPS = 5
-"""Fewest steps of a measurement that is stored."""
+"""Minimum number of steps of a stored measurement."""
 
 _MAX_FILES = 200
-"""Measurements that are kept; older ones are removed."""
+"""Number of measurements to keep; older ones are removed."""
 
 #: Argument-name substrings that don't affect step time: output paths, run length, learning rates.
 _IGNORED = (

@@ -78,7 +78,7 @@ class Stopper(TrainingCallback):
             self.reason, self.code = reason, code
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT and SIGTERM. A second SIGINT kills the process at once."""
+        """Handle SIGINT and SIGTERM. A second SIGINT kills the process immediately."""
         if os.getpid() != self.process:  # a forked data-loader worker, which its parent ends
             return
         name, code = signal.Signals(number).name, 128 + number
@@ -90,7 +90,7 @@ class Stopper(TrainingCallback):
             self.request(name, code)
             raise SystemExit(code)
         if not self.reason:
-            again = ". Ctrl-C again stops at once" if number == signal.SIGINT else ""
+            again = ". Ctrl-C again stops immediately" if number == signal.SIGINT else ""
             note_at_once(f"{name}: finishing this step, then saving the model and the state{again}")
         self.request(name, code)
 

@@ -265,7 +265,7 @@ def _source(entry: Entry) -> str:
 
 
 def make_default(which: str) -> Checkout:
-    """Make a checkout the default: a registered one by version (v0.11.1) or commit, or any one by its folder.
+    """Make a checkout the default: a registered one by version (v0.11.1) or commit, or any checkout by its folder.
 
     Raises UserError if no checkout matches, or several do.
     """

@@ -1,4 +1,4 @@
-"""A small data set: coloured shapes on gradients, with captions."""
+"""A small dataset: coloured shapes on gradients, with captions."""
 
 from __future__ import annotations
 

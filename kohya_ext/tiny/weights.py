@@ -172,7 +172,7 @@ def _clip_g(library: Any) -> Any:
 
 def _flux_clip_l() -> Any:
     library = importlib.import_module("library.flux_utils")
-    # Fields that a text model needs and CLIPConfig, which FLUX's loader uses, has no defaults for.
+    # Fields that a text model needs, but that have no default in CLIPConfig, which FLUX's loader uses.
     text = {"max_position_embeddings": 77, "hidden_act": "quick_gelu", "attention_dropout": 0.0, "layer_norm_eps": 1e-5}
     return transformers.CLIPTextModel(library.CLIPConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH, **text, eos_token_id=2))
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ from tests.real import starting
 #: variable.
 Start = Literal["plain", "launcher", "accelerate", "environment"]
 
+#: Runs Python until it ends; see the fixture.
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
 #: The number of finished steps in the progress bar of a training script.
 PROGRESS = re.compile(rb"steps: +\d+%\|[^|]*\| (\d+)/\d+ \[")
 
@@ -49,7 +53,7 @@ EXTRA_ARGUMENTS = {
 
 
 @functools.cache
-def _generations() -> dict[str, Checkout]:
+def generations() -> dict[str, Checkout]:
     """Return one checkout for each supported layout: the default one, or else the first registered one.
 
     Called while tests are collected, because a test may unset the variable that names a checkout.
@@ -61,32 +65,19 @@ def _generations() -> dict[str, Checkout]:
 def _skip_reason() -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    return None if _generations() else "no sd-scripts found (python -m kohya_ext setup)"
+    return None if generations() else "no sd-scripts found (python -m kohya_ext setup)"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test with a checkout once for each generation, and all tests of a generation on one worker.
-
-    They share the results of upstream's runs there.
-    """
+    """Run every test with a checkout once for each generation."""
     if "checkout" not in metafunc.fixturenames:
         return
     reason = _skip_reason()
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
-    layouts = sorted(_generations().items())
-    ends = {"newest": layouts[-1], "oldest": layouts[0]}
-    only = [end for marker, end in ends.items() if metafunc.definition.get_closest_marker(marker)]
-    generations = [
-        pytest.param(
-            checkout,
-            id=layout,
-            marks=[pytest.mark.xdist_group(layout), *([] if not only or (layout, checkout) in only else [pytest.mark.slow])],
-        )
-        for layout, checkout in layouts
-    ]
-    metafunc.parametrize("checkout", generations, scope="session")
+    available = dict(sorted(generations().items()))
+    metafunc.parametrize("checkout", available.values(), ids=available, scope="session")
 
 
 @dataclass(frozen=True)
@@ -155,15 +146,49 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
-    """family -> tiny models, written once per session. All families share the tokenizers."""
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models are written here. Processes are forked with the tokenizers in it, which all families share."""
     folder = tmp_path_factory.mktemp("models")
+    if starting.FORKS:
+        # A forked run shrinks its models itself, if its PYTHONPATH says so.
+        starting.start_server(environment.variables(folder / "tokenizers") | {"PYTHONPATH": environment.python_path()})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def call(models_folder: Path) -> Call:
+    """``call(*command, folder=, bare=, **environment)`` runs ``python *command`` until it ends.
+
+    ``bare``: run in a new interpreter, not in a fork of one that has imported torch.
+    """
+
+    def run(*command: object, folder: Path = ROOT, bare: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+        words = [*map(str, command)]
+        if starting.FORKS and not bare:
+            return starting.call(words, environ, folder)
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def models(models_folder: Path) -> Callable[[str], Models]:
+    """family -> tiny models, written once per session."""
     written: dict[str, Models] = {}
 
     def of(family: str) -> Models:
         if family not in written:
-            checkout = next(iter(_generations().values()))
-            written[family] = checkpoints.write(family, checkout.path, folder)
+            checkout = next(iter(generations().values()))
+            written[family] = checkpoints.write(family, checkout.path, models_folder)
         return written[family]
 
     return of
@@ -224,7 +249,6 @@ def train(models: Callable[[str], Models], images: Path, tmp_path_factory: pytes
         if bare or start == "accelerate" or not starting.FORKS:
             process = starting.start_bare([*command, *argv], environ, output)
         else:
-            starting.start_server(environment.variables(tiny.tokenizers))
             process = starting.start_forked([*command, *argv], environ, output)
         printed = b""
         while chunk := os.read(process.output, 65536):
@@ -239,7 +263,7 @@ def train(models: Callable[[str], Models], images: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture
-def from_checkout(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+def checkout_module(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """name -> a module of the checkout, imported into this process and removed after the test."""
     monkeypatch.syspath_prepend(str(checkout.path))
 

@@ -7,18 +7,21 @@ new interpreter is covered by test_start.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, NoReturn
 from unittest import mock
 
 #: Third-party modules that the scripts of both generations import.
@@ -77,7 +80,7 @@ def start_forked(command: Sequence[str], environ: Mapping[str, str], folder: Pat
     """Start ``python *command`` in `folder` as a fork; call `start_server` first."""
     context = multiprocessing.get_context("forkserver")
     reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_run_as_interpreter, args=(list(command), dict(environ), str(folder), writing))
+    process = context.Process(target=run_as_interpreter, args=(list(command), dict(environ), str(folder), writing))
     process.start()
     writing.close()
 
@@ -90,10 +93,38 @@ def start_forked(command: Sequence[str], environ: Mapping[str, str], folder: Pat
     return Started(process.pid, os.dup(reading.fileno()), wait)
 
 
-def _run_as_interpreter(command: list[str], environ: dict[str, str], folder: str, output: Connection) -> None:
-    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output.fileno(), 1), (output.fileno(), 2)):
+def call(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``python *command`` in `folder` as a fork until it ends; call `start_server` first."""
+    with tempfile.TemporaryDirectory() as temporary:
+        files = [str(Path(temporary) / name) for name in ("output", "errors")]
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_run_to_files, args=(list(command), dict(environ), str(folder), *files))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        texts = [Path(file).read_text("utf-8", errors="replace") for file in files]
+        return subprocess.CompletedProcess(list(command), process.exitcode, *texts)
+
+
+def _run_to_files(command: list[str], environ: dict[str, str], folder: str, output: str, errors: str) -> NoReturn:
+    with open(output, "wb") as opened, open(errors, "wb") as opened_errors:
+        run_as_interpreter(command, environ, folder, opened, opened_errors)
+
+
+def run_as_interpreter(
+    command: list[str],
+    environ: dict[str, str],
+    folder: str,
+    output: Connection | IO[bytes],
+    errors: IO[bytes] | None = None,
+) -> NoReturn:
+    """Run ``python *command`` in this forked process, and exit. ``errors``: for standard error, if not to ``output`` too."""
+    gc.freeze()  # the scripts call gc.collect() often, which would visit every imported module: a third of a tiny run
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output.fileno(), 1), ((errors or output).fileno(), 2)):
         os.dup2(source, target)
-    output.close()
+    for each in filter(None, (output, errors)):
+        each.close()
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
@@ -123,14 +154,16 @@ def _run_as_interpreter(command: list[str], environ: dict[str, str], folder: str
 
 
 def _run(command: list[str], python_path: list[str]) -> None:
-    module = command[1] if command[0] == "-m" else None
-    sys.argv = command[module is not None :]
-    sys.path[:0] = [os.getcwd() if module else str(Path(command[0]).parent), *python_path]
+    module, code = (command[1] if command[0] == option else None for option in ("-m", "-c"))
+    sys.argv = command[module is not None :] if code is None else ["-c", *command[2:]]
+    sys.path[:0] = [str(Path(command[0]).parent) if module is code else os.getcwd(), *python_path]
     exec(STARTUP.read_text(), {})
     for entry in python_path:
         if (customize := Path(entry) / "sitecustomize.py").is_file():
             runpy.run_path(str(customize), run_name="sitecustomize")
-    if module:
+    if code is not None:
+        exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif module:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(command[0], run_name="__main__")

@@ -43,7 +43,7 @@ def test_step_suite_compares_upstream_and_patched_steps(checkout, tmp_path):
 
 
 @pytest.mark.slow
-def test_patched_steps_do_less_work_than_upstreams(checkout, tmp_path):
+def test_patched_steps_need_fewer_operations_than_upstreams(checkout, tmp_path):
     _, result = run("work", checkout, tmp_path, "--family", "sd15-lora")
     assert result.complete
     assert not result.reduced

@@ -1,9 +1,6 @@
 """The activations that an activation memory budget keeps and recomputes, counted on fake tensors."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -45,7 +42,7 @@ def compile_with(monkeypatch, tmp_path):
     return compile_block
 
 
-def test_costs_of_eager_checkpointed_and_budgets(compile_with):
+def test_costs_of_eager_checkpointed_and_budgeted_blocks(compile_with):
     compile_with(activation_budgets.BACKEND)
     mode = compiled.traceable()
     with fake_tensors(mode), activation_budgets._collecting(mode) as graphs:
@@ -63,7 +60,7 @@ def test_costs_of_eager_checkpointed_and_budgets(compile_with):
 
 
 @pytest.mark.parametrize(("budget", "kept", "held"), [(1.0, 1, 2), (0.0, 0, 1)])
-def test_peak_memory_of_a_compiled_step(compile_with, budget, kept, held):
+def test_the_estimated_peak_equals_a_compiled_steps(compile_with, budget, kept, held):
     compile_with(compiled.BACKEND)
     set_budget(budget)
     mode, tracker = compiled.traceable(), Tracker()
@@ -92,17 +89,12 @@ def test_peak_memory_of_a_compiled_step(compile_with, budget, kept, held):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py"])
-def test_command_counts_every_block_of_a_real_model(checkout, script, tmp_path):
+def test_the_command_counts_every_block_of_a_real_model(checkout, call, script, tmp_path):
     module = "networks.lora" if script.startswith("sdxl") else "networks.lora_flux"
-    command = [sys.executable, "-m", "kohya_ext", "budget", "--json", "--plot", str(tmp_path / "curve.png")]
+    command = ["-m", "kohya_ext", "budget", "--json", "--plot", tmp_path / "curve.png"]
     options = ["--network_module", module, "--network_dim", "4", "--network_train_unet_only", "--mixed_precision", "bf16"]
     options += ["--resolution", "256", "--cache_latents", "--cache_text_encoder_outputs", "--sdpa", "--no_half_vae"]
-    done = subprocess.run(
-        [*command, "--sd-scripts", str(checkout.path), script, *options],
-        env={**os.environ, **environment.variables(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    done = call(*command, "--sd-scripts", checkout.path, script, *options, **environment.variables(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
     total = result["total"]

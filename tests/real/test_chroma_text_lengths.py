@@ -15,9 +15,9 @@ BATCHES = ((3, 5), (4, 4), (2, 7), (1, 6))
 
 
 @pytest.fixture
-def models(checkout, from_checkout):
+def models(checkout, checkout_module):
     """Chroma's patched module, and the original forward methods of its blocks."""
-    module = from_checkout("library.chroma_models")
+    module = checkout_module("library.chroma_models")
     kinds = (module.DoubleStreamBlock, module.SingleStreamBlock)
     originals = [kind.forward for kind in kinds]
     patcher = Patcher({PATCH.name: PATCH}, Settings(), checkout)
@@ -66,7 +66,7 @@ def test_blocks_are_bit_identical_and_do_not_sync(models, monkeypatch):
             assert torch.equal(run(module, patched, lengths, tensor), theirs)
 
 
-def test_lengths_behave_like_their_tensor():
+def test_lengths_behave_like_a_tensor():
     lengths = Lengths(torch.tensor([3, 5]))
     assert torch.max(lengths).item() == 5
     assert torch.max(lengths, dim=0).indices.item() == 1
@@ -74,6 +74,7 @@ def test_lengths_behave_like_their_tensor():
     assert lengths.shape == (2,)
 
 
+@pytest.mark.newest
 def test_blocks_compile_to_one_graph_for_all_lengths(models, compiler_patches):
     module, _ = models
     torch._dynamo.reset()

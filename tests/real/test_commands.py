@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,6 @@ from kohya_ext.sdscripts import checkouts
 from kohya_ext.tiny import environment
 
 torch = pytest.importorskip("torch")
-
-
-def call(*command, cwd=None, **env):
-    environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, encoding="utf-8", errors="replace")
 
 
 CHECK_PRESETS = """
@@ -49,7 +41,7 @@ print("CHECKED", checked)
 """
 
 
-def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
+def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout, call):
     done = call("-c", CHECK_PRESETS, checkout.path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "PROBLEM" not in done.stdout, done.stdout
@@ -57,8 +49,8 @@ def test_shipped_presets_are_valid_for_their_scripts_parsers(checkout):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("start", ["launcher", "environment"])
-def test_help_of_a_script_lists_the_extensions_options(checkout, start):
+@pytest.mark.parametrize("start", ["launcher", pytest.param("environment", marks=pytest.mark.slow)])
+def test_a_scripts_help_lists_the_extensions_options(checkout, call, start):
     script = checkout.path / "sdxl_train.py"
     command = ["-m", "kohya_ext", script] if start == "launcher" else [script]
     done = call(*command, "--help", **({} if start == "launcher" else {"KOHYA_EXT": "1"}))
@@ -67,10 +59,11 @@ def test_help_of_a_script_lists_the_extensions_options(checkout, start):
         assert flag in done.stdout
 
 
-def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp_path):
+@pytest.mark.oldest
+def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, call, tmp_path):
     (tmp_path / "mine.toml").write_text('learnign_rate = 1e-4\nresolution = 512\nsave_model_as = "zip"\n')
     script = checkout.path / "sdxl_train_network.py"
-    done = call(script, "--config_file", "mine.toml", "--strict", cwd=tmp_path, KOHYA_EXT="1")
+    done = call(script, "--config_file", "mine.toml", "--strict", folder=tmp_path, KOHYA_EXT="1")
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("kohya_ext: error: ")]
     assert len(errors) == 3
@@ -78,12 +71,13 @@ def test_invalid_config_file_is_an_error_before_anything_is_loaded(checkout, tmp
     assert "Traceback" not in done.stderr
 
 
-def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
+@pytest.mark.newest
+def test_explain_shows_the_origin_of_every_value(checkout, call, tmp_path):
     (tmp_path / "mine.toml").write_text("learning_rate = 3e-5\n")
     done = call(
         *("-m", "kohya_ext", "presets", "show", "auto", "--sd-scripts", checkout.path, "--script", "sdxl_train.py"),
         *("--explain", "--with", "--vram", "16", "--config_file", "mine.toml", "--no-full_bf16"),
-        cwd=tmp_path,
+        folder=tmp_path,
         COLUMNS="250",
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -100,16 +94,22 @@ def test_explain_shows_the_origin_of_every_value(checkout, tmp_path):
     assert rows["gradient_accumulation_steps"][4]
 
 
-@pytest.mark.parametrize("script", ["networks/check_lora_weights.py", "tools/show_metadata.py"])
-def test_tools_run(checkout, upstream, script):
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("networks/check_lora_weights.py", marks=pytest.mark.newest),
+        pytest.param("tools/show_metadata.py", marks=pytest.mark.oldest),
+    ],
+)
+def test_scripts_in_tools_run(checkout, call, upstream, script):
     file = upstream(checkout, "sdxl_train_network.py").file
     option = ["--model"] if "metadata" in script else []
-    done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, cwd=file.parent)
+    done = call("-m", "kohya_ext", "--sd-scripts", checkout.path, script, *option, file, folder=file.parent)
     assert done.returncode == 0, done.stderr[-4000:]
     assert ("ss_network_dim" if option else "lora_unet_") in done.stdout
 
 
-def test_doctor_shows_every_patch_applied(checkout):
+def test_doctor_shows_every_patch_applied(checkout, call):
     done = call("-m", "kohya_ext", "doctor", "--json", "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     result = json.loads(done.stdout)
@@ -117,12 +117,12 @@ def test_doctor_shows_every_patch_applied(checkout):
     assert result["sd_scripts"]["version"] == checkout.version
     assert result["packages"]["torch"] == torch.__version__.split("+")[0]
     statuses = {(row["patch"], row["target"]): (row["status"], row["reason"]) for row in result["patches"]}
-    assert statuses["nonreentrant_checkpointing", "library.sdxl_original_unet:USE_REENTRANT"] == ("applied", "")
+    assert statuses["nonreentrant_checkpointing", "torch.utils.checkpoint:CheckpointFunction"] == ("applied", "")
     assert sum(status == "applied" for status, _ in statuses.values()) >= 3
     assert all(status == "applied" or reason for status, reason in statuses.values())
 
 
-def test_training_script_without_estimate_is_an_error_of_one_line(checkout, capsys):
+def test_estimating_an_unsupported_script_is_an_error_of_one_line(checkout, capsys):
     training = [script for script in checkout.scripts() if checkouts.is_training_script(checkout.path / script)]
     others = [script for script in training if script not in preset_files.FAMILIES]
     assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"
@@ -147,16 +147,17 @@ sys.exit(code)
 """
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(importlib.util.find_spec("dadaptation") is None, reason="upstream's tests need dadaptation ([test])")
-def test_upstreams_tests_pass_with_the_extension(checkout):
-    done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", cwd=checkout.path)
+def test_upstreams_tests_pass_with_the_extension(checkout, call):
+    done = call("-c", UPSTREAMS_TESTS, "-q", "-p", "no:cacheprovider", folder=checkout.path)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "ON Session(" in done.stdout
     assert " passed" in done.stdout
 
 
 @pytest.fixture
-def without_matplotlib(tmp_path):
+def path_without_matplotlib(tmp_path):
     """A PYTHONPATH with which importing matplotlib fails."""
     (tmp_path / "absent").mkdir()
     (tmp_path / "absent" / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib')")
@@ -167,7 +168,7 @@ NO_CHART = "none: drawing needs matplotlib (No module named matplotlib)"
 
 
 @pytest.mark.newest
-def test_demo_trains_with_the_real_script(checkout, tmp_path):
+def test_demo_trains_with_the_real_script(checkout, call, tmp_path):
     done = call("-m", "kohya_ext", "demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
@@ -179,16 +180,16 @@ def test_demo_trains_with_the_real_script(checkout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.newest
-def test_demo_trains_without_matplotlib(checkout, tmp_path, without_matplotlib):
+def test_demo_trains_without_matplotlib(checkout, call, tmp_path, path_without_matplotlib):
     words = ["demo", "--steps", "3", "--output", tmp_path, "--sd-scripts", checkout.path]
-    done = call("-m", "kohya_ext", *words, PYTHONPATH=without_matplotlib)
+    done = call("-m", "kohya_ext", *words, PYTHONPATH=path_without_matplotlib)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"sdxl_train_network.py of {checkout.label}" in done.stdout
     assert NO_CHART in done.stdout
     assert (tmp_path / "demo.safetensors").is_file()
 
 
-def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, without_matplotlib):
+def test_demo_trains_without_sd_scripts_and_matplotlib(call, tmp_path, path_without_matplotlib):
     no_network = {"KOHYA_EXT_CACHE": tmp_path / "cache", "GIT_ALLOW_PROTOCOL": "none"}
     done = call(
         "-m",
@@ -198,8 +199,8 @@ def test_demo_trains_without_sd_scripts_and_matplotlib(tmp_path, without_matplot
         "6",
         "--output",
         tmp_path / "demo",
-        cwd=tmp_path,
-        PYTHONPATH=without_matplotlib,
+        folder=tmp_path,
+        PYTHONPATH=path_without_matplotlib,
         **{name: str(value) for name, value in no_network.items()},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -51,7 +51,7 @@ def test_training_is_close_to_upstreams_without_graph_breaks(checkout, train, up
         assert block["eager_because"] is None
 
 
-@pytest.mark.oldest
+@pytest.mark.slow
 def test_images_of_known_sizes_add_no_graphs(checkout, train):
     """In two epochs of eight steps, only the first step compiles: one graph for text refiner blocks and one for the rest."""
     (block,) = facts(train(checkout, LUMINA, *ON, "--max_train_steps", "16"))[1].values()
@@ -60,7 +60,7 @@ def test_images_of_known_sizes_add_no_graphs(checkout, train):
     assert block["calls"] % 16 == 0
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_environment_variables_enable_compiling_and_the_budget(checkout, train, upstream):
     env = {
         "SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "1",
@@ -184,7 +184,7 @@ def test_sampling_and_validation_run_eager(checkout, train, tmp_path, script):
 
 
 @pytest.mark.slow
-def test_it_is_disabled_if_the_whole_model_is_compiled(checkout, train):
+def test_selective_compiling_is_disabled_if_the_whole_model_is_compiled(checkout, train):
     # Otherwise the text encoder is compiled too, which fails in transformers with torch 2.6.
     theirs = ("--torch_compile", "--dynamo_backend", "eager", "--cache_text_encoder_outputs", "--network_train_unet_only")
     run = train(checkout, LUMINA, *ON, *theirs, "--max_train_steps", "1")
@@ -205,7 +205,7 @@ def test_inductor_is_close_to_upstream(checkout, train, upstream):
 
 
 @pytest.mark.slow
-def test_a_mode_of_inductor(checkout, train, upstream):
+def test_inductor_modes_are_close_to_upstream(checkout, train, upstream):
     run = train(checkout, LUMINA, "--selective_torch_compile", "--compile_mode", "max-autotune-no-cudagraphs")
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 1e-4)
     assert facts(run)[1]["JointTransformerBlock"]["backward_graphs"] > 0
@@ -213,7 +213,7 @@ def test_a_mode_of_inductor(checkout, train, upstream):
 
 
 @pytest.mark.slow
-def test_the_demo_compiles_the_blocks_that_diffusers_lists(images, tmp_path):
+def test_the_demo_compiles_the_repeated_blocks_of_diffusers(images, tmp_path):
     from diffusers import UNet2DConditionModel
     from safetensors.torch import load_file
 

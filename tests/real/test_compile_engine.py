@@ -109,7 +109,7 @@ def test_blocks_share_their_graphs_and_later_sizes_add_none(run: blocks.Run) -> 
 
 
 def data_set_of(*sizes: tuple[int, int]) -> SimpleNamespace:
-    """Return a data set with the buckets of sd-scripts; the last bucket is empty."""
+    """Return a dataset with the buckets of sd-scripts; the last bucket is empty."""
     return SimpleNamespace(bucket_manager=SimpleNamespace(resos=[*sizes, (9, 9)], buckets=[["image"]] * len(sizes) + [[]]))
 
 
@@ -131,7 +131,7 @@ def test_the_first_block_shares_the_graph_of_the_others(run: blocks.Run, unified
     torch.manual_seed(0)
     kind = block_class()
     model = torch.nn.Sequential(*(kind() for _ in range(3)))
-    x = torch.randn(8, 1, 4).transpose(0, 2)  # a slice, with strides that no block's output has
+    x = torch.randn(8, 1, 4).transpose(0, 2)  # a slice, whose strides differ from those of a block's output
 
     def step() -> list[torch.Tensor]:
         model(x).pow(2).sum().backward()
@@ -210,7 +210,7 @@ def test_einops_is_one_call_in_a_graph_with_dynamic_sizes(run: blocks.Run) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("affine", [True, False], ids=("affine", "plain"))
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_registered_group_norm_shapes_are_torchs_own(
+def test_registered_group_norm_shapes_equal_torchs(
     run: blocks.Run, dtype: torch.dtype, affine: bool, memory_format: torch.memory_format
 ) -> None:
     from torch._subclasses import fake_impls
@@ -321,6 +321,7 @@ def test_a_backend_that_fails_later_keeps_its_compiled_graphs(run: blocks.Run, m
     assert len(attempts) == 2
 
 
+@pytest.mark.slow
 def test_a_backward_graph_that_cannot_be_compiled_is_interpreted(run: blocks.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = os.environ.get("CXX", {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++"))
     if shutil.which(compiler) is None:
@@ -364,7 +365,7 @@ def test_untraceable_code_runs_eager(run: blocks.Run) -> None:
 
 def test_an_error_of_the_block_itself_is_raised(run: blocks.Run) -> None:
     _, model, _ = pair(AOT)
-    # Not through the checkpoint, which leaves its hooks behind after an error in some versions of torch.
+    # Call the block without checkpointing, because some versions of torch do not remove its hooks after an error.
     with pytest.raises(RuntimeError, match=r"shape|size"):
         model[0]._forward(torch.zeros(1, 4, 9))
 

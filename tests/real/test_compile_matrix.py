@@ -221,12 +221,12 @@ def test_compiled_bf16_is_as_close_to_float32_as_eager(checkout, train, script):
 
 
 @pytest.mark.slow
-def test_graphs_do_not_grow_with_depth(checkout, from_checkout, monkeypatch, tmp_path):
+def test_graphs_do_not_grow_with_depth(checkout, checkout_module, monkeypatch, tmp_path):
     """Compares FLUX with 2 + 2 and with 6 + 12 checkpointed blocks."""
     from kohya_ext.compiling import blocks, configuration
     from kohya_ext.config.settings import Settings
 
-    models = from_checkout("library.flux_models")
+    models = checkout_module("library.flux_models")
     monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
     settings = Settings(selective_torch_compile=True, compile_backend="aot_eager")
     counts = []

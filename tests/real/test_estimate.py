@@ -1,9 +1,6 @@
 """Estimates compared with the scripts' own parsers, and with allocations of the same step on real tensors."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,19 +14,14 @@ from kohya_ext.estimate.memory_config import OWN, MemoryConfig
 from kohya_ext.planning import tiers
 from kohya_ext.planning.memory_savings import Attempt, Step, after, steps
 from kohya_ext.sdscripts.checkouts import Checkout
-from kohya_ext.tiny.environment import python_path
-from tests.real.conftest import ROOT
+from tests.real.conftest import ROOT, Call
 
 SCRIPTS = tuple(FAMILIES)
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=ENVIRON, cwd=ROOT)
-
-
-def test_memory_config_has_the_names_and_defaults_of_the_scripts(checkout: Checkout) -> None:
-    done = run(str(ROOT / "tests" / "real" / "probes" / "parsers.py"), str(checkout.path), *SCRIPTS)
+@pytest.mark.newest
+def test_memory_config_has_the_names_and_defaults_of_the_scripts(checkout: Checkout, call: Call) -> None:
+    done = call(ROOT / "tests" / "real" / "probes" / "parsers.py", checkout.path, *SCRIPTS)
     assert done.returncode == 0, done.stderr[-2000:]
     parsers = json.loads(done.stdout.split("JSON", 1)[1])
     assert set(parsers) == set(SCRIPTS)
@@ -51,7 +43,7 @@ def test_memory_config_has_the_names_and_defaults_of_the_scripts(checkout: Check
         } >= wanted
 
 
-#: Script -> memory savings that apply to its defaults, of those that not every script has.
+#: Script -> memory savings that apply to its defaults, if not every script has them.
 SAVINGS = {
     "sdxl_train_network.py": {"attention", "mixed precision", "checkpointing", "fp8 base", "text encoders frozen"},
     "sdxl_train.py": {"cached text encoder outputs", "Adafactor", "fused backward pass", "pure bf16"},
@@ -71,9 +63,9 @@ def all_steps(run: Attempt) -> Iterator[Step]:
 
 
 @pytest.mark.newest
-def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout) -> None:
+def test_an_estimate_is_within_1_percent_of_real_allocations(checkout: Checkout, call: Call) -> None:
     small = ("--width", "64", "--size", "256", "--only", "lora")
-    done = run("-m", "benchmarks.vram_accuracy", "--sd-scripts", str(checkout.path), *small)
+    done = call("-m", "benchmarks.vram_accuracy", "--sd-scripts", checkout.path, *small)
     assert done.returncode == 0, done.stderr[-2000:]
     cases = json.loads(done.stdout)["cases"]
     assert set(cases) == {"lora", "lora, checkpointing", "lora, fused operations"}
@@ -104,11 +96,11 @@ TIERS = {tier.name: tier for tier in tiers.tiers()}
         ),
     ],
 )
-def test_the_table_equals_a_new_estimate(checkout: Checkout, name: str) -> None:
+def test_the_table_equals_a_new_estimate(checkout: Checkout, call: Call, name: str) -> None:
     """Run python tools/make_estimate_table.py if this fails: a default patch has changed the memory of a step."""
     script = preset_files.scripts(name.partition("/")[0])[0]
     asked = ("--fresh", "--json", script, "--preset", name)
-    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), *asked)
+    done = call("-m", "kohya_ext", "estimate", "--sd-scripts", checkout.path, *asked)
     expected = TIERS[name].estimate
     assert expected is not None
     # Other torch versions than the table's save slightly more or less.
@@ -127,9 +119,9 @@ def test_the_table_equals_a_new_estimate(checkout: Checkout, name: str) -> None:
     ],
 )
 def test_full_size_estimates_match_another_method(
-    checkout: Checkout, argv: tuple[str, ...], allocated: float, reserved: float, tmp_path: Path
+    checkout: Checkout, call: Call, argv: tuple[str, ...], allocated: float, reserved: float, tmp_path: Path
 ) -> None:
-    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), "--fresh", "--json", *argv)
+    done = call("-m", "kohya_ext", "estimate", "--sd-scripts", checkout.path, "--fresh", "--json", *argv)
     assert done.returncode in (0, 1), done.stderr[-2000:]
     output = json.loads(done.stdout)
     assert output["allocated"] / 1e9 == pytest.approx(allocated, rel=0.01)
@@ -144,32 +136,42 @@ def test_full_size_estimates_match_another_method(
         (("sdxl_train_network.py", "--preset", "8gb", "--sample_at_first", "--sample_prompts", "PROMPTS"), "sampling"),
     ],
 )
-def test_the_peak_is_not_always_in_the_step(checkout: Checkout, argv: tuple[str, ...], phase: str, tmp_path: Path) -> None:
+def test_the_peak_can_be_outside_the_step(
+    checkout: Checkout, call: Call, argv: tuple[str, ...], phase: str, tmp_path: Path
+) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("# of no size\na cat --w 1024 --h 1024 --d 1\na dog\n")
     given = [str(file) if word == "PROMPTS" else word for word in argv]
-    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), "--fresh", "--json", *given)
+    done = call("-m", "kohya_ext", "estimate", "--sd-scripts", checkout.path, "--fresh", "--json", *given)
     assert done.returncode in (0, 1), done.stderr[-2000:]
     output = json.loads(done.stdout)
     assert output["peak_phase"] == phase
     assert output["phase_peaks"][phase] == output["allocated"]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
         (("sdxl_train.py", "--preset", "16gb", "--learnign_rate", "1"), "Did you mean --learning_rate"),
         (("sdxl_train.py", "--preset", "16gb", "--deepspeed"), "a run with --deepspeed cannot be estimated"),
-        (
+        pytest.param(
             ("flux_train.py", "--preset", "24gb", "--cpu_offload_checkpointing"),
             "a run with --cpu_offload_checkpointing cannot be estimated",
+            marks=pytest.mark.slow,
         ),
-        (("sdxl_train.py", "--preset", "16gb", "--selective_torch_compile", "--compile_backend", "eager"), "use inductor"),
+        pytest.param(
+            ("sdxl_train.py", "--preset", "16gb", "--selective_torch_compile", "--compile_backend", "eager"),
+            "use inductor",
+            marks=pytest.mark.slow,
+        ),
         (("hunyuan_image_train_network.py", "--resolution", "1024"), "an estimate needs the network"),
     ],
 )
-def test_an_unsupported_run_is_one_line_and_exit_code_2(checkout: Checkout, argv: tuple[str, ...], named: str) -> None:
-    done = run("-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), *argv)
+def test_an_unsupported_run_is_one_line_and_exit_code_2(
+    checkout: Checkout, call: Call, argv: tuple[str, ...], named: str
+) -> None:
+    done = call("-m", "kohya_ext", "estimate", "--sd-scripts", checkout.path, *argv)
     assert done.returncode == 2
     assert named in done.stderr
     assert "Traceback" not in done.stderr

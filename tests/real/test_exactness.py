@@ -89,7 +89,7 @@ def test_files_are_bit_identical_to_upstream(checkout, files, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
-def test_gradient_checkpointing_is_upstreams_up_to_the_order_of_sums(checkout, files, case):
+def test_gradient_checkpointing_equals_upstream_up_to_the_order_of_sums(checkout, files, case):
     is_exact = case in COMPARED_WITHOUT_CHECKPOINTING
     differences = distances(files(checkout, case, "launcher", True), files(checkout, case, "plain", not is_exact))
     assert max(differences.values()) <= (0.0 if is_exact else SUMMATION_TOLERANCE), differences
@@ -103,7 +103,7 @@ def pins(text: str) -> dict[str, str]:
     }
 
 
-def test_pins_in_ci_are_upstreams(checkout):
+def test_pins_in_ci_equal_upstreams(checkout):
     ours = pins((ROOT / "tests" / "upstream-pins.txt").read_text(encoding="utf-8"))
     theirs = pins((checkout.path / "requirements.txt").read_text(encoding="utf-8"))
     differ = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}

@@ -1,4 +1,4 @@
-"""Checkpointing with less Python: torch's own gradients, bit for bit, its memory, byte for byte, and its errors."""
+"""fast_checkpoint_hooks: bit-identical gradients, equal memory and the same errors as torch's own hooks."""
 
 import pytest
 
@@ -17,8 +17,8 @@ NAME = fast_checkpoint_hooks.PATCH.name
 
 
 @pytest.fixture
-def recomputed(monkeypatch, tmp_path):
-    """Put the patch on; return the list that gets an entry for each block that it recomputes."""
+def recomputed_blocks(monkeypatch, tmp_path):
+    """Apply the patch; return a list with an entry for each block that it has recomputed."""
     original, seen = checkpointing._checkpoint_hook, []
     inputs = fast_checkpoint_hooks._inputs
     monkeypatch.setattr(fast_checkpoint_hooks, "_inputs", lambda frame: seen.append("a block") or inputs(frame))
@@ -31,7 +31,7 @@ def recomputed(monkeypatch, tmp_path):
 
 
 class Block(torch.nn.Module):
-    """What blocks do: a norm, a frozen and a trained weight, dropout, a residual, in autocast or not."""
+    """The operations of a block: norm, frozen and trained weight, dropout, residual, with or without autocast."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Block(torch.nn.Module):
 
 
 def run(block, x, kind, bf16=False, again=False):
-    """The output and all gradients of three blocks in a row; ``kind`` checkpoints a block, or calls it."""
+    """Return the output and all gradients of three consecutive blocks. ``kind`` calls a block, checkpointed or not."""
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
     block.zero_grad()
@@ -71,26 +71,26 @@ def nested(function, x):
 
 @pytest.mark.parametrize("kind", [checkpointed, nested])
 @pytest.mark.parametrize(("bf16", "again"), [(False, False), (True, False), (False, True)])
-def test_gradients_are_bitwise_those_without_checkpointing(recomputed, kind, bf16, again):
+def test_gradients_are_bitwise_identical_to_those_without_checkpointing(recomputed_blocks, kind, bf16, again):
     torch.manual_seed(0)
     block, x = Block(), torch.randn(2, 5, 16)
-    expected, found = (run(block, x, one, bf16, again) for one in (plain, kind))
-    assert len(recomputed) >= 3
-    assert len(expected) == len(found) > 4
-    for theirs, ours in zip(expected, found, strict=True):
+    expected, actual = (run(block, x, wrapper, bf16, again) for wrapper in (plain, kind))
+    assert len(recomputed_blocks) >= 3
+    assert len(expected) == len(actual) > 4
+    for theirs, ours in zip(expected, actual, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_without_early_stop_as_well(recomputed):
+def test_gradients_are_bitwise_identical_without_early_stop(recomputed_blocks):
     block, x = Block(), torch.randn(2, 5, 16)
     with checkpointing.set_checkpoint_early_stop(False):
-        found = run(block, x, checkpointed)
-    for theirs, ours in zip(run(block, x, plain), found, strict=True):
+        actual = run(block, x, checkpointed)
+    for theirs, ours in zip(run(block, x, plain), actual, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def memory(block, x):
-    """(peak bytes, number of storages made) of a step of three blocks."""
+    """Return the peak bytes and the number of allocated storages of a step of three blocks."""
     with Tracker() as tracker:
         tracker.mark([x, *block.parameters()], Kind.WEIGHT)
         loss = checkpointed(block, checkpointed(block, checkpointed(block, x))).square().sum()
@@ -99,22 +99,22 @@ def memory(block, x):
     return peak(tracker.events, tracker.kinds).bytes, len(tracker.kinds)
 
 
-def test_it_allocates_what_torch_does(recomputed):
+def test_allocations_equal_those_of_torch(recomputed_blocks):
     torch.manual_seed(0)
     block, x = Block(), torch.randn(64, 5, 16, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointing, "_checkpoint_hook", checkpointing._checkpoint_hook.__bases__[0])
         theirs = memory(block, x)
-        assert not recomputed
+        assert not recomputed_blocks
     x.grad = None
     block.zero_grad()
     assert memory(block, x) == theirs
-    assert len(recomputed) == 3
+    assert len(recomputed_blocks) == 3
 
 
 @pytest.mark.parametrize("change", ["shape", "fewer", "more"])
-def test_a_recomputation_that_differs_is_an_error(recomputed, change):
-    """A block that does something else the second time: its gradients would be wrong."""
+def test_a_different_recomputation_is_an_error(recomputed_blocks, change):
+    """A block whose recomputation differs, so that its gradients would be wrong."""
     calls = []
 
     def unsteady(x):
@@ -130,4 +130,4 @@ def test_a_recomputation_that_differs_is_an_error(recomputed, change):
         loss = checkpointed(unsteady, torch.randn(4, 4, requires_grad=True))
         with pytest.raises(checkpointing.CheckpointError, match="recomput"):
             loss.backward()
-    assert len(recomputed) == 1
+    assert len(recomputed_blocks) == 1

@@ -119,19 +119,19 @@ def _relative_errors(results, exact):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, from_checkout, case):
+def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, checkout_module, case):
     exact, theirs = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         # The float64 result for weights and inputs rounded to ``dtype``.
-        exact[dtype] = _results(CASES[case], from_checkout, dtype, torch.float64)[0]
-        theirs[dtype] = _results(CASES[case], from_checkout, dtype, dtype)
+        exact[dtype] = _results(CASES[case], checkout_module, dtype, torch.float64)[0]
+        theirs[dtype] = _results(CASES[case], checkout_module, dtype, dtype)
     patches = {patch.name: patch for patch in (fused_operations.PATCH, skip_unit_scaling.PATCH)}
     patcher = Patcher(patches, Settings(fused_operations=True), checkout)
     fused_operations._counts.clear()
     patcher.arm()
     try:
         for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
-            ours, moved = _results(CASES[case], from_checkout, dtype, dtype)
+            ours, moved = _results(CASES[case], checkout_module, dtype, dtype)
             upstream, moved_by_upstream = theirs[dtype]
             assert [value.dtype for value in ours] == [value.dtype for value in upstream]
             errors, upstream_errors = _relative_errors(ours, exact[dtype]), _relative_errors(upstream, exact[dtype])
@@ -146,8 +146,8 @@ def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, from_check
 
 
 @pytest.mark.parametrize("name", ["library.flux_models", "library.lumina_models"])
-def test_fp8_norm_equals_upstreams(checkout, from_checkout, name):
-    norm = from_checkout(name).RMSNorm(WIDTH).to(torch.float8_e4m3fn).requires_grad_(False)
+def test_fp8_norm_equals_upstreams(checkout, checkout_module, name):
+    norm = checkout_module(name).RMSNorm(WIDTH).to(torch.float8_e4m3fn).requires_grad_(False)
     patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
     x = _activation(TOKENS, WIDTH).bfloat16().requires_grad_()
     results = []
@@ -163,10 +163,10 @@ def test_fp8_norm_equals_upstreams(checkout, from_checkout, name):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_unsupported_layers_use_upstreams_code(checkout, from_checkout):
+def test_unsupported_layers_use_upstreams_code(checkout, checkout_module):
     """Check dropout, trained base weights, and layers other than torch.nn.Linear."""
     patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
-    kind = from_checkout("networks.lora").LoRAModule
+    kind = checkout_module("networks.lora").LoRAModule
     patcher.arm()
 
     class Other(torch.nn.Linear):
@@ -204,6 +204,7 @@ RUNS = {
 FAMILIES = {"chroma": "chroma"}
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "flux")])
 def test_real_script_trains_to_the_same_tensors(checkout, train, case):
     script, more, expected = RUNS[case]

@@ -19,10 +19,10 @@ IMAGE_TOKENS = 16
 
 
 @pytest.fixture
-def modules(checkout, from_checkout):
+def modules(checkout, checkout_module):
     """The patched attention parameters and blocks of a checkout, and the original function."""
-    attention = from_checkout("library.attention")
-    blocks = from_checkout("library.hunyuan_image_modules")
+    attention = checkout_module("library.attention")
+    blocks = checkout_module("library.hunyuan_image_modules")
     original = attention.AttentionParams.create_attention_params_from_mask
     patcher = Patcher({PATCH.name: PATCH}, Settings(), checkout)
     patcher.arm()
@@ -67,6 +67,7 @@ def test_blocks_have_no_lengths_to_read(modules):
     )
 
 
+@pytest.mark.oldest
 def test_blocks_compile_to_one_graph_per_size(modules, compiler_patches):
     params, blocks, _ = modules
     double, single = blocks.MMDoubleStreamBlock(64, 2, 2.0), blocks.MMSingleStreamBlock(64, 2, 2.0)

@@ -179,7 +179,7 @@ def test_run_killed_by_sigkill_resumes_from_its_last_timed_state(checkout, train
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(train):
+def uninterrupted_run(train):
     """(checkout, script, options) -> an uninterrupted run; each runs once."""
     runs = {}
 
@@ -206,7 +206,7 @@ def kill_during_a_save(folder):
 @pytest.mark.slow
 @posix
 @pytest.mark.parametrize("index", range(25))
-def test_run_ended_by_any_signal_at_any_step_resumes_bit_identically(checkout, train, uninterrupted, index, tmp_path):
+def test_run_ended_by_any_signal_at_any_step_resumes_bit_identically(checkout, train, uninterrupted_run, index, tmp_path):
     """Combine every signal with each script; every fifth case runs under accelerate's launcher."""
     number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[index % 3]
     script, start = (LORA, FULL)[index % 2], "launcher" if index % 5 else "accelerate"
@@ -240,13 +240,14 @@ def test_run_ended_by_any_signal_at_any_step_resumes_bit_identically(checkout, t
     assert torch.load(newest / resume.FILE, weights_only=True)["step"] >= step
 
     resumed = train(checkout, script, *options, "--resume", "auto", output=tmp_path)
-    full_run = uninterrupted(checkout, script, options)
+    full_run = uninterrupted_run(checkout, script, options)
     assert same(resumed.tensors, full_run.tensors)
     assert same(read(tmp_path / "tiny-ema.safetensors"), read(full_run.folder / "tiny-ema.safetensors"))
     assert_all_complete(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads signal handlers from /proc")
+@pytest.mark.oldest
 def test_second_ctrl_c_kills_at_once(checkout, train):
     stopped = train(checkout, LORA, "--max_train_steps", "500", at_step=2, act=interrupt_twice)
     assert stopped.code == -signal.SIGINT
@@ -265,7 +266,7 @@ def test_stop_file_stops_the_run(checkout, train, tmp_path):
 @pytest.mark.oldest
 @posix
 @pytest.mark.parametrize("is_active", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["accelerate", "extension"])
-def test_sigterm_to_accelerate_launch_leaves_no_orphan(checkout, train, is_active):
+def test_sigterm_to_accelerate_launch_leaves_no_process(checkout, train, is_active):
     more = {"env": {"KOHYA_EXT": "1"}} if is_active else {}
     stopped = train(checkout, LORA, "--max_train_steps", "500", start="accelerate", at_step=2, act=send(signal.SIGTERM), **more)
     # The run's output was read to its end, so the training process has ended.
@@ -345,6 +346,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.oldest
 def test_full_disk_leaves_the_earlier_file_intact(checkout, train, upstream, small_disk, tmp_path):
     earlier = upstream(checkout, LORA).file
     disk = small_disk(earlier.stat().st_size * 3 // 2 // 1024)
@@ -359,7 +361,7 @@ def test_full_disk_leaves_the_earlier_file_intact(checkout, train, upstream, sma
 
 
 @pytest.mark.slow
-def test_full_disk_skips_a_timed_state_and_training_continues(checkout, train, upstream, small_disk, tmp_path):
+def test_full_disk_skips_a_timed_state_without_ending_the_run(checkout, train, upstream, small_disk, tmp_path):
     model = upstream(checkout, LORA).file.stat().st_size
     disk = small_disk(model * 9 // 2 // 1024)  # room for a state (about three models) and one model
     options = ("--save_state_every_n_minutes", "0", "--disable_patch", "nonreentrant_checkpointing")

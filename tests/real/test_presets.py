@@ -1,17 +1,14 @@
 """Presets and the GUI's config files against upstream's parsers, buckets and runs."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kohya_ext.config import preset_files
 from kohya_ext.preflight.buckets import Buckets
-from kohya_ext.tiny import dataset, environment
+from kohya_ext.tiny import dataset
 
 pytest.importorskip("torch")
 
@@ -67,12 +64,11 @@ def test_every_gui_file_is_tested():
     assert {file.stem for file in GUI.glob("*.toml")} == GUI_SCRIPTS.keys()
 
 
-def test_gui_files_give_no_warning(checkout):
+@pytest.mark.newest
+def test_gui_files_give_no_warning(checkout, call):
     scripts = {name: script for name, script in GUI_SCRIPTS.items() if (checkout.path / script).is_file()}
     words = [word for name, script in scripts.items() for word in (str(GUI / f"{name}.toml"), script)]
-    environ = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", CHECK_FILES, str(checkout.path), *words]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    done = call("-c", CHECK_FILES, checkout.path, *words)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "PROBLEM" not in done.stdout, done.stdout
     assert done.stdout.count("CHECKED") == len(scripts) >= len(GUI_SCRIPTS) - 1
@@ -109,8 +105,8 @@ def test_preset_does_not_override_text_encoder_training_and_shuffled_captions(ch
 SIZES = ((1024, 1024), (896, 1152), (832, 1216), (768, 1344), (640, 1536), (512, 2048))
 
 
-def test_presets_keep_the_pixels_of_images_that_are_not_square(checkout, from_checkout):
-    manager = from_checkout("library.train_util").BucketManager
+def test_presets_keep_the_pixels_of_images_that_are_not_square(checkout, checkout_module):
+    manager = checkout_module("library.train_util").BucketManager
     bases = [
         base
         for family in {*preset_files.FAMILIES.values(), *preset_files.SIBLINGS}
@@ -131,8 +127,8 @@ def test_presets_keep_the_pixels_of_images_that_are_not_square(checkout, from_ch
 
 
 @pytest.mark.parametrize("no_upscale", [False, True])
-def test_preflight_buckets_equal_upstreams(checkout, from_checkout, no_upscale):
-    manager = from_checkout("library.train_util").BucketManager
+def test_preflight_buckets_equal_upstreams(checkout, checkout_module, no_upscale):
+    manager = checkout_module("library.train_util").BucketManager
     for resolution, limits in (((1024, 1024), (256, 2048, 64)), ((512, 768), (256, 1024, 32)), ((1000, 1000), (256, 1024, 64))):
         theirs = manager(no_upscale, resolution, *limits)
         if not no_upscale:
@@ -142,9 +138,9 @@ def test_preflight_buckets_equal_upstreams(checkout, from_checkout, no_upscale):
             assert ours.bucket(size) == theirs.select_bucket(*size)[0], (resolution, limits, size)
 
 
-def test_upstream_default_loses_pixels(checkout, from_checkout):
+def test_upstreams_default_discards_pixels(checkout, checkout_module):
     """Show that test_presets_keep_the_pixels_of_images_that_are_not_square can fail."""
-    buckets = from_checkout("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
+    buckets = checkout_module("library.train_util").BucketManager(False, (1024, 1024), 256, 1024, 64)
     buckets.make_buckets()
     assert buckets.select_bucket(832, 1216)[0] == (704, 1024)
 

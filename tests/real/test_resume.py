@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -51,15 +50,14 @@ def test_rerun_removes_and_resumes_only_its_own_states(checkout, train, scripts,
 
 @pytest.mark.oldest
 @posix
-def test_second_run_of_a_name_is_rejected_and_the_first_continues(checkout, train, upstream, tmp_path):
+def test_second_run_of_a_name_is_rejected_and_the_first_continues(checkout, call, train, upstream, tmp_path):
     second = []
 
     def start_another(process):
         os.kill(process, signal.SIGSTOP)  # otherwise it ends before the others start
         second.append(train(checkout, LORA, output=tmp_path))
-        command = [sys.executable, "-m", "kohya_ext", "check", "--sd-scripts", str(checkout.path), LORA]
-        options = ["--output_dir", str(tmp_path), "--output_name", "tiny"]
-        second.append(subprocess.run([*command, *options], capture_output=True, text=True))
+        options = ("--output_dir", tmp_path, "--output_name", "tiny")
+        second.append(call("-m", "kohya_ext", "check", "--sd-scripts", checkout.path, LORA, *options))
         os.kill(process, signal.SIGCONT)
 
     options = (*EVERY_STEP, "--disable_patch", "nonreentrant_checkpointing")
@@ -106,7 +104,7 @@ def test_printed_resume_command_continues_the_run_in_a_new_shell(checkout, train
 
 
 @pytest.fixture(scope="module")
-def stopped(train):
+def finished_folder(train):
     """(checkout) -> the folder of a finished run with timed states; tests damage copies of it."""
     runs = {}
 
@@ -143,9 +141,9 @@ DAMAGE = {
 
 @pytest.mark.newest
 @pytest.mark.parametrize("damage", DAMAGE, ids=[damage.__name__ for damage in DAMAGE])
-def test_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, train, stopped, damage, tmp_path):
+def test_damaged_state_stops_the_run_before_the_model_is_loaded(checkout, train, finished_folder, damage, tmp_path):
     folder = tmp_path / "out"
-    shutil.copytree(stopped(checkout), folder)
+    shutil.copytree(finished_folder(checkout), folder)
     for state in folder.glob("*-state"):
         damage(state)
     for preflight in ((), ("--no-preflight",)):

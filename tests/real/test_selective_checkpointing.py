@@ -20,7 +20,7 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
-def fully_checkpointed(train):
+def checkpointed_run(train):
     """(checkout, script) -> a run with every block checkpointed; each runs once per session."""
     runs = {}
 
@@ -32,16 +32,16 @@ def fully_checkpointed(train):
     return of
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("script", [LORA, pytest.param(FLUX, marks=slow)])
-def test_ratio_checkpoints_fewer_blocks_with_identical_results(checkout, train, fully_checkpointed, script):
-    full = fully_checkpointed(checkout, script)
+@slow
+@pytest.mark.parametrize("script", [LORA, FLUX])
+def test_ratio_checkpoints_fewer_blocks_with_identical_results(checkout, train, checkpointed_run, script):
+    full = checkpointed_run(checkout, script)
     some = train(checkout, script, "--gradient_checkpointing_ratio", "0.3")
     assert_identical(some, full)
     covered, blocks = map(int, re.search(rf"covers (\d+) of (\d+) blocks of {MODELS[script]}", some.output).groups())
     assert 0 < covered < blocks
     assert covered == blocks - round(blocks * 0.7)
-    fewer = full.checkpoint_calls["non-reentrant"] - some.checkpoint_calls["non-reentrant"]
+    fewer = sum(full.checkpoint_calls.values()) - sum(some.checkpoint_calls.values())
     assert fewer == (blocks - covered) * STEPS
     assert {row["status"] for row in some.report["patches"] if row["patch"] == "selective_checkpointing"} >= {"applied"}
 
@@ -100,7 +100,7 @@ def test_budget_frees_blocks_in_every_family(checkout, train, bounds, family):
 
 @slow
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
-def test_compiled_blocks_keep_the_fraction_of_activations_that_fits(checkout, train, bounds, family):
+def test_compiled_blocks_save_the_fraction_of_activations_that_fits(checkout, train, bounds, family):
     full, none = bounds(checkout, family)
     (low, most), (high, least) = peak_and_flops(full), peak_and_flops(none)
     compiled = ("--selective_torch_compile", "--compile_backend", "aot_eager")  # this backend's operators can be measured
@@ -116,15 +116,15 @@ def test_compiled_blocks_keep_the_fraction_of_activations_that_fits(checkout, tr
         assert (run.tensors[name] - tensor).abs().max() <= 1e-5
 
 
-def budget_above(full, factor=1.12):
+def budget_above(full, factor=1.2):
     """Return a budget slightly above the peak with every block checkpointed. The tiny model is mostly weights."""
     return f"{factor * max(peak for peak, _ in full.measured_steps) / 1e6:.2f}MB"
 
 
 @pytest.mark.newest
-def test_budget_frees_blocks_and_is_not_exceeded(checkout, train, fully_checkpointed):
+def test_the_budget_frees_blocks_and_is_not_exceeded(checkout, train, checkpointed_run):
     """The last step also simulates an out-of-memory error in the forward pass of a block."""
-    full = fully_checkpointed(checkout, LORA)
+    full = checkpointed_run(checkout, LORA)
     run = train(checkout, LORA, "--vram_budget", budget_above(full), env={**SPY, "SPY_OUT_OF_MEMORY_AT": str(STEPS)})
     assert_identical(run, full)
     facts = run.report["facts"]["vram_budget"]
@@ -139,10 +139,10 @@ def test_budget_frees_blocks_and_is_not_exceeded(checkout, train, fully_checkpoi
 
 
 @slow
-def test_large_budget_frees_every_block(checkout, train, fully_checkpointed):
+def test_large_budget_frees_every_block(checkout, train, checkpointed_run):
     for script in (LORA, FLUX):
         run = train(checkout, script, "--no-gradient_checkpointing", env={**SPY, "KOHYA_EXT_VRAM_BUDGET": "1GB"})
-        assert_identical(run, fully_checkpointed(checkout, script))
+        assert_identical(run, checkpointed_run(checkout, script))
         facts = run.report["facts"]["vram_budget"]
         assert facts["recomputed_flops"] == 0 < facts["recomputed_flops_at_first"]
-        assert run.measured_steps[-1][1] < fully_checkpointed(checkout, script).measured_steps[-1][1]
+        assert run.measured_steps[-1][1] < checkpointed_run(checkout, script).measured_steps[-1][1]

@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(monkeypatch, *argv, environ=None, script=SCRIPT):
-    """What a script does: parse, then parse again over its config file, as upstream's read_config_from_file does."""
+    """Parse as a script does: once, and again over its config file, as upstream's read_config_from_file does."""
     monkeypatch.setattr("sys.argv", [script, *argv])
     parser = make_parser()
     take_over(parser, CommandLine(Path(script), argv, environ or {}))
@@ -57,26 +57,26 @@ def config(tmp_path):
     return write
 
 
-def test_default_then_preset_then_config_then_command_line(monkeypatch, preset, config):
+def test_each_origin_overrides_the_previous_one(monkeypatch, preset, config):
     file = config("train_batch_size = 8\nlearning_rate = 0.5\n")
     args = parse(monkeypatch, "--preset", preset, "--config_file", file, "--learning_rate", "0.1")
     assert (args.train_batch_size, args.learning_rate, args.resolution, args.no_half_vae) == (8, 0.1, "1024,1024", False)
 
 
-def test_a_switch_from_preset_or_config_can_be_turned_off(monkeypatch, preset, config):
+def test_a_switch_of_a_preset_or_config_file_can_be_turned_off(monkeypatch, preset, config):
     assert parse(monkeypatch, "--preset", preset).cache_latents is True
     assert parse(monkeypatch, "--preset", preset, "--no-cache_latents").cache_latents is False
     assert parse(monkeypatch, "--config_file", config("cache_latents = true"), "--no-cache-latents").cache_latents is False
     assert parse(monkeypatch, "--preset", preset, "--config_file", config("cache_latents = false")).cache_latents is False
 
 
-def test_a_preset_may_be_named_in_the_config_file_or_the_environment(monkeypatch, preset, config):
+def test_a_preset_can_be_set_in_the_config_file_or_the_environment(monkeypatch, preset, config):
     named = config(f"preset = '{preset}'")
     assert parse(monkeypatch, "--config_file", named).train_batch_size == 4
     assert parse(monkeypatch, environ={"KOHYA_EXT_PRESET": preset}).train_batch_size == 4
 
 
-def test_extension_options_obey_config_then_environment_then_command_line(config):
+def test_extension_options_are_read_from_config_then_environment_then_command_line(config):
     file = config("activation_memory_budget = 0.2\nselective_torch_compile = true\n")
     environ = {"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0.4"}
     run = CommandLine(Path(SCRIPT), ["--config_file", file], {})
@@ -98,7 +98,7 @@ def test_help_shows_the_extension(monkeypatch, capsys):
     assert "--no-cache" not in shown
 
 
-def test_an_option_the_script_has_itself_stays_the_scripts(monkeypatch):
+def test_the_scripts_own_option_is_not_replaced(monkeypatch):
     monkeypatch.setattr("sys.argv", [SCRIPT, "--activation_memory_budget", "0.5"])
     parser = make_parser()
     take_over(parser, CommandLine(Path(SCRIPT), ["--activation_memory_budget", "0.5"], {}))
@@ -106,13 +106,13 @@ def test_an_option_the_script_has_itself_stays_the_scripts(monkeypatch):
     assert parser.parse_args().activation_memory_budget == "0.5"
 
 
-def test_arguments_given_as_a_list_get_no_preset(monkeypatch, preset):
+def test_a_preset_does_not_apply_to_arguments_passed_as_a_list(monkeypatch, preset):
     parser = make_parser()
     take_over(parser, CommandLine(Path(SCRIPT), ["--preset", preset], {}))
     assert parser.parse_args([]).train_batch_size == 1
 
 
-def test_a_misspelt_option_is_answered_in_one_line(monkeypatch, capsys):
+def test_a_misspelled_option_is_an_error_of_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as leaving:
         parse(monkeypatch, "--learnign_rate", "1")
     assert leaving.value.code == 2
@@ -137,9 +137,8 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("key", "value", "problem"), PROBLEMS, ids=[f"{key}={value}" for key, value, _ in PROBLEMS])
-def test_a_wrong_value_is_named_with_the_right_way_to_write_it(key, value, problem):
-    found = find_problem(make_parser(), key, value)
-    assert str(found).startswith(problem)
+def test_a_problem_names_the_value_and_the_expected_format(key, value, problem):
+    assert str(find_problem(make_parser(), key, value)).startswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -156,18 +155,18 @@ def test_a_wrong_value_is_named_with_the_right_way_to_write_it(key, value, probl
         ("resolution", "512"),
     ],
 )
-def test_a_right_value_is_left_alone(key, value):
+def test_a_valid_value_is_no_problem(key, value):
     assert find_problem(make_parser(), key, value) is None
 
 
-def test_the_config_file_is_warned_about_and_strictly_refused(monkeypatch, config, capsys):
+def test_a_config_file_problem_is_a_warning_or_in_strict_mode_an_error(monkeypatch, config, capsys):
     file = config("[one]\nlerning_rat = 1.0\ntrain_batch_size = 2\n[two]\ntrain_batch_size = 3\n[two.three]\nx = 1\n")
     assert parse(monkeypatch, "--config_file", file).train_batch_size == 3
-    said = capsys.readouterr().err
-    assert "warning: " in said
-    assert "Did you mean learning_rate?" in said
-    assert "duplicate key train_batch_size; using the last value: 3" in said
-    assert "[two.three] is a table in a table" in said
+    printed = capsys.readouterr().err
+    assert "warning: " in printed
+    assert "Did you mean learning_rate?" in printed
+    assert "duplicate key train_batch_size; using the last value: 3" in printed
+    assert "[two.three] is a table in a table" in printed
     with pytest.raises(SystemExit) as leaving:
         parse(monkeypatch, "--config_file", file, "--strict")
     assert leaving.value.code == 2
@@ -191,32 +190,32 @@ CERTAIN = [
 
 
 @pytest.mark.parametrize("line", CERTAIN)
-def test_a_line_that_would_fail_or_mean_the_opposite_stops_the_run_unless_not_strict(monkeypatch, config, capsys, line):
+def test_a_harmful_config_line_is_an_error_except_with_no_strict(monkeypatch, config, capsys, line):
     file = config(f"{line}\n")
     with pytest.raises(SystemExit) as leaving:
         parse(monkeypatch, "--config_file", file)
     assert leaving.value.code == 2
     assert "kohya_ext: error: " in capsys.readouterr().err
     parse(monkeypatch, "--config_file", file, "--no-strict")
-    said = capsys.readouterr().err
-    assert "kohya_ext: warning: " in said
-    assert "error" not in said
+    printed = capsys.readouterr().err
+    assert "kohya_ext: warning: " in printed
+    assert "error" not in printed
 
 
 @pytest.mark.parametrize("line", ['cache_latents = "true"', "train_batch_size = 4.0", "train_batch_size = true", "epoch = 3"])
-def test_a_line_that_works_is_only_warned_about(monkeypatch, config, capsys, line):
+def test_a_harmless_config_line_is_a_warning(monkeypatch, config, capsys, line):
     parse(monkeypatch, "--config_file", config(f"{line}\n"))
     assert "kohya_ext: warning: " in capsys.readouterr().err
 
 
-def test_a_presets_mistake_is_always_an_error(monkeypatch, tmp_path, capsys):
+def test_an_invalid_preset_value_is_always_an_error(monkeypatch, tmp_path, capsys):
     file = tmp_path / "wrong.toml"
     file.write_text("learnign_rate = 1.0\nresolution = 512\n")
     with pytest.raises(SystemExit) as leaving:
         parse(monkeypatch, "--preset", str(file))
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert leaving.value.code == 2
-    assert said.count("kohya_ext: error: preset") == 2
+    assert printed.count("kohya_ext: error: preset") == 2
 
 
 @pytest.mark.parametrize(
@@ -228,27 +227,27 @@ def test_a_presets_mistake_is_always_an_error(monkeypatch, tmp_path, capsys):
         (["--preset", "6gb"], "no preset 6gb"),
     ],
 )
-def test_errors_stop_before_the_script_runs(argv, message):
+def test_an_error_exits_before_the_script_runs(argv, message):
     with pytest.raises(UserError, match=message):
         _ = CommandLine(Path(SCRIPT), argv, {}).settings
 
 
-def test_broken_toml_is_named(config):
+def test_invalid_toml_is_an_error_with_the_file_name(config):
     with pytest.raises(UserError, match=r"config\.toml is not valid TOML: .*line 1"):
         _ = CommandLine(Path(SCRIPT), ["--config_file", config("a = \n")], {}).settings
 
 
-def test_a_config_file_that_is_to_be_written_need_not_be_there():
+def test_the_output_config_file_need_not_exist():
     assert CommandLine(Path(SCRIPT), ["--config_file", "new", "--output_config"], {}).config is None
 
 
-def test_another_programs_command_line_is_not_read():
+def test_other_programs_command_lines_are_not_read():
     run = CommandLine(None, ["--strict", "--preset", "nonsense"], {})
     assert run.settings.strict is None
     assert run.settings.preset == ()
 
 
-def test_every_value_is_traced_to_where_it_comes_from(preset, config):
+def test_every_argument_has_an_origin(preset, config):
     file = config("train_batch_size = 8\nactivation_memory_budget = 0.5\n")
     argv = ["--preset", preset, "--config_file", file, "--no-cache_latents"]
     parser = make_parser()
@@ -271,12 +270,12 @@ def test_a_binary_config_file_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "byte-order-mark"])
-def test_a_config_file_as_windows_writes_it_is_read(tmp_path, mark):
+def test_a_config_file_may_have_a_byte_order_mark_and_windows_line_ends(tmp_path, mark):
     (tmp_path / "mine.toml").write_bytes(mark + b"[a]\r\nseed = 1\r\n")
     assert read_config_file(str(tmp_path / "mine.toml")).values == {"seed": 1}
 
 
-def test_an_option_of_the_training_belongs_after_the_script():
+def test_a_training_option_before_the_script_is_an_error():
     parser = QuietParser()
     parser.add_argument("script")
     with pytest.raises(UserError, match="write --strict after SCRIPT"):
@@ -291,10 +290,10 @@ def test_an_option_of_the_training_belongs_after_the_script():
         *(("learning_rate_te1", "learning_rate_te2", False), ("learning_rate_te", "learning_rate_te1", False)),
     ],
 )
-def test_one_letter_off(word, right, near):
+def test_one_letter_off_detects_single_typos(word, right, near):
     assert one_letter_off(word, right) is near
 
 
-def test_the_preset_line_comes_once_when_the_arguments_are_final(monkeypatch, preset, config, capsys):
+def test_the_preset_is_printed_once_after_the_last_parse(monkeypatch, preset, config, capsys):
     parse(monkeypatch, "--preset", preset, "--config_file", config("train_batch_size = 8\n"), "--no-cache_latents")
     assert capsys.readouterr().err == f"kohya_ext: preset {preset} set resolution=1024,1024\n"

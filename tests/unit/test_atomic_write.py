@@ -34,7 +34,7 @@ def test_preserved_file_is_renamed_once(tmp_path):
     for text in ("first run", "second run", "third run", "third run, later"):
         if text != "third run, later":  # a run replaces its own file
             atomic_write.preserve(final)
-        write_atomically(final, lambda path: path.write_text(text), lambda: 3)  # noqa: B023 - called at once
+        write_atomically(final, lambda path: path.write_text(text), lambda: 3)  # noqa: B023 - called immediately
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "model.safetensors": "third run, later",
         "model.previous.safetensors": "second run",

@@ -16,15 +16,15 @@ from kohya_ext.errors import UserError
 from kohya_ext.sdscripts.checkouts import Checkout
 
 
-def test_a_ratio_is_of_medians_and_its_spread_that_of_rounds():
-    found = ratio([[2.0, 2.0, 9.0], [4.0, 4.0, 4.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    assert found.of_medians == pytest.approx(4.0)
-    assert (found.lowest, found.highest, found.rounds) == (2.0, 4.0, 2)
+def test_a_ratio_divides_medians_and_its_spread_covers_the_rounds():
+    result = ratio([[2.0, 2.0, 9.0], [4.0, 4.0, 4.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    assert result.of_medians == pytest.approx(4.0)
+    assert (result.lowest, result.highest, result.rounds) == (2.0, 4.0, 2)
 
 
-def test_a_round_that_one_of_the_two_did_not_finish_counts_for_neither():
-    found = ratio([[2.0], [100.0]], [[1.0]])
-    assert (found.of_medians, found.rounds) == (2.0, 1)
+def test_an_incomplete_round_is_ignored_for_both_variants():
+    result = ratio([[2.0], [100.0]], [[1.0]])
+    assert (result.of_medians, result.rounds) == (2.0, 1)
     with pytest.raises(ValueError, match="no round in common"):
         ratio([[1.0]], [])
 
@@ -109,7 +109,7 @@ def test_the_compile_table_has_the_share_of_python():
     assert "eager: 0 graphs, 0 graph breaks" in [line.strip() for line in lines]
 
 
-def test_the_command_has_no_path_of_one_machine():
+def test_the_recorded_command_has_no_absolute_path():
     words = [
         "-m",
         "benchmarks.run",
@@ -151,24 +151,24 @@ def test_the_last_value_of_an_option_counts():
     assert _plan().value("train_batch_size", "1") == "1"
 
 
-def test_no_round_starts_when_the_time_is_up():
+def test_no_round_starts_after_the_time_limit():
     assert list(_plan().turns()) == [1, 2]
     assert list(_plan(deadline=0.0).turns()) == []
 
 
-def test_an_unknown_variant_is_named():
+def test_an_unknown_variant_is_an_error():
     with pytest.raises(UserError, match="unknown variant compield"):
         _plan(variants=("compield",)).recipes(())
 
 
-def test_a_variant_without_its_patch_is_left_out(monkeypatch):
+def test_a_variant_without_its_patch_is_skipped(monkeypatch):
     monkeypatch.setattr("kohya_ext.patching.patch.registry", dict)
     ((_, upstream), (_, compiled)) = _plan(variants=("upstream", "compiled")).recipes(())
     assert (upstream.status, compiled.status) == ("measured", "left out")
     assert "selective_torch_compile" in compiled.reason
 
 
-def test_upstream_is_upstream():
+def test_the_upstream_variant_has_no_patches():
     for name, recipe in families.RECIPES.items():
         assert name.startswith("upstream") is not recipe.patched, name
 

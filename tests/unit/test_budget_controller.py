@@ -1,4 +1,4 @@
-"""The budget controller on invented sizes: the order in which blocks are freed, and the batch that counts."""
+"""The budget controller on invented sizes: the order in which blocks are freed, and the largest batch."""
 
 from types import SimpleNamespace
 
@@ -39,16 +39,16 @@ class Reading:
 
 
 def controller(limit, meter, *blocks, compile_at=None):
-    """A controller that has weighed its blocks with a batch of the first bucket: (bytes kept, FLOPs) of each."""
-    weighed = BudgetController(limit, meter, compile_at)
-    weighed.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
-    weighed.phase, weighed._weighed = Phase.FREEING, 2 * 128 * 64
-    return weighed
+    """A controller that has measured (bytes kept, FLOPs) of each block with a batch of the first bucket."""
+    controller = BudgetController(limit, meter, compile_at)
+    controller.blocks = [Block(SimpleNamespace(gradient_checkpointing=True), *row, turn) for turn, row in enumerate(blocks)]
+    controller.phase, controller._measured = Phase.FREEING, 2 * 128 * 64
+    return controller
 
 
 @pytest.fixture(autouse=True)
 def batch(monkeypatch):
-    """The micro-batch that the training loop works on."""
+    """The current micro-batch of the training loop."""
     monkeypatch.setattr(budget_controller, "current_batch", lambda: {"images": None, "latents": torch.zeros(2, 4, 8, 16)})
 
 
@@ -68,17 +68,17 @@ def test_pixels_are_counted_from_latents_and_the_largest_batch_from_the_buckets(
     assert largest_batch(accelerator()) == 256 * 256
 
 
-def test_blocks_with_the_most_work_per_byte_are_freed_as_far_as_the_largest_batch_leaves_room():
+def test_blocks_with_the_most_flops_per_byte_are_freed_within_the_limit_of_the_largest_batch():
     # The largest batch is four times the measured one: 200 held + 4 * 50 of activations, and 600 of 1000 left.
     budget = controller(1000, Reading((200, 250), (200, 380)), (50, 10), (50, 40), (50, 30), (100, 70))
     step(budget)
-    assert covered(budget) == [True, False, True, False]  # 4 * 50 and 4 * 100: the one with 0.6 FLOPs a byte has no room
+    assert covered(budget) == [True, False, True, False]  # 4 * 50 and 4 * 100; the block with 0.6 FLOPs per byte does not fit
     step(budget)
     assert budget.phase is Phase.SETTLED
     assert budget.facts()["recomputed_flops"] == 40
 
 
-def test_among_equals_the_last_block_comes_first():
+def test_the_last_of_equal_blocks_is_freed_first():
     budget = controller(1000, Reading((200, 250)), *[(100, 10)] * 3)
     step(budget)
     assert covered(budget) == [True, True, False]
@@ -93,36 +93,36 @@ def test_waiting_blocks_are_compiled_for_the_share_that_fits():
     assert (shares, covered(budget), budget.phase) == ([0.5], [False, False], Phase.SETTLED)
 
 
-def test_what_compiled_blocks_hold_beyond_the_limit_is_taken_back():
+def test_compiled_blocks_above_the_limit_are_checkpointed_again():
     shares = []
     budget = controller(1000, Reading((200, 250), (200, 450), (200, 390)), (100, 10), (200, 10), compile_at=shares.append)
     step(budget)
-    step(budget)  # 200 over, for the largest batch: the cheaper one to compute again frees 4 * 200 * a half of them
+    step(budget)  # 200 too much for the largest batch; the block that is cheaper to recompute frees half of 4 * 200
     assert (covered(budget), budget.phase) == ([False, True], Phase.CHECKING)
     step(budget)
     assert (shares, covered(budget), budget.phase) == ([0.5], [False, True], Phase.SETTLED)
 
 
-def test_a_step_that_holds_more_than_the_one_that_was_measured_takes_blocks_back_for_good():
+def test_a_step_above_the_measured_one_checkpoints_blocks_permanently():
     budget = controller(1000, Reading((200, 250), (300, 480), (200, 250)), (50, 10), (50, 40), (50, 30), (100, 70))
     step(budget)
     assert covered(budget) == [True, False, True, False]
-    step(budget)  # 20 over: of the two, that with less work per byte
+    step(budget)  # 20 too much; the block with fewer FLOPs per byte is checkpointed again
     assert covered(budget) == [True, False, True, True]
     step(budget)
     assert (covered(budget), budget.phase) == ([True, False, True, True], Phase.SETTLED)
 
 
-def test_paused_blocks_are_compiled_in_the_end(capsys):
+def test_paused_blocks_are_compiled_after_measuring(capsys):
     shares = []
     step(controller(400, Reading((200, 250)), (100, 10), compile_at=shares.append))
     assert shares == [1.0]
     unknown = controller(1000, Reading((200, 250)), (100, 10), compile_at=shares.append)
-    unknown._weighed = 0
+    unknown._measured = 0
     step(unknown)
     assert shares == [1.0, 1.0]
     assert covered(unknown) == [True]
-    assert "the size of the batches is not known" in capsys.readouterr().err
+    assert "the batch size is not known" in capsys.readouterr().err
 
 
 def test_allocations_count_new_live_storages():
@@ -149,7 +149,7 @@ def test_without_a_gpu_every_tensor_counts():
 
 
 class Stage(torch.nn.Module):
-    """As SD1.5's U-Net has them: one switch, and each layer in a checkpoint of its own."""
+    """Like a stage of SD1.5's U-Net: one switch for all layers, each of which is checkpointed separately."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ class Stage(torch.nn.Module):
         return x
 
 
-def test_a_stage_weighs_what_all_of_its_layers_do():
+def test_a_blocks_flops_include_all_of_its_layers():
     model = torch.nn.Sequential(Stage(), Stage())
     budget = BudgetController(1000, Reading())
     budget.take(model)
@@ -171,7 +171,7 @@ def test_a_stage_weighs_what_all_of_its_layers_do():
     assert [block.module for block in budget.blocks] == list(model)
     assert [block.turn for block in budget.blocks] == [0, 1]
     assert [(block.kept, block.flops) for block in budget.blocks] == [(2 * 4 * 4 * 8, 2 * 2 * 4 * 8 * 8)] * 2
-    budget._end_weighing()
+    budget._end_measuring()
     assert not any("forward" in vars(layer) for stage in model for layer in (*stage.resnets, *stage.attentions))
     model[0].gradient_checkpointing = False
     assert checkpointed_blocks(model) == [model[1]]

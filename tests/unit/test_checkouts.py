@@ -60,7 +60,7 @@ def test_a_folder_without_sd_scripts_is_not_a_checkout(tmp_path):
     assert checkouts.describe(tmp_path, "here") is None
 
 
-def test_a_script_is_found_by_name_and_a_misspelled_name_gets_a_suggestion(tmp_path, monkeypatch):
+def test_a_script_is_resolved_by_name_and_a_misspelled_name_gets_a_suggestion(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkout = checkouts.describe(make_tree(tmp_path / "tree"), "here")
     assert checkout.script("train_network") == checkout.script("train_network.py") == checkout.path / "train_network.py"

@@ -1,4 +1,4 @@
-"""What a person types, in a process of its own: bad input is one clear line and exit code 2, before anything is loaded."""
+"""The command line: invalid input is one line and exit code 2, before anything is loaded."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kohya_ext.__main__ import main
 from kohya_ext.config.settings import flags, options
 from tests.unit.test_checkouts import make_tree
 
@@ -22,8 +23,24 @@ def call(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Com
 
 
 @pytest.fixture
+def call_here(monkeypatch, capfd):
+    """Run a command without a script in this process, which is faster; used like :func:`call`."""
+
+    def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        try:
+            code = main(arguments)
+        except SystemExit as leaving:  # argparse's help
+            code = leaving.code
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
 def tree(tmp_path, monkeypatch) -> Path:
-    """A folder that looks like sd-scripts, whose scripts say what they were given."""
+    """A folder that looks like sd-scripts. Its scripts print their arguments."""
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
     folder = make_tree(tmp_path / "tree")
     body = "import sys\nprint('ran', sys.path[0], sys.argv)\nif '--fail' in sys.argv: sys.exit(7)\n"
@@ -63,9 +80,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_an_error_is_one_line_and_exit_code_2(tree, arguments, message):
+def test_an_error_is_one_line_and_exit_code_2(tree, call_here, arguments, message):
     (tree / "broken.toml").write_text("a = \n")
-    done = call(*arguments, cwd=tree)
+    done = call_here(*arguments, cwd=tree)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("kohya_ext: error: ")
@@ -73,9 +90,17 @@ def test_an_error_is_one_line_and_exit_code_2(tree, arguments, message):
     assert message in done.stderr
 
 
-def test_an_unknown_layout_is_refused_with_the_ways_out(tmp_path):
+@pytest.mark.parametrize("arguments", [["sdxl_trian.py"], ["estimate", "--preset", "16gb"]], ids=" ".join)
+def test_a_process_with_an_error_prints_one_line_and_exits_with_2(tree, arguments):
+    done = call(*arguments, cwd=tree)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kohya_ext: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_unknown_layout_is_an_error_with_solutions(tmp_path, call_here):
     old = make_tree(tmp_path / "old", "unknown", "0.9.1")
-    done = call("train_network.py", cwd=old)
+    done = call_here("train_network.py", cwd=old)
     assert done.returncode == 2
     assert "has an unknown layout; kohya_ext" in done.stderr
     assert "--allow-unknown-version" in done.stderr
@@ -83,16 +108,15 @@ def test_an_unknown_layout_is_refused_with_the_ways_out(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["sdxl_train.py", "tools/merge_models.py"])
-def test_the_script_runs_as_if_started_plainly(tree, tmp_path, script):
-    done = call("--sd-scripts", str(tree), script, "--a", "b c", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_script_runs_as_when_started_without_the_extension(tree, tmp_path, script):
+    done = call("--sd-scripts", str(tree), script, "--a", "b c", "--fail", cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
     path = tree / script
-    assert done.stdout == f"ran {path.parent} {[str(path), '--a', 'b c']}\n"
-    assert call("--sd-scripts", str(tree), script, "--fail", cwd=tmp_path).returncode == 7
+    assert done.stdout == f"ran {path.parent} {[str(path), '--a', 'b c', '--fail']}\n"
 
 
 def test_the_launcher_imports_little_before_the_script(tree):
-    """Nothing that takes long and that the script might do without: each would be paid at every start."""
+    """The launcher imports no slow package that the script may not need, because every start would wait for it."""
     (tree / "sdxl_train.py").write_text("import sys\nprint(*sys.modules)\n'read_config_from_file('\n")
     done = call("--preset", "16gb", "sdxl_train.py", cwd=tree)
     assert done.returncode == 0, done.stderr
@@ -102,8 +126,8 @@ def test_the_launcher_imports_little_before_the_script(tree):
 
 
 @pytest.mark.parametrize("missing", ["toml", "wrapt"])
-def test_half_an_installation_is_one_line(tree, missing):
-    """Before the script, or when it imports sd-scripts."""
+def test_a_missing_package_is_an_error_of_one_line(tree, missing):
+    """Of these packages one is imported before the script, and the other when it imports sd-scripts."""
     (tree / "library" / "__init__.py").touch()
     (tree / "sdxl_train.py").write_text("import library; print('trains'); 'read_config_from_file('")
     code = (
@@ -117,26 +141,27 @@ def test_half_an_installation_is_one_line(tree, missing):
     assert done.stderr.count("\n") == 1
 
 
-def test_the_start_line_counts_patches_and_names_what_an_option_changed(tree):
+def test_the_startup_line_counts_patches_and_lists_those_enabled_by_options(tree):
     (tree / "library" / "__init__.py").touch()
     (tree / "sdxl_train.py").write_text("import library; 'read_config_from_file('")
-    (said,) = call("sdxl_train.py", cwd=tree).stderr.splitlines()
-    count = int(re.fullmatch(r"kohya_ext: [\d.]+, sd-scripts v[\d.]+, no preset, (\d+) patches on", said)[1])
-    (said,) = call("sdxl_train.py", "--ema", "--disable_patch", "spill_watch", cwd=tree).stderr.splitlines()
-    assert said.endswith(f", no preset, {count} patches on, with ema, off: spill_watch")
-    (said,) = call("sdxl_train.py", "--disable_patch", "*", cwd=tree).stderr.splitlines()
-    assert said.endswith(", no preset, 0 patches on, off: *")
+    (line,) = call("sdxl_train.py", cwd=tree).stderr.splitlines()
+    count = int(re.fullmatch(r"kohya_ext: [\d.]+, sd-scripts v[\d.]+, no preset, (\d+) patches on", line)[1])
+    (line,) = call("sdxl_train.py", "--ema", "--disable_patch", "spill_watch", cwd=tree).stderr.splitlines()
+    assert line.endswith(f", no preset, {count} patches on, with ema, off: spill_watch")
+    (line,) = call("sdxl_train.py", "--disable_patch", "*", cwd=tree).stderr.splitlines()
+    assert line.endswith(", no preset, 0 patches on, off: *")
 
 
-def test_options_before_the_script_reach_it_behind(tree):
+def test_options_before_the_script_are_passed_to_it(tree):
     done = call("--strict", "--report", "x.json", "sdxl_train.py", "--seed", "1", cwd=tree)
     assert "['--strict', '--report', 'x.json', '--seed', '1']"[1:-1] in done.stdout
 
 
-def test_the_master_switch_keeps_the_extension_out(tree):
+def test_the_master_switch_disables_the_launchers_extension(tree, call_here, monkeypatch):
     done = call("sdxl_train.py", "--seed", "1", cwd=tree, KOHYA_EXT="0")
     assert done.returncode == 0
-    done = call("--preset", "16gb", "sdxl_train.py", cwd=tree, KOHYA_EXT="0")
+    monkeypatch.setenv("KOHYA_EXT", "0")
+    done = call_here("--preset", "16gb", "sdxl_train.py", cwd=tree)
     assert done.returncode == 2
     assert "KOHYA_EXT=0 turns the extension off, but --preset is set" in done.stderr
 
@@ -149,42 +174,42 @@ COMMANDS_ANYWHERE = [
 ]
 
 
-def test_options_mean_the_same_before_a_command_before_the_script_and_after_it(tree, tmp_path):
+def test_an_option_may_precede_the_command_or_the_script_or_follow_it(tree, tmp_path, call_here):
     (tree / "sdxl_train_network.py").write_text("read_config_from_file()\n")
     (tree / "library" / "more.py").write_text('"--preset"\n')
-    answers = [call(*(word.replace("TREE", str(tree)) for word in words), cwd=tmp_path) for words in COMMANDS_ANYWHERE]
+    answers = [call_here(*(word.replace("TREE", str(tree)) for word in words), cwd=tmp_path) for words in COMMANDS_ANYWHERE]
     assert [(done.returncode, done.stderr) for done in answers] == [(0, "")] * len(answers)
     assert {done.stdout for done in answers} == {answers[0].stdout}
     assert json.loads(answers[0].stdout)["card"] == 24 * 2**30
 
 
 def test_the_run_command_may_precede_a_script(tree, tmp_path):
-    plain = call("--sd-scripts", str(tree), "sdxl_train.py", "--seed", "1", cwd=tmp_path)
+    expected = f"ran {tree} {[str(tree / 'sdxl_train.py'), '--seed', '1']}\n"
     for words in (["run", "--sd-scripts", str(tree), "sdxl_train.py"], ["--sd-scripts", str(tree), "run", "sdxl_train.py"]):
         done = call(*words, "--seed", "1", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (0, plain.stdout)
+        assert (done.returncode, done.stdout) == (0, expected)
 
 
-def test_a_preset_that_names_its_family_needs_no_script(tmp_path):
+def test_presets_show_needs_no_script_for_a_preset_with_a_family(tmp_path, call_here):
     (tmp_path / "mine.toml").write_text('learning_rate = 1e-5\n[preset]\nfamily = "flux-lora"\nextends = ["12gb"]\n')
-    own = call("presets", "show", "mine.toml", cwd=tmp_path)
+    own = call_here("presets", "show", "mine.toml", cwd=tmp_path)
     assert own.returncode == 0, own.stderr
     assert "blocks_to_swap" in own.stdout
-    done = call("presets", "show", "flux-lora/12gb", "quality")
+    done = call_here("presets", "show", "flux-lora/12gb", "quality")
     assert done.returncode == 0, done.stderr
     assert "flux-lora/12gb + any/quality" in done.stdout
 
 
 @pytest.mark.parametrize("words", [["help"], ["--help"], ["help", "estimate"], ["estimate", "--help"], ["help", "run"]])
-def test_help_is_a_command_too(words):
-    done = call(*words)
+def test_help_is_an_option_and_a_command(call_here, words):
+    done = call_here(*words)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--save_state_every_n_minutes" in done.stdout) == ("estimate" not in words)
     assert done.stdout.startswith("usage: python -m kohya_ext")
 
 
-def test_the_help_fits_a_screen_and_names_only_options_that_exist():
-    lines = call("--help").stdout.splitlines()
+def test_the_help_fits_a_screen_and_contains_only_existing_options(call_here):
+    lines = call_here("--help").stdout.splitlines()
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= 80
     known = {flag for name, _ in options() for flag in flags(name)} | {"--help", "--version", "--config_file"}
@@ -192,17 +217,22 @@ def test_the_help_fits_a_screen_and_names_only_options_that_exist():
 
 
 @pytest.mark.parametrize("command", [[], ["estimate"]])
-def test_a_script_of_another_checkout_is_refused_by_its_path_and_not_taken_by_its_name(tree, tmp_path, command):
+def test_a_path_to_another_checkouts_script_is_an_error(tree, tmp_path, call_here, command):
     other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
     (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
-    done = call("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
+    done = call_here("--sd-scripts", str(other), *command, str(tree / "sdxl_train.py"), cwd=tmp_path)
     assert done.returncode == 2
     assert f"sdxl_train.py belongs to {tree} (sd-scripts v0.11.1), but --sd-scripts is {other}" in done.stderr
+
+
+def test_a_script_name_belongs_to_the_named_checkout(tree, tmp_path):
+    other = make_tree(tmp_path / "other", "v0.10", "0.10.1")
+    (other / "sdxl_train.py").write_text((tree / "sdxl_train.py").read_text())
     assert f"ran {other} " in call("--sd-scripts", str(other), "sdxl_train.py", cwd=tree).stdout
 
 
-def test_without_arguments_the_usage_is_printed():
-    done = call()
+def test_without_arguments_the_usage_is_printed(call_here):
+    done = call_here()
     assert done.returncode == 0
     assert "COMMAND" in done.stdout
     assert "demo" in done.stdout

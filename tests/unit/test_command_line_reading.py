@@ -1,4 +1,4 @@
-"""How a training command line is read, edited and quoted: as the script's own argparse reads it."""
+"""Reading a training command line as the script's argparse does, editing and quoting it."""
 
 import argparse
 import subprocess
@@ -33,7 +33,7 @@ parser.add_argument("--pretrained_model_name_or_path")
 
 @pytest.fixture
 def script(tmp_path):
-    """A script whose text has all of its options, as sd-scripts' have, with its own parser."""
+    """A script whose source text contains all of its options, as sd-scripts' do."""
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "train_util.py").write_text(OPTIONS)
     (tmp_path / LORA).write_text("from library import train_util")
@@ -65,13 +65,13 @@ def parsed(argv):
         (["--disable-patch", "a,b", "--disable_patch=c"], {"disable_patch": ("a", "b", "c")}),
     ],
 )
-def test_it_is_read_as_the_scripts_parser_reads_it(script, argv, values):
+def test_words_are_parsed_as_by_the_scripts_parser(script, argv, values):
     given = {key: value for key, value in CommandLine(script, argv, {}).given.items() if value is not False}
     theirs = {key: tuple(value) if key == "disable_patch" else value for key, value in parsed(argv).items()}
     assert given == theirs == values
 
 
-def test_an_abbreviation_is_read_by_all(script, tmp_path):
+def test_abbreviations_are_expanded_for_every_reader(script, tmp_path):
     (tmp_path / "mine.toml").write_text("train_batch_size = 3\n")
     config = str(tmp_path / "mine")
     command = CommandLine(script, ["--prese", "16gb", "--conf", config, "--resol", "512", "--network_di", "77"], {})
@@ -82,11 +82,11 @@ def test_an_abbreviation_is_read_by_all(script, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["--cache", "--p", "--unknown"])
-def test_what_no_option_or_several_begin_with_stays_as_it_is(script, word):
+def test_unknown_and_ambiguous_abbreviations_are_unchanged(script, word):
     assert CommandLine(script, [word, "x"], {}).words == [word, "x"]
 
 
-def test_without_the_scripts_text_nothing_is_an_abbreviation():
+def test_nothing_is_expanded_without_the_scripts_source():
     assert CommandLine(Path(LORA), ["--gradient_checkpointing"], {}).settings["gradient_checkpointing_ratio"] is None
 
 
@@ -124,13 +124,13 @@ def test_changes_replace_the_earlier_words(script):
         ([], {"KOHYA_EXT_PRESET": "auto"}, ("sdxl-lora/16gb",)),
     ],
 )
-def test_a_tier_takes_the_place_of_auto(script, argv, environ, presets):
+def test_a_tier_replaces_auto(script, argv, environ, presets):
     command = CommandLine(script, argv, environ)
     assert command.with_tier("sdxl-lora/16gb").settings.preset == presets
     assert command.with_tier(None).settings.preset == tuple(name for name in presets if name == "quality")
 
 
-def test_auto_is_asked_from_above():
+def test_auto_is_resolved_by_the_callers_function():
     asked = []
     command = CommandLine(
         Path(LORA), ["--preset", "auto", "--vram", "16"], {}, lambda *given: asked.append(given) or "sdxl-lora/12gb"
@@ -141,19 +141,19 @@ def test_auto_is_asked_from_above():
         _ = CommandLine(Path(LORA), ["--preset", "auto", "--vram", "16"], {}).presets
 
 
-def test_a_launchers_option_in_a_config_file_is_not_the_extensions(tmp_path):
+def test_launcher_options_in_a_config_file_are_the_scripts(tmp_path):
     (tmp_path / "gui.toml").write_text("multi_gpu = true\nnum_processes = 2\n")
     settings = CommandLine(Path(LORA), ["--config_file", str(tmp_path / "gui.toml")], {}).settings
     assert (settings.multi_gpu, settings.num_processes) == (False, None)
 
 
 def test_a_commands_own_options_are_not_abbreviated(capsys):
-    """Its words are parsed twice, and the second time an abbreviation would be the script's."""
+    """The words are parsed twice. The second parser would take an abbreviation for the script's option."""
     assert main(["estimate", "--js", LORA]) == 2
     assert "Did you mean --json?" in capsys.readouterr().err
 
 
-def test_importing_it_is_light():
+def test_importing_the_module_loads_no_heavy_package():
     code = "import sys; import kohya_ext.config.command_line; print(*sys.modules)"
     imported = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
     assert not {"asyncio", "numpy", "psutil", "rich", "torch", "wrapt", "kohya_ext.planning", "kohya_ext.estimate"} & imported
@@ -187,7 +187,7 @@ def test_words_are_quoted_for_the_shell(monkeypatch, shell, line):
     assert quoted(WORDS) == line
 
 
-def test_powershell_gets_plain_words_plain_and_values_in_single_quotes(monkeypatch):
+def test_powershell_quoting_uses_single_quotes_only_where_needed(monkeypatch):
     monkeypatch.setattr(command_line, "shell", lambda: "powershell")
     assert quoted(["python", "-m", "kohya_ext", "sdxl_train.py", "--seed", "1"]) == (
         "python -m kohya_ext sdxl_train.py --seed 1"
@@ -208,18 +208,18 @@ def test_powershell_gets_plain_words_plain_and_values_in_single_quotes(monkeypat
         (["explorer.exe"], "cmd"),
     ],
 )
-def test_on_windows_the_nearest_shell_counts(monkeypatch, parents, shell):
+def test_the_nearest_parent_shell_decides_the_quoting_on_windows(monkeypatch, parents, shell):
     process = SimpleNamespace(parents=lambda: [SimpleNamespace(name=lambda name=name: name) for name in parents])
     monkeypatch.setattr(psutil, "Process", lambda: process)
     assert command_line._windows_shell.__wrapped__() == shell
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sh")
-def test_sh_reads_back_what_was_quoted():
+def test_sh_reads_quoted_words_back_unchanged():
     program = quoted([sys.executable, "-c", "import sys; print(sys.argv[1:])", *WORDS])
     assert subprocess.run(program, shell=True, capture_output=True, text=True).stdout == f"{WORDS}\n"
 
 
-def test_option_words():
+def test_option_words_are_built_from_values():
     changes = {"sdpa": True, "ema": False, "resume": None, "network_args": ["a=1", "b"], "seed": -1}
     assert option_words(changes) == ["--sdpa", "--no-ema", "--network_args", "a=1", "b", "--seed", "-1"]

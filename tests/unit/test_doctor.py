@@ -1,4 +1,4 @@
-"""The report is short where everything is well, and names what is not."""
+"""The report is short without problems, and shows each problem."""
 
 import io
 
@@ -30,7 +30,7 @@ ALL = [row(name, label) for name, patch in registry().items() for label in label
 
 
 @pytest.fixture
-def shown():
+def rendered_lines():
     """(show, rows) -> the lines that are printed at 100 columns."""
 
     def lines(show, rows):
@@ -41,18 +41,22 @@ def shown():
     return lines
 
 
-def test_every_patch_is_named_in_few_lines(shown):
-    off = [{**found, "status": "skipped", "reason": "not enabled"} for found in ALL if found["patch"] in ("ema", "spill_watch")]
-    on = [found for found in ALL if found["patch"] not in ("ema", "spill_watch")]
-    lines = shown(doctor._show_patches, on + off)
+def test_the_report_lists_every_patch_in_few_lines(rendered_lines):
+    off = [
+        {**outcome, "status": "skipped", "reason": "not enabled"}
+        for outcome in ALL
+        if outcome["patch"] in ("ema", "spill_watch")
+    ]
+    on = [outcome for outcome in ALL if outcome["patch"] not in ("ema", "spill_watch")]
+    lines = rendered_lines(doctor._show_patches, on + off)
     assert len(lines) < 15
-    said = " ".join(" ".join(lines).split())
-    assert f"{len(registry()) - 2} patches on activation_memory_budget, " in said
-    assert "2 off not enabled: ema, spill_watch" in said
-    assert len(shown(doctor._show_targets, on + off)) > 100
+    printed = " ".join(" ".join(lines).split())
+    assert f"{len(registry()) - 2} patches on activation_memory_budget, " in printed
+    assert "2 off not enabled: ema, spill_watch" in printed
+    assert len(rendered_lines(doctor._show_targets, on + off)) > 100
 
 
-def test_a_problem_is_shown_with_what_to_do(shown):
+def test_a_problem_is_shown_with_a_solution(rendered_lines):
     rows = [
         row("one", "library.a:f", "skipped", "its parameters are ['x']", surprise=True),
         row("two", "library.b:g", "failed", "TypeError: [bold]"),
@@ -60,27 +64,27 @@ def test_a_problem_is_shown_with_what_to_do(shown):
         row("three", "library.c:i"),
         row("four", "library.d:j", "skipped", "disabled by the user"),
     ]
-    said = "\n".join(shown(doctor._show_patches, rows))
-    assert "skipped one, library.a:f: its parameters are ['x']" in said
-    assert "failed two, library.b:g: TypeError: [bold]" in said
-    assert "waiting three, library.c:h: library.c cannot be imported: no toml" in said
-    assert "1 patches on  three" in said
-    assert "1 off         disabled by the user: four" in said
-    assert "python -m kohya_ext setup" in said
-    assert "Report it" in said
+    printed = "\n".join(rendered_lines(doctor._show_patches, rows))
+    assert "skipped one, library.a:f: its parameters are ['x']" in printed
+    assert "failed two, library.b:g: TypeError: [bold]" in printed
+    assert "waiting three, library.c:h: library.c cannot be imported: no toml" in printed
+    assert "1 patches on  three" in printed
+    assert "1 off         disabled by the user: four" in printed
+    assert "python -m kohya_ext setup" in printed
+    assert "Report it" in printed
     assert not doctor._is_healthy({"patches": rows})
     assert doctor._is_healthy({"patches": ALL})
     assert not doctor._is_healthy({"patches": []})
 
 
-def test_the_options_of_a_patch_and_its_last_release_are_shown(shown):
-    one = {**row("one", "library.a:f"), "options": ["depth", "width"], "until": "0.12.0"}
-    said = shown(doctor._show_targets, [one])
-    assert "  options  --depth, --width" in said
-    assert "  until    sd-scripts v0.12.0" in said
+def test_the_options_of_a_patch_and_its_last_release_are_shown(rendered_lines):
+    patch = {**row("one", "library.a:f"), "options": ["depth", "width"], "until": "0.12.0"}
+    printed = rendered_lines(doctor._show_targets, [patch])
+    assert "  options  --depth, --width" in printed
+    assert "  until    sd-scripts v0.12.0" in printed
 
 
-def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(shown):
+def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(rendered_lines):
     rows = [{**row("options", "library.args:f"), "engine": True}, row("one", "library.a:f")]
-    assert "1 patches on one" in " ".join(" ".join(shown(doctor._show_patches, rows)).split())
-    assert "  applied  library.args:f" in shown(doctor._show_targets, rows)
+    assert "1 patches on one" in " ".join(" ".join(rendered_lines(doctor._show_patches, rows)).split())
+    assert "  applied  library.args:f" in rendered_lines(doctor._show_targets, rows)

@@ -46,7 +46,7 @@ def shipped(family: str, *argv: str) -> Estimate:
 @pytest.mark.parametrize("name", TIERS)
 def test_every_tier_fits_its_gpu_and_no_faster_change_does(name):
     tier = TIERS[name]
-    assert tiers.problem(tier) is None  # else: another preset, or python tools/make_estimate_table.py
+    assert tiers.problem(tier) is None  # otherwise change the preset, or run python tools/make_estimate_table.py
     assert sum(tier.estimate.parts.values()) == tier.estimate.allocated
     assert tier.estimate.allocated in tier.estimate.phase_peaks.values()
 
@@ -54,11 +54,11 @@ def test_every_tier_fits_its_gpu_and_no_faster_change_does(name):
 @pytest.mark.parametrize("layout", ["v0.10", "v0.11"])
 def test_the_table_covers_both_generations(layout):
     missing = [tier.name for tier in TIERS.values() if cache.shipped(tier.config, layout) is None]
-    assert not missing  # else: python tools/make_estimate_table.py --layout v0.10
+    assert not missing  # otherwise run python tools/make_estimate_table.py --layout v0.10
 
 
 @pytest.mark.parametrize("name", ["sdxl-lora/12gb", "flux-lora/16gb", "flux-lora/24gb"])
-def test_a_tier_that_is_too_big_or_too_small_is_a_problem(name):
+def test_a_tier_of_the_wrong_size_is_a_problem(name):
     tier = TIERS[name]
     bigger = replace(tier.estimate, reserved=round(tier.estimate.reserved * 1.2))
     assert tiers.problem(replace(tier, estimate=bigger)).startswith("it needs")
@@ -124,7 +124,7 @@ def test_a_chart_without_matplotlib_fails_before_the_estimate(checkout, tmp_path
     [
         (["sdxl_train.py"], "--resolution"),
         (["sdxl_train.py", "--preset", "6gb"], "no preset 6gb"),
-        (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram: must be the size that the GPU is sold as"),
+        (["sdxl_train.py", "--preset", "16gb", "--vram", "lots"], "--vram: must be the advertised size of the GPU"),
         (["no_script.py"], "no script no_script.py"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_new_estimate_is_announced_on_standard_error(checkout, tmp_path, monke
 
 @pytest.fixture
 def formula_estimates(monkeypatch):
-    """Estimates from a formula: 7 GB with every block checkpointed, 15 with none."""
+    """Replace estimates by a formula: 7 GB with every block checkpointed, 15 GB with none."""
 
     def formula(checkout, command, fresh):
         config = normalized(read(command)[0])
@@ -199,7 +199,7 @@ def test_a_budget_changes_the_estimate(checkout, capsys, formula_estimates, budg
     assert (output["vram_budget"]["fits"], output["vram_budget"]["gradient_checkpointing_ratio"]) == (fits, ratio)
 
 
-def test_budget_auto_needs_the_gpu_size(checkout, capsys):
+def test_the_automatic_budget_needs_a_gpu_size(checkout, capsys):
     argv = ["estimate", "--sd-scripts", str(checkout), LORA, "--resolution", "512", "--vram_budget", "auto"]
     assert main(argv) == 2
     assert "--vram_budget auto needs the GPU's size" in capsys.readouterr().err

@@ -119,9 +119,9 @@ assert "qwen_vl" in models._OTHERS
 wrong = options._impossible(Path(row.lora), Namespace(enable_bucket=True, bucket_reso_steps=8))
 assert any("multiple of 16" in problem for problem in wrong)
 tiny = checkpoints.locate("qwen-image", Path("tiny"))
-words = arguments.training_arguments(row.lora, tiny, Path("data"), Path("output"))
-assert words[words.index("--network_module") + 1] == "networks.lora_qwen_image"
-assert "--qwen_vl" in words
+argv = arguments.training_arguments(row.lora, tiny, Path("data"), Path("output"))
+assert argv[argv.index("--network_module") + 1] == "networks.lora_qwen_image"
+assert "--qwen_vl" in argv
 """
 
 

@@ -73,7 +73,7 @@ def test_a_fingerprint_is_the_same_on_every_python(module):
         ("class Thing", "a_line_more = 1\n\n\nclass Thing"),
     ],
 )
-def test_edits_without_effect_keep_the_fingerprint(module, before, after):
+def test_edits_without_effect_do_not_change_the_fingerprint(module, before, after):
     original = fingerprint(module().Thing)
     assert original is not None
     assert fingerprint(module(CODE.replace(before, after)).Thing) == original
@@ -187,7 +187,7 @@ TARGETS = {f"{patch.name}: {target.label}": target for patch in registry().value
 
 
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.body == "runs"])
-def test_replacements_declared_to_run_the_original_do(name):
+def test_replacements_declared_to_run_the_original_call_it(name):
     """A replacement that reimplements the original must state the known bodies: ``body=known_bodies(...)``.
 
     Returning without a value is allowed, because it skips the call.

@@ -1,4 +1,4 @@
-"""Names and prose use the field's words: see DESIGN.md, "Voice"."""
+"""Names and prose use standard terms: see DESIGN.md, "Voice"."""
 
 import ast
 import io
@@ -11,32 +11,38 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: Words that the project once used for something that the field has another word for, or that no engineer would write.
+#: Words that have a standard term in this field, or that engineers would not write.
 WORDS = re.compile(
     r"""\b(
         anew | whoever | wherever\ it | nobody\ here | pictures? | rungs? | ladders? | stairs? | gauges? | climb(ed|s)?
         | lies?\ (on|in|there|at|where) | lay\ (on|in|there)
         | stands?\ (in|at|there|where|beside|above|below|before|behind|first|last)
         | said | told | tells?\ from | gone\ on | goes\ on | went\ on | go\ on | has\ no\ end | in\ words
+        | at\ once | as\ sold | sold\ as | data\ sets? | time\ (is|was)\ up
         | is\ no\ (?!longer|more|less|slower|faster|such)\w+ | are\ no\ (?!longer|more|less)\w+ | beside | numbers\ trained
     )\b""",
     re.VERBOSE | re.IGNORECASE,
 )
 
-#: Names that say nothing of what they hold.
+#: Names that do not describe their values.
 NAMES = {"found", "made", "one", "look", "say", "says", "said", "told", "gauge", "rung", "ladder", "spend", "spender", "fill"}
 
 SOURCES = [
     file
-    for folder in ("kohya_ext", "patches", "benchmarks", "tools")
+    for folder in ("kohya_ext", "patches", "benchmarks", "tools", "virtual_gpu", "tests")
     for file in sorted((ROOT / folder).rglob("*.py"))
-    if "__pycache__" not in file.parts
+    if file != Path(__file__)
 ]
-PROSE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "presets").rglob("*.toml")]
+PROSE = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "virtual_gpu").rglob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "presets").rglob("*.toml"),
+]
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of every comment and string, in which one with a space is taken for a sentence."""
+    """Yield (line, text) of every comment and of every string with a space."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT or tokenize.tok_name[token.type] == "FSTRING_MIDDLE":
             yield token.start[0], token.string
@@ -46,7 +52,7 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, name) of everything that the source gives a name to."""
+    """Yield (line, name) of every function, class, parameter and variable."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.lineno, node.name
@@ -57,13 +63,15 @@ def names(source: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
-def test_sources_use_the_fields_words(file):
+def test_sources_use_standard_terms(file):
     source = file.read_text(encoding="utf-8")
-    assert [f"{line}: {text.strip()}" for line, text in prose(source) if WORDS.search(text)] == []
-    assert [f"{line}: {name}" for line, name in names(source) if name.strip("_") in NAMES] == []
+    if WORDS.search(source):  # perhaps in code, where it is allowed
+        assert [f"{line}: {text.strip()}" for line, text in prose(source) if WORDS.search(text)] == []
+    if re.search(rf"\b_*({'|'.join(NAMES)})_*\b", source):
+        assert [f"{line}: {name}" for line, name in names(source) if name.strip("_") in NAMES] == []
 
 
 @pytest.mark.parametrize("file", PROSE, ids=lambda file: file.relative_to(ROOT).as_posix())
-def test_pages_and_presets_use_the_fields_words(file):
+def test_pages_and_presets_use_standard_terms(file):
     lines = file.read_text(encoding="utf-8").splitlines()
     assert [f"{number}: {line}" for number, line in enumerate(lines, 1) if WORDS.search(line)] == []

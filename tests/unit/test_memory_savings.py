@@ -1,4 +1,4 @@
-"""Memory savings: which apply to a run, in which order, and the command line that applies one."""
+"""The memory savings that apply to a run, their order, and their changes of the command line."""
 
 import importlib.util
 from dataclasses import replace
@@ -26,12 +26,12 @@ def apply_all(run: Attempt) -> list[Step]:
 
 @pytest.fixture(autouse=True)
 def _eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make bitsandbytes importable, whatever is installed."""
+    """Make bitsandbytes importable, whether it is installed or not."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "bitsandbytes" else find_spec(name))
 
 
-def test_a_fine_tune_gives_up_precision_first_and_resolution_last() -> None:
+def test_a_fine_tune_reduces_precision_first_and_resolution_last() -> None:
     taken = apply_all(attempt(FULL, resolution="1024,1024", train_batch_size=1))
     assert [step.saving.name for step in taken] == [
         *("attention", "mixed precision", "cached latents", "cached text encoder outputs", "checkpointing"),
@@ -40,7 +40,7 @@ def test_a_fine_tune_gives_up_precision_first_and_resolution_last() -> None:
     assert [step.changes["resolution"] for step in taken[-3:]] == ["768,768", "576,576", "512,512"]
 
 
-def test_flux_goes_to_fp8_then_swaps_more_and_more_blocks() -> None:
+def test_flux_uses_fp8_first_and_then_swaps_more_blocks() -> None:
     done = {"mixed_precision": "bf16", "network_train_unet_only": True, "cache_latents": True}
     run = attempt(FLUX, **done, cache_text_encoder_outputs=True, gradient_checkpointing=True, optimizer_type="AdamW8bit")
     assert [dict(step.changes) for step in apply_all(run)] == [
@@ -90,7 +90,7 @@ def test_a_saving_that_cannot_apply_is_not_offered(run: Attempt, missing: str) -
     assert missing not in {step.saving.name for step in steps(run)}
 
 
-def test_only_what_helps_at_the_moment_is_offered() -> None:
+def test_only_savings_that_lower_the_current_peak_are_offered() -> None:
     run = attempt(LORA, vae_batch_size=4, train_batch_size=4, mixed_precision="bf16", sdpa=True, resolution="1024")
     assert [step.saving.name for step in steps(run, "caching latents")] == ["vae batch", "resolution"]
     at_the_step = [step.saving.name for step in steps(run, "optimizer step")]
@@ -98,13 +98,13 @@ def test_only_what_helps_at_the_moment_is_offered() -> None:
     assert not {"checkpointing", "batch", "resolution"} & set(at_the_step)
 
 
-def test_compiled_blocks_stop_recomputing_what_is_checkpointed() -> None:
+def test_compiled_blocks_with_checkpointing_use_no_activation_budget() -> None:
     run = attempt(LORA, activation_memory_budget=0.5)
     (step,) = [step for step in steps(run) if step.saving.name == "checkpointing"]
     assert step.changes == {"gradient_checkpointing": True, "activation_memory_budget": 1}
 
 
-def test_what_was_freed_from_checkpointing_is_covered_again() -> None:
+def test_freed_blocks_are_checkpointed_again() -> None:
     share = attempt(LORA, gradient_checkpointing=True, gradient_checkpointing_ratio=0.4)
     assert {"gradient_checkpointing_ratio": 1} in [step.changes for step in steps(share)]
     budget = attempt(LORA, gradient_checkpointing=True, vram_budget=14 * 10**9)

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.patches.nan_guard import _gradients_dropped  # noqa: E402
+from kohya_ext.patches.nan_guard import _are_finite, _gradients_dropped  # noqa: E402
 
 
 def test_gradients_are_dropped_and_hooks_restored():
@@ -31,3 +31,20 @@ def test_gradients_are_dropped_and_hooks_restored():
     assert sorted(backward()) == ["hooked", "plain"]
     handle.remove()
     assert backward() == ["plain"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_single_bad_weight_is_detected(dtype, bad):
+    largest = torch.finfo(dtype).max
+    weights = [torch.full((5, 3), largest, dtype=dtype), torch.zeros(7)]
+    assert _are_finite(weights)
+    weights[1][4] = bad
+    assert not _are_finite(weights)
+    weights[1][4] = 0
+    weights[0][2, 1] = bad
+    assert not _are_finite(weights)
+
+
+def test_no_weights_are_finite():
+    assert _are_finite([])

@@ -1,4 +1,4 @@
-"""--on_oom retry: which command lines the launcher starts, how often, and what it ends with."""
+"""--on_oom retry: the command lines that the launcher starts, their number, and its exit code."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def outcome(state=None, **changes):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Let the runs end as listed, and keep the words they were started with."""
+    """Replace runs by their exit codes, and record their command lines."""
     started = []
 
     def let(*ends):
@@ -49,9 +49,9 @@ def test_each_restart_applies_the_change_and_resumes_from_the_state(runs, capsys
         ["--seed", "1", "--train_batch_size", "2", "--resume", "out/a-state"],
         ["--seed", "1", "--train_batch_size", "2", "--full_bf16"],
     ]
-    said = capsys.readouterr().err
-    assert "restart 1 of 3, from a-state, with less: --train_batch_size 2 --resume out/a-state" in said
-    assert "restart 2 of 3, from the beginning, with less: --full_bf16" in said
+    printed = capsys.readouterr().err
+    assert "restart 1 of 3, from a-state, with less: --train_batch_size 2 --resume out/a-state" in printed
+    assert "restart 2 of 3, from the beginning, with less: --full_bf16" in printed
 
 
 def test_restarts_are_limited_and_the_last_exit_code_is_returned(runs, capsys):
@@ -80,8 +80,8 @@ def test_signals_are_forwarded_and_awaited():
 
 
 @pytest.fixture
-def typed(monkeypatch, tmp_path):
-    """Let this process have been started by these words, in a folder of its own."""
+def command_words(monkeypatch, tmp_path):
+    """Make these words the command line of this process, in a new folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", "/env/bin/python")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -96,39 +96,41 @@ def typed(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell as POSIX has it")
 class TestWhatToTypeNext:
-    def test_the_launchers_options_stay_and_the_scripts_change(self, typed, tmp_path):
-        typed("python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents")
+    def test_the_scripts_options_change_and_the_launchers_do_not(self, command_words, tmp_path):
+        command_words(
+            "python", "-m", "kohya_ext", "--sd-scripts", "a b", "sdxl_train", "--seed", "1", "--resume=x", "--cache_latents"
+        )
         line = restart_line({"resume": "auto", "cache_latents": False, "optimizer_args": ["a=(1, 2)", "b=3"]})
         assert line == (
             f"cd {tmp_path} && /env/bin/python -m kohya_ext --sd_scripts 'a b' /there/sdxl_train.py --seed 1 "
             "--resume auto --no-cache_latents --optimizer_args 'a=(1, 2)' b=3"
         )
 
-    def test_environment_variables_become_flags(self, typed, tmp_path, monkeypatch):
+    def test_environment_variables_become_flags(self, command_words, tmp_path, monkeypatch):
         environ = {"KOHYA_EXT": "1", "KOHYA_EXT_PRESET": "12gb,speed", "KOHYA_EXT_EMA": "1", "KOHYA_EXT_PREFLIGHT": "0"}
         for name, value in {**environ, "KOHYA_EXT_NAN_PATIENCE": "3", "CUDA_VISIBLE_DEVICES": "1"}.items():
             monkeypatch.setenv(name, value)
-        typed("/env/bin/python", "-u", "sdxl_train.py", "--nan-patience=5", "--seed", "1")
+        command_words("/env/bin/python", "-u", "sdxl_train.py", "--nan-patience=5", "--seed", "1")
         assert restart_line({"resume": "out/cat-state"}) == (
             f"cd {tmp_path} && CUDA_VISIBLE_DEVICES=1 /env/bin/python -u -m kohya_ext /there/sdxl_train.py --preset 12gb,speed "
             "--no-preflight --ema --nan-patience=5 --seed 1 --resume out/cat-state"
         )
 
-    def test_the_installed_command_is_recognized_as_launcher(self, typed, tmp_path):
-        typed("/env/bin/python", "/env/bin/kohya-ext", "sdxl_train.py", "--seed", "1")
+    def test_the_installed_command_is_recognized_as_launcher(self, command_words, tmp_path):
+        command_words("/env/bin/python", "/env/bin/kohya-ext", "sdxl_train.py", "--seed", "1")
         assert restart_line({}) == f"cd {tmp_path} && /env/bin/python /env/bin/kohya-ext /there/sdxl_train.py --seed 1"
 
 
-def test_on_windows_the_line_is_for_cmd(typed, monkeypatch):
+def test_the_command_line_is_quoted_for_cmd_on_windows(command_words, monkeypatch):
     monkeypatch.setattr(command_line, "os", SimpleNamespace(name="nt", environ={}, getcwd=lambda: "C:\\my kohya", path=os.path))
-    typed("python", "sdxl_train.py", "--output_name", "cats&dogs", "--train_data_dir", "D:\\two words")
+    command_words("python", "sdxl_train.py", "--output_name", "cats&dogs", "--train_data_dir", "D:\\two words")
     line = restart_line({})
     assert line.startswith('cd /d "C:\\my kohya" && /env/bin/python -m kohya_ext ')
     assert line.endswith('--output_name "cats&dogs" --train_data_dir "D:\\two words"')
 
 
 class Process:
-    """Notes what is done to it."""
+    """A process that records its signals."""
 
     def __init__(self):
         self.terminated = 0
@@ -138,7 +140,7 @@ class Process:
 
 
 @pytest.mark.parametrize(("has_sigterm", "times"), [(True, 1), (False, 0)])
-def test_ctrl_c_kills_no_process_where_terminating_is_killing(monkeypatch, has_sigterm, times):
+def test_ctrl_c_does_not_terminate_the_process_on_windows(monkeypatch, has_sigterm, times):
     monkeypatch.setattr(accelerate_signals, "_HAS_SIGTERM", has_sigterm)
     process = Process()
     with pass_signals_on(process):

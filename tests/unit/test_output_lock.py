@@ -29,7 +29,7 @@ def args(tmp_path):
 
 
 @pytest.fixture
-def other(args):
+def lock_owner(args):
     """Another process that holds the lock."""
     command = [sys.executable, "-c", HOLD, args.output_dir, args.output_name]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -44,34 +44,34 @@ def _release():
     output_lock.release_all()
 
 
-def test_second_run_is_rejected_with_the_owner(args, other):
-    with pytest.raises(UserError, match=rf"--output_name cat .*process {other.pid} on .*, since 20.*choose another"):
+def test_second_run_is_rejected_with_the_owner(args, lock_owner):
+    with pytest.raises(UserError, match=rf"--output_name cat .*process {lock_owner.pid} on .*, since 20.*choose another"):
         output_lock.acquire(args)
-    assert output_lock.other_owner(args)["pid"] == other.pid
+    assert output_lock.other_owner(args)["pid"] == lock_owner.pid
     output_lock.acquire(Namespace(output_dir=args.output_dir, output_name="dog"))
 
 
-def test_lock_file_is_removed_when_the_run_ends(args, other):
-    other.communicate(timeout=60)
+def test_lock_file_is_removed_when_the_run_ends(args, lock_owner):
+    lock_owner.communicate(timeout=60)
     assert output_lock.other_owner(args) is None
     assert not list(output_lock.lock_file(args).parent.iterdir())
 
 
 @posix
-def test_lock_and_temporary_files_of_a_killed_run_are_cleaned_up(args, other, capsys):
+def test_lock_and_temporary_files_of_a_killed_run_are_cleaned_up(args, lock_owner, capsys):
     folder = output_lock.lock_file(args).parent
-    partial = folder / f"cat-step00000010.safetensors.host-{other.pid}-0.partial"
+    partial = folder / f"cat-step00000010.safetensors.host-{lock_owner.pid}-0.partial"
     partial.touch()
-    (folder / f"cat-rolling00000010-state.host-{other.pid}-1.partial").mkdir()
-    (folder / f"catch.safetensors.host-{other.pid}-2.partial").touch()
+    (folder / f"cat-rolling00000010-state.host-{lock_owner.pid}-1.partial").mkdir()
+    (folder / f"catch.safetensors.host-{lock_owner.pid}-2.partial").touch()
     assert output_lock.other_owner(args) is not None
-    other.kill()
-    other.wait(60)
+    lock_owner.kill()
+    lock_owner.wait(60)
     assert output_lock.other_owner(args) is None, "the query must not take the lock"
     assert partial.exists()
     output_lock.acquire(args)
     assert f"removed {partial.name}" in capsys.readouterr().err
-    assert sorted(path.name for path in folder.iterdir()) == [".cat.lock", f"catch.safetensors.host-{other.pid}-2.partial"]
+    assert sorted(path.name for path in folder.iterdir()) == [".cat.lock", f"catch.safetensors.host-{lock_owner.pid}-2.partial"]
 
 
 def test_no_lock_for_a_run_that_writes_nothing(args):

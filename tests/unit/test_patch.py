@@ -31,7 +31,7 @@ def double(original, settings):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A module that is there to be imported, and is not yet."""
+    """A module that can be imported and is not imported yet."""
     (tmp_path / "a_library.py").write_text(
         "class Base:\n    def value(self):\n        return 3\nclass Child(Base):\n    pass\nFLAG = True\n"
     )
@@ -54,7 +54,7 @@ def test_a_target_is_replaced_when_it_is_imported(library):
     assert [patch.name for patch in patcher.active()] == ["twice"]
 
 
-def test_at_once_when_it_already_is_and_once_only(library):
+def test_an_imported_target_is_replaced_immediately_and_only_once(library):
     module = library()
     patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
@@ -62,7 +62,7 @@ def test_at_once_when_it_already_is_and_once_only(library):
     assert module.Base().value() == 6
 
 
-def test_undo_puts_the_identical_object_back_and_arm_applies_again(library):
+def test_undo_restores_the_identical_object_and_arm_applies_again(library):
     module = library()
     original = vars(module.Base)["value"]
     patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
@@ -84,27 +84,27 @@ def test_undo_leaves_no_trace_of_an_inherited_attribute(library):
     assert "value" not in vars(module.Child)
 
 
-def test_undone_before_the_import_nothing_happens(library):
+def test_undo_before_the_import_cancels_the_replacement(library):
     patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     patcher.undo()
     assert library().Base().value() == 3
 
 
-def surprised(original):
-    return "it is not what it was"
+def reject(original):
+    return "the code has changed"
 
 
-def test_a_surprising_target_is_skipped_with_its_reason(library, capsys):
-    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised, body="runs")), Settings(), CHECKOUT)
+def test_an_unexpected_target_is_skipped_with_a_reason(library, capsys):
+    patcher = Patcher(make(Target("a_library", "Base.value", double, reject, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     assert library().Base().value() == 3
-    assert (only(patcher).status, only(patcher).reason, only(patcher).surprise) == ("skipped", "it is not what it was", True)
+    assert (only(patcher).status, only(patcher).reason, only(patcher).surprise) == ("skipped", "the code has changed", True)
     assert "does not recognize a_library:Base.value" in capsys.readouterr().err
 
 
-def test_and_ends_the_run_when_strict(library, capsys):
-    patcher = Patcher(make(Target("a_library", "Base.value", double, surprised, body="runs")), Settings(strict=True), CHECKOUT)
+def test_an_unexpected_target_is_an_error_in_strict_mode(library, capsys):
+    patcher = Patcher(make(Target("a_library", "Base.value", double, reject, body="runs")), Settings(strict=True), CHECKOUT)
     patcher.arm()
     with pytest.raises(SystemExit) as leaving:
         library()
@@ -112,14 +112,14 @@ def test_and_ends_the_run_when_strict(library, capsys):
     assert "remove --strict to run without the patch" in capsys.readouterr().err
 
 
-def test_an_attribute_that_is_gone_is_a_surprise(library):
+def test_a_missing_attribute_is_an_unexpected_target(library):
     patcher = Patcher(make(Target("a_library", "Base.gone", double, body="runs")), Settings(), CHECKOUT)
     patcher.arm()
     library()
     assert (only(patcher).status, only(patcher).reason) == ("skipped", "it does not exist")
 
 
-def test_a_failing_patch_costs_one_line(library, capsys):
+def test_a_failing_patch_prints_one_line_and_changes_nothing(library, capsys):
     def broken(original, settings):
         raise RuntimeError("no good")
 
@@ -146,7 +146,7 @@ def test_a_disabled_patch_has_a_reason(library, settings, reason):
     assert only(patcher).reason == reason
 
 
-def test_layouts_are_kept_apart_and_an_unknown_one_is_left_alone(library):
+def test_a_patch_applies_to_its_layout_and_not_to_an_unknown_one(library):
     target = Target("a_library", "FLAG", lambda original, settings: False, layouts=frozenset({"v0.10"}), body="runs")
     patcher = Patcher(make(target), Settings(), CHECKOUT)
     patcher.arm()
@@ -195,14 +195,14 @@ def twice(original, settings):
         ("size", property, ["self"], lambda instance: instance.size, 10),
     ],
 )
-def test_the_kind_of_a_method_is_kept(library, tmp_path, owner, name, kind, parameters, value, result):
+def test_a_replacement_keeps_the_kind_of_a_method(library, tmp_path, owner, name, kind, parameters, value, result):
     (tmp_path / "a_library.py").write_text(KINDS)
     module = library()
     holder = getattr(module, owner)
     before = vars(holder).get(name)
     target = Target("a_library", f"{owner}.{name}", twice, takes(*parameters, exactly=True), body="runs")
     patcher = Patcher(make(target), Settings(), CHECKOUT)
-    for _ in range(2):  # armed again, it is not applied again
+    for _ in range(2):  # the second time it is already applied
         patcher.arm()
         instance = holder()
         instance.size = 5
@@ -223,7 +223,7 @@ def test_a_scoped_replacement_ends_with_its_block(library):
 
 
 @pytest.mark.parametrize(("until", "status"), [("0.11.1", "skipped"), ("0.9", "skipped"), ("0.11.2", "applied")])
-def test_a_patch_ends_with_the_release_that_needs_it_no_more(library, until, status):
+def test_a_patch_is_skipped_from_the_release_that_fixes_upstream(library, until, status):
     library()
     patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs"), until=until), Settings(), CHECKOUT)
     patcher.arm()
@@ -234,7 +234,7 @@ def test_a_patch_ends_with_the_release_that_needs_it_no_more(library, until, sta
 
 
 @pytest.mark.parametrize(("layout", "module"), [("v0.11", "a_library"), ("v0.10", "library.train_util")])
-def test_an_attribute_that_moved_is_replaced_where_it_is(layout, module):
+def test_an_attribute_that_moved_between_layouts_is_replaced(layout, module):
     patcher = Patcher(make(*moved("FLAG", "a_library", double, body="runs")), Settings(), CHECKOUT)
     patcher.checkout = Checkout(Path("sd-scripts"), None, layout, "for the test")
     patcher.arm()
@@ -288,7 +288,7 @@ def test_engine_patches_cannot_be_disabled_and_apply_to_every_layout(library):
 
 
 def test_the_engine_names_no_patch():
-    """Beside its own modules, and options that have a patch's name."""
+    """Its own modules and options may have the name of a patch."""
     options = {option.name for option in patch_options()}
     root = Path(__file__).parents[2] / "kohya_ext"
     modules = {file.stem for file in root.rglob("*.py")}
@@ -308,7 +308,7 @@ def test_an_unknown_name_to_disable_is_an_error():
         patcher.arm()
 
 
-def test_every_shipped_patch_states_what_it_is_without_importing_torch():
+def test_every_patch_is_described_without_importing_torch():
     heavy = {"torch", "transformers", "library"} - set(sys.modules)
     for name, patch in registry().items():
         assert name == patch.name
@@ -320,10 +320,10 @@ def test_every_shipped_patch_states_what_it_is_without_importing_torch():
     assert not heavy & set(sys.modules)
 
 
-def test_an_option_whose_patch_is_off_is_answered(tmp_path, capsys):
+def test_an_option_of_a_disabled_patch_is_a_warning(tmp_path, capsys):
     argv = ["--selective_torch_compile", "--disable-patch", "selective_torch_compile"]
     session = Session.start(CHECKOUT, CommandLine(Path("sdxl_train.py"), argv, {}))
     session.patcher.undo()
-    said = capsys.readouterr().err
-    assert "--selective_torch_compile does nothing: the patch selective_torch_compile is off (disabled by the user)" in said
-    assert "not enabled" not in said
+    printed = capsys.readouterr().err
+    assert "--selective_torch_compile does nothing: the patch selective_torch_compile is off (disabled by the user)" in printed
+    assert "not enabled" not in printed

@@ -75,7 +75,7 @@ def test_the_tree_shows_the_copies_of_swapped_blocks(checkout):
 @pytest.mark.parametrize(
     ("argv", "size", "status"), [(["--resolution", "1024,1024"], 80, "fixed"), ([], 80, "not needed"), ([], 6, "in part")]
 )
-def test_resolution_is_reduced_last(checkout, modelled, argv, size, status):
+def test_resolution_is_reduced_last(checkout, formula_estimates, argv, size, status):
     result = planning.plan(checkout, CommandLine(checkout.script(FULL), argv, {}), size * GIB, lambda line: None)
     assert (result.tree[-1].saving.name, result.tree[-1].status) == ("resolution", status)
 
@@ -86,8 +86,8 @@ def test_chroma_has_its_own_tiers(checkout):
 
 
 @pytest.fixture
-def modelled(monkeypatch, tmp_path):
-    """Estimates from a formula, so that a search takes no time; returns the estimated command lines."""
+def formula_estimates(monkeypatch, tmp_path):
+    """Replace estimates by a formula, so that a search is fast; return the estimated command lines."""
     asked: list[CommandLine] = []
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
 
@@ -115,26 +115,26 @@ def search(checkout, argv, card_size, lines=None):
     return planning.plan(checkout, command, card_size, lines.append if lines is not None else lambda line: None)
 
 
-def test_the_search_adds_savings_and_reduces_the_last_one(checkout, modelled):
+def test_the_search_adds_savings_and_reduces_the_last_one(checkout, formula_estimates):
     lines: list[str] = []
     result = search(checkout, ["--network_dim", "77"], 12 * GIB, lines)
     assert f"making up to {planning.MAX_ESTIMATES}" in lines[0]
     assert [line.partition(":")[0] for line in lines[1:]] == [f"estimate {n} of at most 12" for n in range(1, len(lines))]
-    assert len(lines) - 1 == len(modelled) <= planning.MAX_ESTIMATES
-    assert result.answer.command.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; 0.375 needs a gigabyte too much
+    assert len(lines) - 1 == len(formula_estimates) <= planning.MAX_ESTIMATES
+    assert result.answer.command.argv[-1] == "0.5"  # 5 + 1.54 + 1 + 8 * 0.5 GB; 0.375 needs 1 GB too much
     assert result.answer.estimate.total <= tiers.usable_bytes(12 * GIB)
     assert all(candidate.estimate.flops_per_image >= result.answer.estimate.flops_per_image for candidate in result.others)
     assert all(
         "--network_dim" in candidate.command.argv and "77" in candidate.command.argv
         for candidate in [result.answer, *result.others, *result.too_big]
     )
-    modelled.clear()
+    formula_estimates.clear()
     again: list[str] = []
     assert search(checkout, ["--network_dim", "77"], 12 * GIB, again).answer == result.answer
     assert again == []
 
 
-def test_the_fewest_swapped_blocks_win_and_every_row_has_drawbacks(checkout, modelled):
+def test_the_fewest_swapped_blocks_win_and_every_row_has_drawbacks(checkout, formula_estimates):
     result = planning.plan(
         checkout, CommandLine(checkout.script(FLUX), ["--network_dim", "77"], {}), 6 * GIB, lambda line: None
     )
@@ -160,14 +160,14 @@ def test_candidates_rank_by_swapped_blocks_operations_and_memory():
     assert sorted([ranked[at] for at in (3, 1, 4, 0, 2)], key=planning._slowness) == ranked
 
 
-def test_a_gpu_too_small_for_everything_takes_one_estimate(checkout, modelled):
+def test_a_gpu_too_small_for_everything_takes_one_estimate(checkout, formula_estimates):
     with pytest.raises(UserError, match=r"nothing fits the 2 GB GPU"):
         search(checkout, ["--network_dim", "77"], 2 * GIB)
-    assert len(modelled) == 1
-    assert "--resolution" in modelled[0].argv
+    assert len(formula_estimates) == 1
+    assert "--resolution" in formula_estimates[0].argv
 
 
-def test_the_effective_batch_and_the_users_options_are_kept(checkout, modelled):
+def test_the_effective_batch_and_the_users_options_are_kept(checkout, formula_estimates):
     fixed = [
         "--network_dim",
         "77",
@@ -181,19 +181,19 @@ def test_the_effective_batch_and_the_users_options_are_kept(checkout, modelled):
     values = result.answer.command.given
     assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 8
     assert values["train_batch_size"] == 1
-    for command in modelled:
+    for command in formula_estimates:
         given = command.given
         assert given["gradient_checkpointing"] is False
         assert given["train_batch_size"] * given.get("gradient_accumulation_steps", 1) == 8
 
 
-def test_a_gpu_below_the_smallest_tier_is_searched(checkout, modelled):
+def test_a_gpu_below_the_smallest_tier_is_searched(checkout, formula_estimates):
     with pytest.raises(UserError, match=r"nothing fits the 5 GB GPU"):
         search(checkout, [], 5 * GIB)
-    assert modelled
+    assert formula_estimates
 
 
-def test_an_error_names_the_smallest_configuration(checkout, modelled):
+def test_an_error_names_the_smallest_configuration(checkout, formula_estimates):
     with pytest.raises(
         UserError, match=r"nothing fits the 4 GB GPU \(4\.29e9 bytes\) less 5 percent; the smallest configuration, .* needs"
     ):
@@ -273,10 +273,10 @@ def test_a_faster_change_is_one_step_with_its_flags():
     assert tiers.read(LORA, argv) == better
 
 
-def test_the_config_files_options_are_kept(checkout, modelled, tmp_path):
+def test_the_config_files_options_are_kept(checkout, formula_estimates, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("network_dim = 77\ntrain_batch_size = 2\ngradient_checkpointing = false\n")
     result = search(checkout, ["--config_file", str(file)], 24 * GIB)
     values = result.answer.command.given
     assert values["train_batch_size"] * values["gradient_accumulation_steps"] == 2
-    assert not any("--gradient_checkpointing" in command.argv for command in modelled)
+    assert not any("--gradient_checkpointing" in command.argv for command in formula_estimates)

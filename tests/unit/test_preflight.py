@@ -414,7 +414,7 @@ def test_clip_skip_is_checked_for_sd15_only():
         {"max_data_loader_n_workers": 0, "persistent_data_loader_workers": True, "deepspeed": True},
     ],
 )
-def test_numbers_with_a_meaning_are_accepted(args):
+def test_numbers_with_a_special_meaning_are_accepted(args):
     assert not check(options.check, "sdxl_train.py", **args).errors
 
 

@@ -48,7 +48,7 @@ def test_common_preset_is_for_every_script_and_needs_no_memory(name):
             )
 
 
-def test_tier_is_of_the_scripts_family():
+def test_tier_is_resolved_in_the_scripts_family():
     assert preset_files.load(["16gb"], "sdxl_train.py").label == "sdxl-finetune/16gb"
     assert preset_files.load(["16GB"], "sdxl_train_network.py").label == "sdxl-lora/16gb"
 

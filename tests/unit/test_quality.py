@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole."""
+"""Checks of the whole repository: linters, links, generated files and packages."""
 
 import os
 import re
@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("command", [("ruff", "check"), ("ruff", "format", "--check"), ("mypy",)], ids=" ".join)
-def test_the_code_is_checked(command):
+def test_linters_and_type_checker_pass(command):
     pytest.importorskip(command[0])
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,12 +42,12 @@ def test_imports_between_rooms_point_downwards():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_generated_files_are_current():
+def test_generated_files_are_current():
     for file, text in generate.generated().items():
         assert file.read_text(encoding="utf-8") == text, f"{file.name} is not current; run: python tools/generate.py"
 
 
-def test_links_in_the_documentation_lead_to_files_and_headings():
+def test_links_in_the_documentation_are_valid():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
             path, _, heading = target.partition("#")
@@ -64,7 +64,7 @@ def _headings(file):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_documentation_names_only_options_that_exist():
+def test_the_documentation_contains_only_existing_options():
     known = {flag for name, _ in settings.options() for flag in (*settings.flags(name), *settings.negated_flags(name))}
     parsers = [*(ROOT / "kohya_ext").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
     sources = "\n".join(file.read_text(encoding="utf-8") for file in parsers)
@@ -77,7 +77,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_patch_of_the_developers_page_works_and_passes_its_own_test(tmp_path):
+def test_the_example_patch_in_the_developer_documentation_passes_its_test(tmp_path):
     page = (ROOT / "docs" / "developers.md").read_text(encoding="utf-8")
     files = dict(re.findall(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)```$", page, re.MULTILINE | re.DOTALL))
     assert len(files) == 3
@@ -99,14 +99,14 @@ def test_ci_runs_the_readmes_test_command():
     assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
 
-def test_the_base_install_leaves_a_kohya_environment_alone():
+def test_the_base_install_changes_no_package_of_a_kohya_environment():
     dependencies = tomlkit.parse((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     names = {dependency.split(">")[0] for dependency in dependencies}
     assert names == {"packaging", "platformdirs", "rich", "toml", "tomlkit", "wrapt"}
     assert all("<" not in dependency and "==" not in dependency for dependency in dependencies)
 
 
-def test_the_wheel_holds_patches_presets_and_the_startup_file(tmp_path):
+def test_the_wheel_contains_patches_presets_and_the_startup_file(tmp_path):
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

@@ -23,7 +23,7 @@ from kohya_ext.compiling.support import reason_not_to_compile
     ],
     ids=str,
 )
-def test_these_arguments_disable_compiling(given, reason):
+def test_arguments_that_disable_compiling(given, reason):
     assert reason in reason_not_to_compile(Namespace(**given))
 
 
@@ -37,5 +37,5 @@ def test_these_arguments_disable_compiling(given, reason):
     ],
     ids=str,
 )
-def test_these_arguments_allow_compiling(given):
+def test_arguments_that_allow_compiling(given):
     assert reason_not_to_compile(Namespace(**given)) is None

@@ -8,12 +8,12 @@ from kohya_ext.errors import UserError
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("off", False), ("", False), (True, True)])
-def test_booleans_are_strict_words(text, value):
+def test_boolean_words_are_parsed(text, value):
     assert settings.boolean(text) is value
 
 
 @pytest.mark.parametrize("text", ["2", "maybe", "None"])
-def test_other_words_are_no_booleans(text):
+def test_other_boolean_words_are_an_error(text):
     with pytest.raises(ValueError, match="must be 1 or 0"):
         settings.boolean(text)
 
@@ -24,7 +24,7 @@ def test_a_budget_is_a_number_from_0_to_1(text):
         settings.fraction(text)
 
 
-def test_a_budget_of_0_is_a_budget_and_arms_plain_starts():
+def test_a_budget_of_0_enables_patches_without_the_launcher():
     assert settings.fraction("0") == 0.0
     assert settings.switched_on({"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0"})
 
@@ -43,16 +43,16 @@ def test_a_budget_of_0_is_a_budget_and_arms_plain_starts():
         ({"KOHYA_EXT": "maybe"}, True),
     ],
 )
-def test_what_arms_a_plain_start(environ, on):
+def test_only_these_options_enable_patches_without_the_launcher(environ, on):
     assert settings.switched_on(environ) is on
 
 
-def test_a_variable_that_cannot_be_read_is_named():
+def test_an_invalid_variable_is_an_error_with_its_name():
     with pytest.raises(UserError, match="SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET must be a number from 0 to 1"):
         settings.from_environment({"SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "1.5"})
 
 
-def test_every_row_has_a_meaning_and_reads_its_own_default_back():
+def test_every_option_has_a_help_text_and_parses_its_own_default():
     for name, option in settings.options():
         assert option.help
         default = Settings()[name]
@@ -60,7 +60,7 @@ def test_every_row_has_a_meaning_and_reads_its_own_default_back():
             assert option.parse(list(default) if isinstance(default, tuple) else default) == default
 
 
-def test_underscores_dashes_and_no_forms_are_accepted():
+def test_flags_accept_underscores_dashes_and_the_no_prefix():
     parser = argparse.ArgumentParser()
     settings.add_to(parser)
     given = parser.parse_args(["--disable-patch", "a,b", "--disable_patch", "c", "--no-selective-torch-compile"])
@@ -72,8 +72,8 @@ def test_underscores_dashes_and_no_forms_are_accepted():
 DEPTH = settings.Option("depth", 3, settings.count, "how deep")
 
 
-def test_a_patch_reads_its_option_and_the_engine_reads_it_by_name():
-    assert Settings()[DEPTH] == 3  # its default, known from the declaration
+def test_a_patchs_option_is_read_by_row_or_by_name():
+    assert Settings()[DEPTH] == 3  # the declared default
     assert (DEPTH.variable, DEPTH.is_switch) == ("KOHYA_EXT_DEPTH", False)
     chosen = Settings(ema=True, strict=True).with_(ema_decay=0.5)
     assert (chosen["ema"], chosen["ema_decay"], chosen["ema_device"]) == (True, 0.5, "cpu")

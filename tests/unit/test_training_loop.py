@@ -110,7 +110,7 @@ def recording(name, stage, events):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stages_decide_the_order_and_names_do_not(library, tmp_path, seed):
+def test_the_order_depends_on_stages_and_not_on_names(library, tmp_path, seed):
     events = []
     names = random.Random(seed).sample("abcdefgh", len(Stage))
     patches = {name: recording(name, stage, events) for name, stage in zip(names, Stage, strict=True)}
@@ -164,7 +164,7 @@ def run_everything(seed, folder):
     return weights, places, saved, files, tensors, orders, wrapped
 
 
-def test_shuffled_names_and_files_change_nothing(library, tmp_path):
+def test_results_do_not_depend_on_patch_names_and_files(library, tmp_path):
     (tmp_path / "as shipped").mkdir()
     usual = run_everything(None, tmp_path / "as shipped")
     weights, places, saved, files, tensors, orders, _ = usual

@@ -33,7 +33,7 @@ def gpu(monkeypatch):
     return gpu
 
 
-def test_size_includes_the_context_and_auto_leaves_a_margin(gpu, capsys):
+def test_the_budget_includes_the_context_and_auto_leaves_a_margin(gpu, capsys):
     assert vram_budget._cap(8 * GB, gpu.device) == 8 * GB - CONTEXT_BYTES
     assert gpu.share == pytest.approx((8 * GB - CONTEXT_BYTES) / gpu.total)
     assert vram_budget._cap("auto", gpu.device) == 15 * GB - 0.05 * gpu.total
@@ -41,7 +41,7 @@ def test_size_includes_the_context_and_auto_leaves_a_margin(gpu, capsys):
     assert "14.20 GB for tensors on a GPU of 16.00 GB with 15.00 GB free" in capsys.readouterr().err
 
 
-def test_budget_above_free_memory_is_a_warning_and_an_empty_one_an_error(gpu, capsys):
+def test_budget_above_free_memory_is_a_warning_and_one_below_the_context_an_error(gpu, capsys):
     vram_budget._cap(20 * GB, gpu.device)
     assert gpu.share == 1
     assert "--vram_budget 20.00 GB exceeds the 15.00 GB free on this GPU" in capsys.readouterr().err
@@ -53,7 +53,7 @@ def test_budget_above_free_memory_is_a_warning_and_an_empty_one_an_error(gpu, ca
         vram_budget._cap("auto", gpu.device)
 
 
-def test_without_a_gpu_the_cap_is_skipped_with_a_warning(capsys):
+def test_missing_gpu_skips_the_cap_with_a_warning(capsys):
     cpu = torch.device("cpu")
     assert vram_budget._cap(14 * GB, cpu) == 14 * GB
     assert "no CUDA GPU is used, so memory is not capped" in capsys.readouterr().err

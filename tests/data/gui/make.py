@@ -87,7 +87,7 @@ def values(module, tab):
     """Return the default value of each field of a form."""
     with gradio.Blocks():
         getattr(module, tab)(headless=True, config=importlib.import_module("kohya_gui.class_gui_config").KohyaSSGUIConfig())
-    # The browser sends an empty text for one that was never filled.
+    # The browser sends an empty text for a field that was never edited.
     return {
         name: "" if component.value is None and not isinstance(component, gradio.Number) else component.value
         for name, component in module.last_built_field_registry

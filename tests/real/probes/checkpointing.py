@@ -19,7 +19,7 @@ from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.sdscripts.checkouts import describe
 from kohya_ext.tiny import shrink, vocabulary
 
-PATCHES = ("nonreentrant_checkpointing", "fast_checkpoint_hooks")
+PATCH = "nonreentrant_checkpointing"
 checkout = describe(Path(sys.argv[1]), "named")
 sys.path.insert(0, str(checkout.path))
 shrink.install()
@@ -39,7 +39,7 @@ def unet_inputs() -> tuple[torch.Tensor, ...]:
 
 
 def wake(module: torch.nn.Module) -> torch.nn.Module:
-    """Fill every zero-initialised weight: behind one, all gradients are zero and none can be seen to be lost."""
+    """Randomize every zero-initialized weight. It makes all gradients before it zero, which hides lost ones."""
     generator = torch.Generator().manual_seed(3)
     for parameter in module.parameters():
         if not parameter.any():
@@ -73,7 +73,7 @@ def lllite() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
     wake(unet)
     unet.apply_lllite(8, 8, None)
     wake(unet)
-    # prepare_params leaves one unused base weight trainable, another workaround: the base is frozen here.
+    # prepare_params leaves an unused base weight trainable, which is another workaround. Freeze the whole base here.
     trainable = {id(parameter) for parameter in unet.get_trainable_params()}
     for parameter in unet.parameters():
         parameter.requires_grad_(id(parameter) in trainable)
@@ -94,7 +94,7 @@ def control_net() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
 
 
 def text_encoder(train_embeddings: bool) -> Build:
-    """CLIP-L under LoRA (frozen, so that nothing that enters its layers requires grad), or with its embeddings trained."""
+    """CLIP-L with a LoRA and frozen, so that no input of its layers requires grad, or with trained embeddings."""
 
     def build() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
         from networks import lora as networks_lora
@@ -116,14 +116,14 @@ def text_encoder(train_embeddings: bool) -> Build:
 
 
 def distributed() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The LoRA case below DistributedDataParallel with find_unused_parameters, in a group of one."""
+    """The LoRA case in DistributedDataParallel with find_unused_parameters, in a group of one process."""
     module, _ = lora()()
     if not torch.distributed.is_initialized():
         file = tempfile.mktemp()
         torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     parallel = torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
     inputs = unet_inputs()
-    # Some input must require grad, or the reentrant kind fails for another reason first.
+    # Reentrant checkpointing fails for another reason if no input requires grad.
     inputs[0].requires_grad_()
     return module, lambda: parallel(*inputs)
 
@@ -144,7 +144,7 @@ def gradients(build: Build, checkpointing: bool) -> dict[str, torch.Tensor | Non
     module, forward = build()
     if checkpointing:
         for part in module.modules():
-            # sd-scripts' U-Nets have the one, transformers' models the other.
+            # sd-scripts' U-Nets have the first method, and transformers' models the second.
             for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
                 if callable(enable := getattr(part, name, None)) and part is not getattr(module, "adapter", None):
                     enable()
@@ -154,21 +154,20 @@ def gradients(build: Build, checkpointing: bool) -> dict[str, torch.Tensor | Non
 
 def compare(build: Build, expected: dict[str, torch.Tensor | None]) -> dict[str, object]:
     try:
-        found = gradients(build, checkpointing=True)
+        actual = gradients(build, checkpointing=True)
     except RuntimeError as error:
         return {"error": str(error).splitlines()[0]}
-    missing = [name for name, gradient in expected.items() if gradient is not None and found[name] is None]
-    there = [name for name in expected if expected[name] is not None and found[name] is not None]
+    missing = [name for name, gradient in expected.items() if gradient is not None and actual[name] is None]
+    there = [name for name in expected if expected[name] is not None and actual[name] is not None]
     return {
         "missing": len(missing),
-        "different": sum(not torch.equal(expected[name], found[name]) for name in there),
+        "different": sum(not torch.equal(expected[name], actual[name]) for name in there),
     }
 
 
 @contextmanager
 def patched() -> Iterator[None]:
-    known = registry()
-    patcher = Patcher({name: known[name] for name in PATCHES}, Settings(), checkout)
+    patcher = Patcher({PATCH: registry()[PATCH]}, Settings(), checkout)
     patcher.arm()
     assert all(outcome.status == "applied" for outcome in patcher.outcomes.values()), patcher.outcomes
     yield
@@ -185,6 +184,6 @@ def examine(build: Build) -> dict[str, object]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    # LLLite replaces torch.nn.Linear for the rest of the process: it comes last.
+    # LLLite runs last, because it replaces torch.nn.Linear for the rest of the process.
     names = sorted(sys.argv[2:], key=lambda name: name == "lllite")
     print("RESULT " + json.dumps({name: examine(CASES[name]) for name in names}))

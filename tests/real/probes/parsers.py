@@ -1,4 +1,4 @@
-"""Prints the defaults of every script's own parser, as JSON. Arguments: checkout, scripts."""
+"""Print the defaults of every script's own parser, as JSON. Arguments: checkout, scripts."""
 
 import json
 import sys
@@ -9,8 +9,8 @@ from kohya_ext.sdscripts.introspect import script_parser
 
 checkout = describe(Path(sys.argv[1]), "given")
 assert checkout is not None
-found = {}
+defaults = {}
 for script in sys.argv[2:]:
     parser = script_parser(checkout, checkout.path / script)
-    found[script] = {action.dest: action.default for action in parser._actions if action.dest != "help"}
-print("JSON" + json.dumps(found, default=str))
+    defaults[script] = {action.dest: action.default for action in parser._actions if action.dest != "help"}
+print("JSON" + json.dumps(defaults, default=str))

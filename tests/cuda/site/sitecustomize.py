@@ -1,0 +1,104 @@
+"""Shrink the models and record what every step of a real script costs on the virtual GPU. Python runs this at startup.
+
+A step extends from one ``Accelerator.accumulate`` to the next, so the last one of a run is not recorded. The environment
+variable SPY_FILE names the record. With SPY_NOT_FINITE_AT, the numbers that the host reads in that step are NaN.
+"""
+
+import atexit
+import collections
+import contextlib
+import json
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import wrapt
+
+import virtual_gpu
+from kohya_ext.tiny import shrink
+
+shrink.install()
+NOT_FINITE = int(os.environ.get("SPY_NOT_FINITE_AT", 0))
+
+#: The step whose calls are traced: the second one, because the first also sets up what later steps reuse.
+TRACED = 2
+
+ROOT = str(Path(shrink.__file__).parents[2]) + os.sep
+PATCHES = ROOT + "patches" + os.sep
+
+steps = []
+reached = set()
+syncs = collections.Counter()
+last = {}
+
+
+def counters():
+    import torch
+
+    now = virtual_gpu.counters()
+    counted = {name: now[name] for name in ("launches", "syncs")}
+    # "allocated" would include up to 1 MiB of each cached block that a tensor does not fill.
+    return {**counted, "bytes": torch.cuda.memory_stats()["requested_bytes.all.current"]}
+
+
+def begin_step():
+    import torch
+
+    now = counters()
+    if last:
+        counted = {name: now[name] - last[name] for name in ("launches", "syncs")}
+        steps.append({**counted, "bytes": now["bytes"], "sync_places": dict(syncs)})
+    last.update(now)
+    syncs.clear()
+    number = len(steps) + 1
+    virtual_gpu.set_finite(number != NOT_FINITE)
+    trace = record_call if number == TRACED else None
+    sys.setprofile(trace)
+    threading.setprofile(trace)
+    if number == 1:
+        # PyTorch warns at each synchronization, with the line of Python that caused it.
+        torch.cuda.set_sync_debug_mode("warn")
+        warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
+        warnings.showwarning = count_place
+
+
+def count_place(message, category, filename, lineno, file=None, line=None):
+    """Count a line by its path in this repository, or else by its folder and file."""
+    is_own = filename.startswith(ROOT)
+    syncs[f"{filename.removeprefix(ROOT) if is_own else '/'.join(Path(filename).parts[-2:])}:{lineno}"] += 1
+
+
+def record_call(frame, event, argument):
+    file = frame.f_code.co_filename
+    if event == "call" and file.startswith(PATCHES):
+        reached.add(file.removeprefix(PATCHES).removesuffix(".py"))
+
+
+@wrapt.when_imported("accelerate.accelerator")
+def measure(module):
+    original = module.Accelerator.accumulate
+
+    @contextlib.contextmanager
+    def accumulate(self, *models):
+        begin_step()
+        with original(self, *models):
+            yield
+
+    module.Accelerator.accumulate = accumulate
+
+
+@atexit.register
+def write():
+    import torch
+
+    if not steps:
+        return
+    record = {
+        "steps": steps,
+        "peak": torch.cuda.memory_stats()["requested_bytes.all.peak"],
+        "reached": sorted(reached),
+        "unknown_calls": virtual_gpu.counters()["unknown_calls"],
+    }
+    Path(os.environ["SPY_FILE"]).write_text(json.dumps(record))

@@ -1,0 +1,68 @@
+"""A step with the extension costs no more than upstream's: waiting for the GPU, launches and memory, on the virtual GPU."""
+
+import pytest
+
+from tests.cuda.configurations import CONFIGURATIONS
+
+torch = pytest.importorskip("torch")
+
+#: Leaves out the options of the extension that need launches and memory of their own.
+WITHOUT_ADDED_WORK = pytest.mark.configurations(lambda configuration: not configuration.adds_work)
+
+
+def test_gpu_knows_every_call(pair):
+    assert pair.ours.unknown_calls == {}
+    assert pair.upstream.unknown_calls == {}
+
+
+def test_patches_are_reached(pair):
+    assert pair.configuration.reached - pair.ours.reached == set()
+
+
+def test_no_step_waits_more_often_than_upstream(pair):
+    for number, (ours, theirs) in enumerate(zip(pair.ours.later_steps, pair.upstream.later_steps, strict=True), 2):
+        more = {place: count for place, count in ours.sync_places.items() if count > theirs.sync_places.get(place, 0)}
+        assert ours.syncs <= theirs.syncs, f"step {number}: waits more often at {more}"
+
+
+@pytest.mark.configurations(lambda configuration: not configuration.saves)  # the weights are checked before they are saved
+def test_extension_waits_once_per_step_to_read_its_values(pair):
+    """It waits instead of the script, whose own reading of the loss no longer waits. See kohya_ext/patching/step_values.py."""
+    for number, step in enumerate(pair.ours.later_steps, 2):
+        others = {place: count for place, count in step.own_syncs.items() if "step_values.py" not in place}
+        assert others == {}, f"step {number}"
+        assert sum(step.own_syncs.values()) <= 1, f"step {number}"
+
+
+@WITHOUT_ADDED_WORK
+def test_no_step_launches_more_than_upstream(pair):
+    for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
+        assert ours.launches <= theirs.launches, f"step {number}"
+
+
+@WITHOUT_ADDED_WORK
+def test_no_step_leaves_more_memory_than_upstream(pair):
+    for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
+        assert ours.bytes <= theirs.bytes, f"step {number}"
+    assert pair.ours.peak <= pair.upstream.peak
+
+
+def test_memory_does_not_grow(pair):
+    """What a step leaves differs by its batch and its place in the accumulation. It must not differ more than upstream's."""
+    ours, theirs = ([step.bytes - run.later_steps[0].bytes for step in run.later_steps] for run in (pair.ours, pair.upstream))
+    assert all(growth <= allowed + 2**16 for growth, allowed in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl-lora-bf16", "sdxl-lora-fp16", "flux-lora-bf16")]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", ["sdxl-finetune-fused", *SLOW])
+def test_skipped_step_frees_its_memory(checkout, name, train_both, train_on_gpu):
+    configuration = CONFIGURATIONS[name]
+    finite = train_both(checkout, configuration).ours
+    skipping = train_on_gpu(checkout, configuration.script, *configuration.options, env={"SPY_NOT_FINITE_AT": "2"})
+    assert skipping.output.count("step 2 skipped") == 1, skipping.output[-4000:]
+    for number, (skips, trains) in enumerate(zip(skipping.steps, finite.steps, strict=True), 1):
+        assert skips.bytes <= trains.bytes, f"after step {number}"
+    assert skipping.peak <= finite.peak
