@@ -1,6 +1,6 @@
 """Run the shipped tiers at full size on a virtual GPU of each tier's size, and compare their memory with the estimates.
 
-    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--fresh] [--launcher 'vgpu 4090 VGPU_MEM={memory} --']
+    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--fresh] [--allocations]
 
 Each row is a preset of the table of estimates: the real script trains three steps from sparse checkpoints (zeros that take no
 disk space). PyTorch's CUDA path and its caching allocator are real; a virtual GPU only computes nothing. A row takes 20 to 90 s
@@ -34,7 +34,7 @@ from kohya_ext.tiny import environment, tokenizers
 from kohya_ext.units import GIB
 
 #: The command before the Python interpreter that gives it a virtual GPU of ``{memory}``, such as 16GiB.
-LAUNCHER = "python -m virtual_gpu 4090 --memory {memory} --"
+LAUNCHER = "{python} -m virtual_gpu 4090 --memory {memory} --"
 
 OUTPUT = results.FOLDER / "full_size.json"
 STEPS = 3
@@ -117,7 +117,7 @@ def run(
     """Run a command line on the virtual GPU and return the worker's result; ``numbers`` are its passes and tokens."""
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
-    launcher = shlex.split(given.launcher.format(memory=f"{row.card // 2**20}MiB"))
+    launcher = shlex.split(given.launcher.format(python=shlex.quote(given.python), memory=f"{row.card // 2**20}MiB"))
     words = [given.python, "-m", "benchmarks.full_size_worker", str(result), *map(str, numbers), str(int(given.allocations))]
     variables = environment.variables(scratch / "models" / "tokenizers") | {
         "PYTHONPATH": environment.python_path(results.ROOT),
@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="measure the estimates instead of reading the package's table")
     parser.add_argument("--again", action="store_true", help="run rows that are in the output file again")
     parser.add_argument("--allocations", action="store_true", help="record the tensors at the peak by lines of code")
-    parser.add_argument("--launcher", default=LAUNCHER, help="command that gives a process a virtual GPU of {memory}")
+    parser.add_argument("--launcher", default=LAUNCHER, help="command that gives {python} a virtual GPU of {memory}")
     parser.add_argument("--python", default=sys.executable, help="interpreter with a CUDA build of torch")
     parser.add_argument("--patience", type=float, default=600, help="seconds after which a run is ended")
     parser.add_argument("--scratch", type=Path, help="folder for sparse checkpoints, images and logs")

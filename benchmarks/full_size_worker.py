@@ -12,7 +12,6 @@ which takes no space until it is read. The virtual GPU computes no values, so no
 
 from __future__ import annotations
 
-import ctypes
 import json
 import runpy
 import sys
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 import wrapt
+
+import virtual_gpu
 
 #: Tensors on the host with fewer elements are cast and copied as usual.
 LARGE = 2**16
@@ -111,7 +112,7 @@ def end_after(passes: int) -> list[dict[str, Any]]:
 
     def count(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        now = (time.perf_counter(), time.process_time(), launches())
+        now = (time.perf_counter(), time.process_time(), virtual_gpu.launches())
         if last is not None:
             wall, processor, launched = (after - before for after, before in zip(now, last, strict=True))
             rows.append(
@@ -130,13 +131,6 @@ def end_after(passes: int) -> list[dict[str, Any]]:
 
     torch.Tensor.backward = count
     return rows
-
-
-def launches() -> int:
-    """Return the number of kernels that the virtual GPU was given."""
-    count = ctypes.CDLL("libcuda.so.1").vgpu_launches
-    count.restype = ctypes.c_uint64
-    return int(count())
 
 
 def at_peak(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
