@@ -22,7 +22,7 @@ class Kind(str, Enum):
     TEMPORARY = "temporaries"
     TEXT_ENCODER = "text encoders"
     VAE = "vae"
-    WORKSPACE = "cuBLAS workspaces"
+    WORKSPACE = "workspaces"
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     workspaces: dict[bool, torch.Tensor] = field(default_factory=dict)
     """cuBLAS's workspaces: of autograd's thread, which runs the backward pass (True), and of the main thread (False)."""
     _paused: bool = False
-    _replaced: set[tuple[int, int]] = field(default_factory=set)
-    """Keys and numbers of storages whose number another one has: the result of an addition in place."""
     _unused: dict[int, list[int]] = field(default_factory=dict)
     """Optimizer state that the step has not used yet: key of a storage -> numbers of the storages created with it."""
 
@@ -201,14 +199,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return number
 
     def _log_flash_attention_backward(self, query: Any) -> None:
-        """Log the temporaries of CUDA's flash attention: the query's gradient in fp32 and a sum per query, of rounded sizes.
+        """Log the workspace of CUDA's flash attention: the query's gradient in fp32 and a sum per query, of rounded sizes.
 
         https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
         """
         batch, heads, length, width = query.shape
         rows = batch * heads * -(-length // 128) * 128
         numbers = (len(self.kinds), len(self.kinds) + 1)
-        self.kinds += (Kind.TEMPORARY, Kind.TEMPORARY)
+        self.kinds += (Kind.WORKSPACE, Kind.WORKSPACE)
         sizes = (4 * rows, 4 * rows * -(-width // 32) * 32)
         self.events += (Event(number, size, self.phase) for number, size in zip(numbers, sizes, strict=True))
         self.events += (Event(number, -size, self.phase) for number, size in zip(numbers, sizes, strict=True))
@@ -227,18 +225,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def _take_over(self, before: Any, after: Any) -> None:
         """Log nothing for a result, which is in the memory of an input that is freed now."""
-        storage, key = after.untyped_storage(), id(before.untyped_storage())
-        known = self._live.pop(key, None)
-        if known is None or storage.nbytes() != before.untyped_storage().nbytes():
+        storage, replaced = after.untyped_storage(), before.untyped_storage()
+        known = self._live.get(id(replaced))
+        if known is None or known.reference() is not replaced or storage.nbytes() != replaced.nbytes():
             return
-        self._replaced.add((key, known.number))
+        del self._live[id(replaced)]  # its weak reference, and so the call of _freed, ends with it
         freed = partial(self._freed, id(storage), known.number, storage.nbytes())
         self._live[id(storage)] = _Storage(known.number, weakref.ref(storage, freed))
 
     def _freed(self, key: int, number: int, size: int, reference: Any) -> None:
-        if (key, number) in self._replaced:
-            self._replaced.remove((key, number))
-            return
         self._use(key)  # state that is replaced unread
         if self._live.get(key) is not None and self._live[key].number == number:
             del self._live[key]
