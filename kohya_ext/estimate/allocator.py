@@ -57,7 +57,7 @@ class CachingAllocator:
         size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL
         pool = self._free[small]
-        index = bisect_left(pool, (size, 0), key=lambda row: row[:2])
+        index = bisect_left(pool, (size, 0))
         block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
         block.free = False
         rest = block.size - size
@@ -115,11 +115,11 @@ class CachingAllocator:
 
     def _put_back(self, block: _Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.address, block), key=lambda row: row[:2])
+        insort(self._free[block.small], (block.size, block.address, block))
 
     def _take_out(self, block: _Block) -> None:
         pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, block.address), key=lambda row: row[:2])]
+        del pool[bisect_left(pool, (block.size, block.address))]
 
 
 def minimum_reserved(events: Sequence[Event], tensors: int, reserved: int) -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Kind(str, Enum):
@@ -25,8 +26,7 @@ class Kind(str, Enum):
     WORKSPACE = "workspaces"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """An allocation (``bytes`` > 0) or a free (< 0) of a storage; 0 marks the first use of optimizer state in a step."""
 
     storage: int

@@ -7,7 +7,7 @@ creates its state in the gaps between the tensors of a step.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kohya_ext.estimate.allocator import CachingAllocator
 from kohya_ext.estimate.events import Event, Kind
@@ -69,13 +69,13 @@ def repeated(events: Collection[Event], resident: Mapping[int, Event], once: Col
         for event in events:
             if event.bytes == 0:
                 if index == 0:
-                    yield replace(resident[event.storage], phase=event.phase)
+                    yield Event(event.storage, resident[event.storage].bytes, event.phase)
             elif event.storage in freed:
-                yield replace(event, storage=event.storage + index * numbers)
+                yield Event(event.storage + index * numbers, event.bytes, event.phase)
             elif event.storage not in once:
-                yield replace(event, storage=event.storage + index * numbers)
+                yield Event(event.storage + index * numbers, event.bytes, event.phase)
                 if index:
-                    yield replace(event, storage=event.storage + (index - 1) * numbers, bytes=-event.bytes)
+                    yield Event(event.storage + (index - 1) * numbers, -event.bytes, event.phase)
             elif index == 0:
                 yield event
 
@@ -90,4 +90,4 @@ def _without(events: Iterable[Event], storages: Collection[int]) -> Iterator[Eve
 
 
 def _numbered(events: Iterable[Event], first: int) -> Iterator[Event]:
-    return (replace(event, storage=event.storage + first) for event in events)
+    return (Event(event.storage + first, event.bytes, event.phase) for event in events)

@@ -635,8 +635,9 @@ def _images(config: MemoryConfig, batch: int) -> torch.Tensor:
 @contextlib.contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
     """Create fake tensors inside the block under CUDA's autocast rules, in ``mode`` or a new one."""
-    with mode or FakeTensorMode(allow_non_fake_inputs=True), cuda_rules(), Assumptions() as assumptions:
-        yield assumptions
+    with mode or FakeTensorMode(allow_non_fake_inputs=True) as fake, cuda_rules():
+        with Assumptions(None if mode is not None else fake) as assumptions:
+            yield assumptions
 
 
 @contextlib.contextmanager
