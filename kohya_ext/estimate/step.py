@@ -109,7 +109,7 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
             _compile(training)
-        with tracker, _bitsandbytes_without_kernels():
+        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels():
             start = allocate_resident(training, tracker)
             flops = run_step(training, tracker)
             events = [*tracker.events]
@@ -420,6 +420,17 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
         for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
             stack.enter_context(replaced(functional, name, lambda *args, **kwargs: None))
         yield
+
+
+@contextlib.contextmanager
+def _garbage_of_the_step_only() -> Iterator[None]:
+    """Collect garbage inside the block as usual, but without looking at the objects from before it: modules and models."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # --- one step --------------------------------------------------------------------------------------------------------

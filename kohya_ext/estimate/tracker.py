@@ -143,9 +143,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self._use(key)
 
     def _log_first_use(self, args: Any) -> None:
-        for value in tree_iter(args):
-            if isinstance(value, torch.Tensor):
-                self._use(id(value.untyped_storage()))
+        for value in args:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    self._use(id(tensor.untyped_storage()))
 
     def _use(self, key: int) -> None:
         numbers = self._unused.pop(key, [])
@@ -168,7 +169,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def record(self, values: Any, kind: Kind) -> None:
         """Log the storages of some values that are not in the log yet."""
-        for value in tree_iter(values):
+        for value in (values,) if isinstance(values, torch.Tensor) else tree_iter(values):
             if isinstance(value, torch.Tensor):
                 self._record(value, kind)
 
