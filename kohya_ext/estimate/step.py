@@ -105,6 +105,7 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
     """
     tracker = Tracker()
     with _fake_training(config, tracker) as assumptions:
+        tracker.run = assumptions.run
         training = prepare(config, arguments, trainer)
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
