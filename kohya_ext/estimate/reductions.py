@@ -19,6 +19,8 @@ def buffer_bytes(shape: Sequence[int], stride: Sequence[int], dims: Collection[i
     smaller than 1 MiB. Source: setReduceConfig and global_memory_size in
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Reduce.cuh.
     """
+    if not shape:
+        return 0
     reduced = {dim % len(shape) for dim in dims} if dims else {*range(len(shape))}
     sizes = [(step, size, dim in reduced) for dim, (size, step) in enumerate(zip(shape, stride, strict=True)) if size > 1]
     inputs = outputs = 1
@@ -30,7 +32,7 @@ def buffer_bytes(shape: Sequence[int], stride: Sequence[int], dims: Collection[i
     if inputs == 1 or not outputs or not sizes or min(sizes)[2]:
         return 0
     fastest, width, _ = min(sizes)
-    vector = next(count for count in (4, 2, 1) if fastest == 1 and width % count == 0 or count == 1)
+    vector = next(count for count in (4, 2, 1) if count == 1 or (fastest == 1 and width % count == 0))
     threads = BLOCK_THREADS // vector
     across = min(_power_of_2(outputs // vector), threads)
     down = min(min(_power_of_2(inputs), threads), threads // min(across, WARP))

@@ -31,6 +31,9 @@ _aten = torch.ops.aten
 #: Operators that use cuBLAS.
 MATRIX_PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default))
 
+#: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
+FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 #: Operators whose kernels use global memory for partial sums.
 REDUCTIONS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim))
 

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from kohya_ext.estimate.reductions import buffer_bytes  # noqa: E402
 from kohya_ext.estimate.step import fake_tensors  # noqa: E402
 from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 
@@ -66,3 +67,17 @@ def test_reused_results_equal_those_of_the_operators() -> None:
         assert described(first) == described(second) == expected
         assert len(assumptions._results) >= len(expected) - 2
         assert torch.ones(3, 4).add(1).shape == (3, 4)  # another size
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dims", "expected"),
+    [
+        ((1, 4608, 3072), (4608 * 3072, 3072, 1), (0, 1), 96 * MIB),  # as PyTorch 2.14 allocates on a virtual RTX 4090
+        ((4, 8), (8, 1), (0,), 0),
+        ((1, 640, 128, 128), (640 * 16384, 16384, 128, 1), (2, 3), 0),
+        ((4096, 640), (640, 1), (), 0),
+        ((), (), (), 0),
+    ],
+)
+def test_memory_for_partial_sums(shape, stride, dims, expected) -> None:
+    assert buffer_bytes(shape, stride, dims) == expected
