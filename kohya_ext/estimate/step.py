@@ -661,8 +661,8 @@ def _images(config: MemoryConfig, batch: int) -> torch.Tensor:
 @contextlib.contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
     """Create fake tensors inside the block under CUDA's autocast rules, in ``mode`` or a new one."""
-    reused = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else None
-    with mode or reused, cuda_rules(), Assumptions(reused) as assumptions:
+    fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, cuda_rules(), Assumptions(fake if mode is None else None) as assumptions:
         yield assumptions
 
 

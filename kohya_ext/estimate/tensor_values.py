@@ -105,10 +105,8 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
             if known is None:
                 self._results[whole] = VARIES if _UNCACHED.intersection(func.tags) else _described(result, args, tensors)
             return result
-        if known is NOTHING:
-            return None
-        if known is FIRST:
-            return args[0]
+        if isinstance(known, str):
+            return args[0] if known is FIRST else None
         sequence, outputs = known
         results = [self._tensor(output, tensors) for output in outputs]
         return results[0] if sequence is None else sequence(results)
@@ -176,4 +174,4 @@ def _bytes(output: _Output) -> int:
     if 0 in output.shape:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(output.shape, output.stride, strict=True))
-    return (last + 1) * output.dtype.itemsize
+    return int((last + 1) * output.dtype.itemsize)

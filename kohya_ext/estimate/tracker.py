@@ -242,7 +242,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         """Log nothing for a result, which is in the memory of an input that is freed now."""
         storage, replaced = after.untyped_storage(), before.untyped_storage()
         known = self._live.get(id(replaced))
-        if known is None or known.reference() is not replaced or storage.nbytes() != replaced.nbytes():
+        if known is None or storage.nbytes() != replaced.nbytes() or known.reference() is not replaced:
             return
         del self._live[id(replaced)]  # its weak reference, and so the call of _freed, ends with it
         freed = partial(self._freed, id(storage), known.number, storage.nbytes())
