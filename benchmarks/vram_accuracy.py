@@ -19,11 +19,13 @@ import logging
 import platform
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, measurement
+from kohya_ext.estimate.events import Event, Kind, peak
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
 from kohya_ext.sdscripts.introspect import importable
@@ -57,7 +59,6 @@ COMPILED: dict[str, list[str]] = {
 
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     """Return both peaks of one command line in bytes, and the error of the estimate in percent of the measured peak."""
-    from kohya_ext.estimate.events import peak
     from kohya_ext.estimate.step import configure, measure
 
     command = CommandLine(checkout.script(script), argv, {})
@@ -65,7 +66,7 @@ def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     configure(choices, arguments, trainer)
     with measurement.patched(checkout, measurement.tracing(command.settings, choices)):
         log = measure(choices, arguments, trainer)
-    estimated = peak(log.events, log.kinds).bytes
+    estimated = _peak(log.events, log.kinds)
     before = sum(event.bytes for event in log.events[: log.start])
     with measurement.patched(checkout, command.settings.with_(compile_dynamic="false", activation_memory_budget=None)):
         above, tensors = _measured(choices, arguments, trainer)
@@ -89,7 +90,6 @@ def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any
 
     from benchmarks.profiling import peak_of
     from kohya_ext.estimate.autocast import cuda_rules
-    from kohya_ext.estimate.events import Kind, peak
     from kohya_ext.estimate.step import allocate_resident, prepare, run_step
     from kohya_ext.estimate.tracker import Tracker
 
@@ -113,7 +113,12 @@ def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any
             tracker.mark((value for value in states if isinstance(value, torch.Tensor)), Kind.OPTIMIZER_STATE)
             start = len(tracker.events)
             run_step(training, tracker)
-    return most, peak(tracker.events[start:], tracker.kinds).bytes
+    return most, _peak(tracker.events[start:], tracker.kinds)
+
+
+def _peak(events: Sequence[Event], kinds: Sequence[Kind]) -> int:
+    """Return the peak of a log in bytes, without cuBLAS's workspaces, which a CPU does not have."""
+    return peak([event for event in events if kinds[event.storage] is not Kind.WORKSPACE], kinds).bytes
 
 
 def write(report: dict[str, Any], file: Path) -> None:

@@ -9,7 +9,7 @@ https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kohya_ext.estimate.events import Event
@@ -44,6 +44,10 @@ class CachingAllocator:
     """Bytes available for segments; None for no limit."""
     reserved: int = 0
     """Bytes in segments. Without a limit they only grow, to ``torch.cuda.max_memory_reserved``."""
+    allocated: int = 0
+    """Bytes in blocks that are in use, ``torch.cuda.memory_allocated``: tensors with what the allocator rounds up."""
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Most bytes allocated in each phase of the replayed log, in order of the phases."""
     _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
@@ -53,7 +57,7 @@ class CachingAllocator:
         size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL
         pool = self._free[small]
-        index = bisect_left(pool, (size, 0), key=lambda row: row[:2])
+        index = bisect_left(pool, (size, 0))
         block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
         block.free = False
         rest = block.size - size
@@ -64,10 +68,12 @@ class CachingAllocator:
             block.after, block.size = remainder, size
             self._put_back(remainder)
         self._used[storage] = block
+        self.allocated += block.size
 
     def free(self, storage: int) -> None:
         """Free a storage's block and merge it with its free neighbours."""
         block = self._used.pop(storage)
+        self.allocated -= block.size
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
                 self._take_out(neighbour)
@@ -81,21 +87,27 @@ class CachingAllocator:
                 self.allocate(event.storage, event.bytes)
             elif event.bytes < 0:
                 self.free(event.storage)
+            self.peaks[event.phase] = max(self.peaks.get(event.phase, 0), self.allocated)
+
+    def keep(self, storages: Collection[int]) -> None:
+        """Free all storages but these."""
+        for storage in self._used.keys() - {*storages}:
+            self.free(storage)
 
     def _segment(self, size: int, small: bool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
         length = SMALL_SEGMENT if small else large
         block = _Block(self._next_address, length, small)
         if self.limit is not None and self.reserved + length > self.limit:
-            self._release_unused()
+            self.release_unused()
             if self.reserved + length > self.limit:
                 raise MemoryError
         self._next_address += length
         self.reserved += length
         return block
 
-    def _release_unused(self) -> None:
-        """Return unused segments to the driver, as the allocator does before it raises an out-of-memory error."""
+    def release_unused(self) -> None:
+        """Return unused segments to the driver: ``torch.cuda.empty_cache``, and before an out-of-memory error."""
         for pool in self._free.values():
             unused = [row for row in pool if row[2].before is None and row[2].after is None]
             self.reserved -= sum(size for size, _, _ in unused)
@@ -103,11 +115,11 @@ class CachingAllocator:
 
     def _put_back(self, block: _Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.address, block), key=lambda row: row[:2])
+        insort(self._free[block.small], (block.size, block.address, block))
 
     def _take_out(self, block: _Block) -> None:
         pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, block.address), key=lambda row: row[:2])]
+        del pool[bisect_left(pool, (block.size, block.address))]
 
 
 def minimum_reserved(events: Sequence[Event], tensors: int, reserved: int) -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Kind(str, Enum):
@@ -22,11 +23,11 @@ class Kind(str, Enum):
     TEMPORARY = "temporaries"
     TEXT_ENCODER = "text encoders"
     VAE = "vae"
+    WORKSPACE = "workspaces"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An allocation (``bytes`` > 0) or a free (< 0) of a storage."""
+class Event(NamedTuple):
+    """An allocation (``bytes`` > 0) or a free (< 0) of a storage; 0 marks the first use of optimizer state in a step."""
 
     storage: int
     bytes: int
@@ -56,12 +57,3 @@ def peak(events: Sequence[Event], kinds: Sequence[Kind]) -> Peak:
         parts[kinds[event.storage]] += event.bytes
     phase = events[at].phase if at >= 0 else ""
     return Peak(highest, phase, {kind: parts[kind] for kind in Kind if parts[kind]})
-
-
-def peak_by_phase(events: Sequence[Event], alive: int = 0) -> dict[str, int]:
-    """Return the peak of each phase in bytes, in order of the phases; ``alive`` bytes were allocated before the log."""
-    peaks: dict[str, int] = {}
-    for event in events:
-        alive += event.bytes
-        peaks[event.phase] = max(peaks.get(event.phase, 0), alive)
-    return peaks

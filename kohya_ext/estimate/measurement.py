@@ -204,29 +204,29 @@ def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Names
 
 def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer) -> Estimate:
     from kohya_ext.estimate import step as steps
-    from kohya_ext.estimate.allocator import CachingAllocator, minimum_reserved
-    from kohya_ext.estimate.events import peak, peak_by_phase
+    from kohya_ext.estimate.allocator import minimum_reserved
+    from kohya_ext.estimate.events import peak
+    from kohya_ext.estimate.replay import replay
 
     steps.configure(config, arguments, trainer)
     step = steps.measure(config, arguments, trainer)
-    logs = {**_caching(checkout, config, arguments, trainer), "step": step, **step.between}
-    peaks = {name: peak(log.events, log.kinds) for name, log in logs.items()}
-    reserved = {}
-    for name, log in logs.items():
-        allocator = CachingAllocator()
-        allocator.replay(log.events)
-        reserved[name] = allocator.reserved
-    highest = max(logs, key=lambda name: reserved[name])
-    phase_peaks = {name: log_peak.bytes for name, log_peak in peaks.items() if name != "step"}
-    before = sum(event.bytes for event in step.events[: step.start])
+    caching = _caching(checkout, config, arguments, trainer)
+    logs = {**caching, "step": step, **step.between}
+    memory = replay(caching, step)
+    for name, log in step.between.items():
+        memory |= replay({name: log})
+    highest = max(memory, key=lambda name: memory[name].reserved)
+    reserved = memory[highest].reserved
+    allocated = max(memory[highest].allocated.values())
+    tensors = peak(logs[highest].events, logs[highest].kinds)
     return Estimate(
         config=config.key(),
-        allocated=peaks[highest].bytes,
-        reserved=reserved[highest],
-        minimum_reserved=minimum_reserved(logs[highest].events, peaks[highest].bytes, reserved[highest]),
-        peak_phase=peaks["step"].phase if highest == "step" else highest,
-        parts={kind.value: size for kind, size in peaks[highest].parts.items()},
-        phase_peaks={**phase_peaks, **peak_by_phase(step.events[step.start :], before)},
+        allocated=allocated,
+        reserved=reserved,
+        minimum_reserved=minimum_reserved(logs[highest].events, allocated, reserved),
+        peak_phase=tensors.phase if highest == "step" else highest,
+        parts={kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
+        phase_peaks={phase: size for part in memory.values() for phase, size in part.allocated.items()},
         flops=step.flops,
         trainable_parameters=step.trainable_parameters,
         versions={

@@ -105,11 +105,12 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
     """
     tracker = Tracker()
     with _fake_training(config, tracker) as assumptions:
+        tracker.run = assumptions.run
         training = prepare(config, arguments, trainer)
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
             _compile(training)
-        with tracker, _bitsandbytes_without_kernels():
+        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels():
             start = allocate_resident(training, tracker)
             flops = run_step(training, tracker)
             events = [*tracker.events]
@@ -422,25 +423,45 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _garbage_of_the_step_only() -> Iterator[None]:
+    """Collect garbage inside the block as usual, but without looking at the objects from before it: modules and models."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 # --- one step --------------------------------------------------------------------------------------------------------
 
 
 def allocate_resident(training: Training, tracker: Tracker) -> int:
     """Allocate everything in GPU memory before a step, including optimizer state; return the number of events."""
     config, optimizer = training.config, training.optimizer
-    if config.blocks_to_swap:
-        # A swapped block reuses the memory of another one; only weights are moved (custom_offloading_utils.py).
-        swapped = [part for block in training.models.blocks(config.blocks_to_swap) for part in block.modules()]
-        tracker.exclude(part.weight for part in swapped if isinstance(getattr(part, "weight", None), torch.Tensor))
+    swapped = training.models.blocks(config.blocks_to_swap or 0)
+    _hook_where_blocks_move(training.models.unet, swapped)
     for module, kind in training.resident:
-        tracker.mark(_tensors(module), kind)
+        tracker.mark(_tensors(module, swapped), kind)
+        if module is training.models.unet:
+            for block in swapped:
+                # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's weights
+                # (custom_offloading_utils.py).
+                tracker.mark(_tensors(block), kind)
+                weights = (getattr(part, "weight", None) for part in block.modules())
+                tracker.offload(weight for weight in weights if isinstance(weight, torch.Tensor))
+    loaded = len(tracker.events)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
     # Keep the optimizer state, drop the gradients that created it.
     _make_gradients(training)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    tracker.mark(states, Kind.OPTIMIZER_STATE)
+    states = [
+        [value for value in state.values() if isinstance(value, torch.Tensor)] for state in optimizer.state.values()
+    ]  # of each parameter
+    for tensors in states:
+        tracker.mark(tensors, Kind.OPTIMIZER_STATE)
     if config.ema:
         training.average = [torch.empty(weight.shape) for weight in training.trained if weight.requires_grad]
         tracker.mark(training.average, Kind.AVERAGE)
@@ -453,26 +474,49 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if config.steps_in_backward:
         step_in_backward(training)
     gc.collect()
-    return tracker.compact(offloaded=states if config.optimizer_type.lower().startswith("paged") else ())
+    paged = config.optimizer_type.lower().startswith("paged")
+    start = tracker.compact(loaded, (value for tensors in states for value in tensors) if paged else ())
+    if not paged:
+        tracker.expect_first_use(states)
+    return start
+
+
+def _hook_where_blocks_move(unet: Any, swapped: Sequence[Any]) -> None:
+    """Add a hook to each block whose backward pass moves swapped blocks or waits for them (custom_offloading_utils.py).
+
+    Such a block keeps the gradient of its output until its backward pass ends.
+    """
+    for blocks in unet.modules():
+        count = sum(block in swapped for block in blocks.children())
+        if isinstance(blocks, torch.nn.ModuleList) and count:
+            moving = range(len(blocks) - 1 - count, len(blocks) - 1)
+            for index in {*moving, *range(1, count + 1)} & {*range(len(blocks))}:
+                blocks[index].register_full_backward_hook(lambda *_: None)
 
 
 def run_step(training: Training, tracker: Tracker) -> int:
     """Run one step and return its FLOPs: with gradient accumulation the last micro-step, and the FLOPs of all micro-steps."""
     before = tracker.flops
-    loss = forward(training)
+    batch = make_batch(training)  # in GPU memory until the next one
+    loss = forward(training, batch)
     tracker.mark_saved()
+    network = training.network
     with tracker.during(BACKWARD):
         training.accelerator.backward(loss)
     with tracker.during(STEP):
-        if training.network is not None:
-            training.trainer.all_reduce_network(training.accelerator, training.network)
+        if network is not None:
+            training.trainer.all_reduce_network(training.accelerator, network)
             tracker.mark((weight.grad for weight in training.trained if weight.grad is not None), Kind.GRADIENT)
         if not training.config.steps_in_backward:
             if training.config.max_grad_norm:
                 training.accelerator.clip_grad_norm_(training.trained, training.config.max_grad_norm)
+            if hasattr(network, "update_grad_norms"):  # FLUX's LoRA keeps the norms
+                network.update_grad_norms()
+                network.update_norms()
             training.optimizer.step()
             training.optimizer.zero_grad(set_to_none=True)
-        del loss
+        tracker.log_unused()
+        del loss, batch
         gc.collect()
     return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
 
@@ -617,7 +661,8 @@ def _images(config: MemoryConfig, batch: int) -> torch.Tensor:
 @contextlib.contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
     """Create fake tensors inside the block under CUDA's autocast rules, in ``mode`` or a new one."""
-    with mode or FakeTensorMode(allow_non_fake_inputs=True), cuda_rules(), Assumptions() as assumptions:
+    fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, cuda_rules(), Assumptions(fake if mode is None else None) as assumptions:
         yield assumptions
 
 
@@ -647,5 +692,9 @@ def _dtypes(config: MemoryConfig) -> tuple[torch.dtype, torch.dtype]:
     return dtype, torch.float32 if config.no_half_vae else dtype
 
 
-def _tensors(module: Any) -> Iterable[torch.Tensor]:
-    return (*module.parameters(), *module.buffers())
+def _tensors(module: Any, skip: Sequence[Any] = ()) -> Iterator[torch.Tensor]:
+    """Yield a module's tensors, without those of some modules in it, in the order in which ``.to(device)`` moves them."""
+    for child in module.children():
+        if child not in skip:
+            yield from _tensors(child, skip)
+    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)

@@ -6,8 +6,10 @@ it, and freed with its last tensor, so the log is independent of any allocator.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +21,25 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kohya_ext.estimate.events import Event, Kind
+from kohya_ext.estimate.reductions import buffer_bytes
 
 #: The phases of a step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 
 _aten = torch.ops.aten
+
+#: Operators that use cuBLAS.
+MATRIX_PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default))
+
+#: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
+FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+#: Operators whose kernels use global memory for partial sums.
+REDUCTIONS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim))
+
+#: Bytes of cuBLAS's workspace, which each thread that multiplies matrices keeps: ``:4096:2:16:8``, PyTorch's default on GPUs
+#: before Hopper. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
+WORKSPACE = (2 * 4096 + 8 * 16) * 2**10
 
 #: Two of three calls that reach a mode above fake tensors are autograd and autocast asking for a tensor's device. Answering
 #: here, instead of in the modes below, saves a third of an estimate's time.
@@ -47,11 +63,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """The kind of each storage, by its number."""
     flops: int = 0
     phase: str = FORWARD
+    run: Callable[[Any, Any, Any], Any] = field(default_factory=lambda: _run)
+    """Runs an operator. The mode below can be called here directly, which is faster than torch's way to it."""
     _live: dict[int, _Storage] = field(default_factory=dict)
+    workspaces: dict[bool, torch.Tensor] = field(default_factory=dict)
+    """cuBLAS's workspaces: of autograd's thread, which runs the backward pass (True), and of the main thread (False)."""
     _paused: bool = False
+    _unused: dict[int, list[int]] = field(default_factory=dict)
+    """Optimizer state that the step has not used yet: key of a storage -> numbers of the storages created with it."""
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._unshared = references_of_gradient()
 
     def __hash__(self) -> int:
         return id(self)
@@ -70,12 +93,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for tensor in tensors:
             self.kinds[self._record(tensor, kind)] = kind
 
-    def exclude(self, tensors: Iterable[Any]) -> None:
-        """Exclude tensors that are not in GPU memory: they count no bytes."""
+    def offload(self, tensors: Iterable[Any]) -> None:
+        """Log tensors as freed now: they are in host memory from here on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._live[id(storage)] = _Storage(len(self.kinds), weakref.ref(storage))
-            self.kinds.append(Kind.TEMPORARY)
+            number = self._live[id(storage)].number
+            self.events.append(Event(number, -storage.nbytes(), self.phase))
+            self._live[id(storage)] = _Storage(number, weakref.ref(storage))
 
     def mark_saved(self) -> None:
         """Mark the tensors alive after the forward pass as saved for backward. Call it before the backward pass."""
@@ -83,15 +107,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if self.kinds[storage.number] is Kind.TEMPORARY:
                 self.kinds[storage.number] = Kind.ACTIVATION
 
-    def compact(self, offloaded: Iterable[Any] = ()) -> int:
-        """Drop the events of freed storages; return the number of events left, one for each storage that is alive.
+    def compact(self, first: int = 0, offloaded: Iterable[Any] = ()) -> int:
+        """Drop the events of freed storages after the ``first`` events; return the number of events left.
 
         The storages of the tensors in ``offloaded`` are dropped too, since they are not in GPU memory.
         """
         dropped = {self._live[id(tensor.untyped_storage())].number for tensor in offloaded}
-        kept = sorted(storage.number for storage in self._live.values() if storage.number not in dropped)
-        sizes = {event.storage: event.bytes for event in self.events if event.bytes > 0}
-        self.events[:] = [Event(number, sizes[number], self.phase) for number in kept if number in sizes]
+        dropped |= {event.storage for event in self.events if event.bytes < 0}
+        alive = {storage.number for storage in self._live.values()} - dropped
+        after = (event for event in self.events[first:] if event.bytes > 0 and event.storage in alive)
+        self.events[first:] = sorted(after, key=lambda event: event.storage)
         return len(self.events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,11 +124,51 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if func is DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if self._unused:
+            self._log_first_use(args)
+        accumulated = self._accumulated(func, args)
+        result = self.run(func, args, kwargs)
         self._count(func, args, kwargs, result)
+        if accumulated is not None:
+            self._take_over(accumulated, result)
+        is_flash = (
+            func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default and kwargs.get("attn_mask") is None
+        )
+        copies = self._log_allocated(_copied_bytes(args[0])) if is_flash else ()
         if not self._paused:
             self.record(result, self._kind_of(func, args))
+            if func in REDUCTIONS:
+                self._log_freed(self._log_allocated(buffer_bytes(args[0].shape, args[0].stride(), args[1] or ())))
+        if is_flash:
+            self._log_freed(self._log_allocated(*_flash_attention_workspace(args[1])))
+            self._log_freed(copies)
+        if func in MATRIX_PRODUCTS and (thread := self.phase == BACKWARD) not in self.workspaces:
+            self.workspaces[thread] = torch.empty(WORKSPACE, dtype=torch.uint8)
+            self._record(self.workspaces[thread], Kind.WORKSPACE)
         return result
+
+    def expect_first_use(self, states: Iterable[Sequence[Any]]) -> None:
+        """Log the first use of optimizer state from now on. Tensors in one sequence, a parameter's, are created together."""
+        for tensors in states:
+            keys = [key for key in (id(tensor.untyped_storage()) for tensor in tensors) if key in self._live]
+            numbers = [self._live[key].number for key in keys]  # one list, which _use empties
+            self._unused |= dict.fromkeys(keys, numbers)
+
+    def log_unused(self) -> None:
+        """Log the first use of all optimizer state that no operator has used, since a kernel outside torch did."""
+        for key in [*self._unused]:
+            self._use(key)
+
+    def _log_first_use(self, args: Any) -> None:
+        for value in args:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    self._use(id(tensor.untyped_storage()))
+
+    def _use(self, key: int) -> None:
+        numbers = self._unused.pop(key, [])
+        self.events += (Event(number, 0, self.phase) for number in numbers)
+        numbers.clear()  # the list of all storages created with this one
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -121,7 +186,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def record(self, values: Any, kind: Kind) -> None:
         """Log the storages of some values that are not in the log yet."""
-        for value in tree_iter(values):
+        for value in (values,) if isinstance(values, torch.Tensor) else tree_iter(values):
             if isinstance(value, torch.Tensor):
                 self._record(value, kind)
 
@@ -147,16 +212,104 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self.kinds.append(kind)
         size = storage.nbytes()
         self._live[key] = _Storage(number, weakref.ref(storage, partial(self._freed, key, number, size)))
-        self.events.append(Event(number, size, self.phase))
+        if size:
+            self.events.append(Event(number, size, self.phase))
         return number
 
+    def _log_allocated(self, *sizes: int) -> list[Event]:
+        """Log memory that an operator uses while it runs, and return its events."""
+        events = [Event(len(self.kinds) + index, size, self.phase) for index, size in enumerate(sizes) if size]
+        self.kinds += (Kind.WORKSPACE for _ in sizes)
+        self.events += events
+        return events
+
+    def _log_freed(self, allocated: Iterable[Event]) -> None:
+        self.events += (Event(event.storage, -event.bytes, event.phase) for event in allocated)
+
+    def _accumulated(self, func: Any, args: Any) -> Any:
+        """Return the gradient that autograd adds another one to in place; None for every other operator.
+
+        The engine never does so under a dispatch mode. Its rule: ``can_accumulate_inplace`` in
+        https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp.
+        """
+        if func is not _aten.add.Tensor or self.phase != BACKWARD or torch.is_grad_enabled():
+            return None
+        if not all(isinstance(value, torch.Tensor) for value in args) or args[0].dtype is not args[1].dtype:
+            return None
+        return args[0] if _references(args[0]) == self._unshared and _is_dense(args[0]) else None
+
+    def _take_over(self, before: Any, after: Any) -> None:
+        """Log nothing for a result, which is in the memory of an input that is freed now."""
+        storage, replaced = after.untyped_storage(), before.untyped_storage()
+        known = self._live.get(id(replaced))
+        if known is None or storage.nbytes() != replaced.nbytes() or known.reference() is not replaced:
+            return
+        del self._live[id(replaced)]  # its weak reference, and so the call of _freed, ends with it
+        freed = partial(self._freed, id(storage), known.number, storage.nbytes())
+        self._live[id(storage)] = _Storage(known.number, weakref.ref(storage, freed))
+
     def _freed(self, key: int, number: int, size: int, reference: Any) -> None:
+        self._use(key)  # state that is replaced unread
         if self._live.get(key) is not None and self._live[key].number == number:
             del self._live[key]
-        self.events.append(Event(number, -size, self.phase))
+        if size:
+            self.events.append(Event(number, -size, self.phase))
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.flops += _flops(func, args, kwargs, result)
+
+
+def _flash_attention_workspace(query: Any) -> tuple[int, int]:
+    """Return the bytes of CUDA's flash attention backward: a sum per query and the query's gradient, in fp32, of rounded sizes.
+
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
+    """
+    batch, heads, length, width = query.shape
+    rows = batch * heads * -(-length // 128) * 128
+    return 4 * rows, 4 * rows * -(-width // 32) * 32
+
+
+def _copied_bytes(gradient: Any) -> int:
+    """Return the bytes of the contiguous copy that CUDA's flash attention backward makes of its input; 0 without one."""
+    return 0 if gradient.is_contiguous() else int(gradient.numel() * gradient.element_size())
+
+
+def _run(operator: Any, args: Any, kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Return whether a tensor's elements are next to each other in memory, in any order of the dimensions."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != length:
+            return False
+        length *= size
+    return True
+
+
+def _references(tensor: Any) -> tuple[int, int, int]:
+    """Return how many references a tensor, its Python object and its storage have."""
+    return tensor._use_count(), sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def references_of_gradient() -> tuple[int, int, int]:
+    """Return the references to a gradient that only autograd holds, as a dispatch mode sees them in this version of torch."""
+    seen: list[tuple[int, int, int]] = []
+
+    class Observer(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _aten.add.Tensor:
+                seen.append(_references(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with torch.enable_grad():
+        value = torch.ones(2, requires_grad=True)
+        loss = (value.exp() * value.sin()).sum()
+    with Observer():
+        loss.backward()
+    return seen[0]
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed

@@ -184,3 +184,42 @@ def test_the_best_variants_at_equal_memory_and_at_equal_time():
     (line,) = report.at_equal_cost(comparison)
     assert "the fastest is `better`, 1.25x" in line
     assert "the smallest is `upstream`, 1.00 of the memory (allocated)" in line
+
+
+def test_a_sparse_checkpoint_has_shapes_and_takes_no_space(tmp_path):
+    torch = pytest.importorskip("torch")
+    from benchmarks.sparse_checkpoints import write_file
+    from kohya_ext.run.safetensors_header import read_header
+
+    file = tmp_path / "model.safetensors"
+    write_file(
+        file, {"weight": torch.empty(2**14, 2**14, device="meta"), "ids": torch.empty(3, dtype=torch.long, device="meta")}
+    )
+    header = read_header(file)
+    assert header.shapes == {"weight": (2**14, 2**14), "ids": (3,)}
+    assert header.dtypes == {"weight": "BF16", "ids": "I64"}
+    assert file.stat().st_size > 2 * 2**28
+    assert file.stat().st_blocks * 512 < 2**20
+
+
+def test_the_peak_of_a_trace_is_grouped_by_lines():
+    pytest.importorskip("torch")
+    from benchmarks.full_size_worker import at_peak
+
+    def frames(line):
+        return [
+            {"filename": "/torch/nn.py", "line": 1, "name": "call"},
+            {"filename": "/a/model.py", "line": line, "name": "forward"},
+        ]
+
+    trace = [
+        {"action": "alloc", "addr": 1, "size": 8, "frames": frames(3)},
+        {"action": "alloc", "addr": 2, "size": 8, "frames": frames(3)},
+        {"action": "alloc", "addr": 3, "size": 4, "frames": frames(5)},
+        {"action": "free_completed", "addr": 2, "size": 8, "frames": []},
+        {"action": "alloc", "addr": 4, "size": 6, "frames": frames(7)},
+    ]
+    assert at_peak(trace) == [
+        {"bytes": 8, "tensors": 2, "lines": "model.py:3 forward"},
+        {"bytes": 4, "tensors": 1, "lines": "model.py:5 forward"},
+    ]

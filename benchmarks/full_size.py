@@ -1,0 +1,188 @@
+"""Run the shipped tiers at full size on a virtual GPU of each tier's size, and compare their memory with the estimates.
+
+    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--fresh] [--allocations]
+
+Each row is a preset of the table of estimates: the real script trains three steps from sparse checkpoints (zeros that take no
+disk space). PyTorch's CUDA path and its caching allocator are real; a virtual GPU only computes nothing. A row takes 20 to 90 s
+and 2 to 6 GB of host memory. Rows in the output file are only predicted again, unless ``--again`` is given, so that an
+interrupted run continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of
+80 GB as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results, sparse_checkpoints
+from benchmarks.processes import last_line
+from kohya_ext.config import preset_files
+from kohya_ext.config.command_line import CommandLine, option_words
+from kohya_ext.estimate import memory_config, predict
+from kohya_ext.planning.tiers import faster, tiers, words
+from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
+from kohya_ext.tiny import environment, tokenizers
+from kohya_ext.units import GIB
+
+#: The command before the Python interpreter that gives it a virtual GPU of ``{memory}``, such as 16GiB.
+LAUNCHER = "{python} -m virtual_gpu 4090 --memory {memory} --"
+
+OUTPUT = results.FOLDER / "full_size.json"
+STEPS = 3
+LARGE_CARD = 80 * GIB
+
+#: Families whose step reads the captions' lengths from the GPU, where a virtual one has only zeros.
+READS_LENGTHS = ("chroma", "lumina")
+
+#: At least as many characters as a text encoder takes tokens; the tokenizers here have one token for each. The quoted text is
+#: what HunyuanImage's second text encoder reads.
+CAPTION = 'a sign with the words "' + "sks style " * 20 + '" on ' + "a wall " * 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """A command line to run, without models, images and output."""
+
+    name: str
+    script: str
+    arguments: list[str]
+    card: int
+    """Bytes of the virtual GPU."""
+
+
+def rows(with_faster: bool) -> Iterator[Row]:
+    """Yield every shipped tier and, after each, its next faster choice."""
+    for tier in tiers():
+        script = preset_files.scripts(tier.family)[0]
+        preset = ["--preset", tier.name]
+        yield Row(tier.name, script, preset, tier.card)
+        if with_faster and (choice := faster(tier)) is not None and not tier.config.blocks_to_swap:
+            changed = words(tier.config, choice)
+            yield Row(f"{tier.name} {' '.join(changed)}", script, [*preset, *changed], LARGE_CARD)
+
+
+def measure(
+    row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, used: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a row's prediction and what its run used, in bytes: ``used``, or measured now."""
+    command = CommandLine(checkout.script(row.script), row.arguments, {})
+    config = memory_config.normalized(memory_config.read(command)[0])
+    models = sparse_checkpoints.write(checkout, config, scratch / "models")
+    tokenizers.write(models.tokenizers)
+    images = scratch / "images"
+    write_images(images, config.train_batch_size * config.gradient_accumulation_steps, memory_config.size(config))
+    option = config.family.checkpoints[0].option
+    arguments = [
+        *row.arguments,
+        *(word for name, path in models.files.items() for word in (f"--{name}", str(path))),
+        *("--tokenizer_cache_dir", str(models.tokenizers), "--train_data_dir", str(images), "--caption_extension", ".txt"),
+        *("--output_dir", str(scratch / "output"), "--output_name", "full_size", "--save_model_as", "safetensors"),
+        *("--max_train_steps", str(STEPS + 1), "--max_data_loader_n_workers", "0", "--seed", "1"),
+        *option_words({} if option is None else dict([option])),
+    ]
+    predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
+    if used is None:
+        used = run(row, checkout, scratch, given, arguments, _numbers(config))
+    return {
+        "card": row.card,
+        "arguments": " ".join([row.script, *row.arguments]),
+        "predicted": {"allocated": predicted.allocated, "reserved": predicted.reserved},
+        "used": used,
+        "error_percent": {
+            kind: round(100 * (getattr(predicted, kind) / used[kind] - 1), 2)
+            for kind in ("allocated", "reserved")
+            if used.get(kind)
+        },
+    }
+
+
+def _numbers(config: memory_config.MemoryConfig) -> tuple[int, int]:
+    """Return the backward passes to run, and the tokens that the worker assumes."""
+    tokens = config.t5xxl_max_token_length or config.family.t5_tokens or config.gemma2_max_token_length or 256
+    return STEPS * config.gradient_accumulation_steps, tokens if config.family.name in READS_LENGTHS else 0
+
+
+def run(
+    row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, arguments: list[str], numbers: tuple[int, int]
+) -> dict[str, Any]:
+    """Run a command line on the virtual GPU and return the worker's result; ``numbers`` are its passes and tokens."""
+    result = scratch / "result.json"
+    result.unlink(missing_ok=True)
+    launcher = shlex.split(given.launcher.format(python=shlex.quote(given.python), memory=f"{row.card // 2**20}MiB"))
+    words = [given.python, "-m", "benchmarks.full_size_worker", str(result), *map(str, numbers), str(int(given.allocations))]
+    variables = environment.variables(scratch / "models" / "tokenizers") | {
+        "PYTHONPATH": environment.python_path(results.ROOT),
+        "KOHYA_EXT_CACHE": str(scratch / "cache"),
+        "TQDM_DISABLE": "1",
+    }
+    log = scratch / "log.txt"
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(
+            [*launcher, *words, "--sd-scripts", str(checkout.path), row.script, *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=scratch,
+            env=os.environ | variables,
+            timeout=given.patience,
+        ).returncode
+    if not result.exists():
+        return {"failed": f"exit code {code}: {last_line(log)}"}
+    used: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return used if len(used["steps"]) == numbers[0] else {**used, "failed": f"exit code {code}: {last_line(log)}"}
+
+
+def write_images(folder: Path, count: int, size: tuple[int, int]) -> None:
+    """Write ``count`` images of one size, each repeated for every step, and their captions. Other images are deleted."""
+    from PIL import Image
+
+    images = folder / f"{STEPS + 1}_sks"
+    images.mkdir(parents=True, exist_ok=True)
+    for file in images.iterdir():
+        file.unlink()
+    for index in range(count):
+        Image.new("RGB", size).save(images / f"{index}.png")
+        (images / f"{index}.txt").write_text(CAPTION, encoding="utf-8")
+
+
+def main() -> int:
+    """Run the rows that are not in the output file, and write it after each; return 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
+    parser.add_argument("--only", default="", help="run only rows whose name begins with this text, such as flux-lora/")
+    parser.add_argument("--faster", action="store_true", help="also the next faster choice of each tier")
+    parser.add_argument("--fresh", action="store_true", help="measure the estimates instead of reading the package's table")
+    parser.add_argument("--again", action="store_true", help="run rows that are in the output file again")
+    parser.add_argument("--allocations", action="store_true", help="record the tensors at the peak by lines of code")
+    parser.add_argument("--launcher", default=LAUNCHER, help="command that gives {python} a virtual GPU of {memory}")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with a CUDA build of torch")
+    parser.add_argument("--patience", type=float, default=600, help="seconds after which a run is ended")
+    parser.add_argument("--scratch", type=Path, help="folder for sparse checkpoints, images and logs")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    given = parser.parse_args()
+    checkout = find_or_fetch(given.sd_scripts)
+    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = given.scratch or Path(temporary)
+        for row in rows(given.faster):
+            if not row.name.startswith(given.only):
+                continue
+            used = None if given.again else document["rows"].get(row.name, {}).get("used")
+            document["rows"][row.name] = measured = measure(row, checkout, scratch, given, used)
+            print(f"{row.name}: {measured['error_percent']} {measured['used'].get('failed', '')}", file=sys.stderr, flush=True)
+            document |= {"sd_scripts": checkout.version, **results.kohya_ext_commit()}
+            given.output.parent.mkdir(parents=True, exist_ok=True)
+            given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(any("failed" in row["used"] for row in document["rows"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Run a training command on a virtual GPU and write its memory, launches and host time as JSON.
+
+    python -m benchmarks.full_size_worker RESULT PASSES TOKENS ALLOCATIONS arguments of kohya_ext...
+
+The run ends before the backward pass after ``PASSES``, so it never saves. Every integer that it reads from the GPU, a length of
+a caption, is ``TOKENS``; 0 leaves what the GPU returns. With ``ALLOCATIONS`` 1, the result also has the tensors alive at the
+peak, by the lines of code that allocated them.
+
+Host memory holds no weights: casts and copies of large tensors on the host, and copies to it, return uninitialized memory,
+which takes no space until it is read. The virtual GPU computes no values, so none are lost.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import wrapt
+
+import virtual_gpu
+
+#: Tensors on the host with fewer elements are cast and copied as usual.
+LARGE = 2**16
+
+#: Innermost lines of code, outside torch, by which allocations are grouped.
+LINES = 3
+
+
+def main() -> None:
+    """Run the command and write the result, also after an error."""
+    result, passes, tokens, allocations = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "1"
+    sys.argv = ["kohya_ext", *sys.argv[5:]]
+    if allocations:
+        torch.cuda.memory._record_memory_history(max_entries=4_000_000, context="alloc", stacks="python")
+    leave_host_memory_empty()
+    skip_checkpoint_hashes()
+    if tokens:
+        assume_lengths(tokens)
+    steps = end_after(passes)
+    try:
+        runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
+    finally:
+        statistics = torch.cuda.memory_stats()
+        row = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "requested": statistics.get("requested_bytes.all.peak"),
+            "retries": statistics.get("num_alloc_retries"),
+            "out_of_memory": statistics.get("num_ooms"),
+            "steps": steps,
+        }
+        if allocations:
+            row["at_peak"] = at_peak(torch.cuda.memory._snapshot()["device_traces"][0])
+        result.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+
+
+def leave_host_memory_empty() -> None:
+    """Replace ``Tensor.to`` by a function that does not read large tensors on the host, and does not write them."""
+    to = torch.Tensor.to
+
+    def empty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.numel() < LARGE or type(self) not in (torch.Tensor, torch.nn.Parameter) or self.layout is not torch.strided:
+            return to(self, *args, **kwargs)
+        try:
+            device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        except TypeError:  # .to(other)
+            return to(self, *args, **kwargs)
+        device, dtype = device or self.device, dtype or self.dtype
+        is_moved = device.type != self.device.type
+        if "cpu" in (device.type, self.device.type) and (is_moved or dtype is not self.dtype):
+            return torch.empty_like(self.detach(), dtype=dtype, device=device)
+        return to(self, *args, **kwargs)
+
+    torch.Tensor.to = empty
+
+
+def skip_checkpoint_hashes() -> None:
+    """Replace the hashes of checkpoints in the metadata, which would read gigabytes of zeros."""
+
+    def replace(module: Any) -> None:
+        module.calculate_sha256 = module.model_hash = lambda file: "0" * 64
+
+    for name in ("library.model_io", "library.train_util"):
+        wrapt.register_post_import_hook(replace, name)
+
+
+def assume_lengths(tokens: int) -> None:
+    """Let ``.item()`` and ``.tolist()`` return ``tokens`` for every integer on the GPU."""
+
+    def is_length(tensor: Any) -> bool:
+        return bool(tensor.is_cuda and tensor.dtype in (torch.int32, torch.int64))
+
+    item, as_list = torch.Tensor.item, torch.Tensor.tolist
+    torch.Tensor.item = lambda self: tokens if is_length(self) else item(self)
+    torch.Tensor.tolist = lambda self: torch.full(self.shape, tokens).tolist() if is_length(self) else as_list(self)
+
+
+def end_after(passes: int) -> list[dict[str, Any]]:
+    """End the run before the backward pass after ``passes``; return a list that gets a row for each pass, beginning before it.
+
+    A row has the host's seconds, the launches and the peaks since the row before.
+    """
+    rows: list[dict[str, Any]] = []
+    last: tuple[float, float, int] | None = None
+    backward = torch.Tensor.backward
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal last
+        now = (time.perf_counter(), time.process_time(), virtual_gpu.launches())
+        if last is not None:
+            wall, processor, launched = (after - before for after, before in zip(now, last, strict=True))
+            rows.append(
+                {
+                    "seconds": wall,
+                    "processor_seconds": processor,
+                    "launches": launched,
+                    "allocated": torch.cuda.max_memory_allocated(),
+                    "reserved": torch.cuda.max_memory_reserved(),
+                }
+            )
+        if len(rows) == passes:
+            raise SystemExit
+        last = now
+        return backward(self, *args, **kwargs)
+
+    torch.Tensor.backward = count
+    return rows
+
+
+def at_peak(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tensors alive at the peak of an allocator's trace, by size and the lines of code that allocated them."""
+    alive: dict[int, dict[str, Any]] = {}
+    total = peak = end = 0
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+            total += event["size"]
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            total -= alive.pop(event["addr"])["size"]
+        if total > peak:
+            peak, end = total, index
+    alive = {}
+    for event in trace[: end + 1]:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            alive.pop(event["addr"], None)
+    groups = Counter((event["size"], _lines(event["frames"])) for event in alive.values())
+    rows = [{"bytes": size, "tensors": count, "lines": lines} for (size, lines), count in groups.items()]
+    return sorted(rows, key=lambda row: -row["bytes"] * row["tensors"])
+
+
+def _lines(frames: list[dict[str, Any]]) -> str:
+    ours = [frame for frame in frames if "/torch/" not in frame["filename"] and frame["filename"] not in ("??", __file__)]
+    return " < ".join(f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in (ours or frames)[:LINES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Full-size checkpoints of every family as sparse files: the names and shapes of their tensors, and zeros without disk space.
+
+The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kohya_ext.estimate import models
+from kohya_ext.estimate.memory_config import MemoryConfig
+from kohya_ext.estimate.step import fake_tensors
+from kohya_ext.patching.attributes import replaced
+from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.introspect import importable
+from kohya_ext.tiny import checkpoints
+
+#: Types in a safetensors header. Floating-point tensors are written in 16 bits, as published checkpoints are.
+_INTEGERS = {torch.int64: ("I64", 8), torch.int32: ("I32", 4), torch.bool: ("BOOL", 1)}
+
+
+def write(checkout: Checkout, config: MemoryConfig, folder: Path) -> checkpoints.Models:
+    """Write the checkpoints of a configuration's family to ``folder``, unless they are there, and return their paths."""
+    paths = checkpoints.locate(config.family.name, folder)
+    if not all(path.exists() for path in paths.files.values()):
+        with importable(checkout), fake_tensors():
+            built = models.build(config)
+            for option, tensors in _WRITERS.get(config.family.name, _tensors_by_option)(config, built):
+                write_file(paths.files[option], tensors)
+    return paths
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a sparse safetensors file that has zeros for every tensor."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        kind, width = _INTEGERS.get(tensor.dtype, ("BF16", 2))
+        size = math.prod(tensor.shape) * width
+        header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+_Files = Iterator[tuple[str, Mapping[str, torch.Tensor]]]
+
+
+def _tensors_by_option(config: MemoryConfig, built: models.Models) -> _Files:
+    """Yield (option, tensors) for a family with one file a model: text encoders and the VAE in the order of its options."""
+    yield "pretrained_model_name_or_path", built.unet.state_dict()
+    encoders = built.text_encoders[-(len(config.family.files) - 1) :]  # Chroma has no file for its first, empty one
+    yield from zip(config.family.files, (model.state_dict() for model in (*encoders, built.vae)), strict=True)
+
+
+def _sdxl(config: MemoryConfig, built: models.Models) -> _Files:
+    small, large = built.text_encoders
+    encoders = {"text_encoder1": small, "text_encoder2": large}
+    yield _saved("library.sdxl_model_util", built, **encoders, ckpt_info=None, logit_scale=torch.empty(()))
+
+
+def _sd15(config: MemoryConfig, built: models.Models) -> _Files:
+    yield _saved("library.model_util", built, text_encoder=built.text_encoders[0], ckpt_path=None, v2=config.v2)
+
+
+def _saved(module: str, built: models.Models, **arguments: Any) -> tuple[str, Mapping[str, torch.Tensor]]:
+    """Return the tensors that upstream's writer of checkpoints would save."""
+    util = importlib.import_module(module)
+    saved: dict[str, torch.Tensor] = {}
+    with replaced(util, "save_file", lambda tensors, *_: saved.update(tensors)):
+        util.save_stable_diffusion_checkpoint(
+            output_file="written.safetensors", unet=built.unet, vae=built.vae, epochs=0, steps=0, metadata={}, **arguments
+        )
+    return "pretrained_model_name_or_path", saved
+
+
+def _sd3(config: MemoryConfig, built: models.Models) -> _Files:
+    parts = {"model.diffusion_model.": built.unet, "first_stage_model.": built.vae}
+    yield (
+        "pretrained_model_name_or_path",
+        {prefix + name: tensor for prefix, model in parts.items() for name, tensor in model.state_dict().items()},
+    )
+    yield from zip(config.family.files, (model.state_dict() for model in built.text_encoders), strict=True)
+
+
+def _hunyuan_image(config: MemoryConfig, built: models.Models) -> _Files:
+    # hunyuan_image_text_encoder.py renames the tensors of its files to the names of the current transformers.
+    names = {
+        "text_encoder": {"model.language_model.": "model.", "model.visual.": "visual."},
+        "byt5": {"embed_tokens.": "shared."},
+    }
+    for option, tensors in _tensors_by_option(config, built):
+        renamed = names.get(option, {})
+        yield option, {_renamed(name, renamed): tensor for name, tensor in tensors.items()}
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    return next((new + name[len(old) :] for old, new in prefixes.items() if name.startswith(old)), name)
+
+
+#: Families whose files do not hold one model each under the names of its class.
+_WRITERS: Mapping[str, Callable[[MemoryConfig, models.Models], _Files]] = {
+    "sdxl": _sdxl,
+    "sd15": _sd15,
+    "sd3": _sd3,
+    "hunyuan-image": _hunyuan_image,
+}

@@ -1,0 +1,54 @@
+"""The allocator over a run: caching, the first steps, and what each of them leaves behind."""
+
+from kohya_ext.estimate.events import Event, Kind
+from kohya_ext.estimate.replay import repeated, replay
+from kohya_ext.estimate.step import Log
+from kohya_ext.estimate.tracker import BACKWARD, FORWARD, STEP
+
+MIB = 2**20
+
+
+def alive(events: list[Event]) -> dict[int, int]:
+    """Return the bytes of each storage that the events leave allocated."""
+    sizes: dict[int, int] = {}
+    for event in events:
+        sizes[event.storage] = sizes.get(event.storage, 0) + event.bytes
+    return {storage: size for storage, size in sizes.items() if size}
+
+
+def test_the_first_step_creates_the_optimizer_state_where_it_is_used() -> None:
+    weight, state = Event(0, 8, FORWARD), Event(1, 16, FORWARD)
+    step = [Event(2, 4, FORWARD), Event(2, -4, BACKWARD), Event(1, 0, STEP)]
+    events = [*repeated(step, {0: weight, 1: state}, once=(), count=2)]
+    assert events[:3] == [Event(2, 4, FORWARD), Event(2, -4, BACKWARD), Event(1, 16, STEP)]
+    assert [event.bytes for event in events[3:]] == [4, -4], "the second step uses the same state"
+
+
+def test_what_a_step_keeps_replaces_that_of_the_step_before() -> None:
+    workspace, norms = Event(0, 8, BACKWARD), Event(1, 4, STEP)
+    events = [*repeated([workspace, norms], {}, once={0}, count=3)]
+    assert [event.bytes for event in events] == [8, 4, 4, -4, 4, -4]
+    assert sum(alive(events).values()) == 12
+
+
+def test_accumulated_gradients_are_allocated_again_for_the_next_step() -> None:
+    events = [*repeated([Event(0, -8, STEP)], {0: Event(0, 8, FORWARD)}, once=(), count=3)]
+    assert [event.bytes for event in events] == [-8, 8, -8, 8, -8]
+
+
+def test_state_in_the_gaps_of_the_first_step_makes_the_second_reserve_more() -> None:
+    step = [Event(0, 40 * MIB, FORWARD), Event(0, -40 * MIB, BACKWARD), Event(1, 0, STEP)]
+    log = Log([Event(1, 12 * MIB, FORWARD), *step], [Kind.TEMPORARY, Kind.OPTIMIZER_STATE], 1, 0)
+    memory = replay({}, log)["step"]
+    assert memory.reserved == 80 * MIB, "the state takes a part of the 40 MiB, so the next step needs a new segment"
+    assert memory.allocated == {FORWARD: 52 * MIB, BACKWARD: 12 * MIB, STEP: 12 * MIB}
+
+
+def test_caching_leaves_only_the_workspace() -> None:
+    caching = Log([Event(0, 30 * MIB, FORWARD), Event(1, 8 * MIB, FORWARD)], [Kind.VAE, Kind.WORKSPACE], 1, 0)
+    step = Log([Event(0, 8 * MIB, FORWARD), Event(1, 12 * MIB, FORWARD)], [Kind.WORKSPACE, Kind.WEIGHT], 2, 0)
+    memory = replay({"caching latents": caching}, step)
+    assert memory["caching latents"].reserved == 50 * MIB
+    # The workspace keeps its segment of 20 MiB, in which the weight fits.
+    assert memory["step"].reserved == 20 * MIB
+    assert memory["caching latents"].allocated == {"caching latents": 38 * MIB}
