@@ -131,9 +131,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._count(func, args, kwargs, result)
         if accumulated is not None:
             self._take_over(accumulated, result)
-        is_flash = (
-            func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default and kwargs.get("attn_mask") is None
-        )
+        is_flash = func is FLASH_ATTENTION_BACKWARD and kwargs.get("attn_mask") is None
         copies = self._log_allocated(_copied_bytes(args[0])) if is_flash else ()
         if not self._paused:
             self.record(result, self._kind_of(func, args))
