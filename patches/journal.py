@@ -311,7 +311,7 @@ def _predicted(args: Namespace, run: Program) -> dict[str, Any]:
 
 
 def _data_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the numbers of images and epochs."""
+    """Return the numbers of images and epochs, or ``problem``: why they are not known."""
     try:
         sets = data_sets(accelerator)
         buckets: dict[str, int] = {}
@@ -327,8 +327,8 @@ def _data_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
             "images_with_repeats": sum(buckets.values()),
             "buckets": buckets,
         }
-    except Exception:  # an unexpected dataset must not end the run
-        return {}
+    except Exception as problem:  # an unexpected dataset must not end the run
+        return {"problem": f"{type(problem).__name__}: {problem}"}
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

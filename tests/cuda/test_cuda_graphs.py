@@ -35,8 +35,6 @@ DEFAULT = ("flux-lora-fp16",)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in REPLAYED])
 def test_later_steps_replay_their_launches_and_wait_no_more(checkout, name, train_both, train_on_gpu):
     configuration = CONFIGURATIONS[name]
-    if not (checkout.path / configuration.script).is_file():
-        pytest.skip(f"{checkout.label} has no {configuration.script}")
     eager = train_both(checkout, configuration).ours
     options = (*configuration.options, *configuration.extension_options, "--max_train_steps", "6")
     replayed = train_on_gpu(checkout, configuration.script, *options, "--cuda_graphs", family=configuration.family)
