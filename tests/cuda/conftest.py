@@ -18,7 +18,7 @@ from kohya_ext.tiny import arguments, environment
 from kohya_ext.tiny.checkpoints import Models
 from tests.cuda.configurations import CONFIGURATIONS, DEFAULT, Configuration
 from tests.real import conftest as real
-from tests.real.conftest import images, models  # noqa: F401
+from tests.real.conftest import images, models, models_folder  # noqa: F401
 from virtual_gpu import build
 
 SITE = Path(__file__).parent / "site"

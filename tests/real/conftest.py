@@ -147,16 +147,20 @@ class Run:
 
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models are written here. Processes are forked with the tokenizers in it, which all families share."""
-    folder = tmp_path_factory.mktemp("models")
-    if starting.FORKS:
-        # A forked run shrinks its models itself, if its PYTHONPATH says so.
-        starting.start_server(environment.variables(folder / "tokenizers") | {"PYTHONPATH": environment.python_path()})
-    return folder
+    """The tiny models and their tokenizers, which all families share."""
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="session")
-def call(models_folder: Path) -> Call:
+def _fork_server(models_folder: Path) -> None:
+    """A running fork server, where the platform can fork."""
+    if starting.FORKS:
+        # A forked run shrinks its models itself, if its PYTHONPATH says so.
+        starting.start_server(environment.variables(models_folder / "tokenizers") | {"PYTHONPATH": environment.python_path()})
+
+
+@pytest.fixture(scope="session")
+def call(_fork_server: None) -> Call:
     """``call(*command, folder=, bare=, **environment)`` runs ``python *command`` until it ends.
 
     ``bare``: run in a new interpreter, not in a fork of one that has imported torch.
@@ -202,7 +206,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def train(models: Callable[[str], Models], images: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def train(
+    models: Callable[[str], Models], images: Path, tmp_path_factory: pytest.TempPathFactory, _fork_server: None
+) -> Callable[..., Run]:
     """Run a training script of a checkout for four steps: ``train(checkout, script, *more arguments, start=, env=)``."""
 
     def run(

@@ -20,6 +20,8 @@ SAVING = ("--save_every_n_steps", "2", "--save_state")
 #: Case -> script and further arguments. Text encoders are trained if the script supports it.
 RUNS = {
     "sdxl lora": ("sdxl_train_network.py", *SHUFFLED, *SAVING),
+    "sdxl lora, AdamW8bit": ("sdxl_train_network.py", *SHUFFLED, *SAVING, "--optimizer_type", "AdamW8bit"),
+    "sdxl lora, Prodigy": ("sdxl_train_network.py", *SHUFFLED, *SAVING, "--optimizer_type", "Prodigy", "--learning_rate", "1"),
     "sdxl fine-tune": ("sdxl_train.py", *SHUFFLED, *SAVING),
     "sd15 lora": ("train_network.py", *SHUFFLED, *SAVING),
     "flux lora": ("flux_train_network.py", *SHUFFLED, *SAVING),
