@@ -3,8 +3,7 @@
 - ``python -m benchmarks.run SUITE`` measures and writes JSON to results/;
 - ``python -m benchmarks.report`` writes the tables of that JSON;
 - ``python -m benchmarks.vram_accuracy`` compares estimates with real allocations on a CPU;
-- ``python -m benchmarks.vram_calibration`` does so on a GPU;
-- ``python -m benchmarks.full_size`` does so for every tier, at full size, on a virtual GPU.
+- ``python -m benchmarks.full_size`` compares them with PyTorch's CUDA allocator: every tier, at full size, on a virtual GPU.
 
 Each variant runs in its own process, and the processes take turns: A B C A B C. Memory peaks do not mix, and
 a slow phase of the machine slows every variant.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import wraps
@@ -23,7 +24,7 @@ from kohya_ext.config.settings import Option, Settings, boolean, minutes, path
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import run_record
+from kohya_ext.run import journal, run_record
 from kohya_ext.run.atomic_write import DiskFullPolicy, in_temporary_folder, preserve, rename_to_previous, write_atomically
 from kohya_ext.run.output_files import final_models, models, previous_states
 from kohya_ext.run.resume import position, stale_states
@@ -156,7 +157,11 @@ def _save_state(original: Any, settings: Settings) -> Any:
     def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         if output_dir is None or self.num_processes > 1:
             # Several processes write into one folder, so it is not renamed. Its files are still written atomically.
-            return original(self, output_dir, *args, **kwargs)
+            began = time.monotonic()
+            result = original(self, output_dir, *args, **kwargs)
+            if output_dir is not None:
+                journal.saved(Path(output_dir), time.monotonic() - began)
+            return result
 
         def write(temporary: Path) -> None:
             original(self, str(temporary), *args, **kwargs)

@@ -22,7 +22,7 @@ from kohya_ext.console import error, warn
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import resume, stop_request
+from kohya_ext.run import journal, resume, stop_request
 
 EXIT_CODE = 3
 """Exit code of a run that this patch ended."""
@@ -92,6 +92,7 @@ class _Guard(TrainingCallback):
         files = list(current_batch().get("kohya_ext_files", []))
         images = f"; images: {', '.join(files)}" if files else ""
         warn(f"step {step} skipped: loss or gradient is not finite (loss {losses}{norm}){images}")
+        journal.event("skip", step=step, problem=f"loss {losses}{norm}", images=files)
 
     def _stop_run(self) -> None:
         self.check_weights()
@@ -109,6 +110,7 @@ class _Guard(TrainingCallback):
         state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
         advice = f"resume from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
         error(f"the trained weights are not finite (NaN or infinite) and were not saved; {advice}")
+        journal.set_exit_code(EXIT_CODE)
         raise SystemExit(EXIT_CODE)
 
 

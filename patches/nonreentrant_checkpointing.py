@@ -244,14 +244,30 @@ class _Call:
     args: Sequence[Any]
     """The arguments of ``function``; tensors among them are removed after forward, and saved by autograd."""
     block: _Block
-    trained: list[Any]
-    """The weights of the block that require a gradient."""
     random: _RandomState
     devices: Sequence[str]
     autocast: list[tuple[str, bool, Any]] = field(init=False)
+    trained: list[Any] = field(init=False)
+    """The weights of the block that require a gradient after forward, in which DyLoRA chooses its rank."""
 
     def __post_init__(self) -> None:
         self.autocast = _autocast_states(self.devices)
+
+    def compute(self) -> Any:
+        """Return the outputs of the block, without a graph."""
+        import torch
+
+        _calls["checkpointed_blocks"] += 1
+        # A cast weight in autocast's cache would have no graph here, and would stay in memory for the whole forward pass.
+        is_cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.no_grad(), self.random.recorded():
+                outputs = self.function(*self.args)
+        finally:
+            torch.set_autocast_cache_enabled(is_cached)
+        self.trained = [weight for weight in self.block.weights if weight.requires_grad]
+        return outputs
 
     def recompute(self, args: Sequence[Any]) -> list[Any]:
         """Run the block again as in forward, and return its outputs with a graph; None for an output without one."""
@@ -284,28 +300,22 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
             generators = _generators(args)
             if compiled or block is None or generators is None or _carries_gradients(function):
                 return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-            known = _known(block)
-            trained = [weight for weight in known.weights if weight.requires_grad]
             devices = ("cpu", *{arg.device.type for arg in args if isinstance(arg, torch.Tensor)} - {"cpu"})
-            call = _Call(function, args, known, trained, _RandomState(generators if preserve_rng_state else ()), devices)
+            # A CUDA graph draws no numbers in a checkpointed block, and torch 2.6 cannot read the state while it is captured.
+            preserves = preserve_rng_state and not (len(generators) > 1 and torch.cuda.is_current_stream_capturing())
+            call = _Call(function, args, _known(block), _RandomState(generators if preserves else ()), devices)
+            outputs = call.compute()
             uses = [arg for arg in args if _requires_grad(arg) for _ in range(_USES)]
-            return super().apply(call, *uses, *trained)
+            # In a list, the outputs are not inputs of the node.
+            return super().apply(call, [outputs], *uses, *call.trained)
 
         @staticmethod
-        def forward(ctx: Any, call: _Call, *uses_and_weights: Any) -> Any:
-            _calls["checkpointed_blocks"] += 1
+        def forward(ctx: Any, call: _Call, outputs: list[Any], *uses_and_weights: Any) -> Any:
             ctx.call = call
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*(arg for arg in call.args if isinstance(arg, torch.Tensor)))
-            args, call.args = call.args, [_SAVED if isinstance(arg, torch.Tensor) else arg for arg in call.args]
-            # A cast weight in autocast's cache would have no graph here, and would stay in memory for the whole forward pass.
-            is_cached = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)
-            try:
-                with call.random.recorded():
-                    return call.function(*args)
-            finally:
-                torch.set_autocast_cache_enabled(is_cached)
+            call.args = [_SAVED if isinstance(arg, torch.Tensor) else arg for arg in call.args]
+            return outputs.pop()
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -321,7 +331,7 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
                     pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None and _requires_grad(pair[0])
                 ]
                 if not pairs:
-                    return (None,) * (1 + _USES * len(inputs) + len(call.trained))
+                    return (None,) * (2 + _USES * len(inputs) + len(call.trained))
                 roots, root_gradients = zip(*pairs, strict=True)
                 graph = _Graph(roots, inputs, block)
                 leaves = [*inputs, *call.trained, *graph.other_leaves]
@@ -335,7 +345,7 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
                 # Weights that no module of the block refers to: from the next step on they are inputs of the node, too.
                 torch.autograd.backward(graph.other_leaves, results[len(inputs) + len(call.trained) :])
                 block.weights.extend(graph.other_leaves)
-            return (None, *of_inputs, *of_weights)
+            return (None, None, *of_inputs, *of_weights)
 
     setattr(CheckpointFunction, KEEPS_GRADIENTS, True)
     return CheckpointFunction

@@ -25,7 +25,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.planning.memory_savings import TRAINING, Phase
-from kohya_ext.run import resume, retry_request
+from kohya_ext.run import journal, resume, retry_request
 from kohya_ext.run.atomic_write import fail_fast
 from kohya_ext.run.output_files import rolling_state
 
@@ -96,6 +96,7 @@ class _Watch(TrainingCallback):
         step = f"step {current.step + (phase in TRAINING)}, " if current is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
         error(f"out of memory ({step}{phase}): {first}")
+        journal.event("out_of_memory", phase=phase, problem=first)
         error(out_of_memory.usage(self.accelerator.device))
         # Only the frames of the failed step still hold its tensors; saving needs that memory.
         traceback.clear_frames(problem.__traceback__)

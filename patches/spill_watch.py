@@ -16,6 +16,7 @@ from kohya_ext.gpu import spill
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.run import journal
 from kohya_ext.units import index_of
 
 
@@ -43,6 +44,7 @@ class _Clock(TrainingCallback):
         if problem is not None:
             command = restart_line({"vram_budget": "auto", "resume": "auto"})
             warn(f"{problem}. Press Ctrl-C to save and stop, then resume within GPU memory: {command}")
+            journal.event("spill", problem=problem)
             self.warned = True
 
 

@@ -27,8 +27,8 @@ def counters() -> dict[str, Any]:
 
     ``launches``, ``launches_by_kind`` and ``kernels`` (name -> launches), ``syncs`` and ``syncs_by_call``, copies and their
     bytes by direction, ``mallocs``, ``frees``, ``out_of_memory`` (refused allocations), ``graph_launches``,
-    ``launches_outside_capture``, ``devices`` (bytes and peak bytes of each GPU), and ``unknown_calls`` (functions that are not
-    implemented -> calls).
+    ``launches_in_graphs`` (part of ``launches``), ``launches_outside_capture``, ``devices`` (bytes and peak bytes of each GPU),
+    and ``unknown_calls`` (functions that are not implemented -> calls).
     """
     result: dict[str, Any] = json.loads(_library().virtual_gpu_json())
     return result

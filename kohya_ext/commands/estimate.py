@@ -27,7 +27,7 @@ from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
 
-NOT_CALIBRATED = "not calibrated on CUDA (no estimate was compared with a GPU yet)"
+ACCURACY = "compared with PyTorch's CUDA allocator on a virtual GPU, not with a physical GPU"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +231,7 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
     elif prediction.config.get("torch_compile") or prediction.config.get("compile"):
         lines.append("sd-scripts' own compiling is not included: this estimate is without it, which usually needs more memory.")
     lines.append(
-        f"1 GB is 1e9 bytes; {NOT_CALIBRATED}. Versions: sd-scripts {versions['sd_scripts']}, torch {versions['torch']}, "
+        f"1 GB is 1e9 bytes; {ACCURACY}. Versions: sd-scripts {versions['sd_scripts']}, torch {versions['torch']}, "
         f"kohya_ext {versions['kohya_ext']}. One process. "
         "Saving needs less than a step: 1 MB more than the model for a LoRA, 0.9 GB for all of SDXL in fp32."
     )
@@ -267,7 +267,7 @@ def _draw(figure: Any, prediction: Estimate, card: int | None) -> None:
         axes.axvline(card / GB, color="black", linestyle="--", label=f"GPU {gigabytes(card)}")
     axes.set(
         yticks=[],
-        xlabel="GB (1e9 bytes), not calibrated on CUDA",
+        xlabel="GB (1e9 bytes), not compared with a physical GPU",
         title=f"{prediction.config['script']}, {_workload(prediction)}",
     )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")

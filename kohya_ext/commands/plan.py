@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kohya_ext import units
-from kohya_ext.commands.estimate import NOT_CALIBRATED
+from kohya_ext.commands.estimate import ACCURACY
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import quoted
 from kohya_ext.console import note
@@ -81,7 +81,7 @@ def _show(console: Console, result: Plan, name: str, script: str, words: Sequenc
         tree.add_row(branch.status, branch.saving.name, " ".join(branch.words), branch.costs)
     console.print(tree)
     for line in (
-        f"Usable: {gigabytes(usable_bytes(result.card))} GB, with 5 percent left free; {NOT_CALIBRATED}. Fewer swapped blocks "
+        f"Usable: {gigabytes(usable_bytes(result.card))} GB, with 5 percent left free; {ACCURACY}. Fewer swapped blocks "
         "rank first, then fewer operations per image. The cost of swapping and the gain of larger batches depend on the GPU.",
         "Batch size and accumulation are per process.",
         *(["The estimates exclude compiling, which lowers memory use; `estimate` includes it."] if compiled else []),

@@ -20,7 +20,7 @@ from kohya_ext.launch import oom_retry
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 from kohya_ext.launch.autoload import watch
 from kohya_ext.planning import automatic
-from kohya_ext.run import retry_request
+from kohya_ext.run import journal, retry_request
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
@@ -135,7 +135,12 @@ def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_of
     if str(checkout.path) not in sys.path:
         # For scripts in subfolders, upstream relies on its requirements.txt, which installs ``library`` with -e.
         sys.path.append(str(checkout.path))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        journal.set_exit_code(end.code)
+        raise
+    journal.set_exit_code(0)
 
 
 def _launch_with_accelerate(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:

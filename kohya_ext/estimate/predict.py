@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags, negated_flags, options
 from kohya_ext.console import progress
+from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
@@ -32,6 +35,21 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> E
         result = measurement.measure(checkout, command)
     cache.keep(checkout, result, command.settings.disable_patch)
     return result
+
+
+def known(checkout: Checkout, args: Namespace, command: CommandLine) -> Estimate | None:
+    """Return the estimate of a run's final arguments from the package's table or the cache; None without one."""
+    config = configuration(args, command)
+    row = cache.find(checkout, config, command.settings.disable_patch) if config is not None else None
+    return Estimate(**row) if row is not None else None
+
+
+def configuration(args: Namespace, command: CommandLine) -> MemoryConfig | None:
+    """Return the normalized configuration of a run's final arguments; None for a script that cannot be estimated."""
+    try:
+        return memory_config.normalized(memory_config.from_values(vars(args), command))
+    except (UserError, KeyError, ValueError, TypeError):
+        return None
 
 
 def _has_unknown_flag(script: Path, given: Sequence[str]) -> bool:

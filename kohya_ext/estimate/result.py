@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Bytes of GPU memory outside tensors: the CUDA context with its kernels, and the workspaces of cuBLAS and cuDNN. A rounded
-#: value for recent GPUs and torch 2.x, not yet measured with benchmarks/vram_calibration.py.
+#: value for recent GPUs and torch 2.x; a virtual GPU has no context to measure.
 CONTEXT_BYTES = 600_000_000
 
 

@@ -105,11 +105,12 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
     """
     tracker = Tracker()
     with _fake_training(config, tracker) as assumptions:
+        tracker.run = assumptions.run
         training = prepare(config, arguments, trainer)
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
             _compile(training)
-        with tracker, _bitsandbytes_without_kernels():
+        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels():
             start = allocate_resident(training, tracker)
             flops = run_step(training, tracker)
             events = [*tracker.events]
@@ -422,6 +423,17 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _garbage_of_the_step_only() -> Iterator[None]:
+    """Collect garbage inside the block as usual, but without looking at the objects from before it: modules and models."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 # --- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +441,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     """Allocate everything in GPU memory before a step, including optimizer state; return the number of events."""
     config, optimizer = training.config, training.optimizer
     swapped = training.models.blocks(config.blocks_to_swap or 0)
+    _hook_where_blocks_move(training.models.unet, swapped)
     for module, kind in training.resident:
         tracker.mark(_tensors(module, swapped), kind)
         if module is training.models.unet:
@@ -466,6 +479,19 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if not paged:
         tracker.expect_first_use(states)
     return start
+
+
+def _hook_where_blocks_move(unet: Any, swapped: Sequence[Any]) -> None:
+    """Add a hook to each block whose backward pass moves swapped blocks or waits for them (custom_offloading_utils.py).
+
+    Such a block keeps the gradient of its output until its backward pass ends.
+    """
+    for blocks in unet.modules():
+        count = sum(block in swapped for block in blocks.children())
+        if isinstance(blocks, torch.nn.ModuleList) and count:
+            moving = range(len(blocks) - 1 - count, len(blocks) - 1)
+            for index in {*moving, *range(1, count + 1)} & {*range(len(blocks))}:
+                blocks[index].register_full_backward_hook(lambda *_: None)
 
 
 def run_step(training: Training, tracker: Tracker) -> int:
@@ -635,9 +661,9 @@ def _images(config: MemoryConfig, batch: int) -> torch.Tensor:
 @contextlib.contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
     """Create fake tensors inside the block under CUDA's autocast rules, in ``mode`` or a new one."""
-    with mode or FakeTensorMode(allow_non_fake_inputs=True) as fake, cuda_rules():
-        with Assumptions(None if mode is not None else fake) as assumptions:
-            yield assumptions
+    fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, cuda_rules(), Assumptions(fake if mode is None else None) as assumptions:
+        yield assumptions
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from kohya_ext.estimate.tracker import DEVICE
 
 _META = torch.device("meta")
 
+_EQUALITY = frozenset((torch.ops.aten.eq.Tensor, torch.ops.aten.eq.Scalar))
+
 #: Types of arguments that are part of a key as they are.
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
@@ -72,20 +74,21 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return an assumed value, or run the operator."""
-        if func is DEVICE:
-            return args[0].fake_device
+        return args[0].fake_device if func is DEVICE else self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return an assumed value, or run the operator."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             return args[0] in self._equal if dtype is torch.bool else 1.0 if dtype.is_floating_point else self.integer
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             return torch.zeros(1, args[0].dim(), dtype=torch.long)
-        result = self._run(func, args, kwargs or {})
-        equality = func in (torch.ops.aten.eq.Tensor, torch.ops.aten.eq.Scalar)
-        if equality or (func is torch.ops.aten.all.default and args[0] in self._equal):
+        result = self._reuse(func, args, kwargs)
+        if func in _EQUALITY or (func is torch.ops.aten.all.default and args[0] in self._equal):
             self._equal[result] = True
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _reuse(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, or return the same as before without running it."""
         if self.mode is None:
             return func(*args, **kwargs)
@@ -102,10 +105,8 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
             if known is None:
                 self._results[whole] = VARIES if _UNCACHED.intersection(func.tags) else _described(result, args, tensors)
             return result
-        if known is NOTHING:
-            return None
-        if known is FIRST:
-            return args[0]
+        if isinstance(known, str):
+            return args[0] if known is FIRST else None
         sequence, outputs = known
         results = [self._tensor(output, tensors) for output in outputs]
         return results[0] if sequence is None else sequence(results)
@@ -173,4 +174,4 @@ def _bytes(output: _Output) -> int:
     if 0 in output.shape:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(output.shape, output.stride, strict=True))
-    return (last + 1) * output.dtype.itemsize
+    return int((last + 1) * output.dtype.itemsize)

@@ -7,6 +7,7 @@ it, and freed with its last tensor, so the log is independent of any allocator.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kohya_ext.estimate.events import Event, Kind
+from kohya_ext.estimate.reductions import buffer_bytes
 
 #: The phases of a step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
@@ -28,6 +30,12 @@ _aten = torch.ops.aten
 
 #: Operators that use cuBLAS.
 MATRIX_PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default))
+
+#: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
+FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+#: Operators whose kernels use global memory for partial sums.
+REDUCTIONS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim))
 
 #: Bytes of cuBLAS's workspace, which each thread that multiplies matrices keeps: ``:4096:2:16:8``, PyTorch's default on GPUs
 #: before Hopper. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
@@ -55,6 +63,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """The kind of each storage, by its number."""
     flops: int = 0
     phase: str = FORWARD
+    run: Callable[[Any, Any, Any], Any] = field(default_factory=lambda: _run)
+    """Runs an operator. The mode below can be called here directly, which is faster than torch's way to it."""
     _live: dict[int, _Storage] = field(default_factory=dict)
     workspaces: dict[bool, torch.Tensor] = field(default_factory=dict)
     """cuBLAS's workspaces: of autograd's thread, which runs the backward pass (True), and of the main thread (False)."""
@@ -117,14 +127,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if self._unused:
             self._log_first_use(args)
         accumulated = self._accumulated(func, args)
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         self._count(func, args, kwargs, result)
         if accumulated is not None:
             self._take_over(accumulated, result)
+        is_flash = func is FLASH_ATTENTION_BACKWARD and kwargs.get("attn_mask") is None
+        copies = self._log_allocated(_copied_bytes(args[0])) if is_flash else ()
         if not self._paused:
             self.record(result, self._kind_of(func, args))
-        if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default and kwargs.get("attn_mask") is None:
-            self._log_flash_attention_backward(args[1])
+            if func in REDUCTIONS:
+                self._log_freed(self._log_allocated(buffer_bytes(args[0].shape, args[0].stride(), args[1] or ())))
+        if is_flash:
+            self._log_freed(self._log_allocated(*_flash_attention_workspace(args[1])))
+            self._log_freed(copies)
         if func in MATRIX_PRODUCTS and (thread := self.phase == BACKWARD) not in self.workspaces:
             self.workspaces[thread] = torch.empty(WORKSPACE, dtype=torch.uint8)
             self._record(self.workspaces[thread], Kind.WORKSPACE)
@@ -143,9 +158,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self._use(key)
 
     def _log_first_use(self, args: Any) -> None:
-        for value in tree_iter(args):
-            if isinstance(value, torch.Tensor):
-                self._use(id(value.untyped_storage()))
+        for value in args:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    self._use(id(tensor.untyped_storage()))
 
     def _use(self, key: int) -> None:
         numbers = self._unused.pop(key, [])
@@ -168,7 +184,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def record(self, values: Any, kind: Kind) -> None:
         """Log the storages of some values that are not in the log yet."""
-        for value in tree_iter(values):
+        for value in (values,) if isinstance(values, torch.Tensor) else tree_iter(values):
             if isinstance(value, torch.Tensor):
                 self._record(value, kind)
 
@@ -198,18 +214,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.events.append(Event(number, size, self.phase))
         return number
 
-    def _log_flash_attention_backward(self, query: Any) -> None:
-        """Log the workspace of CUDA's flash attention: the query's gradient in fp32 and a sum per query, of rounded sizes.
+    def _log_allocated(self, *sizes: int) -> list[Event]:
+        """Log memory that an operator uses while it runs, and return its events."""
+        events = [Event(len(self.kinds) + index, size, self.phase) for index, size in enumerate(sizes) if size]
+        self.kinds += (Kind.WORKSPACE for _ in sizes)
+        self.events += events
+        return events
 
-        https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
-        """
-        batch, heads, length, width = query.shape
-        rows = batch * heads * -(-length // 128) * 128
-        numbers = (len(self.kinds), len(self.kinds) + 1)
-        self.kinds += (Kind.WORKSPACE, Kind.WORKSPACE)
-        sizes = (4 * rows, 4 * rows * -(-width // 32) * 32)
-        self.events += (Event(number, size, self.phase) for number, size in zip(numbers, sizes, strict=True))
-        self.events += (Event(number, -size, self.phase) for number, size in zip(numbers, sizes, strict=True))
+    def _log_freed(self, allocated: Iterable[Event]) -> None:
+        self.events += (Event(event.storage, -event.bytes, event.phase) for event in allocated)
 
     def _accumulated(self, func: Any, args: Any) -> Any:
         """Return the gradient that autograd adds another one to in place; None for every other operator.
@@ -221,13 +234,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             return None
         if not all(isinstance(value, torch.Tensor) for value in args) or args[0].dtype is not args[1].dtype:
             return None
-        return next((value for value in args if _references(value) == self._unshared and _is_dense(value)), None)
+        return args[0] if _references(args[0]) == self._unshared and _is_dense(args[0]) else None
 
     def _take_over(self, before: Any, after: Any) -> None:
         """Log nothing for a result, which is in the memory of an input that is freed now."""
         storage, replaced = after.untyped_storage(), before.untyped_storage()
         known = self._live.get(id(replaced))
-        if known is None or known.reference() is not replaced or storage.nbytes() != replaced.nbytes():
+        if known is None or storage.nbytes() != replaced.nbytes() or known.reference() is not replaced:
             return
         del self._live[id(replaced)]  # its weak reference, and so the call of _freed, ends with it
         freed = partial(self._freed, id(storage), known.number, storage.nbytes())
@@ -244,6 +257,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self.flops += _flops(func, args, kwargs, result)
 
 
+def _flash_attention_workspace(query: Any) -> tuple[int, int]:
+    """Return the bytes of CUDA's flash attention backward: a sum per query and the query's gradient, in fp32, of rounded sizes.
+
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
+    """
+    batch, heads, length, width = query.shape
+    rows = batch * heads * -(-length // 128) * 128
+    return 4 * rows, 4 * rows * -(-width // 32) * 32
+
+
+def _copied_bytes(gradient: Any) -> int:
+    """Return the bytes of the contiguous copy that CUDA's flash attention backward makes of its input; 0 without one."""
+    return 0 if gradient.is_contiguous() else int(gradient.numel() * gradient.element_size())
+
+
+def _run(operator: Any, args: Any, kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
+
+
 def _is_dense(tensor: Any) -> bool:
     """Return whether a tensor's elements are next to each other in memory, in any order of the dimensions."""
     length = 1
@@ -254,15 +286,15 @@ def _is_dense(tensor: Any) -> bool:
     return True
 
 
-def _references(tensor: Any) -> tuple[int, int]:
-    """Return how many references a tensor and its storage have."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _references(tensor: Any) -> tuple[int, int, int]:
+    """Return how many references a tensor, its Python object and its storage have."""
+    return tensor._use_count(), sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache
-def references_of_gradient() -> tuple[int, int]:
+def references_of_gradient() -> tuple[int, int, int]:
     """Return the references to a gradient that only autograd holds, as a dispatch mode sees them in this version of torch."""
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, int]] = []
 
     class Observer(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine, quoted, restart_line
-from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config
+from kohya_ext.estimate import cache, predict
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
@@ -76,9 +75,8 @@ def usage(device: Any) -> str:
 
 def prediction(checkout: Checkout, args: Namespace, command: CommandLine) -> str:
     """Return the known estimate of this command line, or the command that makes one, as one line; empty if there is none."""
-    try:
-        config = memory_config.normalized(memory_config.from_values(vars(args), command))
-    except (UserError, KeyError, ValueError, TypeError):  # a script that cannot be estimated
+    config = predict.configuration(args, command)
+    if config is None:
         return ""
     known = cache.find(checkout, config, command.settings.disable_patch)
     if known is None:
@@ -89,7 +87,7 @@ def prediction(checkout: Checkout, args: Namespace, command: CommandLine) -> str
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= GB / 100)
     return (
         f"predicted for this command line: {gigabytes(estimate.total)} GB, with the peak in {estimate.peak_phase}: {parts} "
-        "(not calibrated on CUDA)"
+        "(not compared with a physical GPU)"
     )
 
 

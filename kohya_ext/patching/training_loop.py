@@ -40,6 +40,8 @@ class Stage(IntEnum):
     WRITE = auto()
     """Writes files. Innermost, so that a later stage can prevent saving, and so that an earlier run's files are moved only
     if no check has ended this run before its first step."""
+    RECORD = auto()
+    """Records the model's passes. Inside COMPUTE, whose replacements run before the recorded pass in every step."""
     COMPUTE = auto()
     """Changes how a step is computed: learning rate, weight averaging, trained parameters, compilation, recomputation. It
     completes the step after the batch (restores the schedule's learning rate, updates the average), so that states saved

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kohya_ext.console import note, warn
+from kohya_ext.run import journal
 
 PARTIAL = ".partial"
 """The suffix of a file or folder during the write: ``NAME.HOST-PID-NUMBER.partial``."""
@@ -162,6 +163,7 @@ def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], 
 def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]) -> R:
     partial = _partial(final)
     _finals[partial] = final
+    began = time.monotonic()
     try:
         with fail_fast():
             result = write(partial)
@@ -176,6 +178,7 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
         raise
     finally:
         del _finals[partial]
+    journal.saved(final, time.monotonic() - began)
     return result
 
 

@@ -32,7 +32,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import run_record
+from kohya_ext.run import journal, run_record
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import states
 from kohya_ext.run.run_record import RunRecord
@@ -264,6 +264,7 @@ class Position(TrainingCallback):
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _set_initial_step(bar, self.step)
         set_random_state(self._random)
+        journal.event("resume", step=self.step, file=self.args.resume)
         note(f"resumed after step {self.step}, in epoch {self.epoch + 1} after {self.batch} batches")
 
     def _skip_epoch(self) -> None:

@@ -21,7 +21,7 @@ from kohya_ext.config.settings import Settings, variables
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import resume
+from kohya_ext.run import journal, resume
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import DEFAULT_NAME
 
@@ -76,6 +76,7 @@ class Stopper(TrainingCallback):
         """Request a stop. Only the first reason is kept."""
         if not self.reason:
             self.reason, self.code = reason, code
+            journal.event("stop", reason=reason, code=code)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT and SIGTERM. A second SIGINT kills the process immediately."""

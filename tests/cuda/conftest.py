@@ -33,6 +33,8 @@ class Step:
     """What one optimizer step costs."""
 
     launches: int
+    launches_in_graphs: int
+    """The launches in replays of CUDA graphs, which cost the host next to nothing."""
     syncs: int
     """The number of times that the host waits for the GPU."""
     bytes: int

@@ -38,7 +38,7 @@ struct Calls {
 };
 static Calls& calls() { return forever<Calls>(); }
 
-static std::atomic<uint64_t> all_launches{0}, all_syncs{0}, graph_launches{0}, outside_capture{0};
+static std::atomic<uint64_t> all_launches{0}, all_syncs{0}, graph_launches{0}, in_graphs{0}, outside_capture{0};
 static std::atomic<bool> finite{getenv("VIRTUAL_GPU_NOT_FINITE") == nullptr};
 static thread_local const Kernel* last = nullptr;
 
@@ -170,6 +170,7 @@ int launch_graph(Graph* graph, void* stream) {
   for (auto& [kernel, count] : graph->launches) {
     kernel->count += count;
     all_launches += count;
+    in_graphs += count;
   }
   for (auto& [function, argument] : graph->host_functions) function(argument);
   return SUCCESS;
@@ -293,7 +294,7 @@ EXPORT void virtual_gpu_reset() {
   std::lock_guard<std::mutex> guard(lock());
   for (Kernel& kernel : registry().kernels) kernel.count = 0;
   calls() = {};
-  all_launches = all_syncs = graph_launches = outside_capture = 0;
+  all_launches = all_syncs = graph_launches = in_graphs = outside_capture = 0;
 }
 
 EXPORT const char* virtual_gpu_json() {
@@ -310,6 +311,7 @@ EXPORT const char* virtual_gpu_json() {
   json = "{\"launches\": " + std::to_string(all_launches) + ", \"launches_by_kind\": " + json_of(kinds);
   json += ", \"syncs\": " + std::to_string(all_syncs) + ", \"syncs_by_call\": " + json_of(calls().syncs);
   json += ", \"graph_launches\": " + std::to_string(graph_launches);
+  json += ", \"launches_in_graphs\": " + std::to_string(in_graphs);
   json += ", \"launches_outside_capture\": " + std::to_string(outside_capture) + ", " + memory;
   json += ", \"unknown_calls\": " + json_of(calls().unknown) + ", \"kernels\": " + json_of(kernels) + "}";
   return json.c_str();

@@ -25,6 +25,8 @@ NOT_FINITE = int(os.environ.get("SPY_NOT_FINITE_AT", 0))
 #: The step whose calls are traced: the second one, because the first also sets up what later steps reuse.
 TRACED = 2
 
+COUNTERS = ("launches", "launches_in_graphs", "syncs")
+
 ROOT = str(Path(shrink.__file__).parents[2]) + os.sep
 PATCHES = ROOT + "patches" + os.sep
 
@@ -38,7 +40,7 @@ def counters():
     import torch
 
     now = virtual_gpu.counters()
-    counted = {name: now[name] for name in ("launches", "syncs")}
+    counted = {name: now[name] for name in COUNTERS}
     # "allocated" would include up to 1 MiB of each cached block that a tensor does not fill.
     return {**counted, "bytes": torch.cuda.memory_stats()["requested_bytes.all.current"]}
 
@@ -48,7 +50,7 @@ def begin_step():
 
     now = counters()
     if last:
-        counted = {name: now[name] - last[name] for name in ("launches", "syncs")}
+        counted = {name: now[name] - last[name] for name in COUNTERS}
         steps.append({**counted, "bytes": now["bytes"], "sync_places": dict(syncs)})
     last.update(now)
     syncs.clear()

@@ -1,7 +1,8 @@
 """Shrink the models and record every real script's run. Python runs this module at startup.
 
 It counts calls of torch's checkpoint. Environment variables enable more: SPY_MEMORY records memory and FLOPs of every step,
-SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory. BREAK breaks
+SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory. REPLAY_ON_CPU replaces
+CUDA graphs by a replayer of operations. BREAK breaks
 compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in the first step.
 """
 
@@ -101,6 +102,12 @@ def exhaust_memory(module):
     module.SdxlUNet2DConditionModel.forward = count
 
 
+def replay_on_cpu(module):
+    from tests.replayer import CpuRecorder
+
+    module.CudaRecorder = CpuRecorder
+
+
 def write():
     if calls or steps or losses:
         lists = {"steps": steps, "left": left, "losses": losses, "graphs": graphs}
@@ -156,6 +163,8 @@ if "SPY_MEMORY" in os.environ:
     wrapt.register_post_import_hook(measure_memory, "accelerate.accelerator")
 if "SPY_LOSSES" in os.environ:
     wrapt.register_post_import_hook(record_losses, "accelerate.accelerator")
+if "REPLAY_ON_CPU" in os.environ:
+    wrapt.register_post_import_hook(replay_on_cpu, "kohya_ext.compiling.cuda_recorder")
 if OUT_OF_MEMORY:
     wrapt.register_post_import_hook(exhaust_memory, "library.sdxl_original_unet")
 atexit.register(write)

@@ -1,0 +1,507 @@
+"""Record the forward and backward pass of a model once per input size, and replay the recordings.
+
+A replay runs the recorded kernels with one launch, without Python, autograd or dispatch. The recorded part is the model alone.
+Its loss, clipping, gradient scaler, accumulation and optimizer run as before, because a replay is a node of the autograd graph
+and delivers gradients as autograd does.
+
+- A recording always reads and writes the same addresses. Inputs are copied in, and outputs and gradients are copied out.
+- All recordings share one pool of memory, so one overwrites what another has saved for backward. A second forward pass before
+  backward runs eager.
+- Values that Python computed are constants of a recording. A first run under :class:`HostAccess` finds reads of the device's
+  results and random numbers from the CPU; numbers of the network's modules are part of a recording's key.
+
+The device's part is a :class:`Recorder`: `cuda_recorder` for CUDA graphs, and an interpreter of recorded operations in tests.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from kohya_ext.compiling.host_access import HostAccess
+
+#: The most input sizes that are recorded. The driver keeps memory for each kernel of each recording.
+MAX_SIZES = 24
+
+#: Free GPU memory that recording a further size must leave, in bytes.
+RESERVE = 512 * 2**20
+
+#: Attributes of modules that change the result of a forward pass, and which scripts or patches set during a run.
+_SWITCHES = ("gradient_checkpointing", "multiplier")
+
+#: The part of a difference between two runs that rounding of the comparison itself may cause.
+_ROUNDING = 1e-6
+
+
+class RecordingError(Exception):
+    """A reason why a model cannot be recorded."""
+
+
+class Recording(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Run the work again, on the same addresses."""
+
+
+class Recorder(Protocol):
+    """Records and replays work on one device."""
+
+    device: torch.device
+    generators: tuple[Any, ...]
+    """The random number generators that a replay advances as the recorded work would."""
+
+    def in_pool(self) -> AbstractContextManager[None]:
+        """Run eager work inside the block, with memory from the recordings' pool."""
+
+    def record(self) -> AbstractContextManager[Recording]:
+        """Record the work inside the block."""
+
+    def free_bytes(self) -> int:
+        """Return the free memory of the device."""
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all tensors on the device."""
+
+    def release(self) -> None:
+        """Return the pool's memory, after all recordings have been dropped."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the model, in terms of its tensors."""
+
+    forward: Callable[..., Any]
+    tensors: list[torch.Tensor]
+    key: Any
+    """Equal for calls that can share a recording."""
+    constants: list[Any]
+    """All arguments, with None in place of tensors."""
+    places: list[int]
+    """The places of the tensors among the arguments."""
+    names: tuple[str, ...]
+    """The names of the last arguments."""
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Call the model with other tensors, in the call's precision."""
+        values = list(self.constants)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            values[place] = tensor
+        positional = len(values) - len(self.names)
+        device = tensors[0].device.type
+        # Autocast's cache would keep casts of the weights of one recording for the next.
+        with torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False):
+            return self.forward(*values[:positional], **dict(zip(self.names, values[positional:], strict=True)))
+
+
+@dataclass(eq=False)
+class _Size:
+    """One size of inputs: static tensors, and how its passes run."""
+
+    call: _Call
+    inputs: list[torch.Tensor]
+    """Copies of the call's tensors, which the passes read."""
+    output: Any = None
+    """The model's output. Its tensor is replaced in a copy for each call."""
+    trained: list[int] = field(default_factory=list)
+    """The numbers of the trained weights that get a gradient."""
+    forward_recording: Recording | None = None
+    backward_recording: Recording | None = None
+    result: torch.Tensor | None = None
+    """The output's tensor: of the recording, or with its graph between the eager passes of a size that is not recorded."""
+    output_gradient: torch.Tensor | None = None
+
+    def set_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self.inputs, list(tensors))
+
+    @property
+    def input_gradients(self) -> list[torch.Tensor | None]:
+        return [tensor.grad for tensor in self.inputs]
+
+
+class RecordedModel:
+    """Runs a model's forward and backward passes from recordings.
+
+    ``trained``: all trained weights of the run. ``modules``: the model, and the networks that change its layers.
+    ``report`` receives one line if the model is not recorded after all, or not for further sizes.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        modules: Sequence[torch.nn.Module],
+        trained: Sequence[torch.Tensor],
+        report: Callable[[str], None],
+        max_sizes: int = MAX_SIZES,
+        reserve: int = RESERVE,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        """Sizes recorded, micro-batches replayed, and micro-batches that ran eager."""
+        self.off: str | None = None
+        """Why the model runs eager; None if it is recorded."""
+        self._recorder, self._report, self._reserve = recorder, report, reserve
+        self._modules, self._trained = modules, [weight for weight in trained if weight.requires_grad]
+        self._max_sizes = max_sizes
+        self._switches = [
+            (vars(part), name) for module in modules for part in module.modules() for name in _SWITCHES if name in vars(part)
+        ]
+        self._weights = list(dict.fromkeys(t for module in modules for t in (*module.parameters(), *module.buffers())))
+        self._addresses: list[int] = []
+        self._sizes: dict[Any, _Size] = {}
+        self._staged: dict[int, torch.Tensor] = {}
+        """Number of a trained weight -> where all recordings leave its gradient."""
+        self._generation = 0
+        """Counts passes that overwrite the pool."""
+        self._waiting: Callable[[], Any] = lambda: None
+        """Returns the node of the last forward pass while it may still run backward."""
+        # An output needs a gradient although no input does.
+        self._hook = torch.zeros((), device=recorder.device, requires_grad=True)
+
+    def __call__(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return ``forward(*args, **kwargs)``, from a recording where possible."""
+        passes = self._size_for(forward, args, kwargs) if self.off is None else None
+        if passes is None:
+            self.counts["eager"] += 1
+            return forward(*args, **kwargs)
+        size, tensors = passes
+        self.counts["replayed" if size.forward_recording is not None else "not_recorded"] += 1
+        return _with_tensor(size.output, _Passes.apply(self, size, self._hook, *tensors))
+
+    def release(self) -> None:
+        """Drop all recordings and return their memory."""
+        self._sizes.clear()
+        self._staged.clear()
+        self._recorder.release()
+
+    # --- which recording ---------------------------------------------------------------------------------------------
+
+    def _size_for(
+        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[_Size, list[torch.Tensor]] | None:
+        if self._waiting() is not None:  # an earlier forward pass still needs what it has saved
+            return None
+        try:
+            call = self._describe(forward, args, kwargs)
+            if call.key not in self._sizes:
+                self._sizes[call.key] = self._new_size(call)
+            return self._sizes[call.key], call.tensors
+        except Exception as error:  # a recording can break in any way, and training continues without it
+            reason = _reason(error)
+            _forget_frames(error)
+        self.off = reason
+        self.release()
+        self._report(f"{reason}; training continues without CUDA graphs")
+        return None
+
+    def _describe(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
+        values = [*args, *kwargs.values()]
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        tensors = [values[place] for place in places]
+        constants = [None if isinstance(value, torch.Tensor) else value for value in values]
+        for constant in constants:
+            if not isinstance(constant, (bool, int, float, str, type(None))):
+                raise RecordingError(f"an input of the model is a {type(constant).__name__}")
+        for tensor in tensors:
+            if tensor.device != self._recorder.device:
+                raise RecordingError(f"an input of the model is on {tensor.device}")
+        kinds = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        device = self._recorder.device.type
+        precision = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        switches = [values[name] for values, name in self._switches]
+        modes = [module.training for module in self._modules]
+        addresses = [weight.data_ptr() for weight in self._weights]
+        if addresses != (self._addresses or addresses):
+            raise RecordingError("weights of the model have moved in memory")
+        self._addresses = addresses
+
+        key = (tuple(kwargs), *places, *constants, *kinds, *precision, *switches, *modes)
+        hash(key)  # a multiplier could be a tensor
+        return _Call(forward, tensors, key, constants, places, tuple(kwargs))
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def _new_size(self, call: _Call) -> _Size:
+        """Return the passes of a new size: recorded if there is room, else eager in the pool."""
+        inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]
+        call.tensors, tensors = [], call.tensors
+        size = _Size(call, inputs)
+        self._unshare()
+        gradients = [weight.grad for weight in self._trained]
+        random_state = random.getstate(), torch.get_rng_state()
+        states = [generator.get_state() for generator in self._recorder.generators]
+        try:
+            self._prepare(size, states)
+        finally:
+            self._set_random_state(states)
+            random.setstate(random_state[0])
+            torch.set_rng_state(random_state[1])
+            for weight, gradient in zip(self._trained, gradients, strict=True):
+                weight.grad = gradient
+            call.tensors = tensors
+        return size
+
+    def _prepare(self, size: _Size, states: Sequence[torch.Tensor]) -> None:
+        # The first pass sets up what later passes reuse, such as tables and workspaces.
+        first = self._warm_up(size)
+        draws = any(
+            not torch.equal(generator.get_state(), state)
+            for generator, state in zip(self._recorder.generators, states, strict=True)
+        )
+        if draws and any(values[name] is True for values, name in self._switches):
+            raise RecordingError("dropout with gradient checkpointing restores random states, which cannot be recorded")
+        recorded = self.counts["recorded"]
+        if recorded == self._max_sizes:
+            return
+        self._set_random_state(states)
+        second = self._warm_up(size, HostAccess(self._recorder.device))
+        self._add_staging_buffers(size)
+        self._set_random_state(states)
+        before = self._recorder.free_bytes()
+        self._record(size)
+        self._set_random_state(states)
+        _check_replay(first, second, self._replay_once(size))
+        self.counts["recorded"] = recorded = recorded + 1
+        free = self._recorder.free_bytes()
+        if free < self._reserve + max(before - free, 0) and recorded < self._max_sizes:
+            self._max_sizes = recorded
+            self._report(f"{free / 2**20:.0f} MiB of GPU memory are free; image sizes after the first {recorded} run eager")
+
+    def _set_random_state(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self._recorder.generators, states, strict=True):
+            generator.set_state(state)
+
+    def _warm_up(self, size: _Size, access: HostAccess | None = None) -> _Results:
+        """Run both passes eager."""
+        used = self._recorder.used_bytes()
+        random_state = _host_random_state(self._recorder.device)
+        with self._recorder.in_pool(), access or nullcontext():
+            result = self._forward(size)
+            self._backward(size, result, _test_gradient(result))
+        results = _Results(result, [self._trained[number].grad for number in size.trained], size.input_gradients)
+        del result
+        for tensor in (*self._trained, *size.inputs):
+            tensor.grad = None
+        if access is not None and access.reason is not None:
+            raise RecordingError(access.reason)
+        if _host_random_state(self._recorder.device) != random_state:
+            raise RecordingError("the model draws random numbers on the CPU, as module_dropout and DyLoRA do")
+        if self.counts["recorded"] and self._recorder.used_bytes() > used:
+            # Its memory in the pool is free in earlier recordings, which overwrite it.
+            raise RecordingError("the model keeps tensors of each image size")
+        return results
+
+    def _forward(self, size: _Size) -> torch.Tensor:
+        with torch.enable_grad():
+            size.output = size.call.run(size.inputs)
+            result = _tensor_of(size.output)
+        size.output = _with_tensor(size.output, None)
+        if not result.requires_grad:
+            raise RecordingError("the model's output needs no gradient")
+        return result
+
+    def _backward(self, size: _Size, result: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Compute the gradients of inputs and trained weights."""
+        for tensor in (*self._trained, *size.inputs):
+            tensor.grad = None
+        device = self._recorder.device.type
+        # The script runs backward outside of autocast, and this one inside of its forward pass.
+        with torch.autocast(device, enabled=False, cache_enabled=False):
+            result.backward(gradient)
+        size.trained = [number for number, weight in enumerate(self._trained) if weight.grad is not None]
+
+    def _add_staging_buffers(self, size: _Size) -> None:
+        """Allocate staging buffers, outside of the pool: recordings overwrite each other's memory there."""
+        for number in size.trained:
+            if number not in self._staged:
+                self._staged[number] = torch.empty_like(self._trained[number])
+
+    def _stage(self, size: _Size) -> None:
+        """Move the gradients of trained weights to the staging buffers."""
+        gradients = [self._trained[number].grad for number in size.trained]
+        if gradients:
+            torch._foreach_copy_([self._staged[number] for number in size.trained], gradients)
+        for number in size.trained:
+            self._trained[number].grad = None
+
+    def _record(self, size: _Size) -> None:
+        with self._recorder.record() as size.forward_recording:
+            result = self._forward(size)
+        size.output_gradient = torch.zeros_like(result)
+        with self._recorder.record() as size.backward_recording:
+            self._backward(size, result, size.output_gradient)
+            self._stage(size)
+        size.result = result.detach()
+
+    def _replay_once(self, size: _Size) -> _Results:
+        assert size.forward_recording is not None
+        assert size.backward_recording is not None
+        assert size.output_gradient is not None
+        assert size.result is not None
+        size.forward_recording.replay()
+        size.output_gradient.copy_(_test_gradient(size.result))
+        size.backward_recording.replay()
+        return _Results(size.result, [self._staged[number] for number in size.trained], size.input_gradients)
+
+    # --- the passes of a training step -------------------------------------------------------------------------------
+
+    def begin(self, node: Any, size: _Size, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run the forward pass of an autograd node."""
+        self._generation += 1
+        node.generation = self._generation
+        self._waiting = weakref.ref(node)
+        size.set_inputs(tensors)
+        if size.forward_recording is not None:
+            size.forward_recording.replay()
+            assert size.result is not None
+            return size.result.clone()
+        with self._recorder.in_pool():
+            size.result = self._forward(size)
+        return size.result.detach().clone()
+
+    def end(self, node: Any, size: _Size, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+        """Run the backward pass of an autograd node: accumulate the gradients of weights, return those of inputs."""
+        if node.generation != self._generation:
+            raise RuntimeError("backward ran twice for one forward pass, whose memory is already in use; use --no-cuda_graphs")
+        self._generation += 1
+        self._waiting = lambda: None
+        self._unshare()
+        if size.backward_recording is not None:
+            assert size.output_gradient is not None
+            size.output_gradient.copy_(gradient)
+            size.backward_recording.replay()
+        else:
+            gradients = [weight.grad for weight in self._trained]
+            result, size.result = size.result, None
+            assert result is not None
+            with self._recorder.in_pool():
+                self._backward(size, result, gradient)
+                del result
+            self._add_staging_buffers(size)
+            self._stage(size)
+            for weight, before in zip(self._trained, gradients, strict=True):
+                weight.grad = before
+        self._deliver(size)
+        return [None if gradient is None else gradient.clone() for gradient in size.input_gradients]
+
+    def _unshare(self) -> None:
+        """Copy gradients of an earlier micro-batch out of the staging buffers, which the next backward pass overwrites."""
+        shared = [number for number, buffer in self._staged.items() if self._trained[number].grad is buffer]
+        if shared:
+            copies = torch._foreach_mul([self._staged[number] for number in shared], 1)
+            for number, gradient in zip(shared, copies, strict=True):
+                self._trained[number].grad = gradient
+
+    def _deliver(self, size: _Size) -> None:
+        """Give weights their gradients: the staging buffer itself, or added to the gradients of earlier micro-batches."""
+        accumulated, new = [], []
+        for number in size.trained:
+            weight, buffer = self._trained[number], self._staged[number]
+            if weight.grad is None:
+                weight.grad = buffer
+            else:
+                accumulated.append(weight.grad)
+                new.append(buffer)
+        if accumulated:
+            torch._foreach_add_(accumulated, new)
+
+
+class _Passes(torch.autograd.Function):  # type: ignore[misc]
+    """The node that stands for a model in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, model: RecordedModel, size: _Size, hook: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.model, ctx.size = model, size
+        return model.begin(ctx, size, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (None, None, None, *ctx.model.end(ctx, ctx.size, gradient))
+
+
+# --- the self-check --------------------------------------------------------------------------------------------------
+
+
+class _Results:
+    """The output of both passes and the norm of each gradient, on the CPU."""
+
+    def __init__(
+        self, output: torch.Tensor, gradients: Sequence[torch.Tensor | None], input_gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        self.output = output.detach().float().cpu()
+        computed = [gradient for gradient in (*gradients, *input_gradients) if gradient is not None]
+        norms = [gradient.float().norm() for gradient in computed]
+        self.gradient_norms = torch.stack(norms).cpu() if norms else torch.zeros(1)
+
+
+def _test_gradient(result: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of the output for a run without a loss: all magnitudes and both signs."""
+    numbers = torch.arange(result.numel(), device=result.device, dtype=torch.float32)
+    return numbers.cos().reshape(result.shape).to(result.dtype)
+
+
+def _check_replay(first: _Results, second: _Results, replayed: _Results) -> None:
+    """Raise RecordingError if a replay differs from an eager run by more than another eager run does.
+
+    Kernels with atomic additions differ between two eager runs, too.
+    """
+    for part in ("output", "gradient_norms"):
+        before, expected, actual = (getattr(results, part) for results in (first, second, replayed))
+        scale = float(expected.norm())
+        allowed = 2 * float((before - expected).norm()) + _ROUNDING * scale
+        difference = float((actual - expected).norm())
+        # A batch that is not finite cannot be compared, and is not the recording's fault.
+        if math.isfinite(scale) and not difference <= allowed:
+            share = difference / (scale or 1)
+            raise RecordingError(f"a replay differs from the eager pass ({part.replace('_', ' ')}: {share:.2g} of the norm)")
+
+
+# --- outputs and errors ----------------------------------------------------------------------------------------------
+
+
+def _tensor_of(output: Any) -> torch.Tensor:
+    """Return the tensor of a model's output: the output itself, or its attribute ``sample``."""
+    tensor = getattr(output, "sample", output)
+    if not isinstance(tensor, torch.Tensor):
+        raise RecordingError(f"the model's output is a {type(output).__name__}")
+    return tensor
+
+
+def _with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
+    """Return an output of the same kind with another tensor."""
+    if output is None or isinstance(output, torch.Tensor):
+        return tensor
+    output = copy(output)
+    output.sample = tensor
+    return output
+
+
+def _host_random_state(device: torch.device) -> tuple[Any, ...]:
+    """Return the states of the CPU's generators that a recording cannot advance."""
+    return (random.getstate(), torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else None)
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line about an error: its own, or that of the error that broke the recording."""
+    while not isinstance(error, RecordingError) and error.__context__ is not None:
+        error = error.__context__
+    if isinstance(error, RecordingError):
+        return str(error)
+    sentence = next(iter(str(error).splitlines()), "").partition(". ")[0]
+    return f"{type(error).__name__}: {sentence}"
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the frames of an error, which hold the tensors that a broken pass has saved."""
+    while error is not None:
+        error.__traceback__ = None
+        error.__context__, error = None, error.__context__

@@ -1,0 +1,170 @@
+"""Write the journal of a run: a file of JSON lines with its settings, steps, events and end.
+
+Each line is one ``write`` to a file opened for appending, so that it survives SIGKILL of this process. Every process of a run
+appends a part, which begins with a ``start`` line. After an OSError, for example on a full disk, lines are missing and the
+run continues.
+
+Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
+
+- ``start``: command line, versions, GPU and predictions, before the models are loaded;
+- ``training``: numbers of images, buckets and steps, before the first step;
+- ``step``: an optimizer step;
+- ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``: events;
+- ``end``: status, reason and exit code.
+
+:mod:`kohya_ext.run.journal_reader` reads it. Other processes than the first, and data-loader workers, write nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.console import warn
+from kohya_ext.run.journal_reader import RunLog
+
+SUFFIX = ".journal.jsonl"
+"""Follows the output name in the journal's file name."""
+
+
+@dataclass
+class Journal:
+    """The journal of this process's run."""
+
+    file: Path
+    run: str
+    """Identifies the run across resumes: :attr:`RunRecord.id`."""
+    folders: frozenset[str] = frozenset()
+    """Absolute paths of the folders whose new files are recorded: see :func:`saved`."""
+    step: Callable[[], int] = lambda: 0
+    """Returns the optimizer steps so far, including those before a resume. Added to events."""
+    files: int = 0
+    """Number of models, states and samples written so far."""
+    seconds: float = 0.0
+    """Time in which models and states were written."""
+    log: RunLog = field(init=False)
+    """The lines of this process, also those that could not be written."""
+    _descriptor: int | None = None
+    _problem: str = ""
+    """Why a line could not be written, until that is reported."""
+    _warned: bool = False
+    _torn: bool = False
+    """Whether the last line is incomplete, or the file may end with an earlier process's incomplete line."""
+    process: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self.log = RunLog(self.run)
+
+    def open(self) -> None:
+        """Open the file for appending; create it and its folder if needed."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.file, flags, 0o666)
+            self._torn = os.fstat(self._descriptor).st_size > 0
+        except OSError as error:
+            self._problem = str(error.strerror or error)
+
+    def write(self, kind: str, **data: Any) -> None:
+        """Append a line. Does nothing in a forked process. May be called from a signal handler."""
+        if os.getpid() != self.process:
+            return
+        line = {"kind": kind, "time": round(time.time(), 3), **data}
+        self.log.add(line)
+        if self._descriptor is None:
+            return
+        content = _encoded(line)
+        try:
+            written = os.write(self._descriptor, b"\n" + content if self._torn else content)
+            self._torn = written < len(content)
+        except OSError as error:
+            self._problem = str(error.strerror or error)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the file has all lines of this process."""
+        return self._descriptor is not None and not self._warned and not self._problem
+
+    def has(self, folder: str) -> bool:
+        """Return whether new files of a folder are recorded."""
+        return os.path.abspath(folder) in self.folders
+
+    def report_problem(self) -> None:
+        """Warn once if a line could not be written."""
+        if self._problem and not self._warned:
+            self._warned = True
+            warn(f"the journal {self.file} is incomplete: {self._problem}; training continues")
+
+    def close(self) -> None:
+        """Close the file."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and os.getpid() == self.process:
+            os.close(descriptor)
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """Return a line as JSON, in which numbers that are not finite are null."""
+    try:
+        text = json.dumps(line, allow_nan=False, default=str, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(line), default=str, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [*map(_finite, value)] if isinstance(value, (list, tuple)) else value
+
+
+_current: Journal | None = None
+_exit_code: int | None = None
+
+
+def begin(journal: Journal | None) -> None:
+    """Set the journal of this process's run; None ends it."""
+    global _current
+    _current = journal
+
+
+def event(kind: str, **data: Any) -> None:
+    """Append an event with the current step; does nothing without a journal."""
+    if _current is not None:
+        _current.write(kind, **{"step": _current.step(), **data})
+
+
+def saved(path: Path, seconds: float) -> None:
+    """Append the event of a complete model or state, written in ``seconds``. Files of other folders are left out."""
+    if _current is None or not _current.has(str(path.parent)) or path.suffix == ".npz":
+        return
+    _current.files += 1
+    _current.seconds += seconds
+    is_state = path.name.endswith("-state")
+    size = {} if path.is_dir() else {"bytes": path.stat().st_size}
+    event("state" if is_state else "save", file=os.path.abspath(path), seconds=round(seconds, 3), **size)
+
+
+def sampled(path: Path) -> None:
+    """Append the event of a sample image. Other images are left out."""
+    if _current is not None and path.parent.name == "sample" and _current.has(str(path.parent.parent)):
+        _current.files += 1
+        event("sample", file=os.path.abspath(path))
+
+
+def set_exit_code(code: object) -> None:
+    """Record the code of SystemExit, which exit handlers cannot read; None is 0 and a message is 1."""
+    global _exit_code
+    _exit_code = code if isinstance(code, int) else 0 if code is None else 1
+
+
+def exit_code() -> int | None:
+    """Return the recorded exit code of this process; None if it is not known."""
+    return _exit_code

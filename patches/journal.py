@@ -1,0 +1,445 @@
+"""Write a journal of the run: its settings, steps, losses, times, memory and events, for ``python -m kohya_ext watch``.
+
+Losses are those that the script has read for its progress bar, so a step waits for the GPU as often as without the journal.
+A step's line is written when its loss is known. In scripts that record no losses (textual inversion) it is written before the
+next step. The learning rates are those of the optimizer during backward, which include the factor of --adaptive_lr.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import socket
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from kohya_ext import __version__
+from kohya_ext.config.command_line import CommandLine, of_this_process
+from kohya_ext.config.settings import Option, Settings, boolean, path
+from kohya_ext.console import note, warn
+from kohya_ext.estimate import predict
+from kohya_ext.gpu.peak_memory import peak_memory
+from kohya_ext.patching.patch import Patch, Target, moved, takes
+from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, current, data_sets, program
+from kohya_ext.patching.types import Accelerator
+from kohya_ext.preflight import abbreviated
+from kohya_ext.run import journal, resume, run_record, step_times, stop_request
+from kohya_ext.run.journal import Journal
+from kohya_ext.run.journal_reader import RunLog, process_start
+from kohya_ext.run.output_files import DEFAULT_NAME
+from kohya_ext.units import format_size, index_of
+
+JOURNAL = Option(
+    "journal",
+    True,
+    boolean,
+    "write a journal of the run for `watch`: settings, losses, times, memory and events; see --journal_file",
+)
+JOURNAL_FILE = Option[Path | None](
+    "journal_file",
+    None,
+    path,
+    "write the journal to this file; default: OUTPUT_NAME.journal.jsonl in --output_dir",
+    metavar="FILE",
+)
+
+#: Ends of the names of arguments whose values are not written.
+_SECRETS = ("_api_key", "_token", "password", "secret")
+
+_STOPPED = (130, 143)
+"""Exit codes of a run that the user has stopped."""
+
+
+@dataclass
+class _Recorder(TrainingCallback):
+    args: Namespace
+    accelerator: Accelerator
+    journal: Journal
+    device: int | None
+    """Index of the CUDA device; None on another device."""
+    step: int = 0
+    """Optimizer steps, including those before a resume."""
+    epoch: int = 0
+    """The current epoch, from 1."""
+    ended: bool = False
+    failure: str = ""
+    """Type and first line of the exception that ends the process."""
+    losses: list[float] = field(default_factory=list)
+    """Losses of the current step's micro-batches."""
+    learning_rates: list[float] = field(default_factory=list)
+    _complete: bool = False
+    """Whether the optimizer has stepped since the last line."""
+    _awaits_loss: bool = False
+    """Whether the script has not yet recorded the last micro-batch's loss. It also records losses of the validation."""
+    _files: int = 0
+    """Number of models, states and samples at the end of the last micro-batch."""
+    _saving: float = 0.0
+    """Time in which models and states were written before the current micro-batch."""
+    _skipped: bool = False
+    """Whether the current step was skipped."""
+    _skips: int = 0
+    """Number of events of skipped steps before the current step."""
+    _marked: float = field(default_factory=time.perf_counter)
+    """Time up to which durations have been added to the next three."""
+    _step: float = 0.0
+    _data: float = 0.0
+    _outside: float = 0.0
+    _before: Callable[..., Any] | None = None
+    """``sys.excepthook`` before this run."""
+
+    # --- process -----------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Record how the process ends."""
+        self._before, sys.excepthook = sys.excepthook, self.on_exception
+        atexit.register(self.finish)
+
+    def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
+        """Keep the first line of an uncaught exception for the last line of the journal."""
+        self.failure = f"{kind.__name__}: {next(iter(str(problem).splitlines()), '')}".removesuffix(": ")
+        (self._before or sys.__excepthook__)(kind, problem, trace)
+
+    def on_end(self) -> None:
+        """Write the last line, and restore ``sys.excepthook`` unless other code has replaced it since."""
+        atexit.unregister(self.finish)
+        if sys.excepthook == self.on_exception and self._before is not None:
+            sys.excepthook = self._before
+        self.finish()
+        journal.begin(None)
+
+    def finish(self) -> None:
+        """Write the last line and print a summary, once."""
+        if self.ended or os.getpid() != self.journal.process:
+            return
+        self.ended = True
+        self._write_step()
+        status, reason, code = self._outcome()
+        self.journal.write("end", status=status, reason=reason, code=code, step=self.step, memory=peak_memory())
+        self.journal.report_problem()
+        if self.journal.log.steps:
+            for line in _summary_lines(self.journal, status, reason):
+                note(line)
+        self.journal.close()
+
+    def _outcome(self) -> tuple[str, str, int | None]:
+        """Return status, reason and exit code of this process; the code is None if it is not known."""
+        code, stopper, total = journal.exit_code(), stop_request.stopper(), self.journal.log.total
+        if self.failure == KeyboardInterrupt.__name__:
+            return "stopped", self.failure, 130
+        if self.failure:
+            out_of_memory = any(line["kind"] == "out_of_memory" for line in self.journal.log.events)
+            return "out of memory" if out_of_memory else "failed", self.failure, 1
+        if stopper is not None and stopper.reason and code != 0:
+            return "stopped" if stopper.code in _STOPPED else "failed", stopper.reason, stopper.code
+        if code or (code is None and (total is None or self.step < total)):
+            return "failed", "it ended before its last step" if code is None else f"exit code {code}", code
+        return "finished", "", 0
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
+        """Yield the batches of one pass over the training data, and measure the wait for each."""
+        self.epoch += 1
+        drawn = batches()
+        while True:
+            self._outside += self._lap()
+            batch = next(drawn, _END)
+            self._data += self._lap()
+            if batch is _END:
+                return
+            yield batch
+
+    def before_batch(self, accelerator: Accelerator) -> None:
+        """Write the line of a step whose loss the script does not record."""
+        self._step += self._lap()
+        self._saving = self.journal.seconds
+        self._write_step()
+        self._awaits_loss = False
+        if not self.journal.log.training:
+            self.journal.write(
+                "training", steps=getattr(self.args, "max_train_steps", None), **_data_facts(self.args, accelerator)
+            )
+
+    def on_backward(self) -> None:
+        """Keep the learning rates of the step."""
+        rates = (group.get("lr") for optimizer in self.accelerator._optimizers for group in optimizer.param_groups)
+        # A rate on the GPU would have to be waited for.
+        self.learning_rates = list(dict.fromkeys(rate for rate in rates if isinstance(rate, (int, float))))
+
+    def after_batch(self, accelerator: Accelerator) -> None:
+        """Count the step."""
+        saving = self.journal.seconds - self._saving  # by patches: the script has not saved yet
+        self._step += self._lap() - saving
+        self._outside += saving
+        self._files = self.journal.files
+        self._awaits_loss = True
+        if accelerator.sync_gradients:
+            self.step = self.current_step(added=1)
+            self.epoch = self.epoch if (position := resume.position()) is None else position.epoch + 1
+            self._skipped = accelerator.optimizer_step_was_skipped or self.journal.log.skipped > self._skips
+            self._skips = self.journal.log.skipped
+            self._complete = True
+
+    def current_step(self, added: int = 0) -> int:
+        """Return the step count of saved states, or else this process's own with the steps ``added`` since its last line."""
+        position = resume.position()
+        return self.step + added if position is None else position.step
+
+    def add_loss(self, loss: object) -> None:
+        """Add the loss that the script has read; write the line if the step is complete."""
+        if not self._awaits_loss or not isinstance(loss, float):
+            return
+        self._awaits_loss = False
+        self.losses.append(loss)
+        # Since the end of the batch the script has saved and sampled, or else only read the loss.
+        if self.journal.files > self._files:
+            self._outside += self._lap()
+        else:
+            self._step += self._lap()
+        self._write_step()
+
+    def _lap(self) -> float:
+        before, self._marked = self._marked, time.perf_counter()
+        return self._marked - before
+
+    def _write_step(self) -> None:
+        if not self._complete:
+            return
+        self._complete = False
+        several = len(self.losses) > 1
+        self.journal.write(
+            "step",
+            step=self.step,
+            epoch=self.epoch,
+            loss=math.fsum(self.losses) / len(self.losses) if several else next(iter(self.losses), None),
+            **({"losses": self.losses} if several else {}),
+            learning_rates=self.learning_rates,
+            seconds=round(self._step + self._data, 6),
+            data=round(self._data, 6),
+            outside=round(self._outside, 6),
+            **self._memory(),
+            **({"skipped": True} if self._skipped else {}),
+        )
+        self._step = self._data = self._outside = 0.0
+        self.losses = []
+        self.journal.report_problem()
+
+    def _memory(self) -> dict[str, int]:
+        """Return memory and peaks of the caching allocator in bytes, which it counts on the host."""
+        if self.device is None:
+            return {}
+        import torch
+
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        memory: dict[str, int] = {}
+        for name in ("allocated", "reserved"):
+            values = stats.get(f"{name}_bytes", {}).get("all", {})
+            memory |= {name: values.get("current", 0), f"peak_{name}": values.get("peak", 0)}
+        return memory
+
+
+_END = object()
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dict[str, Any]:
+    """Return the values of the ``start`` line."""
+    import torch
+
+    checkout, command = run.checkout, run.command
+    started_by, processes = _without_secrets(of_this_process()), accelerator.num_processes
+    resumed_by = started_by.with_({"resume": resume.AUTO}).shell_line()
+    name = getattr(args, "output_name", None) or DEFAULT_NAME
+    stopper = stop_request.stopper()
+    facts: dict[str, Any] = {
+        "name": name,
+        "script": Path(sys.argv[0]).name,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "process_started": process_start(os.getpid()),
+        "processes": processes,
+        "kohya_ext": __version__,
+        "sd_scripts": checkout.label if checkout is not None else None,
+        "torch": torch.__version__,
+        "gpu": _gpu(accelerator),
+        "command": started_by.shell_line(),
+        "resume_command": resumed_by if processes == 1 else stop_request.resume_command(Path(resume.AUTO), processes),
+        "resumed_from": getattr(args, "resume", None),
+        "stop_file": os.path.abspath(stopper.file) if stopper is not None else None,
+    }
+    if command.script is not None:
+        facts["settings"] = {
+            key: ["***" if key.endswith(_SECRETS) else value, command.origin(key)] for key, value in command.values.items()
+        }
+    facts["predicted"] = _predicted(args, run)
+    return facts
+
+
+def _without_secrets(command: CommandLine) -> CommandLine:
+    secrets = [key for key in command.given if key.endswith(_SECRETS) and command.origin(key) == "command line"]
+    return command.with_(dict.fromkeys(secrets, "***")) if secrets else command
+
+
+def _gpu(accelerator: Accelerator) -> dict[str, Any] | None:
+    if accelerator.device.type != "cuda":
+        return None
+    import torch
+
+    properties = torch.cuda.get_device_properties(index_of(accelerator.device))
+    return {"name": properties.name, "memory": properties.total_memory}
+
+
+def _predicted(args: Namespace, run: Program) -> dict[str, Any]:
+    """Return the predictions that are known without measuring."""
+    predicted: dict[str, Any] = {}
+    key = step_times.current_key()
+    if key is not None and (measured := step_times.load(key)) is not None:
+        predicted["seconds_per_step"] = measured[0]
+    if run.checkout is not None and (estimate := predict.known(run.checkout, args, run.command)) is not None:
+        predicted |= {"reserved": estimate.reserved, "allocated": estimate.allocated, "peak_phase": estimate.peak_phase}
+    return predicted
+
+
+def _data_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the numbers of images and epochs."""
+    try:
+        sets = data_sets(accelerator)
+        buckets: dict[str, int] = {}
+        for data_set in sets:
+            manager = data_set.bucket_manager
+            for (width, height), images in zip(manager.resos, manager.buckets, strict=False):
+                size = f"{width}x{height}"
+                buckets[size] = buckets.get(size, 0) + len(images)
+        per_epoch = math.ceil(len(accelerator._dataloaders[0]) / (getattr(args, "gradient_accumulation_steps", 1) or 1))
+        return {
+            "epochs": math.ceil(args.max_train_steps / max(per_epoch, 1)),
+            "images": sum(len(getattr(data_set, "image_data", ())) for data_set in sets),
+            "images_with_repeats": sum(buckets.values()),
+            "buckets": buckets,
+        }
+    except Exception:  # an unexpected dataset must not end the run
+        return {}
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
+    """Yield at most five lines on the run of this process."""
+    log = written.log
+    took = step_times.format_duration(log.time - float(log.training.get("time", log.time)))
+    of_all = f" of {log.total}" if log.total and log.step != log.total else ""
+    median = log.median_seconds()
+    skipped = f", {log.skipped} skipped" if log.skipped else ""
+    speed = f", {median:.3g} s per step" if median is not None else ""
+    why = f" ({reason})" if reason else ""
+    yield f"{status}{why} at step {log.step}{of_all} after {took}{speed}{skipped}"
+    first, last = log.first_loss(), log.smoothed_loss()
+    if first is not None and last is not None:
+        means = f" (means of {log.smoothing} steps)" if log.smoothing > 1 else ""
+        yield f"loss: first {first:.4g}, last {last:.4g}{means}"
+    yield f"peak memory: {_peak(log)}"
+    files = [file for name in reversed(log.saves) if (file := Path(name)).exists()]
+    if files:
+        yield f"written to {files[0].parent}: {abbreviated([file.name for file in files], 3)}"
+    else:
+        yield "written: no model and no state"
+    if status == "failed" and log.newest_state() is not None:
+        yield f"to resume: {log.start['resume_command']}"
+    elif status == "finished" and written.complete:
+        yield f"to see losses, times and events: python -m kohya_ext watch {written.file}"
+
+
+def _peak(log: RunLog) -> str:
+    predicted = log.start.get("predicted", {}).get("reserved")
+    expected = f", predicted {format_size(predicted)}" if predicted else ""
+    if "peak_reserved" in log.peaks:
+        return f"{format_size(log.peaks['peak_reserved'])} reserved on the GPU{expected}"
+    return f"{format_size(peak_memory()['host_resident'])} on the host"
+
+
+# --- patch -----------------------------------------------------------------------------------------------------------
+
+
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Recorder | None:
+    folder = getattr(args, "output_dir", None)
+    if not accelerator.is_main_process or getattr(args, "debug_dataset", False) or not (folder or settings[JOURNAL_FILE]):
+        return None
+    name = getattr(args, "output_name", None) or DEFAULT_NAME
+    file = settings[JOURNAL_FILE] or Path(folder or ".") / f"{name}{journal.SUFFIX}"
+    run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
+    fallback = settings["fallback_dir"]
+    folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)
+    written = Journal(file, run.id, folders)
+    written.open()
+    try:
+        facts = _start_facts(args, accelerator, program())
+    except Exception as problem:  # an unexpected command line must not end the run
+        warn(f"the journal {file} has no settings: {type(problem).__name__}: {problem}")
+        facts = {"name": name, "pid": os.getpid(), "host": socket.gethostname()}
+    written.write("start", run=run.id, **facts)
+    journal.begin(written)
+    device = index_of(accelerator.device) if accelerator.device.type == "cuda" else None
+    recorder = _Recorder(args, accelerator, written, device)
+    written.step = recorder.current_step
+    recorder.listen()
+    return recorder
+
+
+def _add(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def add(self: Any, *, epoch: int, step: int, loss: float) -> None:
+        original(self, epoch=epoch, step=step, loss=loss)
+        if (recorder := current(_Recorder)) is not None:
+            recorder.add_loss(loss)
+
+    return add
+
+
+def _backward(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
+        if (recorder := current(_Recorder)) is not None:
+            recorder.on_backward()
+        return original(self, loss, **kwargs)
+
+    return backward
+
+
+def _save_image(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def save(self: Any, fp: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, fp, *args, **kwargs)
+        if isinstance(fp, (str, Path)):
+            journal.sampled(Path(fp))
+        return result
+
+    return save
+
+
+PATCH = Patch(
+    name="journal",
+    summary="write settings, losses, times, memory and events of the run to a journal, and a summary at the end; see `watch`",
+    targets=(
+        *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
+        Target("PIL.Image", "Image.save", _save_image, takes("self", "fp"), body="runs"),
+    ),
+    options=(JOURNAL, JOURNAL_FILE),
+    exactness="exact",
+    held_to="the same run without the patch",
+    idea="https://jsonlines.org",
+    wanted=lambda settings: settings[JOURNAL],
+    stage=Stage.OBSERVE,
+    on_start=_start,
+)

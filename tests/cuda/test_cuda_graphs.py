@@ -1,0 +1,92 @@
+"""--cuda_graphs on the virtual GPU: capture rules, launches, waiting and memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.configurations import CONFIGURATIONS
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+
+#: Names of configurations.
+REPLAYED = (
+    "sdxl-lora-bf16",
+    "flux-lora-fp16",
+    "sdxl-lora-fp16",
+    "flux-lora-bf16",
+    "accumulation",
+    "validation",
+    "fused-operations",
+    "checkpointing-ratio",
+    "train_network-sd15-AdamW8bit-bf16",
+    "sdxl_train_network-sdxl-Prodigy-bf16",
+    "anima_train_network-anima-AdamW-bf16",
+)
+#: By default SDXL is trained by the replayer, in tests/real.
+DEFAULT = ("flux-lora-fp16",)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in REPLAYED])
+def test_later_steps_replay_their_launches_and_wait_no_more(checkout, name, train_both, train_on_gpu):
+    configuration = CONFIGURATIONS[name]
+    if not (checkout.path / configuration.script).is_file():
+        pytest.skip(f"{checkout.label} has no {configuration.script}")
+    eager = train_both(checkout, configuration).ours
+    options = (*configuration.options, *configuration.extension_options, "--max_train_steps", "6")
+    replayed = train_on_gpu(checkout, configuration.script, *options, "--cuda_graphs", family=configuration.family)
+    assert replayed.record["unknown_calls"] == {}
+    assert "without CUDA graphs" not in replayed.output, replayed.output[-4000:]
+    *earlier, last = replayed.later_steps
+    # The rest is the text encoders' and the optimizer's.
+    assert last.launches_in_graphs > 0.3 * last.launches
+    # Copies of inputs, outputs and gradients; accumulation also copies each gradient out of its staging buffer.
+    assert last.launches <= max(step.launches for step in eager.later_steps) + 100
+    assert last.syncs <= max(step.syncs for step in eager.later_steps)
+    assert last.own_syncs.keys() <= {place for step in eager.later_steps for place in step.own_syncs}
+    assert last.bytes <= max(step.bytes for step in earlier) + 2**16
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "reason"),
+    [
+        ("sdxl_train_network.py", ("--network_args", "module_dropout=0.5"), "the model draws random numbers on the CPU"),
+        ("sdxl_train_network.py", ("--network_dropout", "0.1"), "dropout with gradient checkpointing"),
+        ("sdxl_train_network.py", ("--vram_budget", "12GB"), "--vram_budget is not supported"),
+        ("sd3_train_network.py", (), "the model copies data between CPU and GPU in every step (sd3_models.py"),
+        ("lumina_train_network.py", (), "the model copies data between CPU and GPU in every step (lumina_models.py"),
+        ("sdxl_train.py", (), "only networks such as LoRA are supported"),
+    ],
+)
+def test_other_runs_train_eager_and_print_the_reason(checkout, script, options, reason, train_on_gpu):
+    run = train_on_gpu(checkout, script, "--mixed_precision", "bf16", *options, "--cuda_graphs")
+    assert run.code == 0, run.output[-4000:]
+    assert run.output.count("training continues without CUDA graphs") == 1
+    assert f"cuda_graphs: {reason}" in run.output
+    assert run.steps[-1].launches_in_graphs == 0
+
+
+@pytest.mark.usefixtures("gpu_libraries")
+def test_broken_recordings_leave_nothing_behind():
+    script = str(Path(__file__).with_name("broken_recordings.py"))
+    words = ["4090", "--memory", "8GiB", "--", "env", f"PYTHONPATH={ROOT}", sys.executable, script]
+    done = subprocess.run([sys.executable, "-m", "virtual_gpu", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results.pop("none") == {"lines": [], "counts": {"recorded": 1, "replayed": 3}, "left": 0, "capturing": False}
+    reasons = {name: result["lines"] for name, result in results.items()}
+    for name, result in results.items():
+        assert len(result["lines"]) == 1, reasons
+        assert result["counts"] == {"eager": 3}, name
+        assert result["left"] == 0, name
+        assert not result["capturing"], name
+    assert "reads results on the CPU" in reasons["read"][0]
+    assert reasons["error while capturing"] == ["ValueError: of the model; training continues without CUDA graphs"]
+    assert "OutOfMemoryError" in reasons["memory while capturing"][0]

@@ -1,0 +1,86 @@
+"""--cuda_graphs in the real scripts, with CUDA graphs replaced by a replayer of operations on the CPU."""
+
+from dataclasses import dataclass
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+REPLAY = {"REPLAY_ON_CPU": "1"}
+BF16 = ("--mixed_precision", "bf16")
+LORA = "sdxl_train_network.py"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run whose result is compared with the same run without --cuda_graphs."""
+
+    script: str
+    options: tuple[str, ...] = BF16
+    without: tuple[str, ...] = ()
+    family: str | None = None
+    reason: str | None = None
+    """Why the model is not recorded; None if it is."""
+
+
+DEFAULT = ("accumulation",)
+CASES = {
+    "accumulation": Case(LORA, (*BF16, "--gradient_accumulation_steps", "2", "--max_train_steps", "3")),
+    "checkpointing-off": Case(LORA, without=("--gradient_checkpointing",)),
+    "dropout": Case(
+        LORA,
+        (*BF16, "--network_dropout", "0.2", "--network_args", "rank_dropout=0.1"),
+        without=("--gradient_checkpointing",),
+    ),
+    "fused-operations": Case(LORA, (*BF16, "--fused_operations")),
+    "ratio": Case(LORA, (*BF16, "--gradient_checkpointing_ratio", "0.5")),
+    "reentrant": Case(LORA, (*BF16, "--disable_patch", "nonreentrant_checkpointing", "--network_train_unet_only")),
+    "ema": Case(LORA, (*BF16, "--ema_decay", "0.9")),
+    "lora-fa": Case(LORA, (*BF16, "--network_module", "networks.lora_fa")),
+    "locon": Case(LORA, (*BF16, "--network_args", "conv_dim=4")),
+    "prodigy": Case(LORA, (*BF16, "--optimizer_type", "Prodigy")),
+    "validation": Case(
+        LORA, (*BF16, "--validation_split", "0.5", "--validate_every_n_steps", "2", "--max_validation_steps", "1")
+    ),
+    "sd15": Case("train_network.py"),
+    "flux": Case("flux_train_network.py"),
+    "flux-fp8": Case("flux_train_network.py", (*BF16, "--fp8_base")),
+    "sd3": Case("sd3_train_network.py"),
+    "lumina": Case("lumina_train_network.py"),
+    "anima": Case("anima_train_network.py"),
+    "hunyuan-image": Case("hunyuan_image_train_network.py", (), reason="the model reads results on the CPU"),
+    "chroma": Case("flux_train_network.py", family="chroma", reason="the model "),
+    "dropout-checkpointing": Case(LORA, (*BF16, "--network_dropout", "0.2"), reason="dropout with gradient checkpointing"),
+    "module-dropout": Case(LORA, (*BF16, "--network_args", "module_dropout=0.5"), reason="dropout"),
+    "dylora": Case(
+        LORA,
+        (*BF16, "--network_module", "networks.dylora", "--network_args", "unit=1"),
+        without=("--gradient_checkpointing",),
+        reason="the model draws random numbers on the CPU",
+    ),
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[] if name in DEFAULT else pytest.mark.slow) for name, case in CASES.items()],
+)
+def test_replayed_training_is_bit_identical(checkout, train, case):
+    """Four steps of two sizes, with trained text encoders and gradient checkpointing unless the case changes it."""
+    if not (checkout.path / case.script).is_file():
+        pytest.skip(f"{checkout.label} has no {case.script}")
+    eager, replayed = (
+        train(checkout, case.script, *case.options, *more, without=case.without, family=case.family, env=REPLAY)
+        for more in ((), ("--cuda_graphs",))
+    )
+    assert eager.code == replayed.code == 0, replayed.output[-4000:]
+    facts = replayed.report["facts"]["cuda_graphs"]
+    if case.reason is None:
+        assert "off" not in facts
+        assert facts["recorded"] >= 1
+        assert facts["replayed"] >= 4
+    else:
+        assert facts["off"].startswith(case.reason)
+        assert replayed.output.count("training continues without CUDA graphs") == 1
+    assert all(torch.equal(replayed.tensors[name], expected) for name, expected in eager.tensors.items())

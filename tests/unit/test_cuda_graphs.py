@@ -1,0 +1,389 @@
+"""--cuda_graphs: recorded passes train bit for bit as eager ones, and stand aside where they cannot."""
+
+import random
+import weakref
+from argparse import Namespace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.patches import cuda_graphs  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from kohya_ext.compiling.graphs import RecordedModel  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from tests.replayer import CpuRecorder, Recording  # noqa: E402
+
+WIDTH = 16
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank change of a frozen layer."""
+
+    def __init__(self, layer, dropout=0.0):
+        super().__init__()
+        self.down, self.up = torch.nn.Linear(WIDTH, 4, bias=False), torch.nn.Linear(4, WIDTH, bias=False)
+        torch.nn.init.normal_(self.up.weight, std=0.1)
+        self.multiplier, self.dropout, self.original = 1.0, dropout, layer.forward
+        layer.forward = self.forward
+
+    def forward(self, x):
+        return self.original(x) + self.up(F.dropout(self.down(x), self.dropout)) * self.multiplier
+
+
+class Model(torch.nn.Module):
+    """A frozen model of two blocks, and an unused layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gradient_checkpointing = False
+        self.before_output = self.clear
+        self.requires_grad_(False)
+
+    def forward(self, sample, timestep, context=None, scale=1.0):
+        x = sample.flatten(2).transpose(1, 2) * scale + timestep[:, None, None]
+        x = x if context is None else x + context.mean(1, keepdim=True)
+        for layer in self.layers[:2]:
+            x = checkpoint(self.block, layer, x, use_reentrant=False) if self.gradient_checkpointing else self.block(layer, x)
+        return self.before_output(x).transpose(1, 2).reshape(sample.shape)
+
+    def clear(self, x):
+        x[x > 1e9] = 0
+        return x
+
+    def block(self, layer, x):
+        return x + F.silu(layer(x))
+
+
+class Training:
+    """A training loop, recorded or eager."""
+
+    def __init__(self, recorded, dropout=0.0, network=Adapter, **limits):
+        torch.manual_seed(0)
+        self.model = Model()
+        self.network = torch.nn.ModuleList(network(layer, dropout) for layer in self.model.layers)
+        self.text_encoder = torch.nn.Linear(WIDTH, WIDTH)
+        self.weights = [*self.network.parameters(), *self.text_encoder.parameters()]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-2)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.precision, self.set_to_none = torch.bfloat16, True
+        self.lines, self.losses = [], []
+        self.recorder = CpuRecorder(**limits.pop("memory", {}))
+        modules = (self.model, self.network)
+        self.recorded = RecordedModel(self.recorder, modules, self.weights, self.lines.append, **limits) if recorded else None
+        self.data = torch.Generator().manual_seed(1)
+
+    def __call__(self, *args, **kwargs):
+        with torch.autocast("cpu", self.precision):
+            if self.recorded is None or not torch.is_grad_enabled():
+                return self.model(*args, **kwargs)
+            return self.recorded(partial(Model.forward, self.model), args, kwargs)
+
+    def inputs(self, height=2):
+        sample = torch.randn(1, WIDTH, height, 3, generator=self.data)
+        return sample, torch.rand(1, generator=self.data), torch.randn(1, 5, WIDTH, generator=self.data)
+
+    def micro_batch(self, height=2, scale=1.0, factor=1.0, trains_text=False):
+        sample, timestep, context = self.inputs(height)
+        if trains_text:
+            context = self.text_encoder(context)
+        output = self(sample, timestep, context=context, scale=scale)
+        loss = (output.float() - sample).square().mean() * factor
+        self.scaler.scale(loss).backward()
+        self.losses.append(loss.item())
+
+    def step(self, *heights, norm=0.1, **options):
+        for height in heights or (2,):
+            self.micro_batch(height, **options)
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.weights, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+
+    @property
+    def state(self):
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [torch.tensor(self.losses), *(weight.detach().clone() for weight in self.weights), *moments]
+
+
+def _sizes(training):
+    for number in range(6):
+        training.step(2 + number % 2)
+
+
+def _accumulation(training):
+    for _ in range(3):
+        training.step(2, 3, 2, factor=1 / 3)
+
+
+def _zeroed_gradients(training):
+    training.set_to_none = False
+    for _ in range(3):
+        training.step(2, 3)
+
+
+def _scaler(training):
+    training.precision = torch.float16
+    training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for factor in (1.0, 1e6, 1.0, 1.0):  # the second step overflows
+        training.step(factor=factor)
+
+
+def _sampling(training):
+    for number in range(4):
+        training.step(2)
+        with torch.no_grad():
+            training.losses.append(training(*training.inputs(2 + number)).sum().item())
+
+
+def _not_finite(training):
+    training.step()
+    training.micro_batch(factor=float("nan"))
+    training.optimizer.zero_grad()
+    training.step()
+    training.step()
+
+
+def _first_not_finite(training):
+    training.micro_batch(scale=float("nan"))
+    training.optimizer.zero_grad()
+    training.step()
+
+
+def _text_encoder(training):
+    for number in range(4):
+        training.step(2 + number % 2, trains_text=True)
+
+
+def _checkpointing(training):
+    training.model.gradient_checkpointing = True
+    _text_encoder(training)
+
+
+def _multiplier(training):
+    for multiplier in (1.0, 0.5, 1.0):
+        for adapter in training.network:
+            adapter.multiplier = multiplier
+        training.step()
+
+
+def _abandoned_pass(training):
+    training.step()
+    training(*training.inputs())  # never runs backward
+    training.step()
+
+
+LOOPS = [
+    *(_sizes, _accumulation, _zeroed_gradients, _scaler, _sampling, _not_finite, _first_not_finite, _text_encoder),
+    *(_checkpointing, _multiplier, _abandoned_pass),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_recorded_training_is_bit_identical(loop):
+    eager, recorded = Training(False), Training(True)
+    for training in (eager, recorded):
+        torch.manual_seed(2)
+        loop(training)
+    assert recorded.lines == []
+    assert recorded.recorded.counts["recorded"] >= 1
+    assert recorded.recorded.counts["replayed"] >= 2
+    assert recorded.recorded.counts["eager"] == 0
+    assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_replay_draws_the_numbers_of_the_eager_pass():
+    eager, recorded = Training(False, dropout=0.3), Training(True, dropout=0.3)
+    for training in (eager, recorded):
+        torch.manual_seed(2)
+        _sizes(training)
+    assert recorded.recorded.counts["replayed"] == 6
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_second_pass_before_backward_runs_eager():
+    states = []
+    for training in (Training(False), Training(True)):
+        for _ in range(3):
+            first, second = training(*training.inputs()), training(*training.inputs())
+            (first.square().mean() + second.square().mean()).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        states.append(training.state)
+    assert training.recorded.counts == {"recorded": 1, "replayed": 3, "eager": 3}
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_second_backward_is_an_error():
+    training = Training(True)
+    loss = training(*training.inputs()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward ran twice"):
+        loss.backward()
+
+
+def test_gradients_of_a_step_do_not_change_with_the_next_replay():
+    training = Training(True)
+    training.micro_batch()
+    first = [weight.grad.clone() for weight in training.network.parameters() if weight.grad is not None]
+    training.micro_batch()
+    eager = Training(False)
+    eager.micro_batch()
+    eager.micro_batch()
+    grads, expected = ([w.grad for w in each.network.parameters() if w.grad is not None] for each in (training, eager))
+    assert len(grads) == 4, "the unused layer's adapter has no gradient"
+    assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in zip(grads, expected, first, strict=True))
+
+
+# --- standing aside --------------------------------------------------------------------------------------------------
+
+
+def _read(x):
+    return x if x.sum().item() > -1e9 else x * 2
+
+
+def _mask(x):
+    return x[x > -1e9].reshape(x.shape)
+
+
+def _draw(x):
+    return x * (2 if random.random() < 2 else 1)
+
+
+def _fail_while_recording(x):
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    if type(mode).__name__ == "Recording":
+        raise ValueError("broken capture")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_read, "the model reads results on the CPU in every step (test_cuda_graphs.py:"),
+        (_mask, "the model selects elements by a mask"),
+        (_draw, "the model draws random numbers on the CPU, as module_dropout and DyLoRA do"),
+        (_fail_while_recording, "ValueError: broken capture"),
+    ],
+)
+def test_model_that_cannot_be_recorded_trains_eager(change, reason):
+    states = []
+    for training in (Training(False), Training(True)):
+        training.model.before_output = change
+        random.seed(3)
+        torch.manual_seed(3)
+        training.step(2, 2)
+        training.step()
+        states.append([*training.state, torch.rand(1), torch.tensor(random.random())])
+    assert len(training.lines) == 1
+    assert training.lines[0].startswith(reason)
+    assert training.lines[0].endswith("; training continues without CUDA graphs")
+    assert training.recorded.counts == {"eager": 3}
+    assert training.recorder.released == 1
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_broken_recording_keeps_earlier_gradients_and_frees_its_tensors():
+    training = Training(True)
+    training.micro_batch(2)
+    before = [weight.grad for weight in training.weights]
+    values = [None if gradient is None else gradient.clone() for gradient in before]
+    kept = []
+
+    def fail(x):
+        if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "Recording":
+            saved = torch.zeros(3)
+            kept.append(weakref.ref(saved))
+            raise ValueError("broken capture")
+        return x
+
+    training.model.before_output = fail
+    training(*training.inputs(3))
+    assert training.lines == ["ValueError: broken capture; training continues without CUDA graphs"]
+    assert kept[0]() is None
+    for weight, value in zip(training.weights, values, strict=True):
+        assert weight.grad is None if value is None else torch.equal(weight.grad, value)
+
+
+def test_replay_that_differs_is_not_used(monkeypatch):
+    original = Recording.replay
+
+    def replay(self):
+        original(self)
+        for *_, results, _ in self.operations[-2:]:
+            for tensor in results:
+                tensor.mul_(1.01)
+
+    monkeypatch.setattr(Recording, "replay", replay)
+    training = Training(True)
+    training.step()
+    assert training.lines[0].startswith("a replay differs from the eager pass (output: 0.0")
+
+
+def test_moved_weights_end_the_recording():
+    training = Training(True)
+    training.step()
+    training.model.layers[0].weight.data = training.model.layers[0].weight.data.clone()
+    training.step()
+    assert training.lines == ["weights of the model have moved in memory; training continues without CUDA graphs"]
+
+
+def test_dropout_with_checkpointing_stands_aside():
+    training = Training(True, dropout=0.3)
+    training.model.gradient_checkpointing = True
+    training.step()
+    assert training.lines[0].startswith("dropout with gradient checkpointing restores random states")
+
+
+def test_sizes_beyond_the_limit_run_eager_and_exact():
+    eager, recorded = Training(False), Training(True, max_sizes=1)
+    for training in (eager, recorded):
+        for height in (2, 3, 2, 4, 3):
+            training.step(height, 2, trains_text=True)
+    assert recorded.recorded.counts == {"recorded": 1, "replayed": 7, "not_recorded": 3}
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_little_free_memory_ends_recording():
+    training = Training(True, memory={"free": 10 * 2**20, "bytes_per_recording": 2**20}, reserve=5 * 2**20)
+    for height in (2, 3, 4):
+        training.step(height)
+    # After the first size 8 MiB are free; a second one would leave 6, and a third one less than the reserve.
+    assert training.recorded.counts == {"recorded": 2, "replayed": 2, "not_recorded": 1}
+    assert training.lines == ["6 MiB of GPU memory are free; image sizes after the first 2 run eager"]
+
+
+# --- the patch -------------------------------------------------------------------------------------------------------
+
+_NETWORK = {"network_module": "networks.lora"}
+
+
+@pytest.mark.parametrize(
+    ("args", "run", "settings", "reason"),
+    [
+        (_NETWORK, {"device": torch.device("cpu")}, {}, "the model runs on cpu"),
+        (_NETWORK, {"num_processes": 2}, {}, "the run has several processes"),
+        ({}, {}, {}, "only networks such as LoRA are supported"),
+        ({**_NETWORK, "blocks_to_swap": 4}, {}, {}, "--blocks_to_swap is not supported"),
+        ({**_NETWORK, "cpu_offload_checkpointing": True}, {}, {}, "--cpu_offload_checkpointing is not supported"),
+        ({**_NETWORK, "deepspeed": True}, {}, {}, "--deepspeed is not supported"),
+        (_NETWORK, {}, {"selective_torch_compile": True}, "--selective_torch_compile is not supported"),
+        (_NETWORK, {}, {"vram_budget": "8GB"}, "--vram_budget is not supported"),
+    ],
+)
+def test_patch_stands_aside_with_a_line(args, run, settings, reason, capsys):
+    accelerator = SimpleNamespace(**{"device": torch.device("cuda"), "num_processes": 1, **run})
+    assert cuda_graphs.PATCH.on_start(Namespace(**args), accelerator, Settings(cuda_graphs=True, **settings)) is None
+    assert f"cuda_graphs: {reason}" in capsys.readouterr().err
+
+
+def test_patch_takes_part_in_the_training_of_a_network(capsys):
+    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True)) is not None
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,83 @@
+"""The log of a step: storages that autograd adds to in place, and results of operators that are reused."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from kohya_ext.estimate.reductions import buffer_bytes  # noqa: E402
+from kohya_ext.estimate.step import fake_tensors  # noqa: E402
+from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
+
+USES = 8
+MIB = 2**20
+
+
+def test_gradients_of_many_uses_are_in_one_storage_that_is_freed() -> None:
+    with Tracker() as tracker:
+        weight = torch.ones(MIB // 4, requires_grad=True)
+        for _ in range(4):  # ids of Python objects are used again
+            value = weight.exp()
+            losses = [(value * number).sum() for number in range(USES)]
+            before = len(tracker.events)
+            with tracker.during(BACKWARD):
+                torch.autograd.backward(losses)
+            weight.grad = None
+            allocated = sum(event.bytes == MIB for event in tracker.events[before:])
+            assert allocated <= USES + 2  # a gradient of each use, of exp and of the weight: their sums take no memory
+        del value, losses
+    freed = {event.storage for event in tracker.events if event.bytes < 0}
+    assert {event.storage for event in tracker.events} - freed == {0}  # the weight
+
+
+def operators(row: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return new tensors, views and results of operators in place."""
+    product = row @ weight
+    parts = product.chunk(2, dim=1)
+    added = product.add_(1)
+    sums = torch._foreach_add([row, product], 1)
+    torch._foreach_mul_(sums, 2)
+    indices = product.max(dim=1)
+    return [
+        product,
+        *parts,
+        added,
+        *sums,
+        *indices,
+        product.transpose(0, 1),
+        product.expand(3, 2, 6),
+        product.to(torch.bfloat16),
+    ]
+
+
+def described(tensors: list[torch.Tensor]) -> list[object]:
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    return [
+        (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storages.index(storage))
+        for tensor, storage in zip(tensors, storages, strict=True)
+    ]
+
+
+def test_reused_results_equal_those_of_the_operators() -> None:
+    with FakeTensorMode():
+        expected = described(operators(torch.ones(2, 4), torch.ones(4, 6)))
+    with fake_tensors() as assumptions:
+        first, second = (operators(torch.ones(2, 4), torch.ones(4, 6)) for _ in range(2))
+        assert described(first) == described(second) == expected
+        assert len(assumptions._results) >= len(expected) - 2
+        assert torch.ones(3, 4).add(1).shape == (3, 4)  # another size
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dims", "expected"),
+    [
+        ((1, 4608, 3072), (4608 * 3072, 3072, 1), (0, 1), 96 * MIB),  # as PyTorch 2.14 allocates on a virtual RTX 4090
+        ((4, 8), (8, 1), (0,), 0),
+        ((1, 640, 128, 128), (640 * 16384, 16384, 128, 1), (2, 3), 0),
+        ((4096, 640), (640, 1), (), 0),
+        ((), (), (), 0),
+    ],
+)
+def test_memory_for_partial_sums(shape, stride, dims, expected) -> None:
+    assert buffer_bytes(shape, stride, dims) == expected
