@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -74,24 +75,10 @@ def measure(
     row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, used: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a row's prediction and what its run used, in bytes: ``used``, or measured now."""
-    command = CommandLine(checkout.script(row.script), row.arguments, {})
-    config = memory_config.normalized(memory_config.read(command)[0])
-    models = sparse_checkpoints.write(checkout, config, scratch / "models")
-    tokenizers.write(models.tokenizers)
-    images = scratch / "images"
-    write_images(images, config.train_batch_size * config.gradient_accumulation_steps, memory_config.size(config))
-    option = config.family.checkpoints[0].option
-    arguments = [
-        *row.arguments,
-        *(word for name, path in models.files.items() for word in (f"--{name}", str(path))),
-        *("--tokenizer_cache_dir", str(models.tokenizers), "--train_data_dir", str(images), "--caption_extension", ".txt"),
-        *("--output_dir", str(scratch / "output"), "--output_name", "full_size", "--save_model_as", "safetensors"),
-        *("--max_train_steps", str(STEPS + 1), "--max_data_loader_n_workers", "0", "--seed", "1"),
-        *option_words({} if option is None else dict([option])),
-    ]
+    arguments, config = training_arguments(row, checkout, scratch, STEPS + 1)
     predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
     if used is None:
-        used = run(row, checkout, scratch, given, arguments, _numbers(config))
+        used = run(row, checkout, scratch, given, arguments, passes(config, STEPS), tokens(config))
     return {
         "card": row.card,
         "arguments": " ".join([row.script, *row.arguments]),
@@ -105,20 +92,52 @@ def measure(
     }
 
 
-def _numbers(config: memory_config.MemoryConfig) -> tuple[int, int]:
-    """Return the backward passes to run, and the tokens that the worker assumes."""
-    tokens = config.t5xxl_max_token_length or config.family.t5_tokens or config.gemma2_max_token_length or 256
-    return STEPS * config.gradient_accumulation_steps, tokens if config.family.name in READS_LENGTHS else 0
+def training_arguments(row: Row, checkout: Checkout, scratch: Path, steps: int) -> tuple[list[str], memory_config.MemoryConfig]:
+    """Write a row's models and images to ``scratch``; return its arguments for ``steps`` steps, and its configuration."""
+    command = CommandLine(checkout.script(row.script), row.arguments, {})
+    config = memory_config.normalized(memory_config.read(command)[0])
+    models = sparse_checkpoints.write(checkout, config, scratch / "models")
+    tokenizers.write(models.tokenizers)
+    images = scratch / "images"
+    write_images(images, config.train_batch_size * config.gradient_accumulation_steps, memory_config.size(config), steps)
+    option = config.family.checkpoints[0].option
+    return [
+        *row.arguments,
+        *(word for name, path in models.files.items() for word in (f"--{name}", str(path))),
+        *("--tokenizer_cache_dir", str(models.tokenizers), "--train_data_dir", str(images), "--caption_extension", ".txt"),
+        *("--output_dir", str(scratch / "output"), "--output_name", "full_size", "--save_model_as", "safetensors"),
+        *("--max_train_steps", str(steps), "--max_data_loader_n_workers", "0", "--seed", "1"),
+        *option_words({} if option is None else dict([option])),
+    ], config
+
+
+def passes(config: memory_config.MemoryConfig, steps: int) -> int:
+    """Return the backward passes of ``steps`` optimizer steps."""
+    return steps * config.gradient_accumulation_steps
+
+
+def tokens(config: memory_config.MemoryConfig) -> int:
+    """Return the length of the captions that the worker assumes; 0 for a family that does not read it from the GPU."""
+    length = config.t5xxl_max_token_length or config.family.t5_tokens or config.gemma2_max_token_length or 256
+    return length if config.family.name in READS_LENGTHS else 0
 
 
 def run(
-    row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, arguments: list[str], numbers: tuple[int, int]
+    row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, arguments: list[str], passes: int, tokens: int
 ) -> dict[str, Any]:
-    """Run a command line on the virtual GPU and return the worker's result; ``numbers`` are its passes and tokens."""
+    """Run a command line on the virtual GPU for some backward passes, and return the worker's result."""
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
     launcher = shlex.split(given.launcher.format(python=shlex.quote(given.python), memory=f"{row.card // 2**20}MiB"))
-    words = [given.python, "-m", "benchmarks.full_size_worker", str(result), *map(str, numbers), str(int(given.allocations))]
+    words = [
+        given.python,
+        "-m",
+        "benchmarks.full_size_worker",
+        str(result),
+        str(passes),
+        str(tokens),
+        str(int(given.allocations)),
+    ]
     variables = environment.variables(scratch / "models" / "tokenizers") | {
         "PYTHONPATH": environment.python_path(results.ROOT),
         "KOHYA_EXT_CACHE": str(scratch / "cache"),
@@ -137,35 +156,43 @@ def run(
     if not result.exists():
         return {"failed": f"exit code {code}: {last_line(log)}"}
     used: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return used if len(used["steps"]) == numbers[0] else {**used, "failed": f"exit code {code}: {last_line(log)}"}
+    return used if len(used["steps"]) == passes else {**used, "failed": f"exit code {code}: {last_line(log)}"}
 
 
-def write_images(folder: Path, count: int, size: tuple[int, int]) -> None:
-    """Write ``count`` images of one size, each repeated for every step, and their captions. Other images are deleted."""
+def write_images(folder: Path, count: int, size: tuple[int, int], repeats: int) -> None:
+    """Write ``count`` images of one size and their captions. Other images are deleted."""
     from PIL import Image
 
-    images = folder / f"{STEPS + 1}_sks"
-    images.mkdir(parents=True, exist_ok=True)
-    for file in images.iterdir():
-        file.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    images = folder / f"{repeats}_sks"
+    images.mkdir(parents=True)
     for index in range(count):
         Image.new("RGB", size).save(images / f"{index}.png")
         (images / f"{index}.txt").write_text(CAPTION, encoding="utf-8")
 
 
+def launching() -> argparse.ArgumentParser:
+    """Return a parser of the options that say where and how the worker runs."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
+    parser.add_argument("--launcher", default=LAUNCHER, help="command that gives {python} a virtual GPU of {memory}")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with a CUDA build of torch")
+    parser.add_argument("--patience", type=float, default=600, help="seconds after which a run is ended")
+    parser.add_argument("--scratch", type=Path, help="folder for sparse checkpoints, images and logs")
+    parser.set_defaults(allocations=False)
+    return parser
+
+
 def main() -> int:
     """Run the rows that are not in the output file, and write it after each; return 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[launching()]
+    )
     parser.add_argument("--only", default="", help="run only rows whose name begins with this text, such as flux-lora/")
     parser.add_argument("--faster", action="store_true", help="also the next faster choice of each tier")
     parser.add_argument("--fresh", action="store_true", help="measure the estimates instead of reading the package's table")
     parser.add_argument("--again", action="store_true", help="run rows that are in the output file again")
     parser.add_argument("--allocations", action="store_true", help="record the tensors at the peak by lines of code")
-    parser.add_argument("--launcher", default=LAUNCHER, help="command that gives {python} a virtual GPU of {memory}")
-    parser.add_argument("--python", default=sys.executable, help="interpreter with a CUDA build of torch")
-    parser.add_argument("--patience", type=float, default=600, help="seconds after which a run is ended")
-    parser.add_argument("--scratch", type=Path, help="folder for sparse checkpoints, images and logs")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
     checkout = find_or_fetch(given.sd_scripts)

@@ -104,22 +104,23 @@ def assume_lengths(tokens: int) -> None:
 def end_after(passes: int) -> list[dict[str, Any]]:
     """End the run before the backward pass after ``passes``; return a list that gets a row for each pass, beginning before it.
 
-    A row has the host's seconds, the launches and the peaks since the row before.
+    A row has the host's seconds, the launches, the syncs and the peaks since the row before.
     """
     rows: list[dict[str, Any]] = []
-    last: tuple[float, float, int] | None = None
+    last: tuple[float, float, int, int] | None = None
     backward = torch.Tensor.backward
 
     def count(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal last
-        now = (time.perf_counter(), time.process_time(), virtual_gpu.launches())
+        now = (time.perf_counter(), time.process_time(), virtual_gpu.launches(), virtual_gpu.syncs())
         if last is not None:
-            wall, processor, launched = (after - before for after, before in zip(now, last, strict=True))
+            wall, processor, launched, waits = (after - before for after, before in zip(now, last, strict=True))
             rows.append(
                 {
                     "seconds": wall,
                     "processor_seconds": processor,
                     "launches": launched,
+                    "syncs": waits,
                     "allocated": torch.cuda.max_memory_allocated(),
                     "reserved": torch.cuda.max_memory_reserved(),
                 }

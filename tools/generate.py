@@ -7,16 +7,19 @@ Run it when an option, a patch's summary, a preset or the table of estimates cha
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 
 from kohya_ext.commands import options, presets
 from kohya_ext.config import preset_files
 from kohya_ext.patching.patch import registry
 
 DOCS = Path(__file__).parent.parent / "docs"
+HOST_TIME = DOCS.parent / "benchmarks" / "results" / "host_time.json"
 
 ROW, COLUMN, LEFT, TOP = 34, 84, 150, 64
 """Sizes in the image, in pixels."""
@@ -33,7 +36,7 @@ def main() -> int:
 
 def generated() -> Mapping[Path, str]:
     """Return the current content of every generated file."""
-    pages = {"options.md": _options(), "patches.md": _patches(), "presets.md": _presets()}
+    pages = {"options.md": _options(), "patches.md": _patches(), "presets.md": _presets(), "speed.md": _host_time()}
     files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), table) for page, table in pages.items()}
     return {**files, DOCS / "presets.svg": _image()}
 
@@ -72,6 +75,24 @@ def _family(family: str, rows: Iterable[Sequence[str]]) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+def _host_time() -> str:
+    """Return a table of what a step costs the host, from the results of benchmarks/host_time.py."""
+    measured = json.loads(HOST_TIME.read_text(encoding="utf-8"))["rows"]
+    variants = list(dict.fromkeys(name for row in measured.values() for name in row if name != "arguments"))
+    rows = []
+    for name, row in measured.items():
+        family, option = name.split()
+        baseline = _processor_seconds(row[variants[0]])
+        costs = ((_processor_seconds(row[variant]), row[variant][0]) for variant in variants)
+        cells = (f"{seconds / baseline:.2f}, {cost['launches']:,.0f}, {cost['syncs']:.0f}" for seconds, cost in costs)
+        rows.append([family, "no" if "--no-" in option else "yes", *cells])
+    return _table(("LoRA", "checkpointing", *variants), rows)
+
+
+def _processor_seconds(rounds: Sequence[Mapping[str, float]]) -> float:
+    return median(each["processor_seconds"] for each in rounds)
 
 
 def _image() -> str:
