@@ -92,11 +92,16 @@ def measure(
     }
 
 
-def training_arguments(row: Row, checkout: Checkout, scratch: Path, steps: int) -> tuple[list[str], memory_config.MemoryConfig]:
-    """Write a row's models and images to ``scratch``; return its arguments for ``steps`` steps, and its configuration."""
+def training_arguments(
+    row: Row, checkout: Checkout, scratch: Path, steps: int, random: bool = False
+) -> tuple[list[str], memory_config.MemoryConfig]:
+    """Write a row's models and images to ``scratch``; return its arguments for ``steps`` steps, and its configuration.
+
+    The models' weights are zeros, or ``random``.
+    """
     command = CommandLine(checkout.script(row.script), row.arguments, {})
     config = memory_config.normalized(memory_config.read(command)[0])
-    models = sparse_checkpoints.write(checkout, config, scratch / "models")
+    models = sparse_checkpoints.write(checkout, config, scratch / "models", random)
     tokenizers.write(models.tokenizers)
     images = scratch / "images"
     write_images(images, config.train_batch_size * config.gradient_accumulation_steps, memory_config.size(config), steps)
@@ -167,7 +172,7 @@ def write_images(folder: Path, count: int, size: tuple[int, int], repeats: int) 
     images = folder / f"{repeats}_sks"
     images.mkdir(parents=True)
     for index in range(count):
-        Image.new("RGB", size).save(images / f"{index}.png")
+        Image.effect_noise(size, 64).convert("RGB").save(images / f"{index}.png", compress_level=1)
         (images / f"{index}.txt").write_text(CAPTION, encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """Full-size checkpoints of every family as sparse files: the names and shapes of their tensors, and zeros without disk space.
 
-The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors.
+The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors. :func:`fill` replaces the zeros by
+random numbers, for a GPU that computes: it multiplies zeros faster, and losses and gradients would vanish.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,22 @@ from kohya_ext.tiny import checkpoints
 #: Types in a safetensors header. Floating-point tensors are written in 16 bits, as published checkpoints are.
 _INTEGERS = {torch.int64: ("I64", 8), torch.int32: ("I32", 4), torch.bool: ("BOOL", 1)}
 
+_RANDOM_NUMBERS = 2**26
 
-def write(checkout: Checkout, config: MemoryConfig, folder: Path) -> checkpoints.Models:
-    """Write the checkpoints of a configuration's family to ``folder``, unless they are there, and return their paths."""
+
+def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool = False) -> checkpoints.Models:
+    """Write the checkpoints of a configuration's family to ``folder``, unless they are there, and return their paths.
+
+    Their weights are zeros. With ``random``, those of the first file are random (see :func:`fill`); it has the trained model.
+    """
     paths = checkpoints.locate(config.family.name, folder)
     if not all(path.exists() for path in paths.files.values()):
         with importable(checkout), fake_tensors():
             built = models.build(config)
             for option, tensors in _WRITERS.get(config.family.name, _tensors_by_option)(config, built):
                 write_file(paths.files[option], tensors)
+        if random:
+            fill(paths.files["pretrained_model_name_or_path"])
     return paths
 
 
@@ -51,6 +60,27 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+def fill(path: Path) -> None:
+    """Fill a sparse file with weights whose layers keep the variance of their inputs, and biases of 0; the same in each call."""
+    normal = torch.randn(_RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    contents = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    length = int.from_bytes(bytes(contents[:8].tolist()), "little")
+    header = json.loads(bytes(contents[8 : 8 + length].tolist()))
+    for name, tensor in header.items():
+        if tensor["dtype"] != "BF16":
+            continue
+        begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+        weight, shape = contents[begin:end].view(torch.bfloat16), tensor["shape"]
+        if len(shape) < 2:
+            weight.fill_(0 if name.endswith("bias") else 1)
+            continue
+        # Another part of the numbers for each tensor, so that layers are not equal.
+        half = _RANDOM_NUMBERS // 2
+        numbers = normal[zlib.crc32(name.encode()) % half :][:half]
+        for part in weight.split(half):
+            torch.mul(numbers[: len(part)], math.prod(shape[1:]) ** -0.5, out=part)
 
 
 _Files = Iterator[tuple[str, Mapping[str, torch.Tensor]]]

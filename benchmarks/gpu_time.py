@@ -1,0 +1,173 @@
+"""Measure training steps at full size on this machine's GPU: seconds, kernels, losses and memory.
+
+    python -m benchmarks.gpu_time [--only "sdxl-lora --gr.* (upstream|default)"] [--rounds 2] [--minutes 9] [--scratch FOLDER]
+
+Each family's LoRA script trains with and without gradient checkpointing, as upstream does and with the extension, in turn. The
+checkpoints have the sizes of the published ones and random weights (see sparse_checkpoints.py). A scratch folder on a RAM disk
+saves time; FLUX takes 34 GB of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import full_size, host_time, results
+from benchmarks.full_size import Row
+from benchmarks.processes import last_line
+from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
+from kohya_ext.tiny import environment
+
+OUTPUT = results.FOLDER / "gpu_time.json"
+
+#: Options of a variant; see host_time.py.
+VARIANTS = {
+    "upstream": host_time.VARIANTS["upstream"],
+    "default": host_time.VARIANTS["default"],
+    "graphs": ["--cuda_graphs"],
+    "fused": host_time.VARIANTS["fused"],
+    "graphs-fused": ["--cuda_graphs", "--fused_operations"],
+    "compiled": host_time.VARIANTS["compiled"],
+}
+FIRST_STEPS = 4
+MEASURED_STEPS = 12
+PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """A variant of a row to train."""
+
+    row: Row
+    variant: str
+    profiled: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.name} {self.variant}"
+
+
+def jobs(given: argparse.Namespace) -> Iterator[list[Job]]:
+    """Yield the jobs of each row: all variants in turn, in each round. The first round is profiled."""
+    for row in host_time.rows():
+        chosen = [name for name in VARIANTS if re.search(given.only, f"{row.name} {name}")]
+        if chosen:
+            yield [Job(row, name, turn == 0) for turn in range(given.rounds) for name in chosen]
+
+
+def train(job: Job, arguments: list[str], checkout: Checkout, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Run a job's worker, and return its result with the SHA-256 of the trained weights."""
+    result, log, output = scratch / "result.json", scratch / "log.txt", scratch / "output"
+    result.unlink(missing_ok=True)
+    shutil.rmtree(output, ignore_errors=True)
+    specification = {
+        "result": str(result),
+        "first": given.first,
+        "measured": given.measured,
+        "profiled": PROFILED_STEPS if job.profiled and not given.deterministic else 0,
+        "deterministic": given.deterministic,
+    }
+    variables = environment.variables(scratch / "models" / "tokenizers") | {
+        "PYTHONPATH": environment.python_path(results.ROOT),
+        "KOHYA_EXT_CACHE": str(scratch / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "compiled"),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic, and the default size
+        "TQDM_DISABLE": "1",
+    }
+    del variables["OMP_NUM_THREADS"]
+    command = [sys.executable, "-m", "benchmarks.gpu_worker", json.dumps(specification), "--sd-scripts", str(checkout.path)]
+    outputs = ["--output_dir", str(output), "--output_name", "trained", "--no_metadata"]
+    failed = None
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            code = subprocess.run(
+                [*command, job.row.script, *arguments, *outputs, *VARIANTS[job.variant]],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=scratch,
+                env=os.environ | variables,
+                timeout=min(given.patience, given.end + 30 - time.monotonic()),
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            failed = f"ended after {error.timeout:.0f} s"
+        else:
+            failed = f"exit code {code}: {last_line(log)}" if code else None
+    if given.logs is not None:
+        given.logs.mkdir(parents=True, exist_ok=True)
+        shutil.copy(log, given.logs / f"{re.sub('[^a-z0-9]+', '-', job.name)}.txt")
+    values: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    weights = output / "trained.safetensors"
+    if weights.exists():
+        values["weights"] = weights_hash(weights)
+    return values | ({} if failed is None else {"failed": failed})
+
+
+def weights_hash(path: Path) -> str:
+    """Return the SHA-256 of a safetensors file's tensors, without its header."""
+    with path.open("rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def measured(document: dict[str, Any], turn: list[Job], checkout: Checkout, scratch: Path, given: argparse.Namespace) -> bool:
+    """Measure the jobs of a row, and write the output file after each; return whether one failed."""
+    failed = False
+    steps = given.first + given.measured + PROFILED_STEPS + 1
+    arguments, _ = full_size.training_arguments(turn[0].row, checkout, scratch, steps, random=True)
+    for job in turn:
+        if time.monotonic() > given.end:
+            break
+        result = train(job, arguments, checkout, scratch, given)
+        failed |= "failed" in result
+        about = results.begin("gpu_time", checkout, result.pop("device", {}), False)
+        document["rows"].setdefault(job.name, []).append(result)
+        document |= {"machine": about.machine, "versions": about.versions, "commits": about.commits}
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        busy = result.get("profile", {}).get("busy_seconds")
+        parts = (result.get("seconds"), busy, result.get("allocated"), result.get("reserved"), result.get("until_first_backward"))
+        print(f"{job.name}: {parts} {result.get('weights', '')[:8]} {result.get('failed', '')}", file=sys.stderr, flush=True)
+    return failed
+
+
+def main() -> int:
+    """Measure the chosen rows; return 1 if a run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
+    parser.add_argument("--only", default="", help="regular expression: measure only runs whose name contains it")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
+    parser.add_argument("--first", type=int, default=FIRST_STEPS, help="steps that are not measured")
+    parser.add_argument("--measured", type=int, default=MEASURED_STEPS, help="steps that are measured")
+    parser.add_argument("--deterministic", action="store_true", help="compare weights: deterministic kernels, no profile")
+    parser.add_argument("--minutes", type=float, default=600, help="start no run after this time")
+    parser.add_argument("--patience", type=float, default=300, help="seconds after which a run is ended")
+    parser.add_argument("--scratch", type=Path, help="folder for checkpoints, images and outputs")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of the runs")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    given = parser.parse_args()
+    given.end = time.monotonic() + 60 * given.minutes
+    checkout = find_or_fetch(given.sd_scripts)
+    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}}
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = given.scratch or Path(temporary)
+        for turn in jobs(given):
+            if time.monotonic() < given.end:
+                failed |= measured(document, turn, checkout, scratch, given)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
