@@ -35,8 +35,8 @@ from kohya_ext.units import index_of
 MOST_STEPS = 20
 """Largest number of steps of a profile: a step of SDXL has about 100 MB in the trace before compression."""
 
-_LAPS = 20
-"""Number of steps before the profile in the median time of a step without the profiler."""
+_MIN_LAPS, _LAPS = 3, 20
+"""Smallest and largest number of steps before the profile in the median time of a step without the profiler."""
 
 _WINDOW = "profiled steps"
 _AFTER = "after the step"
@@ -171,6 +171,7 @@ class _Profile(TrainingCallback):
 
     def _warm_up(self) -> None:
         """Start and stop the profiler once: its first start takes seconds, and must precede the recording of CUDA graphs."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # no messages of the profiler's own on standard error
         if self.is_cuda:
             # Without CUPTI's tear-down, which crashes programs with CUDA graphs: github.com/pytorch/pytorch/issues/75504.
             os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -291,8 +292,6 @@ class _Profile(TrainingCallback):
             **summary.as_json(),
         )
         note(f"profile of steps {self.began_at} to {last}: {result.sentence}")
-        if self.is_cuda and summary.busy is None:
-            note("profile: only host times, because CUPTI is not available on this GPU (a virtual one, or without permission)")
         for line in result.advice:
             note(f"profile: {'try ' if line.startswith('--') else ''}{line}")
         taken = time.perf_counter() - began
@@ -311,6 +310,8 @@ class _Profile(TrainingCallback):
         measured = cpu if not self.is_cuda else DeviceType.CUDA
         after = sorted(event.start_ns() for event in events if event.name() == _AFTER and event.device_type() == cpu)
         saving = {begin for begin, wrote in zip(after, saved, strict=False) if wrote}
+        # Calls of the CUDA API have other thread numbers; their operators have the right ones.
+        threads = {event.correlation_id(): event.start_thread_id() for event in events if not event.linked_correlation_id()}
         for event in events:
             name, begin = event.name(), event.start_ns()
             if name == _MEMORY:
@@ -324,14 +325,15 @@ class _Profile(TrainingCallback):
                     device.append(DeviceEvent(begin, end, name, linked))
             elif name == _WINDOW:
                 window = (begin, end)
-            else:
+            elif linked or step_profile.is_api(name):
+                host.append(HostEvent(begin, end, name, threads.get(linked, 0)))
+            elif not step_profile.is_overhead(name):
                 if name == _AFTER:
                     name = SAVING if begin in saving else STEP
-                identity = 0 if linked else event.correlation_id()
                 thread, forward = event.start_thread_id(), event.fwd_thread_id()
-                host.append(HostEvent(begin, end, name, thread, identity, event.sequence_nr(), forward))
+                host.append(HostEvent(begin, end, name, thread, event.correlation_id(), event.sequence_nr(), forward))
         kind = self.accelerator.device.type
-        usual = statistics.median(self._laps[-_LAPS:]) if self._laps else None
+        usual = statistics.median(self._laps[-_LAPS:]) if len(self._laps) >= _MIN_LAPS else None
         return step_profile.summarize(
             host, device, window, count, "cuda" if kind == "cuda" else "cpu", memory, self._allocated, usual
         )

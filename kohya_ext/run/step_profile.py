@@ -29,6 +29,8 @@ Limit = Literal["arithmetic", "memory traffic", "transfers", "communication", "h
 PART, STEP, DATA, SAVING = "kohya_ext: ", "step ", "wait for data", "save and sample"
 """Names of ranges that the recorder adds. The first two precede the name of a part of the model and the number of a step."""
 
+NO_KERNELS = "no kernel times, because CUPTI is not available on this GPU (a virtual one, or without permission)"
+
 PYTHON = "(Python outside operators)"
 """The row of operators for the time of steps outside operators."""
 
@@ -68,9 +70,15 @@ _WAITS = re.compile(r"^(cu|cuda|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|
 
 _LAUNCHES = re.compile(r"^(cu|cuda|hip)(Graph)?(Launch|ExtModuleLaunch|ModuleLaunch)")
 _API = re.compile(r"^(cu|cuda|hip)[A-Z]")
+_OVERHEAD = re.compile(
+    r"^(Activity Buffer|Buffer Flush|Instrumentation|Resource|Lazy Function|Runtime Triggered|Overhead|CUPTI)", re.I
+)
 
 _OPTIMIZER_STEP = "Optimizer.step#"
 """Start of the name of the range that PyTorch records around an optimizer's step."""
+
+_CHECKPOINT = "CheckpointFunctionBackward"
+"""The autograd node that recomputes a checkpointed block and runs its backward pass."""
 
 _NOTABLE = 0.15
 """Smallest share of the time for which options are named."""
@@ -87,6 +95,16 @@ def kind_of_kernel(name: str) -> Kind:
 def kind_of_operator(name: str) -> Kind:
     """Return what an operator computes on the CPU, from its name."""
     return next((kind for kind, pattern in _OPERATORS_COMPILED if pattern.search(name)), "elementwise")
+
+
+def is_api(name: str) -> bool:
+    """Return whether a host event is a call of the CUDA API."""
+    return _API.match(name) is not None
+
+
+def is_overhead(name: str) -> bool:
+    """Return whether a host event is the profiler's own work."""
+    return _OVERHEAD.match(name) is not None
 
 
 class HostEvent(NamedTuple):
@@ -240,6 +258,10 @@ class _Walk:
     """Times at which the part changes, for the memory's timeline."""
     names: list[str] = field(default_factory=list)
     """The part from each of these times on."""
+    main_thread: int = 0
+    """The thread of the steps."""
+    others: list[Interval] = field(default_factory=list)
+    """Times in which other threads run the backward pass."""
     _stacks: dict[int, list[_Open]] = field(default_factory=dict)
     _forward: dict[tuple[int, int], str] = field(default_factory=dict)
     """(thread, number of the autograd node) -> the part that created it."""
@@ -250,9 +272,15 @@ class _Walk:
             self._close(stack)
         part, phase = (stack[-1].part, stack[-1].phase) if stack else ("", "")
         name = event.name
-        if event.forward_thread > 0 and event.sequence >= 0:
+        if name.startswith(STEP):
+            self.main_thread = event.thread
+        elif not stack and event.id and event.thread != self.main_thread:
+            self.others.append((event.begin, event.end))
+        if event.forward_thread > 0 and event.sequence >= 0 and name != _CHECKPOINT:
             part = self._forward.get((event.forward_thread, event.sequence), part)
             phase = "backward"
+        elif name == _CHECKPOINT:
+            phase = "recompute"
         elif name.startswith(PART):
             part = name[len(PART) :]
             phase = "recompute" if phase in ("backward", "recompute") else "forward"
@@ -272,10 +300,14 @@ class _Walk:
         stack.append(_Open(event, part, phase))
 
     def finish(self) -> None:
-        """Close all events."""
+        """Close all events. Steps wait for the backward pass in other threads, which is not Python's time."""
         for stack in self._stacks.values():
             while stack:
                 self._close(stack)
+        if self.main_thread:
+            waiting = total(union(self.others))
+            for row in (self.parts["", ""], self.operators[PYTHON]):
+                row[0] = max(row[0] - waiting, 0)
 
     def _close(self, stack: list[_Open]) -> None:
         closed = stack.pop()
@@ -315,12 +347,12 @@ def summarize(
     data: list[Interval] = []
     saving: list[Interval] = []
     launches = 0
-    for event in sorted(host):
+    for event in sorted(host, key=lambda event: (event.begin, -event.end)):
         if event.name == DATA:
             data.append(event[:2])
         elif event.name == SAVING:
             saving.append(event[:2])
-        elif event.id == 0 and _API.match(event.name):
+        elif event.id == 0 and is_api(event.name):
             if _WAITS.match(event.name):
                 waits.append(event[:2])
             launches += bool(_LAUNCHES.match(event.name))
@@ -471,12 +503,13 @@ class Verdict:
 def verdict(summary: Summary, options: Mapping[str, Any]) -> Verdict:
     """Return the limit and the options that shift it. ``options``: values of the script's and the extension's options."""
     if not summary.shares:
-        return Verdict(None, "no kernel times were recorded, so the limit is not known")
+        return Verdict(None, f"{NO_KERNELS}; the limit is not known")
     shares = sorted(summary.shares.items(), key=lambda item: item[1], reverse=True)
     limit = shares[0][0]
     advice = [line for name, share in shares if share >= _NOTABLE or name == limit for line in _ADVICE[name](summary, options)]
     advice += _advice_for_frozen_models(summary, options)
-    return Verdict(limit, _sentence(summary, limit), tuple(dict.fromkeys(advice)))
+    by_option = {line.split(" ")[0]: line for line in reversed(advice)}  # the first line of each
+    return Verdict(limit, _sentence(summary, limit), tuple(line for line in advice if line in by_option.values()))
 
 
 def _sentence(summary: Summary, limit: Limit) -> str:
@@ -615,14 +648,15 @@ def lines(summary: Summary, result: Verdict, rows: int = 15) -> Iterator[str]:
     if summary.busy is not None:
         waiting = f"; host waiting for the GPU {summary.waiting / summary.profiled:.0%}" if summary.device == "cuda" else ""
         yield f"{unit} busy {summary.busy:.0%}{waiting}"
-        yield from (f"  {name:<16}{share:>5.0%}" for name, share in sorted(summary.shares.items(), key=lambda item: -item[1]))
-        yield ""
-        yield from (f"  {name:<16}{share:>5.0%}" for name, share in sorted(summary.kinds.items(), key=lambda item: -item[1]))
-    for title, table in (("part", summary.blocks), ("operator", summary.operators), ("kernel", summary.kernels)):
-        shown = [row for row in table if max(row.device, row.host) > 0][:rows]
-        if shown:
+        for shares in (summary.shares, summary.kinds):
             yield ""
-            yield from _table(title, shown, summary)
+            shown = sorted(((share, name) for name, share in shares.items() if share >= 0.005), reverse=True)
+            yield from (f"  {name:<16}{share:>5.0%}" for share, name in shown)
+    for title, table in (("part", summary.blocks), ("operator", summary.operators), ("kernel", summary.kernels)):
+        longest = [row for row in table if max(row.device, row.host) > 0][:rows]
+        if longest:
+            yield ""
+            yield from _table(title, longest, summary)
     if summary.memory:
         place = f" in {summary.peak_in}" if summary.peak_in else ""
         yield ""
@@ -634,9 +668,10 @@ def lines(summary: Summary, result: Verdict, rows: int = 15) -> Iterator[str]:
 
 def _table(title: str, rows: Sequence[Row], summary: Summary) -> Iterator[str]:
     has_gpu = summary.device == "cuda" and summary.busy is not None
-    yield f"{'GPU ms':>10}{'host ms':>10}{'% of step':>11}{'count':>9}  {title}, per step"
+    yield f"{'GPU ms' if has_gpu else '':>10}{'host ms':>10}{'% of step':>11}{'count':>9}  {title}, per step"
     for row in rows:
         share = row.device / summary.wall if has_gpu else row.host / summary.profiled
         name = f"{row.name[:90]}{f' ({row.kind})' if row.kind else ''}"
         count = f"{row.count:.0f}" if row.count else ""
-        yield f"{row.device * 1e3:>10.2f}{row.host * 1e3:>10.2f}{share:>11.1%}{count:>9}  {name}"
+        device = f"{row.device * 1e3:.2f}" if has_gpu else ""
+        yield f"{device:>10}{row.host * 1e3:>10.2f}{share:>11.1%}{count:>9}  {name}"
