@@ -10,6 +10,7 @@ Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 - ``training``: numbers of images, buckets and steps, before the first step;
 - ``step``: an optimizer step;
 - ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``: events;
+- ``profile``: where the time of the steps of --profile_steps goes;
 - ``end``: status, reason and exit code.
 
 :mod:`kohya_ext.run.journal_reader` reads it. Other processes than the first, and data-loader workers, write nothing.
@@ -157,6 +158,11 @@ def sampled(path: Path) -> None:
     if _current is not None and path.parent.name == "sample" and _current.has(str(path.parent.parent)):
         _current.files += 1
         event("sample", file=os.path.abspath(path))
+
+
+def files_written() -> int:
+    """Return the number of models, states and samples of this process's run so far; 0 without a journal."""
+    return 0 if _current is None else _current.files
 
 
 def set_exit_code(code: object) -> None:

@@ -68,6 +68,8 @@ class RunLog:
     """Seconds between the previous step and each step: saving, sampling, validation."""
     part_began: int = 0
     """Index of the latest process's first step."""
+    profile: dict[str, Any] | None = None
+    """The latest ``profile`` line."""
     skipped: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
     """Largest allocated and reserved memory of the latest process, bytes."""
@@ -91,6 +93,8 @@ class RunLog:
             self.training = line
         elif kind == "end":
             self.end = line
+        elif kind == "profile":
+            self.profile = line
         else:
             self.events.append(line)
             if kind in ("save", "state"):

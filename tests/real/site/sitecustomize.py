@@ -2,7 +2,7 @@
 
 It counts calls of torch's checkpoint. Environment variables enable more: SPY_MEMORY records memory and FLOPs of every step,
 SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory. REPLAY_ON_CPU replaces
-CUDA graphs by a replayer of operations. BREAK breaks
+CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail. BREAK breaks
 compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in the first step.
 """
 
@@ -108,6 +108,13 @@ def replay_on_cpu(module):
     module.CudaRecorder = CpuRecorder
 
 
+def break_profiler(module):
+    def fail(self):
+        raise RuntimeError("no profiler here")
+
+    module.profile.start = fail
+
+
 def write():
     if calls or steps or losses:
         lists = {"steps": steps, "left": left, "losses": losses, "graphs": graphs}
@@ -165,6 +172,8 @@ if "SPY_LOSSES" in os.environ:
     wrapt.register_post_import_hook(record_losses, "accelerate.accelerator")
 if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(replay_on_cpu, "kohya_ext.compiling.cuda_recorder")
+if "SPY_PROFILER_FAILS" in os.environ:
+    wrapt.register_post_import_hook(break_profiler, "torch.profiler.profiler")
 if OUT_OF_MEMORY:
     wrapt.register_post_import_hook(exhaust_memory, "library.sdxl_original_unet")
 atexit.register(write)
