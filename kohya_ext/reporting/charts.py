@@ -99,14 +99,17 @@ def extremes(values: Curve, spans: int) -> list[int]:
 
 
 def smoothed(values: Curve, window: int) -> list[float]:
-    """Return the mean of each value and those before it, at most ``window``; values that are not finite are left out."""
+    """Return the mean of each value and those before it, at most ``window``. Values that are not finite are left out.
+
+    The first values are NaN until half a window is known.
+    """
     total, count, means = 0.0, 0, []
     for index, value in enumerate(values):
         if math.isfinite(value):
             total, count = total + value, count + 1
         if index >= window and math.isfinite(old := values[index - window]):
             total, count = total - old, count - 1
-        means.append(total / count if count else math.nan)
+        means.append(total / count if count and index + 1 >= window // 2 else math.nan)
     return means
 
 
@@ -130,8 +133,6 @@ def charts(runs: Sequence[tuple[str, History]]) -> dict[str, Chart]:
         losses.append((prefix, run.steps, means if several else run.losses))
         durations.append((prefix, run.steps, times))
         _add_loss(loss, index, name, run, means)
-        if window > 1:
-            loss.notes.append(f"{prefix}Mean of {window} steps.")
         _add_learning_rates(rates, index, name, run)
         _add_memory(memory, index, name, run)
         if several:
@@ -140,6 +141,10 @@ def charts(runs: Sequence[tuple[str, History]]) -> dict[str, Chart]:
             seconds.add(run.steps, [("step", "line", 0, times), ("waiting for data", "area", 1, run.data)])
             _add_level(seconds, "predicted", number((run.start.get("predicted") or {}).get("seconds_per_step")))
             loss.marks = list(_marks(run))
+    windows = sorted({smoothing(run) for _, run in runs})
+    if windows[-1] > 1:
+        loss.notes.append(f"Smoothed: means of {' or '.join(map(str, windows))} steps.")
+        seconds.notes += loss.notes if several else []
     loss.scale(losses)
     seconds.scale(durations)
     return {"loss": loss, "learning_rate": rates, "seconds": seconds, "memory": memory}
@@ -158,7 +163,8 @@ def _add_learning_rates(chart: Chart, index: int, name: str, run: History) -> No
     curves: list[tuple[str, str, int, Curve]] = []
     for position in range(count):
         values = [rates[min(position, len(rates) - 1)] if rates else math.nan for rates in run.learning_rates]
-        label = name or (f"group {position + 1}" if count > 1 else "learning rate")
+        group = f"group {position + 1}" if count > 1 else ""
+        label = ", ".join(filter(None, (name, group))) or "learning rate"
         curves.append((label, "line" if position == 0 or not name else "faint", index if name else position, values))
     if curves:
         chart.add(run.steps, curves)
@@ -173,11 +179,8 @@ def _add_memory(chart: Chart, index: int, name: str, run: History) -> None:
         curves.append(("allocated between steps", "line", 2, _in_gb(run.memory["allocated"])))
     chart.add(run.steps, curves)
     predicted, gpu = run.start.get("predicted") or {}, run.start.get("gpu") or {}
-    prefix = f"{name}: " if name else ""
-    _add_level(chart, f"{prefix}predicted", number(predicted.get("reserved")) / GB)
-    size = number(gpu.get("memory")) / GB
-    if all(level["value"] != _rounded(size) for level in chart.levels):
-        _add_level(chart, "GPU", size)
+    _add_level(chart, f"{name} predicted".lstrip(), number(predicted.get("reserved")) / GB)
+    _add_level(chart, "GPU", number(gpu.get("memory")) / GB)
 
 
 def _in_gb(values: Curve) -> list[float]:
@@ -185,8 +188,9 @@ def _in_gb(values: Curve) -> list[float]:
 
 
 def _add_level(chart: Chart, label: str, value: float) -> None:
-    if math.isfinite(value):
-        chart.levels.append({"label": label, "value": _rounded(value)})
+    level = {"label": label, "value": _rounded(value)}
+    if math.isfinite(value) and level not in chart.levels:
+        chart.levels.append(level)
 
 
 def _marks(run: History) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,11 @@
     if (size >= 10000) return value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
     return size < 0.001 ? value.toExponential().replace("e-", "e−") : String(+value.toPrecision(6));
   };
+  /** Returns a tick with as many decimals as the others. */
+  const even = (tick, step) => {
+    const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    return decimals > 4 || Math.abs(tick) >= 10000 ? short(+tick.toPrecision(6)) : tick.toFixed(String(+step.toPrecision(3)).split(".")[1]?.length ?? 0);
+  };
   const exact = (value) => (value == null ? "–" : short(+value.toPrecision(4)));
 
   /** Returns the data of a chart: its tables joined by step, which have a value or undefined for each step. */
@@ -35,6 +40,7 @@
     ctx.font = font.replace("12px", 11 * ratio + "px");
     ctx.textAlign = "right";
     ctx.textBaseline = "bottom";
+    let right = bbox.left + bbox.width - 4 * ratio; // labels of close levels are next to each other
     for (const level of chart.levels) {
       const y = Math.round(plot.valToPos(level.value, "y", true));
       if (y < bbox.top || y > bbox.top + bbox.height) continue;
@@ -45,7 +51,9 @@
       ctx.moveTo(bbox.left, y);
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
-      ctx.fillText(level.label + " " + short(level.value), bbox.left + bbox.width - 4 * ratio, y - 2 * ratio);
+      const text = level.label + " " + exact(level.value);
+      ctx.fillText(text, right, y - 2 * ratio);
+      right -= ctx.measureText(text).width + 14 * ratio;
     }
     ctx.setLineDash([]);
     const bottom = bbox.top + bbox.height;
@@ -91,7 +99,7 @@
       {
         width,
         height: innerWidth <= 640 ? (wide ? 240 : 200) : wide ? 320 : 230,
-        padding: [10, 8, 0, 0],
+        padding: [10, 20, 0, 0],
         cursor: { y: false, sync: { key: "step", scales: ["x", null] }, points: { size: 7 } },
         legend: { markers: { width: 0, fill: (plot, index) => plot.series[index].stroke(plot, index) } },
         scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: limits(chart, log) } },
@@ -101,7 +109,7 @@
             ...axis,
             gap: 6,
             size: (plot, values) => 14 + 6.8 * Math.max(2, ...(values ?? []).map((text) => (text ?? "").length)),
-            values: (plot, ticks) => ticks.map((tick) => (tick == null ? "" : short(tick))),
+            values: (plot, ticks, index, space, step) => ticks.map((tick) => (tick == null ? "" : log ? short(tick) : even(tick, step))),
           },
         ],
         series: [{ label: "step", value: (plot, value) => (value == null ? "–" : value.toLocaleString("en")) }, ...chart.curves.map((curve) => series(curve, log))],

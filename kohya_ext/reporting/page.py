@@ -51,6 +51,7 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
     """
     try:
         import jinja2
+        import markupsafe
     except ImportError as error:
         raise UserError(f"the report needs Jinja2 ({error}); run `pip install jinja2`") from None
     environment = jinja2.Environment(
@@ -62,6 +63,7 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"clock": _clock, "name": lambda file: PurePath(str(file)).name}
+    environment.filters["breaks"] = lambda name: markupsafe.escape(name).replace("_", markupsafe.Markup("_<wbr>"))
     scripts = [_text("uplot/uPlot.iife.min.js"), _text("page.js")]
     labels = _labels(runs)
     rows = [_run(label, index, run, now) for index, (label, run) in enumerate(zip(labels, runs, strict=True))]
@@ -179,14 +181,14 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
     if memory["peak_reserved"] is not None:
         peak, predicted, gpu = memory["peak_reserved"], memory["predicted_reserved"], memory["gpu"]
         details = [_against(peak, predicted, format_size(predicted))] if predicted else []
-        of = f"of {gigabytes(gpu)} GB" if gpu else ""
-        yield {"label": "Peak GPU memory", "value": format_size(peak), "of": of, "details": details, "share": None}
+        details += [f"GPU: {gigabytes(gpu)} GB"] if gpu else []
+        yield {"label": "Peak GPU memory", "value": format_size(peak), "of": "", "details": details, "share": None}
     elif (resident := (run.end or {}).get("memory", {}).get("host_resident")) is not None:
         yield {"label": "Peak host memory", "value": format_size(resident), "of": "", "details": [], "share": None}
 
 
 def _against(actual: float, predicted: float, text: str) -> str:
-    return f"predicted {text}, actual {actual / predicted - 1:+.1%}"
+    return f"{abs(actual / predicted - 1):.1%} {'below' if actual < predicted else 'above'} the predicted {text}"
 
 
 def _memory_scale(memory: Row) -> Row | None:
@@ -310,6 +312,8 @@ def _values(run: History) -> dict[str, tuple[str, str]]:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
