@@ -69,7 +69,9 @@ class Chart:
         limits = [_limit(values) for values in finite if values]
         if not limits:
             return
-        self.maximum = max(limits)
+        self.maximum = max(limits) if max(limits) < max(values[-1] for values in finite if values) else None
+        if self.maximum is None:
+            return
         for (prefix, steps, values), known in zip(rows, finite, strict=True):
             if known and known[-1] > self.maximum:
                 above = [step for step, value in zip(steps, values, strict=True) if value > self.maximum]
@@ -132,14 +134,20 @@ def charts(runs: Sequence[tuple[str, History]]) -> dict[str, Chart]:
         times: Curve = smoothed(run.seconds, window) if several else run.seconds
         losses.append((prefix, run.steps, means if several else run.losses))
         durations.append((prefix, run.steps, times))
-        _add_loss(loss, index, name, run, means)
+        if any(map(math.isfinite, run.losses)):
+            curves: list[tuple[str, str, int, Curve]] = [("loss", "faint", 0, run.losses), ("smoothed", "line", 0, means)]
+            single = curves if window > 1 else [("loss", "line", 0, run.losses)]
+            loss.add(run.steps, [(name, "line", index, means)] if several else single)
         _add_learning_rates(rates, index, name, run)
         _add_memory(memory, index, name, run)
+        same = len({number(_predicted(each).get("reserved"), 0.0) for _, each in runs}) == 1
+        _add_level(memory, "predicted" if same else f"{name} predicted", number(_predicted(run).get("reserved")) / GB)
+        _add_level(memory, "GPU", number((run.start.get("gpu") or {}).get("memory")) / GB)
         if several:
             seconds.add(run.steps, [(name, "line", index, times)])
         else:
             seconds.add(run.steps, [("step", "line", 0, times), ("waiting for data", "area", 1, run.data)])
-            _add_level(seconds, "predicted", number((run.start.get("predicted") or {}).get("seconds_per_step")))
+            _add_level(seconds, "predicted", number(_predicted(run).get("seconds_per_step")))
             loss.marks = list(_marks(run))
     windows = sorted({smoothing(run) for _, run in runs})
     if windows[-1] > 1:
@@ -150,24 +158,18 @@ def charts(runs: Sequence[tuple[str, History]]) -> dict[str, Chart]:
     return {"loss": loss, "learning_rate": rates, "seconds": seconds, "memory": memory}
 
 
-def _add_loss(chart: Chart, index: int, name: str, run: History, means: Curve) -> None:
-    if name:
-        chart.add(run.steps, [(name, "line", index, means)])
-    elif any(map(math.isfinite, run.losses)):
-        chart.add(run.steps, [("loss", "faint", 0, run.losses), ("smoothed", "line", 0, means)])
-
-
 def _add_learning_rates(chart: Chart, index: int, name: str, run: History) -> None:
-    """Add a curve for each learning rate. A step with fewer rates has the last one several times."""
+    """Add a curve for each learning rate, and for several runs the first. A step with fewer rates repeats its last."""
     count = max(map(len, run.learning_rates), default=0)
     curves: list[tuple[str, str, int, Curve]] = []
-    for position in range(count):
+    for position in range(min(count, 1) if name else count):
         values = [rates[min(position, len(rates) - 1)] if rates else math.nan for rates in run.learning_rates]
-        group = f"group {position + 1}" if count > 1 else ""
-        label = ", ".join(filter(None, (name, group))) or "learning rate"
-        curves.append((label, "line" if position == 0 or not name else "faint", index if name else position, values))
+        label = f"group {position + 1}" if count > 1 else "learning rate"
+        curves.append((name or label, "line", index + position, values))
     if curves:
         chart.add(run.steps, curves)
+    if count > 1 and name:
+        chart.notes = ["The first of several rates of a run."]
 
 
 def _add_memory(chart: Chart, index: int, name: str, run: History) -> None:
@@ -178,9 +180,10 @@ def _add_memory(chart: Chart, index: int, name: str, run: History) -> None:
         curves.append(("peak allocated", "line", 1, _in_gb(run.memory["peak_allocated"])))
         curves.append(("allocated between steps", "line", 2, _in_gb(run.memory["allocated"])))
     chart.add(run.steps, curves)
-    predicted, gpu = run.start.get("predicted") or {}, run.start.get("gpu") or {}
-    _add_level(chart, f"{name} predicted".lstrip(), number(predicted.get("reserved")) / GB)
-    _add_level(chart, "GPU", number(gpu.get("memory")) / GB)
+
+
+def _predicted(run: History) -> dict[str, Any]:
+    return run.start.get("predicted") or {}
 
 
 def _in_gb(values: Curve) -> list[float]:

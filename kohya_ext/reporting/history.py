@@ -34,6 +34,8 @@ class History(RunLog):
     """Seconds from the first to the last line of each process, added up."""
     checks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """File -> its latest ``check`` event."""
+    _is_loading: bool = False
+    """Whether the process has not finished a step."""
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line."""
@@ -42,6 +44,7 @@ class History(RunLog):
         kind = line.get("kind")
         if kind == "start":
             self.starts.append(line)
+            self._is_loading = True
         else:
             self.elapsed += max(self.time - before, 0.0)
         if kind == "training":
@@ -53,6 +56,9 @@ class History(RunLog):
         super()._add_step(line)
         if self.last is not line:
             return
+        if self._is_loading:
+            self.outside[-1] = 0.0  # counted in loading
+            self._is_loading = False
         index = len(self.steps) - 1
         columns = ((self.data, "data"), *((column, name) for name, column in self.memory.items()))
         for column, name in columns:

@@ -13,6 +13,8 @@
     if (size >= 10000) return value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
     return size < 0.001 ? value.toExponential().replace("e-", "e−") : String(+value.toPrecision(6));
   };
+  const whole = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
   /** Returns a tick with as many decimals as the others. */
   const even = (tick, step) => {
     const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
@@ -26,7 +28,7 @@
   /** Returns the limits of the vertical axis for the visible values from low to high. */
   const limits = (chart, log) => (plot, low, high) => {
     if (low == null || high == null) return [0, 1];
-    if (chart.maximum != null) high = Math.min(high, chart.maximum);
+    if (chart.maximum != null) high = Math.max(low, Math.min(high, chart.maximum));
     for (const level of chart.levels) high = Math.max(high, level.value);
     if (log) return uPlot.rangeLog(Math.min(low, high), high, 10, false);
     if (chart.from_zero) return [0, high * 1.08 || 1];
@@ -40,7 +42,7 @@
     ctx.font = font.replace("12px", 11 * ratio + "px");
     ctx.textAlign = "right";
     ctx.textBaseline = "bottom";
-    let right = bbox.left + bbox.width - 4 * ratio; // labels of close levels are next to each other
+    const labels = []; // [left, y] of each
     for (const level of chart.levels) {
       const y = Math.round(plot.valToPos(level.value, "y", true));
       if (y < bbox.top || y > bbox.top + bbox.height) continue;
@@ -52,8 +54,15 @@
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
       const text = level.label + " " + exact(level.value);
+      const close = labels.filter((label) => Math.abs(label[1] - y) < 14 * ratio).map((label) => label[0] - 10 * ratio);
+      const right = Math.min(bbox.left + bbox.width - 4 * ratio, ...close);
+      const left = right - ctx.measureText(text).width;
+      const stroke = ctx.fillStyle;
+      ctx.fillStyle = colour("card") + "cc";
+      ctx.fillRect(left - 3 * ratio, y - 16 * ratio, right - left + 6 * ratio, 15 * ratio);
+      ctx.fillStyle = stroke;
       ctx.fillText(text, right, y - 2 * ratio);
-      right -= ctx.measureText(text).width + 14 * ratio;
+      labels.push([left, y]);
     }
     ctx.setLineDash([]);
     const bottom = bbox.top + bbox.height;
@@ -94,7 +103,7 @@
     const axis = { stroke: colour("muted"), font, grid: { stroke: colour("line"), width: 1 }, ticks: { show: false } };
     plots.get(figure)?.destroy();
     place.textContent = "";
-    let last = data[0].length - 1;
+    const last = data.map((values) => values.findLastIndex((value) => value != null));
     const plot = new uPlot(
       {
         width,
@@ -104,7 +113,7 @@
         legend: { markers: { width: 0, fill: (plot, index) => plot.series[index].stroke(plot, index) } },
         scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: limits(chart, log) } },
         axes: [
-          { ...axis, grid: { show: false }, size: 30, gap: 6, values: (plot, ticks) => ticks.map(short) },
+          { ...axis, grid: { show: false }, size: 30, gap: 6, incrs: whole, values: (plot, ticks) => ticks.map(short) },
           {
             ...axis,
             gap: 6,
@@ -115,13 +124,13 @@
         series: [{ label: "step", value: (plot, value) => (value == null ? "–" : value.toLocaleString("en")) }, ...chart.curves.map((curve) => series(curve, log))],
         hooks: {
           draw: [drawLevels(chart)],
-          setLegend: [(plot) => plot.legend.idx == null && last >= 0 && plot.setLegend({ idx: last }, false)],
+          setLegend: [(plot) => plot.legend.idxs.every((index) => index == null) && plot.setLegend({ idxs: last }, false)],
         },
       },
       data,
       place,
     );
-    plot.setLegend({ idx: last }, false);
+    plot.setLegend({ idxs: last }, false);
     plots.set(figure, plot);
   };
 
