@@ -20,7 +20,7 @@ from typing import Any
 from kohya_ext import __version__
 from kohya_ext.errors import UserError
 from kohya_ext.reporting.charts import charts
-from kohya_ext.reporting.history import History, number
+from kohya_ext.reporting.history import History
 from kohya_ext.reporting.thumbnails import Thumbnails
 from kohya_ext.run.step_times import format_duration
 from kohya_ext.units import format_size, gigabytes
@@ -35,6 +35,9 @@ _SAMPLE_EDGE, _IMAGE_EDGE = 320, 112
 
 _SKIPS, _EVENTS, _IMAGES = 60, 300, 8
 """Largest numbers of skipped steps and events of a run, and of images of a skipped step."""
+
+_SMALLEST_SHARE = 0.0005
+"""Parts of the time below this share are left out."""
 
 _SAMPLE_NUMBER = re.compile(r"_(\d{2,})_\d{14}(_-?\d+)?$")
 """The number of the prompt in the name of a sample, before its date."""
@@ -69,7 +72,7 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
     rows = [_run(label, index, run, now) for index, (label, run) in enumerate(zip(labels, runs, strict=True))]
     _add_images(rows, thumbnails)
     drawn = {key: chart for key, chart in charts(list(zip(labels, runs, strict=True))).items() if chart.curves}
-    return environment.get_template("page.html").render(
+    text: str = environment.get_template("page.html").render(
         styles=_text("uplot/uPlot.min.css") + _text("page.css"),
         scripts=scripts,
         hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
@@ -84,6 +87,7 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
         chart_data={key: asdict(chart) for key, chart in drawn.items()},
         prompts=_by_prompt(rows),
     )
+    return text
 
 
 def _add_images(rows: Sequence[Row], thumbnails: Thumbnails) -> None:
@@ -174,8 +178,16 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
 
     seconds = summary["seconds_per_step"]
     if seconds["median"] is not None:
-        details = [_against(seconds["median"], seconds["predicted"], f"{seconds['predicted']:.3g} s")] if seconds["predicted"] else []
-        yield {"label": "Time per step", "value": f"{seconds['median']:.3g} s", "of": "median", "details": details, "share": None}
+        details = (
+            [_against(seconds["median"], seconds["predicted"], f"{seconds['predicted']:.3g} s")] if seconds["predicted"] else []
+        )
+        yield {
+            "label": "Time per step",
+            "value": f"{seconds['median']:.3g} s",
+            "of": "median",
+            "details": details,
+            "share": None,
+        }
 
     memory = summary["memory"]
     if memory["peak_reserved"] is not None:
@@ -197,7 +209,11 @@ def _memory_scale(memory: Row) -> Row | None:
     largest = max(peak or 0, predicted or 0, gpu or 0)
     if peak is None or not (predicted or gpu):
         return None
-    return {"peak": peak / largest, "predicted": predicted / largest if predicted else None, "gpu": gpu / largest if gpu else None}
+    return {
+        "peak": peak / largest,
+        "predicted": predicted / largest if predicted else None,
+        "gpu": gpu / largest if gpu else None,
+    }
 
 
 def _time_by_part(run: History) -> list[Row]:
@@ -212,8 +228,11 @@ def _time_by_part(run: History) -> list[Row]:
         "sampling, validation and other": max(outside - run.saving, 0.0),
     }
     total = sum(parts.values())
-    rows = [{"name": name, "seconds": value, "share": value / total} for name, value in parts.items()] if total else []
-    return [{**row, "text": _duration(row["seconds"])} for row in rows if row["share"] > 0.0005]
+    return [
+        {"name": name, "text": _duration(value), "share": value / total}
+        for name, value in parts.items()
+        if value > total * _SMALLEST_SHARE
+    ]
 
 
 def _duration(seconds: float) -> str:
@@ -226,7 +245,7 @@ def _duration(seconds: float) -> str:
 def _buckets(buckets: object) -> list[Row]:
     rows = [(size, count) for size, count in _pairs(buckets) if count]
     largest = max((count for _, count in rows), default=1)
-    return [{"size": size.replace("x", " × "), "count": count, "share": count / largest} for size, count in rows]
+    return [{"size": size, "count": count, "share": count / largest} for size, count in rows]
 
 
 def _pairs(values: object) -> list[tuple[str, int]]:
@@ -289,7 +308,12 @@ def _skip(line: Mapping[str, Any]) -> Row:
     images = line.get("images") if isinstance(line.get("images"), list) else []
     files = list(map(str, images or []))
     shown = [{"file": file, "url": None} for file in files[:_IMAGES]]
-    return {"step": line.get("step"), "problem": str(line.get("problem") or ""), "images": shown, "more": len(files) - len(shown)}
+    return {
+        "step": line.get("step"),
+        "problem": str(line.get("problem") or ""),
+        "images": shown,
+        "more": len(files) - len(shown),
+    }
 
 
 def _event(line: Mapping[str, Any]) -> Row:

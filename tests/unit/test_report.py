@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import math
 import os
@@ -27,15 +28,29 @@ from patches import journal as journal_patch
 pytest.importorskip("jinja2")
 
 DEAD = 2**22 + 1  # above the largest number of a process
-SETTINGS = {"learning_rate": [1e-4, "command line"], "cache_latents": [True, "preset"], "optimizer_args": [["a=1"], "config file"]}
+SETTINGS = {
+    "learning_rate": [1e-4, "command line"],
+    "cache_latents": [True, "preset"],
+    "optimizer_args": [["a=1"], "config file"],
+}
 ATTACK = "</script><script>window.attacked = true</script><img src=x onerror='window.attacked = true'>"
 
 
 def start(name="cat", **changes):
     line = {
-        **{"kind": "start", "time": 1000.0, "run": name, "name": name, "script": "sdxl_train_network.py", "pid": DEAD},
-        **{"host": socket.gethostname(), "processes": 1, "torch": "2.14", "command": "python -m kohya_ext train"},
-        **{"resume_command": "python -m kohya_ext train --resume auto", "settings": SETTINGS, "stop_file": None},
+        "kind": "start",
+        "time": 1000.0,
+        "run": name,
+        "name": name,
+        "script": "sdxl_train_network.py",
+        "pid": DEAD,
+        "host": socket.gethostname(),
+        "processes": 1,
+        "torch": "2.14",
+        "command": "python -m kohya_ext train",
+        "resume_command": "python -m kohya_ext train --resume auto",
+        "settings": SETTINGS,
+        "stop_file": None,
         "gpu": {"name": "RTX 4090", "memory": 25_757_220_864},
         "predicted": {"seconds_per_step": 1.25, "reserved": 12_000_000_000},
     }
@@ -48,9 +63,16 @@ def training(**changes):
 
 
 def steps(first, last, **changes):
-    memory = {"reserved": 10**10, "peak_reserved": 11 * 10**9, "allocated": 9 * 10**9, "peak_allocated": 10**10}
+    memory = {"reserved": 10**10, "peak_reserved": 11 * 10**9, "allocated": 9 * 10**9, "peak_allocated": 95 * 10**8}
     for step in range(first, last + 1):
-        line = {"kind": "step", "time": 1030.0 + step, "step": step, "epoch": 1, "loss": 1 / step, "learning_rates": [1e-4, 5e-5]}
+        line = {
+            "kind": "step",
+            "time": 1030.0 + step,
+            "step": step,
+            "epoch": 1,
+            "loss": 1 / step,
+            "learning_rates": [1e-4, 5e-5],
+        }
         yield {**line, "seconds": 1.0, "data": 0.25, "outside": 0.0, **memory, **changes}
 
 
@@ -86,6 +108,10 @@ def read(file):
     return reader.latest
 
 
+def clock(sleep):
+    return SimpleNamespace(time=time.time, perf_counter=time.perf_counter, sleep=sleep)
+
+
 def chart_data(text):
     (data,) = re.findall(r'<script type="application/json" id="chart-data">(.*?)</script>', text)
     return json.loads(data)
@@ -93,7 +119,7 @@ def chart_data(text):
 
 def words(text):
     """Return the text of a page without tags, styles and scripts."""
-    body = re.sub(r"<(style|script).*?</\1>|<!--.*?-->", "", text, flags=re.DOTALL)
+    body = re.sub(r"<(style|script).*?</\1>|<!--.*?-->", "", text.replace("<wbr>", ""), flags=re.DOTALL)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
 
 
@@ -178,20 +204,27 @@ def test_charts_have_the_journals_values(write, report):
 
 
 def test_page_has_the_facts_of_the_run(write, report):
-    folders = [{"folder": "/data/3_cat", "repeats": 3, "regularization": False, "images": 10, "captioned": 9, "caption": "a cat"}]
+    folders = [
+        {"folder": "/data/3_cat", "repeats": 3, "regularization": False, "images": 10, "captioned": 9, "caption": "a cat"}
+    ]
     facts = training(folders=folders, tags={"cat": 9}, patches={"ema": ["skipped", "not enabled"], "journal": ["applied", ""]})
     check = {"kind": "check", "time": 1.0, "file": "/out/cat.safetensors", "problems": [], "summary": "rank 8"}
     save = {"kind": "save", "time": 1.0, "step": 100, "file": "/out/cat.safetensors", "bytes": 228 * 10**6, "seconds": 1.5}
     text = words(report(write(start(), facts, *steps(1, 100), save, check, end())))
     for part in (
         *("cat DONE", "100 of 100", "20.0% below the predicted 1.25 s", "11.00 GB", "8.3% below the predicted 12.00 GB"),
-        *("10 images 30 with repeats batch size 2 2 epochs", "3_cat 10 3 9 a cat", "1024 × 1024 20", "cat 9"),
+        *("10 images 30 with repeats batch size 2 2 epochs", "3_cat 10 3 9 a cat", "1024 \u00d7 1024 20", "cat 9"),
         *("learning_rate 0.0001 command line", "cache_latents true preset", "optimizer_args a=1 config file"),
-        *("ema skipped not enabled", "journal applied", "1 applied of 2", "cat.safetensors 100 0.23 GB 1.5 s no problem rank 8"),
+        *(
+            "ema skipped not enabled",
+            "journal applied",
+            "1 applied of 2",
+            "cat.safetensors 100 0.23 GB 1.5 s no problem rank 8",
+        ),
         *("loading 30 s", "steps 1 min", "waiting for data 25 s", "PyTorch 2.14"),
     ):
         assert part in text, text
-    assert "64 × 64" not in text  # an empty bucket
+    assert "64 \u00d7 64" not in text  # an empty bucket
     assert "To resume" not in text
 
 
@@ -214,7 +247,9 @@ def test_page_says_how_the_run_ended_and_how_to_continue(write, report, tmp_path
     assert "To resume Copy python -m kohya_ext train --resume auto" in text
 
 
-@pytest.mark.parametrize("lines", [[start()], [start(), training()], [{"kind": "start", "time": 1.0, "run": "x"}, *steps(1, 1)]])
+@pytest.mark.parametrize(
+    "lines", [[start()], [start(), training()], [{"kind": "start", "time": 1.0, "run": "x"}, *steps(1, 1)]]
+)
 def test_page_of_a_run_without_steps_or_facts(write, report, lines):
     assert "Settings" in words(report(write(*lines)))
 
@@ -246,7 +281,7 @@ def test_file_needs_no_network_and_allows_only_its_own_scripts(write, report):
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     assert policy.endswith("script-src " + " ".join(f"'sha256-{each}'" for each in hashes))
     assert policy.startswith("default-src 'none'; ")
-    assert not re.findall(r"""(?:src|href)=["']?(?!#|data:)[^"'>]*|url\((?!data:)|@import""", text.replace("".join(scripts), ""))
+    assert not re.findall(r"""(?:src|href)=["'](?!#|data:)|url\((?!data:)|@import""", text.replace("".join(scripts), ""))
     assert "The MIT License" in text  # uPlot's, which its copies must contain
 
 
@@ -264,7 +299,9 @@ def test_names_captions_and_paths_are_escaped(write, report):
         assert text.count("window.attacked") > 20
         assert "<script>window" not in text
         assert "<img src=x" not in text
-        assert not re.search(r"<[^>]*=\"[^\"]*onerror", text.replace("&#39;", "").replace("&lt;", "")) or "<img src=x" not in text
+        assert (
+            not re.search(r"<[^>]*=\"[^\"]*onerror", text.replace("&#39;", "").replace("&lt;", "")) or "<img src=x" not in text
+        )
 
 
 def test_names_that_are_not_unicode(write, report):
@@ -285,8 +322,6 @@ def test_samples_are_inlined_by_prompt_and_step(write, report, images):
     assert text.count('<img src="data:image/jpeg;base64,') == 4
     assert "1 a cat step 50 step 100 2 a dog step 50 step 100" in words(text)
     content = base64.b64decode(re.search(r"data:image/jpeg;base64,([^\"]+)", text).group(1))
-    import io
-
     from PIL import Image
 
     assert Image.open(io.BytesIO(content)).size == (320, 200)
@@ -325,7 +360,6 @@ def test_skipped_steps_have_their_images(write, report, images):
     assert text.count("<img") == 1
     assert "step 7 loss nan a.png b.png step 9 loss inf x.png" in words(text)
     assert "and 12 more" in text
-    assert "skips" in text
 
 
 def test_report_without_pillow_names_the_samples(write, report, monkeypatch, images):
@@ -345,7 +379,7 @@ def test_several_runs_show_only_their_differences_on_top(write, report):
     shown = words(text)
     assert shown.index("Differences") < shown.index("Results") < shown.index("Charts")
     differences = shown[shown.rindex("Differences") : shown.rindex("Results")]
-    assert "cat dog PyTorch 2.14 2.6 learning_ rate 0.0001 command line 0.0002 preset seed default 1 command line" in differences
+    assert "cat dog PyTorch 2.14 2.6 learning_rate 0.0001 command line 0.0002 preset seed default 1 command line" in differences
     assert "cache" not in differences
     assert "2 runs" in shown
     data = chart_data(text)
@@ -397,7 +431,7 @@ def test_live_report_is_rewritten_until_the_run_ends(write, report, tmp_path, mo
         with file.open("a") as stream:
             stream.writelines(json.dumps(line) + "\n" for line in lines)
 
-    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(command, "time", clock(sleep))
     pages.append(report(file, "--live"))
     assert ["data-refresh=" in page for page in pages] == [True, True, False]
     assert [len(chart_data(page)["loss"]["tables"][0][0]) for page in pages] == [3, 4, 4]
@@ -409,7 +443,7 @@ def test_ctrl_c_ends_a_live_report(write, report, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.time, "sleep", interrupt)
+    monkeypatch.setattr(command, "time", clock(interrupt))
     assert "RUNNING" in report(write(start(pid=os.getpid(), process_started=None), training(), *steps(1, 3)), "--live")
 
 
@@ -526,6 +560,13 @@ def browser():
     chrome.quit()
 
 
+def messages(page):
+    """Return errors and warnings of the page, also those of its Content-Security-Policy."""
+    return [
+        line for line in page.get_log("browser") if "getImageData" not in line["message"]
+    ]  # advice on this test's own reads
+
+
 @pytest.fixture
 def show(browser, report, tmp_path):
     """Write a report and open it: ``show(*places, width=, dark=)``."""
@@ -537,7 +578,7 @@ def show(browser, report, tmp_path):
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get((tmp_path / "out" / "report.html").as_uri())
-        assert browser.get_log("browser") == []
+        assert messages(browser) == []
         return browser
 
     return open_page
@@ -546,12 +587,16 @@ def show(browser, report, tmp_path):
 @pytest.fixture
 def full(write, images):
     """A run with everything that a report shows, and hostile names."""
-    folders = [{"folder": "/data/3_cat", "repeats": 3, "regularization": False, "images": 10, "captioned": 9, "caption": ATTACK}]
+    folders = [
+        {"folder": "/data/3_cat", "repeats": 3, "regularization": False, "images": 10, "captioned": 9, "caption": ATTACK}
+    ]
     lines = [start(), training(folders=folders, tags={ATTACK: 3, "cat": 1}, sample_prompts=[ATTACK]), *steps(1, 200)]
     lines += [sample(images(f"sample/cat_{step:06d}_00_20261122120000.png", (832, 1216)), step) for step in range(20, 220, 20)]
     lines += [{"kind": "skip", "time": 1.0, "step": 9, "problem": "loss nan", "images": [images("a.png"), "w" * 200 + ".png"]}]
     return write(*lines, end("failed", reason="ValueError: " + "long " * 50 + "w" * 300))
 
+
+SIDEWAYS = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 DRAWN = """
 return [...document.querySelectorAll("canvas")].map((canvas) => {
@@ -570,8 +615,11 @@ def test_browser_draws_the_page_without_network_or_sideways_scrolling(show, full
     colours = page.execute_script(DRAWN)
     line = "130,160,255" if dark else "59,91,219"
     assert [each.get(line, 0) > 100 for each in colours] == [True] * 4
-    assert page.execute_script("return document.documentElement.scrollWidth") == width
-    assert page.execute_script("return performance.getEntriesByType('resource').filter((each) => !each.name.startsWith('data:'))") == []
+    assert page.execute_script(SIDEWAYS) == 0
+    assert (
+        page.execute_script("return performance.getEntriesByType('resource').filter((each) => !each.name.startsWith('data:'))")
+        == []
+    )
     assert page.execute_script("return [...document.images].map((each) => each.naturalWidth)") == [219] * 10 + [112]
     background = page.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(14, 16, 20)" if dark else "rgb(245, 246, 248)")
@@ -579,10 +627,12 @@ def test_browser_draws_the_page_without_network_or_sideways_scrolling(show, full
 
 
 def test_browser_follows_a_change_of_the_colour_scheme(show, full):
+    from selenium.webdriver.support.ui import WebDriverWait
+
     page = show(full)
     scheme = {"name": "prefers-color-scheme", "value": "dark"}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    assert all(each.get("130,160,255", 0) > 100 for each in page.execute_script(DRAWN))
+    WebDriverWait(page, 10).until(lambda page: all(each.get("130,160,255", 0) > 100 for each in page.execute_script(DRAWN)))
 
 
 def test_browser_zooms_shows_values_and_draws_a_log_scale(show, full):
@@ -591,19 +641,20 @@ def test_browser_zooms_shows_values_and_draws_a_log_scale(show, full):
 
     page = show(full)
     legends = page.find_elements(By.CSS_SELECTOR, ".u-legend")
-    assert "step:\n200" in legends[0].text  # the last step's values
+    assert legends[0].text.startswith("step200 loss0.005 ")  # the last step's values
     plots = page.find_elements(By.CSS_SELECTOR, ".u-over")
     middle = ActionChains(page, duration=50).move_to_element(plots[0])
     middle.perform()
-    steps_shown = [re.search(r"step:\s+(\d+)", legend.text).group(1) for legend in legends]
-    assert steps_shown == ["101"] * 4 or len(set(steps_shown)) == 1
+    steps_shown = [re.match(r"step(\d+) ", legend.text).group(1) for legend in legends]
+    assert len(set(steps_shown)) == 1
+    assert 90 < int(steps_shown[0]) < 110
     middle.click_and_hold().move_by_offset(200, 0).release().perform()
     ticks = page.execute_script("return document.querySelectorAll('.u-select').length")
     assert ticks == 4
     before = page.execute_script(DRAWN)[0]
     page.find_element(By.CSS_SELECTOR, ".log").click()
     assert page.execute_script(DRAWN)[0] != before
-    assert page.get_log("browser") == []
+    assert messages(page) == []
 
 
 def test_browser_shows_several_runs(show, full, write):
@@ -612,7 +663,7 @@ def test_browser_shows_several_runs(show, full, write):
     dog = write(start("dog", time=2000.0, settings={}), training(), *steps(5, 90), end(), name="dog")
     page = show(full, dog, width=390)
     assert all(each.get("59,91,219", 0) > 20 and each.get("232,89,12", 0) > 20 for each in page.execute_script(DRAWN))
-    assert page.execute_script("return document.documentElement.scrollWidth") == 390
+    assert page.execute_script(SIDEWAYS) == 0
     (details,) = (each for each in page.find_elements(By.CSS_SELECTOR, "details.run") if "dog" in each.text)
     assert details.get_attribute("open") is None
     page.execute_script("location.hash = arguments[0]", details.get_attribute("id"))
@@ -621,18 +672,23 @@ def test_browser_shows_several_runs(show, full, write):
 
 
 def test_browser_reloads_a_live_report(browser, full, report, tmp_path, monkeypatch):
+    from selenium.webdriver.support.ui import WebDriverWait
+
     monkeypatch.setattr(command, "_REFRESH", 0.2)
     file = tmp_path / f"live{SUFFIX}"
     file.write_text("".join(json.dumps(line) + "\n" for line in (start(pid=os.getpid(), process_started=None), *steps(1, 5))))
-    target = tmp_path / "out" / "report.html"
-    loads = []
+    target, loads = tmp_path / "out" / "report.html", []
 
     def sleep(seconds):
-        browser.get(target.as_uri()) if not loads else browser.execute_async_script("setTimeout(arguments[0], 600)")
-        loads.append(browser.execute_script("return document.querySelector('.tile .value').textContent.trim()"))
+        if not loads:
+            browser.get(target.as_uri())
+        expected = "9" if loads else "5"
+        value = "return document.querySelector('.tile .value')?.textContent.trim()"
+        WebDriverWait(browser, 10).until(lambda page: page.execute_script(value) == expected)
+        loads.append(expected)
         with file.open("a") as stream:
             stream.writelines(json.dumps(line) + "\n" for line in (steps(6, 9) if len(loads) == 1 else [end()]))
 
-    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(command, "time", clock(sleep))
     report(file, "--live")
     assert loads == ["5", "9"]
