@@ -27,7 +27,7 @@ from kohya_ext.units import format_size, gigabytes
 
 _FOLDER = Path(__file__).parent
 
-_SAMPLES = 120
+_SAMPLES = 60
 """Largest number of samples in a report; those of steps in between are left out."""
 
 _SAMPLE_EDGE, _IMAGE_EDGE = 320, 112
