@@ -29,7 +29,14 @@ _SMOOTHED_SHARE = 50
 _HEADROOM = 1.3
 """Upper limit of a chart whose largest values are rare, relative to its 99th percentile."""
 
+_RATES = 8
+"""Largest number of learning rates in the chart of a run."""
+
 Curve = Sequence[float]
+LabelledCurve = tuple[str, str, int, Curve]
+"""Label, style, number of the colour and values."""
+Runs = Sequence[tuple[str, History]]
+"""Runs with their labels."""
 
 
 @dataclass
@@ -53,8 +60,8 @@ class Chart:
     from_zero: bool = False
     has_log_scale: bool = False
 
-    def add(self, steps: Sequence[int], curves: Sequence[tuple[str, str, int, Curve]]) -> None:
-        """Add curves (label, style, number of the colour, values), reduced by the first one's minima and maxima."""
+    def add(self, steps: Sequence[int], curves: Sequence[LabelledCurve]) -> None:
+        """Add curves with values for the steps, reduced by the minima and maxima of the first."""
         if not steps:
             return
         kept = extremes(curves[0][3], SPANS)
@@ -120,74 +127,90 @@ def smoothing(run: History) -> int:
     return max(run.smoothing, len(run.losses) // _SMOOTHED_SHARE)
 
 
-def charts(runs: Sequence[tuple[str, History]]) -> dict[str, Chart]:
-    """Return the charts of runs with their labels by name. Several runs share a chart."""
-    several = len(runs) > 1
-    loss, rates = Chart("Loss", has_log_scale=True), Chart("Learning rate", from_zero=True)
-    seconds, memory = Chart("Seconds per step", "s", from_zero=True), Chart("GPU memory", "GB", from_zero=True)
-    losses: list[tuple[str, Sequence[int], Curve]] = []
-    durations: list[tuple[str, Sequence[int], Curve]] = []
+def charts(runs: Runs) -> dict[str, Chart]:
+    """Return the charts of runs with their labels by name. Several runs share a chart, with a curve for each."""
+    return {"loss": _loss(runs), "learning_rate": _learning_rates(runs), "seconds": _seconds(runs), "memory": _memory(runs)}
+
+
+def _loss(runs: Runs) -> Chart:
+    chart = Chart("Loss", has_log_scale=True)
+    windows = [smoothing(run) for _, run in runs]
+    means = [smoothed(run.losses, window) for (_, run), window in zip(runs, windows, strict=True)]
+    if max(windows) > 1:
+        chart.notes.append(_means(windows))
+    if len(runs) > 1:
+        for index, (label, run) in enumerate(runs):
+            chart.add(run.steps, [(label, "line", index, means[index])])
+        chart.scale([(f"{label}: ", run.steps, means[index]) for index, (label, run) in enumerate(runs)])
+        return chart
+    ((_, run),) = runs
+    if any(map(math.isfinite, run.losses)):
+        both: list[LabelledCurve] = [("loss", "faint", 0, run.losses), ("smoothed", "line", 0, means[0])]
+        chart.add(run.steps, both if windows[0] > 1 else [("loss", "line", 0, run.losses)])
+    chart.scale([("", run.steps, run.losses)])
+    chart.marks = list(_marks(run))
+    return chart
+
+
+def _learning_rates(runs: Runs) -> Chart:
+    """Return the chart of the learning rates, and for several runs of their first. A step with fewer rates repeats its last."""
+    chart, most = Chart("Learning rate", from_zero=True), _RATES if len(runs) == 1 else 1
     for index, (label, run) in enumerate(runs):
-        name, prefix = (label, f"{label}: ") if several else ("", "")
-        window = smoothing(run)
-        means = smoothed(run.losses, window)
-        times: Curve = smoothed(run.seconds, window) if several else run.seconds
-        losses.append((prefix, run.steps, means if several else run.losses))
-        durations.append((prefix, run.steps, times))
-        if any(map(math.isfinite, run.losses)):
-            curves: list[tuple[str, str, int, Curve]] = [("loss", "faint", 0, run.losses), ("smoothed", "line", 0, means)]
-            single = curves if window > 1 else [("loss", "line", 0, run.losses)]
-            loss.add(run.steps, [(name, "line", index, means)] if several else single)
-        _add_learning_rates(rates, index, name, run)
-        _add_memory(memory, index, name, run)
-        same = len({number(_predicted(each).get("reserved"), 0.0) for _, each in runs}) == 1
-        _add_level(memory, "predicted" if same else f"{name} predicted", number(_predicted(run).get("reserved")) / GB)
-        _add_level(memory, "GPU", number((run.start.get("gpu") or {}).get("memory")) / GB)
-        if several:
-            seconds.add(run.steps, [(name, "line", index, times)])
-        else:
-            seconds.add(run.steps, [("step", "line", 0, times), ("waiting for data", "area", 1, run.data)])
-            _add_level(seconds, "predicted", number(_predicted(run).get("seconds_per_step")))
-            loss.marks = list(_marks(run))
-    windows = sorted({smoothing(run) for _, run in runs})
-    if windows[-1] > 1:
-        loss.notes.append(f"Smoothed: means of {' or '.join(map(str, windows))} steps.")
-        seconds.notes += loss.notes if several else []
-    loss.scale(losses)
-    seconds.scale(durations)
-    return {"loss": loss, "learning_rate": rates, "seconds": seconds, "memory": memory}
+        count = max(map(len, run.learning_rates), default=0)
+        curves: list[LabelledCurve] = []
+        for position in range(min(count, most)):
+            values = [rates[min(position, len(rates) - 1)] if rates else math.nan for rates in run.learning_rates]
+            name = label if len(runs) > 1 else f"group {position + 1}" if count > 1 else "learning rate"
+            curves.append((name, "line", index + position, values))
+        if curves:
+            chart.add(run.steps, curves)
+        if count > most:
+            chart.notes = [f"The first {most} of {count} rates." if len(runs) == 1 else "The first of several rates of a run."]
+    return chart
 
 
-def _add_learning_rates(chart: Chart, index: int, name: str, run: History) -> None:
-    """Add a curve for each learning rate, and for several runs the first. A step with fewer rates repeats its last."""
-    count = max(map(len, run.learning_rates), default=0)
-    curves: list[tuple[str, str, int, Curve]] = []
-    for position in range(min(count, 1) if name else count):
-        values = [rates[min(position, len(rates) - 1)] if rates else math.nan for rates in run.learning_rates]
-        label = f"group {position + 1}" if count > 1 else "learning rate"
-        curves.append((name or label, "line", index + position, values))
-    if curves:
+def _seconds(runs: Runs) -> Chart:
+    chart = Chart("Seconds per step", "s", from_zero=True)
+    if len(runs) == 1:
+        ((_, run),) = runs
+        chart.add(run.steps, [("step", "line", 0, run.seconds), ("waiting for data", "area", 1, run.data)])
+        chart.scale([("", run.steps, run.seconds)])
+        _add_level(chart, "predicted", number(_predicted(run).get("seconds_per_step")))
+        return chart
+    windows = [smoothing(run) for _, run in runs]
+    means = [smoothed(run.seconds, window) for (_, run), window in zip(runs, windows, strict=True)]
+    for index, (label, run) in enumerate(runs):
+        chart.add(run.steps, [(label, "line", index, means[index])])
+    chart.notes += [_means(windows)] if max(windows) > 1 else []
+    chart.scale([(f"{label}: ", run.steps, means[index]) for index, (label, run) in enumerate(runs)])
+    return chart
+
+
+def _means(windows: Sequence[int]) -> str:
+    return f"Smoothed: means of {' or '.join(map(str, sorted(set(windows))))} steps."
+
+
+def _memory(runs: Runs) -> Chart:
+    """Return the chart of the caching allocator's memory in GB, next to predictions and GPUs; empty without a GPU."""
+    chart = Chart("GPU memory", "GB", from_zero=True)
+    predictions = [number(_predicted(run).get("reserved"), 0.0) for _, run in runs]
+    for index, (label, run) in enumerate(runs):
+        columns = {name: [value / GB for value in values] for name, values in run.memory.items()}
+        if not any(map(math.isfinite, columns["reserved"])):
+            continue
+        curves: list[LabelledCurve] = [(label, "line", index, columns["reserved"])]
+        if len(runs) == 1:
+            curves = [(name.replace("_", " "), "line", colour, values) for colour, (name, values) in enumerate(columns.items())]
         chart.add(run.steps, curves)
-    if count > 1 and name:
-        chart.notes = ["The first of several rates of a run."]
-
-
-def _add_memory(chart: Chart, index: int, name: str, run: History) -> None:
-    if not any(map(math.isfinite, run.memory["reserved"])):
-        return
-    curves: list[tuple[str, str, int, Curve]] = [(name or "reserved", "line", index, _in_gb(run.memory["reserved"]))]
-    if not name:
-        curves.append(("peak allocated", "line", 1, _in_gb(run.memory["peak_allocated"])))
-        curves.append(("allocated between steps", "line", 2, _in_gb(run.memory["allocated"])))
-    chart.add(run.steps, curves)
+        prefix = f"{label} " if len(set(predictions)) > 1 else ""
+        if predictions[index]:
+            _add_level(chart, f"{prefix}predicted", predictions[index] / GB)
+        _add_level(chart, "GPU", number((run.start.get("gpu") or {}).get("memory")) / GB)
+    return chart
 
 
 def _predicted(run: History) -> dict[str, Any]:
     return run.start.get("predicted") or {}
-
-
-def _in_gb(values: Curve) -> list[float]:
-    return [value / GB for value in values]
 
 
 def _add_level(chart: Chart, label: str, value: float) -> None:
@@ -197,12 +220,12 @@ def _add_level(chart: Chart, label: str, value: float) -> None:
 
 
 def _marks(run: History) -> Iterator[dict[str, Any]]:
-    steps: dict[str, list[int]] = {}
+    steps: dict[str, dict[int, None]] = {}
     for event in run.events:
         kind, step = MARKED.get(str(event.get("kind"))), event.get("step")
-        if kind is not None and isinstance(step, int) and step not in steps.setdefault(kind, []):
-            steps[kind].append(step)
-    yield from ({"name": name, "steps": some[-_MARKS:]} for name, some in steps.items())
+        if kind is not None and isinstance(step, int):
+            steps.setdefault(kind, {})[step] = None
+    yield from ({"name": name, "steps": list(some)[-_MARKS:]} for name, some in steps.items())
 
 
 def _rounded(value: float) -> float | None:

@@ -33,8 +33,8 @@ _SAMPLES = 60
 _SAMPLE_EDGE, _IMAGE_EDGE = 320, 112
 """Pixels per side of thumbnails of samples, and of skipped steps' images."""
 
-_SKIPS, _EVENTS, _IMAGES = 60, 300, 8
-"""Largest numbers of skipped steps and events of a run, and of images of a skipped step."""
+_SKIPS, _EVENTS, _FILES, _IMAGES = 60, 300, 300, 8
+"""Largest numbers of skipped steps, events and files of a run, and of images of a skipped step."""
 
 _SMALLEST_SHARE = 0.0005
 """Parts of the time below this share are left out."""
@@ -128,12 +128,11 @@ def _clock(seconds: float) -> str:
 
 def _run(label: str, index: int, run: History, now: float) -> Row:
     summary = run.summary(now)
-    files = list(_files(run))
+    files = list(_files(run))[:_FILES]
     return {
         "label": label,
         "index": index,
         "summary": summary,
-        "running": summary["status"] == "RUNNING",
         "resumes": summary["next_command"] is not None and summary["next_command"] == run.start.get("resume_command"),
         "began": run.began,
         "updated": run.time,
