@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -60,11 +61,13 @@ class History(RunLog):
             self.outside[-1] = 0.0  # counted in loading
             self._is_loading = False
         index = len(self.steps) - 1
-        columns = ((self.data, "data"), *((column, name) for name, column in self.memory.items()))
-        for column, name in columns:
-            del column[index:]
-            column.append(number(line.get(name)))
-        del self.learning_rates[index:]
+        if index < len(self.data):  # resumed from a state before the last step
+            del self.learning_rates[index:]
+            for column in (self.data, *self.memory.values()):
+                del column[index:]
+        self.data.append(number(line.get("data")))
+        for name, sizes in self.memory.items():
+            sizes.append(number(line.get(name)))
         rates = line.get("learning_rates")
         self.learning_rates.append(tuple(map(number, rates)) if isinstance(rates, list) else ())
 
@@ -88,6 +91,6 @@ class History(RunLog):
         return sorted(latest.values(), key=lambda line: (number(line.get("step"), 0.0), Path(str(line.get("file"))).name))
 
 
-def number(value: object, otherwise: float = float("nan")) -> float:
-    """Return a number of a journal; ``otherwise`` for any other value."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else otherwise
+def number(value: object, otherwise: float = math.nan) -> float:
+    """Return a number of a journal; ``otherwise`` for any other value, also a boolean."""
+    return value if type(value) is float else float(value) if type(value) is int else otherwise
