@@ -570,6 +570,7 @@ def messages(page):
 @pytest.fixture
 def show(browser, report, tmp_path):
     """Write a report and open it: ``show(*places, width=, dark=)``."""
+    from selenium.webdriver.support.ui import WebDriverWait
 
     def open_page(*places, width=1280, dark=False):
         report(*places)
@@ -578,6 +579,7 @@ def show(browser, report, tmp_path):
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get((tmp_path / "out" / "report.html").as_uri())
+        WebDriverWait(browser, 10).until(lambda page: page.execute_script("return document.body.dataset.charts") == "4")
         assert messages(browser) == []
         return browser
 
