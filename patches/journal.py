@@ -14,7 +14,8 @@ import socket
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -27,9 +28,9 @@ from kohya_ext.config.settings import Option, Settings, boolean, path
 from kohya_ext.console import note, warn
 from kohya_ext.estimate import predict
 from kohya_ext.gpu.peak_memory import peak_memory
-from kohya_ext.patching.patch import Patch, Target, moved, takes
+from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, current, data_sets, program
-from kohya_ext.patching.types import Accelerator
+from kohya_ext.patching.types import Accelerator, DataSet
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run import journal, resume, run_record, step_times, stop_request
 from kohya_ext.run.journal import Journal
@@ -53,6 +54,12 @@ JOURNAL_FILE = Option[Path | None](
 
 #: Ends of the names of arguments whose values are not written.
 _SECRETS = ("_api_key", "_token", "password", "secret")
+
+_CAPTION = 300
+"""Number of characters of a caption to write."""
+
+_FOLDERS, _TAGS, _PROMPTS = 100, 30, 50
+"""Largest numbers of folders, tags and prompts to write."""
 
 _STOPPED = (130, 143)
 """Exit codes of a run that the user has stopped."""
@@ -165,7 +172,12 @@ class _Recorder(TrainingCallback):
         self._awaits_loss = False
         if not self.journal.log.training:
             self.journal.write(
-                "training", steps=getattr(self.args, "max_train_steps", None), **_data_facts(self.args, accelerator)
+                "training",
+                steps=getattr(self.args, "max_train_steps", None),
+                **_data_facts(self.args, accelerator),
+                **_caption_facts(accelerator),
+                patches=summary(),
+                sample_prompts=_sample_prompts(self.args),
             )
 
     def on_backward(self) -> None:
@@ -326,9 +338,54 @@ def _data_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
             "images": sum(len(getattr(data_set, "image_data", ())) for data_set in sets),
             "images_with_repeats": sum(buckets.values()),
             "buckets": buckets,
+            "batch_sizes": sorted({data_set.batch_size for data_set in sets}),
         }
     except Exception as problem:  # an unexpected dataset must not end the run
         return {"problem": f"{type(problem).__name__}: {problem}"}
+
+
+def _caption_facts(accelerator: Accelerator) -> dict[str, Any]:
+    """Return folders and tags; nothing for images that are described in another way."""
+    try:
+        sets = data_sets(accelerator)
+        return {"folders": _folders(sets), "tags": _tags(sets)}
+    except Exception:  # an unexpected dataset must not end the run
+        return {}
+
+
+def _folders(sets: Sequence[DataSet]) -> list[dict[str, Any]]:
+    """Return the folders of the images: repeats, number of images and of captions, and the first caption."""
+    folders: dict[tuple[str, int, bool], dict[str, Any]] = {}
+    for image in (image for data_set in sets for image in getattr(data_set, "image_data", {}).values()):
+        key = (os.path.dirname(image.absolute_path), image.num_repeats, image.is_reg)
+        if key not in folders:
+            facts = {"folder": key[0], "repeats": key[1], "regularization": key[2]}
+            folders[key] = {**facts, "images": 0, "captioned": 0, "caption": ""}
+        row, caption = folders[key], image.caption if isinstance(image.caption, str) else ""
+        row["images"] += 1
+        row["captioned"] += bool(caption)
+        row["caption"] = row["caption"] or caption[:_CAPTION]
+    return list(folders.values())[:_FOLDERS]
+
+
+def _tags(sets: Sequence[DataSet]) -> dict[str, int]:
+    """Return the most frequent parts of captions between commas, which sd-scripts has counted."""
+    counts: Counter[str] = Counter()
+    for tags in (tags for data_set in sets for tags in getattr(data_set, "tag_frequency", {}).values()):
+        counts.update(tags)
+    return {tag[:_CAPTION]: count for tag, count in counts.most_common(_TAGS)}
+
+
+def _sample_prompts(args: Namespace) -> list[str]:
+    """Return the prompts of the samples, in the order of their numbers in file names; empty unless they are in a text file."""
+    file = Path(getattr(args, "sample_prompts", None) or "")
+    if file.suffix != ".txt":
+        return []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):  # the script reports it
+        return []
+    return [line.strip()[:_CAPTION] for line in lines if line.strip() and not line.startswith("#")][:_PROMPTS]
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kohya_ext.errors import UserError
-from kohya_ext.run.journal import SUFFIX
+from kohya_ext.run.journal_files import journals, no_journal, not_a_journal
 from kohya_ext.run.journal_reader import JournalReader, RunLog
 from kohya_ext.run.step_times import format_duration
 from kohya_ext.units import GB, format_size, gigabytes
-
-DEFAULT_FOLDERS = (Path(), Path("output"))
 
 _REFRESH = 1.0
 """Seconds between two reads of the journals."""
@@ -75,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(places: Sequence[Path], readers: dict[Path, JournalReader]) -> list[RunLog]:
     """Read new lines, also of new journals; return the latest run of each journal, the newest first."""
-    for file in _journals(places):
+    for file in journals(places):
         readers.setdefault(file, JournalReader(file))
     logs = []
     for file, reader in readers.items():
@@ -83,25 +80,10 @@ def _read(places: Sequence[Path], readers: dict[Path, JournalReader]) -> list[Ru
         if reader.latest is not None:
             logs.append(reader.latest)
         elif file in places:
-            raise UserError(f"{file} is not a journal; give an output folder or a file NAME{SUFFIX}")
+            raise not_a_journal(file)
     if not logs:
-        raise UserError(_advice(places))
+        raise no_journal(places)
     return sorted(logs, key=lambda log: log.time, reverse=True)
-
-
-def _journals(places: Sequence[Path]) -> Iterator[Path]:
-    for place in places or DEFAULT_FOLDERS:
-        if place.is_dir():
-            yield from sorted(place.glob(f"*{SUFFIX}"))
-        elif places and not place.exists():
-            raise UserError(f"{place} does not exist; give an output folder or a journal")
-        elif places:
-            yield place
-
-
-def _advice(places: Sequence[Path]) -> str:
-    searched = " and ".join(str(place.resolve()) for place in places or DEFAULT_FOLDERS)
-    return f"no journal of a run in {searched}; give the --output_dir of a run that was started with kohya_ext"
 
 
 # --- page ------------------------------------------------------------------------------------------------------------

@@ -252,6 +252,18 @@ class Patcher:
         applied = {outcome.patch for outcome in self.outcomes.values() if outcome.status == "applied"}
         return [patch for patch in self.patches.values() if patch.name in applied]
 
+    def summary(self) -> dict[str, tuple[Status, str]]:
+        """Return {patch: (status, reason)} of the patches that a user can turn off. A patch is applied if one target is."""
+        rows: dict[str, tuple[Status, str]] = {}
+        for name in self.patches:
+            outcomes = [outcome for outcome in self.outcomes.values() if outcome.patch == name]
+            problems = [outcome for outcome in outcomes if outcome.status == "failed" or outcome.surprise]
+            applied = [outcome for outcome in outcomes if outcome.status == "applied"]
+            first = next(iter([*problems, *applied, *outcomes]), None)
+            if first is not None:
+                rows[name] = ("applied" if applied else first.status, first.reason)
+        return rows
+
     def _disabled(self) -> frozenset[str]:
         wanted = self.settings.disable_patch
         for name in wanted:
@@ -387,3 +399,8 @@ def apply_needed() -> None:
     """Apply the armed patches with a ``needed`` check. Call this when all of torch can be imported."""
     for patcher in _armed:
         patcher.apply_needed()
+
+
+def summary() -> dict[str, tuple[Status, str]]:
+    """Return :meth:`Patcher.summary` of the armed patches in this process."""
+    return {name: row for patcher in _armed for name, row in patcher.summary().items()}

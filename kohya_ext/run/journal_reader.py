@@ -17,7 +17,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -252,6 +252,8 @@ class JournalReader:
     """Reads a journal's new lines at each :meth:`update`."""
 
     file: Path
+    new_log: Callable[[str], RunLog] = RunLog
+    """Returns an empty log for the id of a run."""
     runs: dict[str, RunLog] = field(default_factory=dict)
     """The runs of the file by id."""
     latest: RunLog | None = None
@@ -275,7 +277,7 @@ class JournalReader:
         for line in _parsed(complete.decode(errors="replace").split("\n")):
             if line.get("kind") == "start":
                 run = str(line.get("run"))
-                self.latest = self.runs.setdefault(run, RunLog(run))
+                self.latest = self.runs[run] = self.runs.get(run) or self.new_log(run)
             if self.latest is not None:
                 self.latest.add(line)
         return bool(complete)

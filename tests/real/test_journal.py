@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,13 @@ def test_journal_has_the_trainers_losses_and_files(checkout, train, script):
     assert start["settings"]["huggingface_token"] == ["***", "command line"]
     assert (training["steps"], training["images"], training["epochs"]) == (6, 4, 2)
     assert sum(training["buckets"].values()) == training["images_with_repeats"]
+    (folder,) = training["folders"]
+    assert (folder["images"], folder["repeats"], folder["captioned"]) == (4, 2, 4)
+    captions = [file.read_text().strip() for file in sorted(Path(folder["folder"]).glob("*.txt"))]
+    assert folder["caption"] == captions[0]
+    assert sum(training["tags"].values()) >= 4
+    assert training["patches"]["journal"] == ["applied", ""]
+    assert training["patches"]["ema"] == ["skipped", "not enabled"]
 
     summary = log_of(run).summary()
     assert (summary["status"], summary["step"], summary["steps"]) == ("DONE", 6, 6)
@@ -157,5 +165,7 @@ def test_samples_and_a_validation_between_steps_are_not_part_of_them(checkout, t
     assert [line["loss"] for line in steps] == run.losses[:4]
     samples = [line for line in lines_of(run) if line["kind"] == "sample"]
     assert [line["step"] for line in samples] == [2, 4]
+    (training,) = [line for line in lines_of(run) if line["kind"] == "training"]
+    assert training["sample_prompts"] == ["a red circle --w 64 --h 64 --s 2 --d 1"]
     assert steps[1]["outside"] > steps[0]["seconds"] / 100
     assert steps[3]["outside"] > 0

@@ -120,4 +120,5 @@ def test_the_wheel_contains_patches_presets_and_the_startup_file(tmp_path):
         }
         assert {f"kohya_ext/{folder}/{name}" for name in there} <= names
     assert "kohya_ext.pth" in names
+    assert {f"kohya_ext/reporting/{name}" for name in ("page.html", "page.css", "page.js", "uplot/LICENSE")} <= names
     assert not any(name.startswith(("tests/", "patches/", "presets/")) for name in names)
