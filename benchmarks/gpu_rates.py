@@ -2,13 +2,16 @@
 
     python -m benchmarks.gpu_rates [--output FILE]
 
-Kernels are timed as replays of a CUDA graph, so that launches do not count. The shapes are those of SDXL and FLUX at 1024 x 1024.
+Kernels are timed as replays of a CUDA graph, so that launches do not count. The shapes are those of SDXL and FLUX at
+1024 x 1024.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +20,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import results
@@ -34,7 +36,11 @@ PRODUCTS = (
 #: Batch, heads, queries, keys, head size: SDXL's self- and cross-attention, FLUX's attention.
 ATTENTION = ((1, 10, 4096, 4096, 64), (1, 20, 1024, 1024, 64), (1, 10, 4096, 77, 64), (1, 24, 4608, 4608, 128))
 
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
 REPEATS = 10
 
@@ -58,52 +64,46 @@ def seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
         end.record()
         end.synchronize()
         samples.append(begin.elapsed_time(end) / 1e3 / repeats)
-    return median(samples[2:])
+    return float(median(samples[2:]))
 
 
 def products() -> Iterator[dict[str, Any]]:
     """Yield seconds of products by type; int8 and fp8 products include no quantization."""
-    for rows, inner, outer in PRODUCTS:
-        a, b = torch.randn(rows, inner, device="cuda"), torch.randn(outer, inner, device="cuda")
-        halves = {kind: (a.to(kind), b.to(kind).t()) for kind in (torch.bfloat16, torch.float16)}
-        a8, b8 = (a * 30).clamp(-127, 127).to(torch.int8), (b * 30).clamp(-127, 127).to(torch.int8).t()
-        af, bf = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-        one = torch.ones((), device="cuda")
-        by_row, by_column = torch.ones(rows, 1, device="cuda"), torch.ones(1, outer, device="cuda")
-        works: dict[str, Callable[[], Any]] = {
-            "bf16": lambda pair=halves[torch.bfloat16]: pair[0] @ pair[1],
-            "fp16": lambda pair=halves[torch.float16]: pair[0] @ pair[1],
-            "int8": lambda: torch._int_mm(a8, b8),
-            "fp8": lambda: torch._scaled_mm(af, bf, one, one, out_dtype=torch.bfloat16),
-            "fp8_rows": lambda: torch._scaled_mm(af, bf, by_row, by_column, out_dtype=torch.bfloat16),
-        }
-        for kind, work in works.items():
-            row: dict[str, Any] = {"shape": [rows, inner, outer], "type": kind}
+    for shape in PRODUCTS:
+        for kind, work in _products(*shape).items():
+            row: dict[str, Any] = {"shape": list(shape), "type": kind}
             try:
                 row["seconds"] = seconds(work)
-                row["tera_per_second"] = round(2e-12 * rows * inner * outer / row["seconds"], 1)
+                row["tera_per_second"] = round(2e-12 * math.prod(shape) / row["seconds"], 1)
             except RuntimeError as error:
                 row["failed"] = str(error).splitlines()[0]
             yield row
 
 
+def _products(rows: int, inner: int, outer: int) -> dict[str, Callable[[], Any]]:
+    a, b = torch.randn(rows, inner, device="cuda"), torch.randn(outer, inner, device="cuda")
+
+    def pair(kind: torch.dtype, scale: float = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        return (a * scale).clamp(-127, 127).to(kind), (b * scale).clamp(-127, 127).to(kind).t()
+
+    bf16, fp16, int8, fp8 = pair(torch.bfloat16), pair(torch.float16), pair(torch.int8, 30), pair(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    by_row, by_column = torch.ones(rows, 1, device="cuda"), torch.ones(1, outer, device="cuda")
+    return {
+        "bf16": lambda: torch.mm(*bf16),
+        "fp16": lambda: torch.mm(*fp16),
+        "int8": lambda: torch._int_mm(*int8),
+        "fp8": lambda: torch._scaled_mm(*fp8, one, one, out_dtype=torch.bfloat16),
+        "fp8_rows": lambda: torch._scaled_mm(*fp8, by_row, by_column, out_dtype=torch.bfloat16),
+    }
+
+
 def attention() -> Iterator[dict[str, Any]]:
     """Yield seconds of attention's passes by kernel."""
-    for batch, heads, queries, keys, size in ATTENTION:
-        q, k, v = (
-            torch.randn(batch, heads, n, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, keys, keys)
-        )
+    for shape in ATTENTION:
         for name, kernel in KERNELS.items():
-            row: dict[str, Any] = {"shape": [batch, heads, queries, keys, size], "kernel": name}
-
-            def forward(kernel: SDPBackend = kernel) -> torch.Tensor:
-                with sdpa_kernel(kernel):
-                    return F.scaled_dot_product_attention(q, k, v)
-
-            def both() -> None:
-                torch.autograd.grad(forward(), (q, k, v), v_output)
-
-            v_output = torch.randn(batch, heads, queries, size, device="cuda", dtype=torch.bfloat16)
+            forward, both = _attention(kernel, *shape)
+            row: dict[str, Any] = {"shape": list(shape), "kernel": name}
             try:
                 row |= {"forward": seconds(forward), "forward_and_backward": seconds(both)}
             except RuntimeError as error:
@@ -111,12 +111,27 @@ def attention() -> Iterator[dict[str, Any]]:
             yield row
 
 
+def _attention(
+    kernel: SDPBackend, batch: int, heads: int, queries: int, keys: int, size: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def tensor(count: int) -> torch.Tensor:
+        return torch.randn(batch, heads, count, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    q, k, v, gradient = tensor(queries), tensor(keys), tensor(keys), tensor(queries).detach()
+
+    def forward() -> torch.Tensor:
+        with sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    return forward, lambda: torch.autograd.grad(forward(), (q, k, v), gradient)
+
+
 def memory() -> Iterator[dict[str, Any]]:
     """Yield seconds and bytes per second, read and written, of a bf16 addition by size."""
     for power in range(12, 30, 2):
         a, b = (torch.randn(2**power, device="cuda").to(torch.bfloat16) for _ in range(2))
         out = torch.empty_like(a)
-        taken = seconds(lambda a=a, b=b, out=out: torch.add(a, b, out=out))
+        taken = seconds(functools.partial(torch.add, a, b, out=out))
         yield {"elements": 2**power, "seconds": taken, "giga_per_second": round(6e-9 * 2**power / taken, 1)}
 
 
@@ -139,7 +154,8 @@ def launches() -> dict[str, float]:
         for _ in range(1000):
             torch.cuda.synchronize()
 
-    return {name: _host_microseconds(work) for name, work in (("add_", plain), ("mul_forward_and_backward", with_graph), ("wait", waits))}
+    works = {"add_": plain, "mul_forward_and_backward": with_graph, "wait": waits}
+    return {name: _host_microseconds(work) for name, work in works.items()}
 
 
 def _host_microseconds(work: Callable[[], None]) -> float:
@@ -158,7 +174,8 @@ def bus() -> dict[str, float]:
     rates = {}
     size = 2**28
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
-    for name, host in (("pinned", torch.empty(size, dtype=torch.uint8).pin_memory()), ("pageable", torch.ones(size, dtype=torch.uint8))):
+    pageable = torch.ones(size, dtype=torch.uint8)
+    for name, host in (("pinned", pageable.pin_memory()), ("pageable", pageable)):
         for direction, (to, source) in {"to_gpu": (device, host), "to_host": (host, device)}.items():
             samples = []
             for _ in range(5):

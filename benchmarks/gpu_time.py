@@ -56,6 +56,7 @@ class Job:
 
     @property
     def name(self) -> str:
+        """The name of its results."""
         return f"{self.row.name} {self.variant}"
 
 
@@ -118,7 +119,7 @@ def weights_hash(path: Path) -> str:
     """Return the SHA-256 of a safetensors file's tensors, without its header."""
     with path.open("rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def measured(document: dict[str, Any], turn: list[Job], checkout: Checkout, scratch: Path, given: argparse.Namespace) -> bool:
@@ -137,7 +138,13 @@ def measured(document: dict[str, Any], turn: list[Job], checkout: Checkout, scra
         given.output.parent.mkdir(parents=True, exist_ok=True)
         given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         busy = result.get("profile", {}).get("busy_seconds")
-        parts = (result.get("seconds"), busy, result.get("allocated"), result.get("reserved"), result.get("until_first_backward"))
+        parts = (
+            result.get("seconds"),
+            busy,
+            result.get("allocated"),
+            result.get("reserved"),
+            result.get("until_first_backward"),
+        )
         print(f"{job.name}: {parts} {result.get('weights', '')[:8]} {result.get('failed', '')}", file=sys.stderr, flush=True)
     return failed
 

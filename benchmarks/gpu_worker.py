@@ -93,7 +93,7 @@ class Steps:
 
     @staticmethod
     def memory() -> dict[str, Any]:
-        """Return the peaks so far, and what the GPU's other users take: the driver, CUDA's context and its modules, in bytes."""
+        """Return the peaks so far, and the bytes outside the allocator: the driver's, of CUDA's context and of its modules."""
         free, total = torch.cuda.mem_get_info()
         return {
             "allocated": torch.cuda.max_memory_allocated(),
