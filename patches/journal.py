@@ -122,6 +122,7 @@ class _Recorder(TrainingCallback):
         self.ended = True
         self._write_step()
         status, reason, code = self._outcome()
+        _check_newest_file(self.journal)
         self.journal.write("end", status=status, reason=reason, code=code, step=self.step, memory=peak_memory())
         self.journal.report_problem()
         if self.journal.log.steps:
@@ -334,8 +335,23 @@ def _data_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
+def _check_newest_file(written: Journal) -> None:
+    """Append the event of the check of the newest model, which no other process writes: this run holds the output lock."""
+    saves = sorted((line["time"], Path(file)) for file, line in written.log.saves.items() if line["kind"] == "save")
+    file = next((file for _, file in reversed(saves) if file.is_file() and not file.stem.endswith("-ema")), None)
+    if file is None:
+        return
+    try:
+        from kohya_ext.weights import report
+
+        problems, summary = report.check(file)
+    except Exception as problem:  # a check must not end the run
+        problems, summary = [], f"not checked: {type(problem).__name__}: {problem}"
+    written.write("check", step=written.step(), file=str(file), problems=problems, summary=summary)
+
+
 def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
-    """Yield at most five lines on the run of this process."""
+    """Yield at most six lines on the run of this process."""
     log = written.log
     took = step_times.format_duration(log.time - float(log.training.get("time", log.time)))
     of_all = f" of {log.total}" if log.total and log.step != log.total else ""
@@ -354,6 +370,9 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
         yield f"written to {files[0].parent}: {abbreviated([file.name for file in files], 3)}"
     else:
         yield "written: no model and no state"
+    if (check := next((line for line in reversed(log.events) if line["kind"] == "check"), None)) is not None:
+        result = f"error: {'; '.join(check['problems'])}" if check["problems"] else check["summary"]
+        yield f"checked {Path(check['file']).name}: {result}"
     if status == "failed" and log.newest_state() is not None:
         yield f"to resume: {log.start['resume_command']}"
     elif status == "finished" and written.complete:

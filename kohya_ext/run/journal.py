@@ -10,6 +10,7 @@ Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 - ``training``: numbers of images, buckets and steps, before the first step;
 - ``step``: an optimizer step;
 - ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``: events;
+- ``check``: the newest model, with ``file``, ``problems`` and ``summary``;
 - ``end``: status, reason and exit code.
 
 :mod:`kohya_ext.run.journal_reader` reads it. Other processes than the first, and data-loader workers, write nothing.

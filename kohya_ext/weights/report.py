@@ -323,7 +323,7 @@ def _notes(report: Report) -> list[str]:
 
 # --- the end of a run ------------------------------------------------------------------------------------------------
 
-_LARGEST = 2 * 10**9
+_LARGEST = 10**9
 """Size in bytes of the largest file whose values are checked at the end of a run."""
 
 
