@@ -27,13 +27,13 @@ def describe(metadata: Mapping[str, str]) -> dict[str, str]:
     known = {key: value for key, value in metadata.items() if value not in ("", "None")}
     topics = {
         "name": _joined(known.get("modelspec.title") or known.get("ss_output_name"), known.get("ss_training_comment")),
-        "architecture": _joined(known.get("modelspec.architecture"), known.get("modelspec.implementation")),
+        "architecture": known.get("modelspec.architecture", ""),
         "base model": _base_model(known),
         "network": _network(known),
         "trained": _joined(*_trained(known)),
         "learning rate": _joined(*_learning_rate(known)),
         "images": _joined(*_images(known)),
-        "batch": _joined(*_batch(known)),
+        "batch size": _joined(*_batch(known)),
         "precision": _joined(_precision(known), "fp8 base model" if _is_true(known, "ss_fp8_base") else None),
         "options": _joined(*_options(known)),
         "tags": _tags(known),
@@ -130,9 +130,9 @@ def _resolution(known: Mapping[str, str]) -> str:
 def _batch(known: Mapping[str, str]) -> Iterator[str | None]:
     sets = _json(known, "ss_datasets")
     sizes = [each.get("batch_size_per_device") for each in sets if isinstance(each, dict)] if isinstance(sets, list) else []
-    size = " and ".join(dict.fromkeys(str(each) for each in sizes if each)) or known.get("ss_total_batch_size")
+    size = " and ".join(dict.fromkeys(str(each) for each in sizes if each)) or known.get("ss_batch_size_per_device")
     if size:
-        yield f"{size} image{'s' * (size != '1')}"
+        yield size
     if (accumulated := _number(known, "ss_gradient_accumulation_steps")) and accumulated > 1:
         yield f"gradient accumulation {accumulated:.0f}"
 

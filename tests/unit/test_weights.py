@@ -393,7 +393,7 @@ def test_metadata_describe_the_run():
     assert topics["trained"].startswith("1,500 of 2,000 steps, 7 of 10 epochs, in 1 h, until 19")
     assert topics["learning rate"] == "0.0001, U-Net or transformer 0.0002, bitsandbytes.optim.adamw.AdamW8bit, cosine"
     assert topics["images"] == "40 images, 400 with repeats, 1024x1024"
-    assert topics["batch"] == "2 images, gradient accumulation 4"
+    assert topics["batch size"] == "2, gradient accumulation 4"
     assert topics["tags"] == "cat (40), red (3)"
 
 
