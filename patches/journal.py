@@ -23,7 +23,7 @@ from typing import Any
 
 from kohya_ext import __version__
 from kohya_ext.config.command_line import CommandLine, of_this_process
-from kohya_ext.config.settings import Option, Settings, boolean, path
+from kohya_ext.config.settings import Option, Settings, boolean, path, secrets
 from kohya_ext.console import note, warn
 from kohya_ext.estimate import predict
 from kohya_ext.gpu.peak_memory import peak_memory
@@ -280,7 +280,8 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
     }
     if command.script is not None:
         facts["settings"] = {
-            key: ["***" if key.endswith(_SECRETS) else value, command.origin(key)] for key, value in command.values.items()
+            key: ["***" if key.endswith(_SECRETS) or key in secrets() else value, command.origin(key)]
+            for key, value in command.values.items()
         }
     facts["predicted"] = _predicted(args, run)
     return facts

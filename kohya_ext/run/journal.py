@@ -78,6 +78,8 @@ class Journal:
             return
         line = {"kind": kind, "time": round(time.time(), 3), **data}
         self.log.add(line)
+        for listener in _listeners:
+            listener(line)
         if self._descriptor is None:
             return
         content = _encoded(line)
@@ -126,6 +128,9 @@ def _finite(value: Any) -> Any:
     return [*map(_finite, value)] if isinstance(value, (list, tuple)) else value
 
 
+Listener = Callable[[Mapping[str, Any]], None]
+
+_listeners: list[Listener] = []
 _current: Journal | None = None
 _exit_code: int | None = None
 
@@ -134,6 +139,20 @@ def begin(journal: Journal | None) -> None:
     """Set the journal of this process's run; None ends it."""
     global _current
     _current = journal
+
+
+def listen(listener: Listener) -> None:
+    """Call a function with each line of this process, until :func:`stop_listening`.
+
+    It must not raise. It may be called from a signal handler.
+    """
+    _listeners.append(listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Stop calling a function; does nothing for one that is not called."""
+    if listener in _listeners:
+        _listeners.remove(listener)
 
 
 def event(kind: str, **data: Any) -> None:
