@@ -31,7 +31,7 @@ from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, current, data_sets, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.preflight import abbreviated
-from kohya_ext.run import journal, resume, run_record, step_times, stop_request
+from kohya_ext.run import journal, rank_memory, resume, run_record, step_times, stop_request
 from kohya_ext.run.journal import Journal
 from kohya_ext.run.journal_reader import RunLog, process_start
 from kohya_ext.run.output_files import DEFAULT_NAME
@@ -123,7 +123,10 @@ class _Recorder(TrainingCallback):
         self._write_step()
         status, reason, code = self._outcome()
         _check_newest_file(self.journal)
-        self.journal.write("end", status=status, reason=reason, code=code, step=self.step, memory=peak_memory())
+        facts: dict[str, Any] = {"status": status, "reason": reason, "code": code, "step": self.step, "memory": peak_memory()}
+        if self.accelerator.num_processes > 1:
+            facts["ranks"] = rank_memory.collect(self.journal.file)
+        self.journal.write("end", **facts)
         self.journal.report_problem()
         if self.journal.log.steps:
             for line in _summary_lines(self.journal, status, reason):
@@ -245,6 +248,17 @@ class _Recorder(TrainingCallback):
             values = stats.get(f"{name}_bytes", {}).get("all", {})
             memory |= {name: values.get("current", 0), f"peak_{name}": values.get("peak", 0)}
         return memory
+
+
+@dataclass
+class _OtherRank(TrainingCallback):
+    """Stores the peaks of another process than the first, which writes the journal."""
+
+    memory: rank_memory.RankMemory
+
+    def after_batch(self, accelerator: Accelerator) -> None:
+        if accelerator.sync_gradients:
+            self.memory.add(peak_memory())
 
 
 _END = object()
@@ -384,19 +398,25 @@ def _peak(log: RunLog) -> str:
     predicted = log.start.get("predicted", {}).get("reserved")
     expected = f", predicted {format_size(predicted)}" if predicted else ""
     if "peak_reserved" in log.peaks:
-        return f"{format_size(log.peaks['peak_reserved'])} reserved on the GPU{expected}"
-    return f"{format_size(peak_memory()['host_resident'])} on the host"
+        own, name = f"{format_size(log.peaks['peak_reserved'])} reserved on the GPU{expected}", "cuda_reserved"
+    else:
+        own, name = f"{format_size(peak_memory()['host_resident'])} on the host", "host_resident"
+    others = [row[name] for row in (log.end or {}).get("ranks", ()) if name in row]
+    return f"{own}; other processes: at most {format_size(max(others))}" if others else own
 
 
 # --- patch -----------------------------------------------------------------------------------------------------------
 
 
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Recorder | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Recorder | _OtherRank | None:
     folder = getattr(args, "output_dir", None)
-    if not accelerator.is_main_process or getattr(args, "debug_dataset", False) or not (folder or settings[JOURNAL_FILE]):
+    if getattr(args, "debug_dataset", False) or not (folder or settings[JOURNAL_FILE]):
         return None
     name = getattr(args, "output_name", None) or DEFAULT_NAME
     file = settings[JOURNAL_FILE] or Path(folder or ".") / f"{name}{journal.SUFFIX}"
+    if not accelerator.is_main_process:
+        return _OtherRank(rank_memory.RankMemory(file, accelerator.process_index, socket.gethostname()))
+    rank_memory.remove(file)
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     fallback = settings["fallback_dir"]
     folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)

@@ -10,7 +10,7 @@ import pytest
 from kohya_ext.run.journal import SUFFIX
 from kohya_ext.run.journal_reader import JournalReader
 from kohya_ext.tiny.arguments import OUTPUT_NAME
-from tests.real.test_losing_nothing import FULL, LORA, send, write_images_with_nan
+from tests.real.test_losing_nothing import FULL, LORA, TWO, send, write_images_with_nan
 
 torch = pytest.importorskip("torch")
 
@@ -173,3 +173,16 @@ def test_samples_and_a_validation_between_steps_are_not_part_of_them(checkout, t
     assert [line["step"] for line in samples] == [2, 4]
     assert steps[1]["outside"] > steps[0]["seconds"] / 100
     assert steps[3]["outside"] > 0
+
+
+@pytest.mark.newest
+def test_peaks_of_two_processes(checkout, train):
+    run = train(checkout, FULL, **TWO)
+    assert run.code == 0, run.output[-3000:]
+    end = lines_of(run)[-1]
+    ((rank,), own) = end["ranks"], end["memory"]["host_resident"]
+    assert rank["rank"] == 1
+    assert own / 3 < rank["host_resident"] < own * 3
+    assert "; other processes: at most " in run.output
+    assert not list(run.folder.glob("*.rank*"))
+    assert log_of(run).summary()["memory"]["other_ranks"] == end["ranks"]
