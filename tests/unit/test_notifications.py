@@ -196,6 +196,8 @@ def test_messages_need_the_journal():
     assert not notify.PATCH.wanted(Settings())
     with pytest.raises(UserError, match="needs the journal"):
         notify.PATCH.wanted(Settings(notify=URL, journal=False))
+    with pytest.raises(UserError, match="needs the journal"):
+        notify.PATCH.wanted(Settings(notify=URL, disable_patch=("journal",)))
 
 
 @pytest.mark.parametrize("words", [["--notify", URL], [f"--notify={URL}"], ["--noti", URL]])
