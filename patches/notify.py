@@ -67,7 +67,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _No
 
 
 def _wanted(settings: Settings) -> bool:
-    if settings[NOTIFY] is not None and (not settings["journal"] or {"journal", "*"} & set(settings.disable_patch)):
+    if settings[NOTIFY] is not None and (not settings["journal"] or "journal" in settings.disable_patch):
         raise UserError("--notify needs the journal; remove --no-journal, or --disable_patch for the journal")
     return settings[NOTIFY] is not None
 

@@ -285,6 +285,13 @@ def test_textual_inversion(write):
     assert described(write({"string_to_param": {"*": torch.randn(2, 8)}}, "cat.pt")).kind == "textual inversion"
 
 
+def test_unknown_networks_are_no_checkpoints(write):
+    result = described(
+        write({"lora_unet_input_blocks_1_x.on_input": torch.ones(2), "lora_unet_input_blocks_1_x.weight": torch.ones(4)})
+    )
+    assert (result.kind, result.problems) == ("network of an unknown kind", [])
+
+
 def test_memory_does_not_grow_to_the_size_of_a_checkpoint(tmp_path):
     pytest.importorskip("resource")
     size = 2**29  # of each of two tensors, in bytes
