@@ -221,8 +221,8 @@ def _model(file: TensorFile) -> str:
 def _kind(file: TensorFile, modules: Sequence[Module], others: Sequence[str]) -> str:
     if not modules:
         embedding = any(name in ("emb_params", "clip_l", "clip_g", "t5xxl") or "string_to_param" in name for name in others)
-        network = any(name.startswith(("lora_", "lycoris_")) for name in others)
-        return "textual inversion" if embedding else "network of an unknown kind" if network else "checkpoint"
+        unknown = any(name.startswith(("lora_", "lycoris_")) for name in others)
+        return "textual inversion" if embedding else "network of an unknown kind" if unknown else "checkpoint"
     network = file.metadata.get("ss_network_module", "").rpartition(".")[2]
     kinds = dict.fromkeys("LoCon" if module.kind == "LoRA" and module.convolution else module.kind for module in modules)
     if "LoCon" in kinds:  # a LoRA with convolutions
