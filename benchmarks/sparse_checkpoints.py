@@ -63,7 +63,7 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def fill(path: Path) -> None:
-    """Fill a sparse file with weights whose layers keep the variance of their inputs, and biases of 0. Each call fills it alike."""
+    """Fill a sparse file with weights whose layers keep the variance of their inputs, and biases of 0."""
     normal = torch.randn(_RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     contents = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     length = int.from_bytes(bytes(contents[:8].tolist()), "little")

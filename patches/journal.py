@@ -24,7 +24,7 @@ from typing import Any
 
 from kohya_ext import __version__
 from kohya_ext.config.command_line import CommandLine, of_this_process
-from kohya_ext.config.settings import Option, Settings, boolean, path
+from kohya_ext.config.settings import Option, Settings, boolean, path, secrets
 from kohya_ext.console import note, warn
 from kohya_ext.estimate import predict
 from kohya_ext.gpu.peak_memory import peak_memory
@@ -32,7 +32,7 @@ from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, current, data_sets, program
 from kohya_ext.patching.types import Accelerator, DataSet
 from kohya_ext.preflight import abbreviated
-from kohya_ext.run import journal, resume, run_record, step_times, stop_request
+from kohya_ext.run import journal, rank_memory, resume, run_record, step_times, stop_request
 from kohya_ext.run.journal import Journal
 from kohya_ext.run.journal_reader import RunLog, process_start
 from kohya_ext.run.output_files import DEFAULT_NAME
@@ -129,7 +129,11 @@ class _Recorder(TrainingCallback):
         self.ended = True
         self._write_step()
         status, reason, code = self._outcome()
-        self.journal.write("end", status=status, reason=reason, code=code, step=self.step, memory=peak_memory())
+        _check_newest_file(self.journal)
+        facts: dict[str, Any] = {"status": status, "reason": reason, "code": code, "step": self.step, "memory": peak_memory()}
+        if self.accelerator.num_processes > 1:
+            facts["ranks"] = rank_memory.collect(self.journal.file)
+        self.journal.write("end", **facts)
         self.journal.report_problem()
         if self.journal.log.steps:
             for line in _summary_lines(self.journal, status, reason):
@@ -258,6 +262,17 @@ class _Recorder(TrainingCallback):
         return memory
 
 
+@dataclass
+class _OtherRank(TrainingCallback):
+    """Stores the peaks of another process than the first, which writes the journal."""
+
+    memory: rank_memory.RankMemory
+
+    def after_batch(self, accelerator: Accelerator) -> None:
+        if accelerator.sync_gradients:
+            self.memory.add(peak_memory())
+
+
 _END = object()
 
 
@@ -291,7 +306,8 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
     }
     if command.script is not None:
         facts["settings"] = {
-            key: ["***" if key.endswith(_SECRETS) else value, command.origin(key)] for key, value in command.values.items()
+            key: ["***" if key.endswith(_SECRETS) or key in secrets() else value, command.origin(key)]
+            for key, value in command.values.items()
         }
     facts["predicted"] = _predicted(args, run)
     return facts
@@ -391,8 +407,23 @@ def _sample_prompts(args: Namespace) -> list[str]:
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
+def _check_newest_file(written: Journal) -> None:
+    """Append the event of the check of the newest model, which no other process writes: this run holds the output lock."""
+    saves = sorted((line["time"], Path(file)) for file, line in written.log.saves.items() if line["kind"] == "save")
+    file = next((file for _, file in reversed(saves) if file.is_file() and not file.stem.endswith("-ema")), None)
+    if file is None:
+        return
+    try:
+        from kohya_ext.weights import report
+
+        problems, summary = report.check(file)
+    except Exception as problem:  # a check must not end the run
+        problems, summary = [], f"not checked: {type(problem).__name__}: {problem}"
+    written.write("check", step=written.step(), file=str(file), problems=problems, summary=summary)
+
+
 def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
-    """Yield at most five lines on the run of this process."""
+    """Yield at most six lines on the run of this process."""
     log = written.log
     took = step_times.format_duration(log.time - float(log.training.get("time", log.time)))
     of_all = f" of {log.total}" if log.total and log.step != log.total else ""
@@ -411,6 +442,9 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
         yield f"written to {files[0].parent}: {abbreviated([file.name for file in files], 3)}"
     else:
         yield "written: no model and no state"
+    if (check := next((line for line in reversed(log.events) if line["kind"] == "check"), None)) is not None:
+        result = f"error: {'; '.join(check['problems'])}" if check["problems"] else check["summary"]
+        yield f"checked {Path(check['file']).name}: {result}"
     if status == "failed" and log.newest_state() is not None:
         yield f"to resume: {log.start['resume_command']}"
     elif status == "finished" and written.complete:
@@ -421,19 +455,25 @@ def _peak(log: RunLog) -> str:
     predicted = log.start.get("predicted", {}).get("reserved")
     expected = f", predicted {format_size(predicted)}" if predicted else ""
     if "peak_reserved" in log.peaks:
-        return f"{format_size(log.peaks['peak_reserved'])} reserved on the GPU{expected}"
-    return f"{format_size(peak_memory()['host_resident'])} on the host"
+        own, name = f"{format_size(log.peaks['peak_reserved'])} reserved on the GPU{expected}", "cuda_reserved"
+    else:
+        own, name = f"{format_size(peak_memory()['host_resident'])} on the host", "host_resident"
+    others = [row[name] for row in (log.end or {}).get("ranks", ()) if name in row]
+    return f"{own}; other processes: at most {format_size(max(others))}" if others else own
 
 
 # --- patch -----------------------------------------------------------------------------------------------------------
 
 
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Recorder | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Recorder | _OtherRank | None:
     folder = getattr(args, "output_dir", None)
-    if not accelerator.is_main_process or getattr(args, "debug_dataset", False) or not (folder or settings[JOURNAL_FILE]):
+    if getattr(args, "debug_dataset", False) or not (folder or settings[JOURNAL_FILE]):
         return None
     name = getattr(args, "output_name", None) or DEFAULT_NAME
     file = settings[JOURNAL_FILE] or Path(folder or ".") / f"{name}{journal.SUFFIX}"
+    if not accelerator.is_main_process:
+        return _OtherRank(rank_memory.RankMemory(file, accelerator.process_index, socket.gethostname()))
+    rank_memory.remove(file)
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     fallback = settings["fallback_dir"]
     folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)

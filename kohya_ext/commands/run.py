@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kohya_ext import __version__, commands
-from kohya_ext.config.command_line import CommandLine, launcher_options, option_words
+from kohya_ext.config.command_line import CommandLine, launcher_options, option_words, without_secrets
 from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
 from kohya_ext.errors import UserError, did_you_mean
@@ -44,6 +44,7 @@ options, before SCRIPT or after it:
   speed       --selective_torch_compile, --activation_memory_budget,
               --fused_operations
   recovery    --save_state_every_n_minutes, --stop_file, --keep_previous
+  monitoring  --notify, --journal_file
   training    --ema, --adaptive_lr, --nan_patience
   start       --sd_scripts, --num_processes, --multi_gpu, --accelerate_config
   patches     --disable_patch; --report FILE writes what was applied
@@ -154,8 +155,9 @@ def _launch_with_accelerate(settings: Settings, checkout: Checkout, script: Path
         command += ["--num_processes", str(settings.num_processes)]
     if settings.multi_gpu:
         command += ["--multi_gpu"]
+    arguments, variables = without_secrets(arguments)  # accelerate prints the command line of a run that fails
     command += ["-m", "kohya_ext", str(script), *arguments]
-    environ = {MASTER_SWITCH: "1", **os.environ, checkouts.VARIABLE: str(checkout.path)}
+    environ = {MASTER_SWITCH: "1", **os.environ, **variables, checkouts.VARIABLE: str(checkout.path)}
     if os.name == "posix":
         os.execve(sys.executable, command, environ)  # the same process, so signals and the exit code need no forwarding
     process = subprocess.Popen(command, env=environ)

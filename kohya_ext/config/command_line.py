@@ -27,6 +27,7 @@ from kohya_ext.config.settings import (
     from_table,
     negated_flags,
     options,
+    secrets,
 )
 from kohya_ext.config.user_files import ConfigFile, read_config_file, read_dataset_config, subsets
 from kohya_ext.errors import UserError
@@ -201,14 +202,14 @@ class CommandLine:
     # --- shell -------------------------------------------------------------------------------------------------------
 
     def with_environment(self) -> CommandLine:
-        """Return a copy with flags for the extension's options that environment variables set."""
-        typed = {option.key for option in self._options}
+        """Return a copy to print: with flags for the options that environment variables set, without secret options."""
+        typed = {option.key for option in self._options} | secrets().keys()
         environment: dict[str, object] = {}
         for name, option in options("training"):
             text = self.environ.get(option.variable) if option.variable else None
             if text is not None and name not in typed and (text or option.is_switch):
                 environment[name] = bool(option.parse(text)) if option.is_switch else text
-        return replace(self, argv=(*option_words(environment), *self.words))
+        return replace(self, argv=(*option_words(environment), *without_secrets(self.words)[0]))
 
     def shell_line(self) -> str:
         """Return a line that runs it in a fresh shell of this system, in this folder and on these GPUs."""
@@ -298,6 +299,23 @@ def option_words(changes: Mapping[str, object]) -> list[str]:
         elif value is not None:
             words += [f"--{key}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return words
+
+
+def without_secrets(words: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words without secret options, and the environment variables that set those options instead."""
+    kept: list[str] = []
+    variables: dict[str, str] = {}
+    spellings = {flag: option for name, option in secrets().items() for flag in flags(name)}
+    iterator = iter(words)
+    for word in iterator:
+        given, equals, value = word.partition("=")
+        # argparse also accepts the start of a flag.
+        option = next((option for flag, option in spellings.items() if flag.startswith(given) and len(given) > 4), None)
+        if option is None:
+            kept.append(word)
+        else:
+            variables[option.variable or ""] = value if equals else next(iterator, "")
+    return kept, variables
 
 
 Shell = Literal["sh", "cmd", "powershell"]

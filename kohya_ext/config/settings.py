@@ -129,6 +129,8 @@ class Option(Generic[T]):
     """Whether its variable alone arms the extension in a plain start of a script."""
     scope: Scope = "training"
     """``training``: also on the script's own command line and in its TOML file. ``launcher``: only before a script starts."""
+    secret: bool = False
+    """Whether its value is left out of printed commands, the journal, reports and saved states."""
 
     @property
     def variable(self) -> str | None:
@@ -284,6 +286,11 @@ def options(scope: Scope | None = None) -> Iterator[tuple[str, Option[Any]]]:
     for option in sorted((*_ENGINE.values(), *patch_options()), key=lambda option: option.scope == "launcher"):
         if scope is None or option.scope == scope:
             yield option.name, option
+
+
+def secrets() -> dict[str, Option[Any]]:
+    """Return the options whose values are secret, by name."""
+    return {name: option for name, option in options() if option.secret}
 
 
 def variables() -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.config.settings import Settings, options
+from kohya_ext.config.settings import Settings, options, secrets
 from kohya_ext.console import note, should_print, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.gpu.peak_memory import peak_memory
@@ -102,7 +102,7 @@ class Session:
             },
             "script": self.command.name or None,
             "presets": [preset.name for preset in self.command.presets.presets],
-            "settings": {key: _plain(value) for key, value in self.command.settings.values().items()},
+            "settings": {key: _plain(value) for key, value in self.command.settings.values().items() if key not in secrets()},
             "origins": {name: origin for name, _ in options() if (origin := self.command.origin(name)) != "default"},
             "patches": [asdict(each) for each in self.patcher.outcomes.values() if each.patch not in _IN_EVERY_RUN],
             "facts": {patch.name: dict(patch.facts()) for patch in self.patcher.active() if patch.facts is not None},

@@ -65,6 +65,8 @@ class Accelerator(Protocol):
     optimizer_step_was_skipped: bool
     sync_gradients: bool
     """Whether the current batch ends with an optimizer step, which depends on gradient accumulation."""
+    trackers: list[Any]
+    """The trackers that the script has created."""
     _dataloaders: list[Any]
     _models: list[Module]
     _optimizers: list[Any]

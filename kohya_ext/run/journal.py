@@ -11,6 +11,7 @@ Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 - ``step``: an optimizer step;
 - ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``: events;
 - ``profile``: where the time of the steps of --profile_steps goes;
+- ``check``: the newest model, with ``file``, ``problems`` and ``summary``;
 - ``end``: status, reason and exit code.
 
 :mod:`kohya_ext.run.journal_reader` reads it. Other processes than the first, and data-loader workers, write nothing.
@@ -78,6 +79,8 @@ class Journal:
             return
         line = {"kind": kind, "time": round(time.time(), 3), **data}
         self.log.add(line)
+        for listener in _listeners:
+            listener(line)
         if self._descriptor is None:
             return
         content = _encoded(line)
@@ -126,6 +129,9 @@ def _finite(value: Any) -> Any:
     return [*map(_finite, value)] if isinstance(value, (list, tuple)) else value
 
 
+Listener = Callable[[Mapping[str, Any]], None]
+
+_listeners: list[Listener] = []
 _current: Journal | None = None
 _exit_code: int | None = None
 
@@ -134,6 +140,20 @@ def begin(journal: Journal | None) -> None:
     """Set the journal of this process's run; None ends it."""
     global _current
     _current = journal
+
+
+def listen(listener: Listener) -> None:
+    """Call a function with each line of this process, until :func:`stop_listening`.
+
+    It must not raise. It may be called from a signal handler.
+    """
+    _listeners.append(listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Stop calling a function; does nothing for one that is not called."""
+    if listener in _listeners:
+        _listeners.remove(listener)
 
 
 def event(kind: str, **data: Any) -> None:

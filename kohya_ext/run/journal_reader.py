@@ -225,6 +225,7 @@ class RunLog:
                 "peak_allocated": self.peaks.get("peak_allocated"),
                 "predicted_reserved": predicted.get("reserved"),
                 "gpu": (self.start.get("gpu") or {}).get("memory"),
+                "other_ranks": (self.end or {}).get("ranks"),
             },
             "gpu": (self.start.get("gpu") or {}).get("name"),
             "loss": {

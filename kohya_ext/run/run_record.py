@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from kohya_ext.config.command_line import without_secrets
+
 FILE = "kohya_ext_run.json"
 """The file in a state's folder."""
 
@@ -39,7 +41,7 @@ class RunRecord:
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
     """Local time at which the run's first process started."""
     command: tuple[str, ...] = ()
-    """The command line that started it."""
+    """The command line that started it, without secret options."""
     step: int = 0
     """Optimizer steps before this state was saved."""
     saved: float = 0.0
@@ -69,7 +71,7 @@ def describe(script: str, args: Namespace) -> RunRecord:
         for name, value in given.items()
         if value is not None and value != ""
     }
-    return RunRecord(script, identity, command=tuple(sys.orig_argv))
+    return RunRecord(script, identity, command=tuple(without_secrets(sys.orig_argv)[0]))
 
 
 def write(folder: Path, record: RunRecord, step: int) -> None:

@@ -17,11 +17,13 @@ _MAX_LENGTH = 100_000_000
 
 @dataclass(frozen=True)
 class Header:
-    """The tensor shapes, dtypes and metadata of a file."""
+    """The tensor shapes, dtypes, places and metadata of a file."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     metadata: Mapping[str, str]
+    places: Mapping[str, tuple[int, int]]
+    """The first byte of each tensor in the file, and the byte after its last."""
 
 
 def read_header(file: Path) -> Header:
@@ -43,8 +45,11 @@ def read_header(file: Path) -> Header:
         end = max((row["data_offsets"][1] for row in rows.values()), default=0)
         shapes = {name: tuple(row["shape"]) for name, row in rows.items()}
         dtypes = {name: row["dtype"] for name, row in rows.items()}
+        places = {
+            name: (8 + length + row["data_offsets"][0], 8 + length + row["data_offsets"][1]) for name, row in rows.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ValueError(f"{file.name} is not a safetensors file") from None
     if size < 8 + length + end:
         raise ValueError(f"{file.name} is truncated: {size} bytes of {8 + length + end}")
-    return Header(shapes, dtypes, metadata)
+    return Header(shapes, dtypes, metadata, places)

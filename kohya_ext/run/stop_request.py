@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from kohya_ext.config.command_line import option_words, quoted, quoted_word, restart_line
-from kohya_ext.config.settings import Settings, variables
+from kohya_ext.config.settings import Settings, secrets, variables
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
@@ -167,7 +167,8 @@ def resume_command(state: Path, processes: int = 1) -> str:
     if processes == 1:
         return restart_line({"resume": str(state)})
     # The command line of one process does not include its launcher.
-    switches = [f"{name}={quoted_word(value)}" for name, value in sorted(os.environ.items()) if name in variables()]
+    printed = set(variables()) - {option.variable for option in secrets().values()}
+    switches = [f"{name}={quoted_word(value)}" for name, value in sorted(os.environ.items()) if name in printed]
     environment = f", with {' '.join(switches)} in the environment" if switches else ""
     return f"the same command with {quoted(option_words({'resume': state}))}{environment}"
 

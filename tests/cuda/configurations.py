@@ -87,6 +87,7 @@ _SCRIPT_OPTIONS = {
     "without-clipping": ("--max_grad_norm", "0"),
     "accumulation": ("--gradient_accumulation_steps", "2"),
     "weight-norms": ("--scale_weight_norms", "1"),
+    "tracking": ("--log_with", "tensorboard", "--logging_dir", "logs"),
     "saving": ("--save_every_n_steps", "2"),
     "validation": ("--validation_split", "0.5", "--validate_every_n_steps", "2", "--max_validation_steps", "1"),
 }

@@ -1,5 +1,8 @@
 """A step with the extension costs no more than upstream's: waiting for the GPU, launches and memory, on the virtual GPU."""
 
+import json
+import re
+
 import pytest
 
 from tests.cuda.configurations import CONFIGURATIONS
@@ -48,6 +51,29 @@ def test_no_step_leaves_more_memory_than_upstream(pair):
     for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
         assert ours.bytes <= theirs.bytes, f"step {number}"
     assert pair.ours.peak <= pair.upstream.peak
+
+
+def test_progress_bar_shows_reserved_memory(pair):
+    shown = re.findall(r"[ \[]memory=([\d.]+)/([\d.]+)GB\]", pair.ours.output)
+    (journal,) = pair.ours.folder.glob("*.journal.jsonl")
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    reserved = {f"{line['reserved'] / 1e9:.1f}" for line in lines if line["kind"] == "step"}
+    assert {size for size, _ in shown} == reserved
+    assert {total for _, total in shown} == {f"{lines[0]['gpu']['memory'] / 1e9:.1f}"}
+    assert "memory=" not in pair.upstream.output
+
+
+@pytest.mark.configurations(lambda configuration: "tensorboard" in configuration.options)
+def test_trackers_get_the_journals_memory(pair):
+    from tests.real.test_notifications import scalars
+
+    (journal,) = pair.ours.folder.glob("*.journal.jsonl")
+    steps = [line for line in map(json.loads, journal.read_text().splitlines()) if line["kind"] == "step"]
+    ours, theirs = scalars(pair.ours.folder / "logs"), scalars(pair.upstream.folder / "logs")
+    for name in ("allocated", "reserved", "peak_allocated", "peak_reserved"):
+        expected = [(line["step"], pytest.approx(line[name] / 1e9)) for line in steps]
+        assert ours[f"memory/{name}_GB"] == expected
+    assert {name: ours[name] for name in theirs} == theirs
 
 
 def test_memory_does_not_grow(pair):

@@ -11,7 +11,7 @@ import pytest
 from kohya_ext.run.journal import SUFFIX
 from kohya_ext.run.journal_reader import JournalReader
 from kohya_ext.tiny.arguments import OUTPUT_NAME
-from tests.real.test_losing_nothing import FULL, LORA, send, write_images_with_nan
+from tests.real.test_losing_nothing import FULL, LORA, TWO, send, write_images_with_nan
 
 torch = pytest.importorskip("torch")
 
@@ -39,8 +39,8 @@ def test_journal_has_the_trainers_losses_and_files(checkout, train, script):
     run = train(checkout, script, *options, env={"SPY_LOSSES": "1"})
     assert run.code == 0, run.output[-3000:]
     kinds = [line["kind"] for line in lines_of(run)]
-    assert kinds[:-3] == ["start", "training", *["step"] * 3, "save", "state", *["step"] * 3]
-    assert (sorted(kinds[-3:-1]), kinds[-1]) == (["save", "state"], "end")
+    assert kinds[:-4] == ["start", "training", *["step"] * 3, "save", "state", *["step"] * 3]
+    assert (sorted(kinds[-4:-2]), kinds[-2:]) == (["save", "state"], ["check", "end"])
     steps = steps_of(run)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     assert [loss for line in steps for loss in line["losses"]] == run.losses
@@ -69,7 +69,21 @@ def test_journal_has_the_trainers_losses_and_files(checkout, train, script):
     assert (summary["status"], summary["step"], summary["steps"]) == ("DONE", 6, 6)
     (first,) = [line for line in run.output.splitlines() if "finished at step 6 after" in line]
     assert first.startswith("kohya_ext: ")
+    check = lines_of(run)[-2]
+    assert (check["file"], check["problems"], check["step"]) == (str(run.file), [], 6)
+    assert f"kohya_ext: checked {run.file.name}: {check['summary']}" in run.output
+    assert check["summary"].startswith("LoRA: " if script == LORA else "checkpoint: ")
     assert f"loss: first {steps[0]['loss']:.4g}, last {steps[-1]['loss']:.4g}" in run.output
+
+
+@pytest.mark.newest
+def test_run_that_changes_nothing_has_an_error(checkout, train):
+    warmup = ("--lr_scheduler", "constant_with_warmup", "--lr_warmup_steps", "5")  # whose first step has a learning rate of 0
+    run = train(checkout, LORA, "--max_train_steps", "1", *warmup)
+    assert run.code == 0, run.output[-3000:]
+    (check,) = [line for line in lines_of(run) if line["kind"] == "check"]
+    assert check["problems"][0].startswith("the file does not change the model")
+    assert f"checked {run.file.name}: error: the file does not change the model" in run.output
 
 
 @pytest.mark.newest
@@ -96,7 +110,7 @@ def test_stopped_and_resumed_run_is_one_run_of_two_parts(checkout, train):
     summary = log_of(stopped).summary()
     assert (summary["status"], summary["exit_code"], summary["reason"]) == ("STOPPED", 143, "SIGTERM")
     assert "--resume auto" in summary["next_command"]
-    assert {"stop", "save", "state"} <= {event["kind"] for event in summary["events"]}
+    assert {"stop", "save", "state", "check"} <= {event["kind"] for event in summary["events"]}
     assert "stopped (SIGTERM) at step" in stopped.output
 
     resumed = train(checkout, LORA, *options, "--resume", "auto", output=stopped.folder)
@@ -169,3 +183,16 @@ def test_samples_and_a_validation_between_steps_are_not_part_of_them(checkout, t
     assert training["sample_prompts"] == ["a red circle --w 64 --h 64 --s 2 --d 1"]
     assert steps[1]["outside"] > steps[0]["seconds"] / 100
     assert steps[3]["outside"] > 0
+
+
+@pytest.mark.newest
+def test_peaks_of_two_processes(checkout, train):
+    run = train(checkout, FULL, **TWO)
+    assert run.code == 0, run.output[-3000:]
+    end = lines_of(run)[-1]
+    ((rank,), own) = end["ranks"], end["memory"]["host_resident"]
+    assert rank["rank"] == 1
+    assert own / 3 < rank["host_resident"] < own * 3
+    assert "; other processes: at most " in run.output
+    assert not list(run.folder.glob("*.rank*"))
+    assert log_of(run).summary()["memory"]["other_ranks"] == end["ranks"]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 OTHERS = {f"--{name}" for name in (
     "compiled", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
     "optimizer_args", "resume", "sample_prompts", "shuffle_caption", "split_attn", "text_encoder_lr", "torch_compile",
-    "vae_batch_size", "lr_scheduler",
+    "vae_batch_size", "lr_scheduler", "log_with",
 )}  # fmt: skip
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,0 +1,1 @@
+"""Read the weights of LoRAs and checkpoints, describe them, and compare two files."""
