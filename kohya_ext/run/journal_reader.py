@@ -69,7 +69,7 @@ class RunLog:
     """The duration of each step, including the wait for data."""
     outside: array[float] = field(default_factory=lambda: array("d"))
     """Seconds between the previous step and each step: saving, sampling, validation."""
-    memory: array[int] = field(default_factory=lambda: array("q"))
+    reserved: array[int] = field(default_factory=lambda: array("q"))
     """Reserved memory at the end of each step, bytes; 0 if it is not known."""
     part_began: int = 0
     """Index of the latest process's first step."""
@@ -113,7 +113,7 @@ class RunLog:
             return
         if self.steps and step <= self.steps[-1]:  # resumed from a state before the last step
             kept = bisect.bisect_left(self.steps, step)
-            for column in (self.steps, self.losses, self.seconds, self.outside, self.memory):
+            for column in (self.steps, self.losses, self.seconds, self.outside, self.reserved):
                 del column[kept:]
             self.part_began = min(self.part_began, kept)
         self.last = line
@@ -121,7 +121,7 @@ class RunLog:
         self.losses.append(_number(line.get("loss"), math.nan))
         self.seconds.append(_number(line.get("seconds"), math.nan))
         self.outside.append(_number(line.get("outside"), 0.0))
-        self.memory.append(int(_number(line.get("reserved"), 0.0)))
+        self.reserved.append(int(_number(line.get("reserved"), 0.0)))
         for name in _PEAKS:
             size = line.get(name)
             if isinstance(size, int) and size > self.peaks.get(name, 0):

@@ -178,7 +178,7 @@ def draw_seconds(chart: Chart, log: RunLog, predicted: float | None) -> None:
 def draw_memory(chart: Chart, log: RunLog, memory: Mapping[str, Any]) -> None:
     """Draw the reserved memory in GB, the prediction, and the size of the GPU if it is close."""
     plot, legend = chart.prepare(log), []
-    curve = [(log.steps[end - 1], max(log.memory[begin:end]) / GB) for begin, end in buckets(log)]
+    curve = [(log.steps[end - 1], max(log.reserved[begin:end]) / GB) for begin, end in buckets(log)]
     if any(height for _, height in curve):
         total, predicted = memory["gpu"], memory["predicted_reserved"]
         highest = max([*(height for _, height in curve), (predicted or 0) / GB])

@@ -342,7 +342,7 @@ def test_json_has_one_object_per_run(watch, write, tmp_path):
 
 def test_other_runs_have_one_line(watch, write, tmp_path):
     write("cat", end={"status": "finished"})
-    write("dog", end={"status": "failed", "reason": "ValueError: bad", "code": 1})
+    write("dog", end={"status": "failed", "reason": "ValueError: bad", "code": 1, "time": time.time() + 1})
     printed = watch(tmp_path, "--once")[1]
     assert "dog  FAILED  sdxl_train_network.py  (ValueError: bad)" in printed
     (line,) = [line for line in printed.splitlines() if "cat" in line and "DONE" in line]
