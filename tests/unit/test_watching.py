@@ -279,14 +279,14 @@ def test_error_while_following_is_shown(monkeypatch):
 
 def test_smoothed_losses_ignore_unknown_ones():
     pytest.importorskip("textual")
-    from kohya_ext.watching import screen
+    from kohya_ext.watching import charts
 
-    assert screen.smoothed([1.0, float("nan"), 3.0], 2) == [1.0, 1.0, 3.0]
-    assert screen.limits([]) is None
-    low, high = screen.limits([*range(100), 10**6])
+    assert charts.smoothed([1.0, float("nan"), 3.0], 2) == [1.0, 1.0, 3.0]
+    assert charts.limits([]) is None
+    low, high = charts.limits([*range(100), 10**6])
     assert -20 < low < 5
     assert 95 < high < 120
-    assert screen.buckets(view_of(steps=7).log, 3) == [(0, 2), (2, 4), (4, 7)]
+    assert charts.buckets(view_of(steps=7).log, 3) == [(0, 2), (2, 4), (4, 7)]
 
 
 def test_command_uses_the_full_screen_where_textual_is_installed(monkeypatch, tmp_path, write):  # noqa: F811
