@@ -324,7 +324,7 @@ def _gpu(accelerator: Accelerator) -> dict[str, Any] | None:
     import torch
 
     properties = torch.cuda.get_device_properties(index_of(accelerator.device))
-    return {"name": properties.name, "memory": properties.total_memory}
+    return {"name": properties.name, "memory": properties.total_memory, "uuid": str(getattr(properties, "uuid", ""))}
 
 
 def _predicted(args: Namespace, run: Program) -> dict[str, Any]:

@@ -40,6 +40,9 @@ _SILENCE = 300.0
 
 _PEAKS = ("peak_allocated", "peak_reserved")
 
+_TOGETHER = 500
+"""Number of lines to parse together."""
+
 _CLOCK = 60.0
 """Difference in seconds up to which two start times of a process are the same."""
 
@@ -66,6 +69,8 @@ class RunLog:
     """The duration of each step, including the wait for data."""
     outside: array[float] = field(default_factory=lambda: array("d"))
     """Seconds between the previous step and each step: saving, sampling, validation."""
+    reserved: array[int] = field(default_factory=lambda: array("q"))
+    """Reserved memory at the end of each step, bytes; 0 if it is not known."""
     part_began: int = 0
     """Index of the latest process's first step."""
     profile: dict[str, Any] | None = None
@@ -108,7 +113,7 @@ class RunLog:
             return
         if self.steps and step <= self.steps[-1]:  # resumed from a state before the last step
             kept = bisect.bisect_left(self.steps, step)
-            for column in (self.steps, self.losses, self.seconds, self.outside):
+            for column in (self.steps, self.losses, self.seconds, self.outside, self.reserved):
                 del column[kept:]
             self.part_began = min(self.part_began, kept)
         self.last = line
@@ -116,6 +121,7 @@ class RunLog:
         self.losses.append(_number(line.get("loss"), math.nan))
         self.seconds.append(_number(line.get("seconds"), math.nan))
         self.outside.append(_number(line.get("outside"), 0.0))
+        self.reserved.append(int(_number(line.get("reserved"), 0.0)))
         for name in _PEAKS:
             size = line.get(name)
             if isinstance(size, int) and size > self.peaks.get(name, 0):
@@ -285,11 +291,13 @@ class JournalReader:
 
 
 def _parsed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    try:
-        values = json.loads(f"[{','.join(filter(None, lines))}]")  # faster than line by line
-    except ValueError:
-        values = map(_value, lines)
-    return (value for value in values if isinstance(value, dict))
+    for begin in range(0, len(lines), _TOGETHER):
+        part = lines[begin : begin + _TOGETHER]
+        try:
+            values = json.loads(f"[{','.join(filter(None, part))}]")  # faster than line by line
+        except ValueError:
+            values = map(_value, part)
+        yield from (value for value in values if isinstance(value, dict))
 
 
 def _value(line: str) -> Any:

@@ -49,7 +49,7 @@ _KERNELS: tuple[tuple[Kind, str], ...] = (
     ("copy", r"nchwtonhwc|nhwctonchw|transpose|im2col|col2im"),
     ("convolution", r"conv|wgrad|dgrad|fprop|winograd"),
     ("matmul", r"gemm|gemv|gett|nvjet|cutlass|matmul|xmma|splitk|dot_kernel|cublas|mma_|s16816"),
-    ("reduction", r"reduce|norm|softmax|welford|cunn_|cub::"),
+    ("reduction", r"reduce|norm|softmax|welford|moments|cunn_|cub::"),
     ("copy", r"copy|catarray|_cast|index|gather|scatter|fillfunctor|dequantize|quantize"),
     ("elementwise", r"elementwise|pointwise|vectorized|multi_tensor|gelu|silu|dropout|triton|distribution"),
 )
@@ -73,6 +73,8 @@ _API = re.compile(r"^(cu|cuda|hip)[A-Z]")
 _OVERHEAD = re.compile(
     r"^(Activity Buffer|Buffer Flush|Instrumentation|Resource|Lazy Function|Runtime Triggered|Overhead|CUPTI)", re.I
 )
+
+_NAMESPACES = re.compile(r"^void |\bat::native::|\bc10::|\(anonymous namespace\)::")
 
 _OPTIMIZER_STEP = "Optimizer.step#"
 """Start of the name of the range that PyTorch records around an optimizer's step."""
@@ -323,6 +325,11 @@ class _Walk:
             row[1] += 1
 
 
+def _short(kernel: str) -> str:
+    """Return a kernel's name without the namespaces that most names have."""
+    return _NAMESPACES.sub("", kernel)[:100]
+
+
 def _label(part: str, phase: str) -> str:
     return " ".join(filter(None, (part or "other", phase)))
 
@@ -458,7 +465,7 @@ def _add_tables(summary: Summary, walk: _Walk, device: Sequence[DeviceEvent], pe
         operators.setdefault(name, Row(name or "(unknown)")).device += seconds
         kernel = kernels.get(event.name)
         if kernel is None:
-            kernel = kernels[event.name] = Row(event.name, kind=kind_of_kernel(event.name))
+            kernel = kernels[event.name] = Row(_short(event.name), kind=kind_of_kernel(event.name))
         kernel.device += seconds
         kernel.count += 1 / summary.steps
         phases[phase] += seconds
@@ -671,7 +678,7 @@ def _table(title: str, rows: Sequence[Row], summary: Summary) -> Iterator[str]:
     yield f"{'GPU ms' if has_gpu else '':>10}{'host ms':>10}{'% of step':>11}{'count':>9}  {title}, per step"
     for row in rows:
         share = row.device / summary.wall if has_gpu else row.host / summary.profiled
-        name = f"{row.name[:90]}{f' ({row.kind})' if row.kind else ''}"
+        name = f"{row.name}{f' ({row.kind})' if row.kind else ''}"
         count = f"{row.count:.0f}" if row.count else ""
         device = f"{row.device * 1e3:.2f}" if has_gpu else ""
         yield f"{device:>10}{row.host * 1e3:>10.2f}{share:>11.1%}{count:>9}  {name}"

@@ -1,6 +1,8 @@
 """The journal: complete lines, a reader that tolerates incomplete ones, and a command that only reads."""
 
+import asyncio
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -340,7 +342,7 @@ def test_json_has_one_object_per_run(watch, write, tmp_path):
 
 def test_other_runs_have_one_line(watch, write, tmp_path):
     write("cat", end={"status": "finished"})
-    write("dog", end={"status": "failed", "reason": "ValueError: bad", "code": 1})
+    write("dog", end={"status": "failed", "reason": "ValueError: bad", "code": 1, "time": time.time() + 1})
     printed = watch(tmp_path, "--once")[1]
     assert "dog  FAILED  sdxl_train_network.py  (ValueError: bad)" in printed
     (line,) = [line for line in printed.splitlines() if "cat" in line and "DONE" in line]
@@ -388,6 +390,7 @@ def test_live_view_follows_the_run_and_ends_with_ctrl_c(write, monkeypatch, caps
         written.write("step", step=50 + len(naps), loss=0.1, seconds=1.0)
 
     monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(watch, "_has_textual", lambda: False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     assert watch.run(Namespace(places=[tmp_path], once=False, json=False)) == 0
@@ -403,11 +406,31 @@ CHANGES = {
 }
 
 
+def _follow_full_screen(folder):
+    """Show the runs full screen, follow them and press keys, without a terminal."""
+    from kohya_ext.commands import watch
+    from kohya_ext.watching.screen import WatchApp
+
+    runs = watch._Runs([folder], None)
+
+    async def follow():
+        app = WatchApp(runs.read, runs.read(), 0.01)
+        async with app.run_test(size=(160, 50)) as pilot:
+            for key in ("down", "c", "l", "up"):
+                await pilot.press(key)
+            await pilot.pause(0.1)
+
+    asyncio.run(follow())
+
+
 def test_watch_only_reads(write, watch, tmp_path):
     """Python cannot remove an audit hook, so the hook depends on a variable."""
     write("cat")
     write("dog", end={"status": "stopped"})
     watch(tmp_path, "--once")  # imports write no bytecode later
+    full_screen = importlib.util.find_spec("textual") is not None
+    if full_screen:
+        _follow_full_screen(tmp_path)
     before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in tmp_path.rglob("*")}
     changes, active = [], True
 
@@ -421,6 +444,8 @@ def test_watch_only_reads(write, watch, tmp_path):
     sys.addaudithook(hook)
     watch(tmp_path, "--once")
     watch(tmp_path, "--json")
+    if full_screen:
+        _follow_full_screen(tmp_path)
     recorded = list(changes)
     (tmp_path / "the hook works").touch()
     active = False

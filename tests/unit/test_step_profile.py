@@ -31,6 +31,7 @@ BLOCK = PART + "Block"
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "matmul"),
         ("void gemmSN_TN_kernel<float, 128, 16, 2, 4, 4, 4, true>", "matmul"),
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16, float>", "matmul"),
+        ("nvjet_sm90_tst_168x128_64x5_1x2_h_bz_coopA_bias_TNN", "matmul"),
         ("triton_tem_fused_addmm_12", "matmul"),
         ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128>>", "attention"),
         ("fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention)", "attention"),
@@ -46,6 +47,7 @@ BLOCK = PART + "Block"
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, 4u>", "copy"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reduction"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>", "reduction"),
+        ("void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<float>(long, float)", "reduction"),
         ("void cunn_SoftMaxForward<8, float, float>", "reduction"),
         ("triton_poi_fused__scaled_dot_product_flash_attention_addmm_gelu_3", "elementwise"),
         ("triton_red_fused_native_layer_norm_5", "reduction"),
@@ -324,6 +326,13 @@ def test_tables_have_the_largest_rows():
     assert "the GPU's arithmetic is the limit: 60% of the time (matmul 60%)" in text
     data = summary.as_json()
     assert data["kernels"][0] == {"name": "gemm", "device": 0.06, "host": 0.0, "count": 1.0, "kind": "matmul"}
+
+
+def test_names_of_kernels_are_short():
+    name = "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, " + 100 * "x"
+    (row,) = summarize([], [kernel(0, 1, name)], (0, MILLISECOND), 1, "cuda").kernels
+    assert row.name.startswith("vectorized_elementwise_kernel<8, CUDAFunctor_add<BFloat16>, x")
+    assert len(row.name) == 100
 
 
 def test_large_profiles_are_summarized_in_seconds():

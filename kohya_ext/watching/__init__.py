@@ -1,0 +1,1 @@
+"""Show runs from their journals: as a page, and full screen. Nothing here writes, locks or signals."""
