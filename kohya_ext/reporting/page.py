@@ -20,7 +20,7 @@ from typing import Any
 from kohya_ext import __version__
 from kohya_ext.errors import UserError
 from kohya_ext.reporting.charts import charts
-from kohya_ext.reporting.history import History
+from kohya_ext.reporting.history import History, number
 from kohya_ext.reporting.thumbnails import Thumbnails
 from kohya_ext.run.step_times import format_duration
 from kohya_ext.units import format_size, gigabytes
@@ -35,6 +35,9 @@ _SAMPLE_EDGE, _IMAGE_EDGE = 320, 112
 
 _SKIPS, _EVENTS, _FILES, _IMAGES = 60, 300, 300, 8
 """Largest numbers of skipped steps, events and files of a run, and of images of a skipped step."""
+
+_BLOCKS = 8
+"""Largest number of parts of the model of a profile."""
 
 _SMALLEST_SHARE = 0.0005
 """Parts of the time below this share are left out."""
@@ -139,6 +142,7 @@ def _run(label: str, index: int, run: History, now: float) -> Row:
         "tiles": list(_tiles(run, summary)),
         "memory_scale": _memory_scale(summary["memory"]),
         "parts": _time_by_part(run),
+        "profile": _profile(run.profile),
         "training": run.training,
         "buckets": _buckets(run.training.get("buckets")),
         "folders": _dicts(run.training.get("folders")),
@@ -232,6 +236,29 @@ def _time_by_part(run: History) -> list[Row]:
         for name, value in parts.items()
         if value > total * _SMALLEST_SHARE
     ]
+
+
+def _profile(line: Row | None) -> Row | None:
+    """Return the latest profile: its steps, verdict, advice and largest parts of the model."""
+    if line is None:
+        return None
+    blocks = [
+        block for block in _dicts(line.get("blocks")) if number(block.get("device"), 0.0) or number(block.get("host"), 0.0)
+    ]
+    return {
+        "steps": f"{line.get('first')} to {line.get('last')}",
+        "verdict": str(line.get("verdict", "")),
+        "advice": [str(option) for option in line.get("advice") or []],
+        "blocks": [
+            {
+                "name": str(block.get("name")),
+                **{side: f"{1e3 * number(block.get(side), 0.0):,.1f}" for side in ("device", "host")},
+            }
+            for block in blocks[:_BLOCKS]
+        ],
+        "table": str(line.get("table", "")),
+        "trace": str(line.get("trace", "")),
+    }
 
 
 def _duration(seconds: float) -> str:

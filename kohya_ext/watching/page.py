@@ -200,7 +200,7 @@ def event(line: Mapping[str, Any]) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(line.get("time", 0)))
     kind, step = str(line.get("kind")).replace("_", " "), line.get("step")
     details = [Path(str(line["file"])).name] if line.get("file") else []
-    details += [str(line[key]) for key in ("reason", "phase", "problem") if line.get(key)]
+    details += [str(line[key]) for key in ("reason", "phase", "problem", "summary") if line.get(key)]
     if isinstance(size := line.get("bytes"), int):
         details.append(format_size(size))
     if isinstance(seconds := line.get("seconds"), float) and math.isfinite(seconds):

@@ -141,6 +141,18 @@ def images(tmp_path):
 # --- history ---------------------------------------------------------------------------------------------------------
 
 
+def test_profile_shows_its_verdict_advice_and_parts(write, report):
+    blocks = [{"name": "DoubleBlock forward", "device": 0.0125, "host": 1.5}, {"name": "idle", "device": 0.0, "host": 0.0}]
+    line = {"kind": "profile", "time": 1050.0, "step": 12, "first": 10, "last": 12, "blocks": blocks, "table": "cat.txt"}
+    line |= {"verdict": f"the host is the limit{ATTACK}", "advice": ["--cuda_graphs replays"], "trace": "cat.json.gz"}
+    text = report(write(start(), training(), *steps(1, 12), line, end()))
+    assert "Steps 10 to 12" in text
+    assert "the host is the limit&lt;/script&gt;" in text
+    assert "<li>--cuda_graphs replays</li>" in text
+    assert '<td>DoubleBlock forward</td><td class="n">12.5</td><td class="n">1,500.0</td>' in text
+    assert "<td>idle</td>" not in text
+
+
 def test_history_has_a_value_of_each_column_for_each_step_also_after_a_resume(write):
     resumed = start(time=5000.0)
     lines = [start(), training(), *steps(1, 10), end("stopped"), resumed, training(time=5010.0)]
