@@ -87,13 +87,13 @@ def _products(rows: int, inner: int, outer: int) -> dict[str, Callable[[], Any]]
         return (a * scale).clamp(-127, 127).to(kind), (b * scale).clamp(-127, 127).to(kind).t()
 
     bf16, fp16, int8, fp8 = pair(torch.bfloat16), pair(torch.float16), pair(torch.int8, 30), pair(torch.float8_e4m3fn)
-    one = torch.ones((), device="cuda")
+    scale = torch.ones((), device="cuda")
     by_row, by_column = torch.ones(rows, 1, device="cuda"), torch.ones(1, outer, device="cuda")
     return {
         "bf16": lambda: torch.mm(*bf16),
         "fp16": lambda: torch.mm(*fp16),
         "int8": lambda: torch._int_mm(*int8),
-        "fp8": lambda: torch._scaled_mm(*fp8, one, one, out_dtype=torch.bfloat16),
+        "fp8": lambda: torch._scaled_mm(*fp8, scale, scale, out_dtype=torch.bfloat16),
         "fp8_rows": lambda: torch._scaled_mm(*fp8, by_row, by_column, out_dtype=torch.bfloat16),
     }
 

@@ -1,6 +1,6 @@
 """Full-size checkpoints of every family as sparse files: the names and shapes of their tensors, and zeros without disk space.
 
-The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors. :func:`fill` replaces the zeros by
+The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors. :func:`write_random` replaces the zeros by
 random numbers, for a GPU that computes: it multiplies zeros faster, and losses and gradients would vanish.
 """
 
@@ -33,7 +33,7 @@ _RANDOM_NUMBERS = 2**26
 def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool = False) -> checkpoints.Models:
     """Write the checkpoints of a configuration's family to ``folder``, unless they are there, and return their paths.
 
-    Their weights are zeros. With ``random``, those of the first file are random (see :func:`fill`); it has the trained model.
+    Their weights are zeros. With ``random``, those of the first file are random (see :func:`write_random`); it has the trained model.
     """
     paths = checkpoints.locate(config.family.name, folder)
     if not all(path.exists() for path in paths.files.values()):
@@ -42,7 +42,7 @@ def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool =
             for option, tensors in _WRITERS.get(config.family.name, _tensors_by_option)(config, built):
                 write_file(paths.files[option], tensors)
         if random:
-            fill(paths.files["pretrained_model_name_or_path"])
+            write_random(paths.files["pretrained_model_name_or_path"])
     return paths
 
 
@@ -62,8 +62,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def fill(path: Path) -> None:
-    """Fill a sparse file with weights whose layers keep the variance of their inputs, and biases of 0."""
+def write_random(path: Path) -> None:
+    """Overwrite a sparse file with weights whose layers keep the variance of their inputs, and biases of 0."""
     normal = torch.randn(_RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     contents = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     length = int.from_bytes(bytes(contents[:8].tolist()), "little")

@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from kohya_ext.errors import UserError
@@ -20,6 +20,9 @@ _STANDARD_ERROR = 2
 _PROGRESS_DELAY = 1.0
 
 _silent = False
+
+on_warning: Callable[[str], None] | None = None
+"""Receives each warning, also in processes that print nothing."""
 
 
 @contextlib.contextmanager
@@ -61,6 +64,8 @@ def note_at_once(message: str) -> None:
 def warn(message: str) -> None:
     """Print a warning, once per run."""
     note(f"warning: {message}")
+    if on_warning is not None:
+        on_warning(message)
 
 
 def error(message: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, count
-from kohya_ext.console import error, warn
+from kohya_ext.console import error, note
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
@@ -91,7 +91,7 @@ class _Guard(TrainingCallback):
         norm = f", gradient norm {values.read_norm([]):.4g}" if values.has_norm else ""
         files = list(current_batch().get("kohya_ext_files", []))
         images = f"; images: {', '.join(files)}" if files else ""
-        warn(f"step {step} skipped: loss or gradient is not finite (loss {losses}{norm}){images}")
+        note(f"warning: step {step} skipped: loss or gradient is not finite (loss {losses}{norm}){images}")
         journal.event("skip", step=step, problem=f"loss {losses}{norm}", images=files)
 
     def _stop_run(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Settings
-from kohya_ext.console import warn
+from kohya_ext.console import note
 from kohya_ext.gpu import spill
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
@@ -43,7 +43,7 @@ class _Clock(TrainingCallback):
         problem = self.watch.after_step(seconds, torch.cuda.memory_reserved(self.index), free)
         if problem is not None:
             command = restart_line({"vram_budget": "auto", "resume": "auto"})
-            warn(f"{problem}. Press Ctrl-C to save and stop, then resume within GPU memory: {command}")
+            note(f"warning: {problem}. Press Ctrl-C to save and stop, then resume within GPU memory: {command}")
             journal.event("spill", problem=problem)
             self.warned = True
 

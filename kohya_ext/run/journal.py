@@ -9,7 +9,7 @@ Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 - ``start``: command line, versions, GPU and predictions, before the models are loaded;
 - ``training``: numbers of images, buckets and steps, before the first step;
 - ``step``: an optimizer step;
-- ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``: events;
+- ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``, ``warning``: events;
 - ``profile``: where the time of the steps of --profile_steps goes;
 - ``check``: the newest model, with ``file``, ``problems`` and ``summary``;
 - ``end``: status, reason and exit code.
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.console import warn
+from kohya_ext import console
 from kohya_ext.run.journal_reader import RunLog
 
 SUFFIX = ".journal.jsonl"
@@ -103,7 +103,7 @@ class Journal:
         """Warn once if a line could not be written."""
         if self._problem and not self._warned:
             self._warned = True
-            warn(f"the journal {self.file} is incomplete: {self._problem}; training continues")
+            console.warn(f"the journal {self.file} is incomplete: {self._problem}; training continues")
 
     def close(self) -> None:
         """Close the file."""
@@ -140,6 +140,11 @@ def begin(journal: Journal | None) -> None:
     """Set the journal of this process's run; None ends it."""
     global _current
     _current = journal
+    console.on_warning = None if journal is None else _on_warning
+
+
+def _on_warning(message: str) -> None:
+    event("warning", problem=message)
 
 
 def listen(listener: Listener) -> None:

@@ -16,7 +16,16 @@ from kohya_ext.watching.colours import BLUE, GREEN, GREY, ORANGE, RED, style
 from kohya_ext.watching.nvml import GpuStatus
 from kohya_ext.watching.page import View
 
-_EVENTS = {"save": GREEN, "state": GREEN, "sample": BLUE, "skip": ORANGE, "out_of_memory": RED, "spill": RED, "stop": ORANGE}
+_EVENTS = {
+    "save": GREEN,
+    "state": GREEN,
+    "sample": BLUE,
+    "skip": ORANGE,
+    "out_of_memory": RED,
+    "spill": RED,
+    "stop": ORANGE,
+    "warning": ORANGE,
+}
 """Colours of kinds of events."""
 
 

@@ -14,6 +14,7 @@ from argparse import Namespace
 
 import pytest
 
+from kohya_ext import console
 from kohya_ext.__main__ import main
 from kohya_ext.errors import UserError
 from kohya_ext.run import journal, journal_reader
@@ -136,6 +137,16 @@ def test_events_have_the_current_step(current):
     journal.event("spill", problem="slow")
     journal.event("skip", step=8)
     assert [(line["kind"], line["step"]) for line in read(current.file).latest.events] == [("spill", 7), ("skip", 8)]
+
+
+def test_warnings_are_events_of_the_current_run(current, capsys):
+    console.warn("the disk is full")
+    (line,) = read(current.file).latest.events
+    assert (line["kind"], line["problem"], line["step"]) == ("warning", "the disk is full", 0)
+    journal.begin(None)
+    console.warn("later")
+    assert len(read(current.file).latest.events) == 1
+    assert capsys.readouterr().err.splitlines() == ["kohya_ext: warning: the disk is full", "kohya_ext: warning: later"]
 
 
 def test_only_models_states_and_samples_of_the_output_folder_are_recorded(current, tmp_path):
