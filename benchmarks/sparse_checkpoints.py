@@ -1,7 +1,7 @@
 """Full-size checkpoints of every family as sparse files: the names and shapes of their tensors, and zeros without disk space.
 
-The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors. :func:`write_random` replaces the zeros by
-random numbers, for a GPU that computes: it multiplies zeros faster, and losses and gradients would vanish.
+The models are those of the estimates (kohya_ext.estimate.models), built on fake tensors. :func:`write_random` replaces the
+zeros by random numbers, for a GPU that computes: it multiplies zeros faster, and losses and gradients would vanish.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _RANDOM_NUMBERS = 2**26
 def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool = False) -> checkpoints.Models:
     """Write the checkpoints of a configuration's family to ``folder``, unless they are there, and return their paths.
 
-    Their weights are zeros. With ``random``, those of the first file are random (see :func:`write_random`); it has the trained model.
+    Their weights are zeros. With ``random``, those of the first file, which has the trained model, are random (see
+    :func:`write_random`).
     """
     paths = checkpoints.locate(config.family.name, folder)
     if not all(path.exists() for path in paths.files.values()):
