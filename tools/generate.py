@@ -133,7 +133,7 @@ def _image() -> str:
             *(_text(LEFT + COLUMN * (i + 0.5), TOP - 12, f"{size} GB") for i, size in enumerate(sizes)),
             *(_text(10, TOP + ROW * (i + 0.6), family, "start") for i, family in enumerate(families)),
             *_cells(tiers, families, sizes),
-            _text(10, height - 12, "Predicted without a GPU, in 1e9 bytes; not compared with a GPU yet.", "start"),
+            _text(10, height - 12, "Predicted without a GPU, in 1e9 bytes; not compared with a GeForce GPU yet.", "start"),
             "</svg>\n",
         )
     )

@@ -27,7 +27,7 @@ from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
 
-ACCURACY = "compared with PyTorch's CUDA allocator on a virtual GPU, not with a physical GPU"
+ACCURACY = "compared with PyTorch's CUDA allocator on a virtual GPU and an H100, not on a GeForce GPU"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -267,7 +267,7 @@ def _draw(figure: Any, prediction: Estimate, card: int | None) -> None:
         axes.axvline(card / GB, color="black", linestyle="--", label=f"GPU {gigabytes(card)}")
     axes.set(
         yticks=[],
-        xlabel="GB (1e9 bytes), not compared with a physical GPU",
+        xlabel="GB (1e9 bytes), not compared with a GeForce GPU",
         title=f"{prediction.config['script']}, {_workload(prediction)}",
     )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")

@@ -113,7 +113,7 @@ def _list(console: Console) -> None:
 
 #: The meaning of the columns.
 NOTE = (
-    "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a physical GPU. left "
+    "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. left "
     "free: of the GPU. speed: from floating-point operations per image, relative to the family's fastest preset at that "
     "resolution; excludes copying swapped blocks."
 )

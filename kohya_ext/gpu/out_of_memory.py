@@ -87,7 +87,7 @@ def prediction(checkout: Checkout, args: Namespace, command: CommandLine) -> str
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= GB / 100)
     return (
         f"predicted for this command line: {gigabytes(estimate.total)} GB, with the peak in {estimate.peak_phase}: {parts} "
-        "(not compared with a physical GPU)"
+        "(not compared with a GeForce GPU)"
     )
 
 

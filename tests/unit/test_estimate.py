@@ -97,7 +97,7 @@ def test_exit_code_1_when_the_run_does_not_fit(checkout, capsys):
     assert main(arguments) == 0
     assert main([*arguments, "--vram", "16 GB"]) == 1
     output = capsys.readouterr().out
-    assert "not with a physical GPU" in output
+    assert "not on a GeForce GPU" in output
     assert "The 16 GB GPU (17.18e9 bytes) lacks" in output
 
 
