@@ -1,6 +1,7 @@
-"""Write a report on runs as one HTML file: charts, samples, settings and events.
+"""Write a report on runs as one HTML file.
 
-Reads the journals of one or several runs, while they train or afterwards. Several runs are compared.
+It has charts, samples, settings and events. Reads the journals of one or several runs, while they train or afterwards.
+Several runs are compared.
 """
 
 from __future__ import annotations

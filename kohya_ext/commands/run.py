@@ -42,9 +42,9 @@ options, before SCRIPT or after it:
   presets     --preset, --vram, --strict
   memory      --vram_budget, --gradient_checkpointing_ratio, --on_oom
   speed       --selective_torch_compile, --activation_memory_budget,
-              --fused_operations
+              --fused_operations, --cuda_graphs
   recovery    --save_state_every_n_minutes, --stop_file, --keep_previous
-  monitoring  --notify, --journal_file
+  monitoring  --profile_steps, --notify, --journal_file
   training    --ema, --adaptive_lr, --nan_patience
   start       --sd_scripts, --num_processes, --multi_gpu, --accelerate_config
   patches     --disable_patch; --report FILE writes what was applied
