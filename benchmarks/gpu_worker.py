@@ -32,7 +32,10 @@ def main() -> None:
     """Run the command and write the result, also after an error."""
     specification = json.loads(sys.argv[1])
     sys.argv = ["kohya_ext", *sys.argv[2:]]
-    torch.use_deterministic_algorithms(specification["deterministic"], warn_only=True)
+    if specification["deterministic"]:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # With warn_only, PyTorch still chooses cuDNN's attention on an H100, which is not deterministic.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     skip_checkpoint_hashes()
     steps = Steps(specification["first"], specification["measured"], specification["profiled"])
     begun = time.perf_counter()
