@@ -107,7 +107,10 @@ class Report:
         """Return the description in one line."""
         ranks = sorted({module.rank for module in self.modules if module.rank is not None})
         alphas = sorted({module.alpha for module in self.modules if module.alpha is not None})
-        dtypes = " and ".join(sorted(self.dtypes, key=lambda dtype: -self.dtypes[dtype])[:2])
+        enough = sum(self.dtypes.values()) / 20  # an alpha may be an integer
+        dtypes = " and ".join(
+            sorted((d for d, count in self.dtypes.items() if count >= enough), key=self.dtypes.__getitem__)[::-1]
+        )
         parts = [
             f"{len(self.modules):,} modules" if self.modules else f"{self.tensors:,} tensors",
             f"rank {span(ranks)}" if ranks else "",

@@ -202,6 +202,8 @@ def test_description_of_a_lora(write):
     ]
     assert not result.problems
     assert result.summary() == "LoRA: 2 modules, rank 4, alpha 2, float32, all values finite"
+    integers = {name: tensor.long() if name.endswith("alpha") else tensor for name, tensor in lora().items()}
+    assert "float32, all values finite" in described(write(integers)).summary()
 
 
 def test_files_of_torch_are_the_same(write):
