@@ -40,7 +40,7 @@ def generated() -> Mapping[Path, str]:
         "options.md": [_options()],
         "patches.md": [_patches()],
         "presets.md": [_presets()],
-        "speed.md": [_gpu_time(), _host_time()],
+        "speed.md": [_gpu_time(), _launches()],
     }
     files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
     return {**files, DOCS / "presets.svg": _image()}
@@ -100,13 +100,13 @@ def _gpu_time() -> str:
     return _table(("LoRA", "checkpointing", *variants), rows)
 
 
-def _host_time() -> str:
-    """Return a table of the launches and syncs of a step, from the results of benchmarks/host_time.py."""
-    measured = json.loads((RESULTS / "host_time.json").read_text(encoding="utf-8"))["rows"]
+def _launches() -> str:
+    """Return a table of the launches and syncs of a step, from the results of benchmarks/launches.py."""
+    measured = json.loads((RESULTS / "launches.json").read_text(encoding="utf-8"))["rows"]
     variants = list(dict.fromkeys(name for row in measured.values() for name in row if name != "arguments"))
     rows = []
     for name, row in measured.items():
-        costs = (row[variant][0] for variant in variants)
+        costs = (row[variant] for variant in variants)
         cells = (f"{cost['launches']:,.0f} / {cost['syncs']:.0f}" if "launches" in cost else "" for cost in costs)
         rows.append([*_lora(name), *cells])
     return _table(("LoRA", "checkpointing", *variants), rows)

@@ -1,10 +1,9 @@
-"""Measure what a training step costs the host: seconds of processor time, kernel launches and syncs, at full size.
+"""Count the kernel launches of a training step, and how often the host waits for the GPU, at full size.
 
-    python -m benchmarks.host_time [--only sdxl-lora] [--variants upstream,default] [--rounds 2] [--scratch FOLDER]
+    python -m benchmarks.launches [--only sdxl-lora] [--variants upstream,default] [--scratch FOLDER]
 
 Each family's LoRA script trains on a virtual GPU (see benchmarks/full_size.py), with and without gradient checkpointing, as
-upstream does and with the extension, in turn. Launches and syncs are exact. Seconds are those of this machine's processor
-without the driver's own, so compare them within a row. Measure them while nothing else runs.
+upstream does and with the extension. Both counts are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kohya_ext.config import preset_files
 from kohya_ext.sdscripts.checkouts import find_or_fetch
 from kohya_ext.units import GIB
 
-OUTPUT = results.FOLDER / "host_time.json"
+OUTPUT = results.FOLDER / "launches.json"
 
 #: Variant -> options. Without patches the launcher runs upstream's script unchanged; a preset completes its arguments.
 VARIANTS = {
@@ -34,9 +33,9 @@ VARIANTS = {
     "compiled": ["--selective_torch_compile"],
 }
 
-#: Steps of a run that are not measured: the first creates optimizer state, the second searches paths in the graph.
+#: Steps of a run that are not counted: the first creates optimizer state, the second searches paths in the graph.
 FIRST_STEPS = 2
-MEASURED_STEPS = 7
+MEASURED_STEPS = 3
 CARD = 80 * GIB
 
 
@@ -51,20 +50,18 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Return the medians of the measured steps."""
     measured = steps[FIRST_STEPS:]
     return {
-        "processor_seconds": round(statistics.median(step["processor_seconds"] for step in measured), 4),
         "launches": statistics.median(step["launches"] for step in measured),
         "syncs": statistics.median(step["syncs"] for step in measured),
     }
 
 
 def main() -> int:
-    """Measure all rows, and write the output file after each round; return 1 if a run failed."""
+    """Count in all rows, and write the output file after each; return 1 if a run failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
     )
-    parser.add_argument("--only", default="", help="measure only rows whose name begins with this text")
-    parser.add_argument("--variants", default="upstream,default,fused", help="variants to measure, in turn")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
+    parser.add_argument("--only", default="", help="count only in rows whose name begins with this text")
+    parser.add_argument("--variants", default="upstream,default,fused", help="variants to count")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
     checkout = find_or_fetch(given.sd_scripts)
@@ -80,18 +77,15 @@ def main() -> int:
             measured: dict[str, Any] = document["rows"].setdefault(
                 row.name, {"arguments": " ".join([row.script, *row.arguments])}
             )
-            variants = given.variants.split(",")
-            measured |= {name: [] for name in variants}
-            for _ in range(given.rounds):
-                for name in variants:
-                    words = [*arguments, *VARIANTS[name]]
-                    used = full_size.run(row, checkout, scratch, given, words, count, full_size.tokens(config))
-                    failed |= "failed" in used
-                    measured[name].append({"failed": used["failed"]} if "failed" in used else summary(used["steps"]))
-                    print(f"{row.name} {name}: {measured[name][-1]}", file=sys.stderr, flush=True)
-                document |= {"sd_scripts": checkout.version, **results.kohya_ext_commit()}
-                given.output.parent.mkdir(parents=True, exist_ok=True)
-                given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            for name in given.variants.split(","):
+                words = [*arguments, *VARIANTS[name]]
+                used = full_size.run(row, checkout, scratch, given, words, count, full_size.tokens(config))
+                failed |= "failed" in used
+                measured[name] = {"failed": used["failed"]} if "failed" in used else summary(used["steps"])
+                print(f"{row.name} {name}: {measured[name]}", file=sys.stderr, flush=True)
+            document |= {"sd_scripts": checkout.version, **results.kohya_ext_commit()}
+            given.output.parent.mkdir(parents=True, exist_ok=True)
+            given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(failed)
 
 
