@@ -7,6 +7,7 @@ and delivers gradients as autograd does.
 - A recording always reads and writes the same addresses. Inputs are copied in, and outputs and gradients are copied out.
 - All recordings share one pool of memory, so one overwrites what another has saved for backward. A second forward pass before
   backward runs eager.
+- The largest size is recorded first, because smaller ones fit into its memory. A larger one discards all earlier recordings.
 - Values that Python computed are constants of a recording. A first run under :class:`HostAccess` finds reads of the device's
   results and random numbers from the CPU; numbers of the network's modules are part of a recording's key.
 
@@ -146,7 +147,7 @@ class RecordedModel:
         reserve: int = RESERVE,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Sizes recorded, micro-batches replayed, and micro-batches that ran eager."""
+        """Sizes recorded, micro-batches replayed, micro-batches that ran eager, and times that a larger size came."""
         self.off: str | None = None
         """Why the model runs eager; None if it is recorded."""
         self._recorder, self._report, self._reserve = recorder, report, reserve
@@ -175,7 +176,7 @@ class RecordedModel:
             return forward(*args, **kwargs)
         size, tensors = passes
         self.counts["replayed" if size.forward_recording is not None else "not_recorded"] += 1
-        return _with_tensor(size.output, _Passes.apply(self, size, self._hook, *tensors))
+        return with_tensor(size.output, _Passes.apply(self, size, self._hook, *tensors))
 
     def release(self) -> None:
         """Drop all recordings and return their memory."""
@@ -193,6 +194,8 @@ class RecordedModel:
         try:
             call = self._describe(forward, args, kwargs)
             if call.key not in self._sizes:
+                if self._sizes and _elements(call.tensors) > max(_elements(size.inputs) for size in self._sizes.values()):
+                    self._start_over()
                 self._sizes[call.key] = self._new_size(call)
             return self._sizes[call.key], call.tensors
         except Exception as error:  # a recording can break in any way, and training continues without it
@@ -227,6 +230,13 @@ class RecordedModel:
         key = (tuple(kwargs), *places, *constants, *kinds, *precision, *switches, *modes)
         hash(key)  # a multiplier could be a tensor
         return _Call(forward, tensors, key, constants, places, tuple(kwargs))
+
+    def _start_over(self) -> None:
+        """Discard all recordings. What a larger size saves does not fit between their tensors."""
+        self._sizes.clear()
+        self._recorder.release()
+        self.counts["recorded"] = 0
+        self.counts["larger"] += 1
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
@@ -303,8 +313,8 @@ class RecordedModel:
     def _forward(self, size: _Size) -> torch.Tensor:
         with torch.enable_grad():
             size.output = size.call.run(size.inputs)
-            result = _tensor_of(size.output)
-        size.output = _with_tensor(size.output, None)
+            result = tensor_of(size.output)
+        size.output = with_tensor(size.output, None)
         if not result.requires_grad:
             raise RecordingError("the model's output needs no gradient")
         return result
@@ -428,6 +438,11 @@ class _Passes(torch.autograd.Function):  # type: ignore[misc]
         return (None, None, None, *ctx.model.end(ctx, ctx.size, gradient))
 
 
+def _elements(inputs: Sequence[torch.Tensor]) -> int:
+    """Return the number of elements of a call's tensors, by which sizes are compared."""
+    return sum(tensor.numel() for tensor in inputs)
+
+
 # --- the self-check --------------------------------------------------------------------------------------------------
 
 
@@ -468,7 +483,7 @@ def _check_replay(first: _Results, second: _Results, replayed: _Results) -> None
 # --- outputs and errors ----------------------------------------------------------------------------------------------
 
 
-def _tensor_of(output: Any) -> torch.Tensor:
+def tensor_of(output: Any) -> torch.Tensor:
     """Return the tensor of a model's output: the output itself, or its attribute ``sample``."""
     tensor = getattr(output, "sample", output)
     if not isinstance(tensor, torch.Tensor):
@@ -476,7 +491,7 @@ def _tensor_of(output: Any) -> torch.Tensor:
     return tensor
 
 
-def _with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
+def with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
     """Return an output of the same kind with another tensor."""
     if output is None or isinstance(output, torch.Tensor):
         return tensor

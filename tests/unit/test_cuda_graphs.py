@@ -344,15 +344,37 @@ def test_dropout_with_checkpointing_stands_aside():
 def test_sizes_beyond_the_limit_run_eager_and_exact():
     eager, recorded = Training(False), Training(True, max_sizes=1)
     for training in (eager, recorded):
-        for height in (2, 3, 2, 4, 3):
-            training.step(height, 2, trains_text=True)
+        for height in (4, 3, 4, 2, 3):
+            training.step(height, 4, trains_text=True)
     assert recorded.recorded.counts == {"recorded": 1, "replayed": 7, "not_recorded": 3}
     assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
 
 
+def test_larger_size_discards_the_recordings_of_smaller_ones():
+    eager, recorded = Training(False), Training(True)
+    for training in (eager, recorded):
+        training.step(2)
+        training.micro_batch(2)
+        training.step(4)  # with gradients of a smaller size in the staging buffers
+        training.step(3, 2, trains_text=True)
+        training.step(4, 3, 2)
+    assert recorded.recorded.counts == {"recorded": 5, "larger": 1, "replayed": 8}
+    assert recorded.recorder.released == 1
+    assert len(recorded.recorder.recordings) == 2 * 5
+    assert recorded.lines == []
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_larger_size_is_recorded_beyond_the_limit():
+    training = Training(True, max_sizes=1)
+    for height in (2, 4, 2, 4):
+        training.step(height)
+    assert training.recorded.counts == {"recorded": 1, "larger": 1, "replayed": 3, "not_recorded": 1}
+
+
 def test_little_free_memory_ends_recording():
     training = Training(True, memory={"free": 10 * 2**20, "bytes_per_recording": 2**20}, reserve=5 * 2**20)
-    for height in (2, 3, 4):
+    for height in (4, 3, 2):
         training.step(height)
     # After the first size 8 MiB are free; a second one would leave 6, and a third one less than the reserve.
     assert training.recorded.counts == {"recorded": 2, "replayed": 2, "not_recorded": 1}
