@@ -87,9 +87,10 @@ def _reason_not_to_record(args: Namespace, accelerator: Accelerator, settings: S
         return "the run has several processes"
     if (reason := reason_not_to_record(args)) is not None:
         return reason
-    for name in ("selective_torch_compile", "vram_budget"):
-        if settings[name]:
-            return f"--{name} is not supported"
+    if settings["vram_budget"]:
+        return "--vram_budget is not supported"
+    if settings["selective_torch_compile"] and (mode := settings["compile_mode"]) in ("reduce-overhead", "max-autotune"):
+        return f"--compile_mode {mode} uses CUDA graphs itself; use default or max-autotune-no-cudagraphs"
     return None
 
 

@@ -26,6 +26,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from kohya_ext.compiling.host_access import HostAccess
@@ -41,6 +42,9 @@ _SWITCHES = ("gradient_checkpointing", "multiplier")
 
 #: The part of a difference between two runs that rounding of the comparison itself may cause.
 _ROUNDING = 1e-6
+
+#: The part of the output by which two eager runs of one batch differ only with random numbers of the model's own.
+_UNREPEATED = 0.1
 
 
 class RecordingError(Exception):
@@ -247,14 +251,15 @@ class RecordedModel:
         size = _Size(call, inputs)
         self._unshare()
         gradients = [weight.grad for weight in self._trained]
-        random_state = random.getstate(), torch.get_rng_state()
+        random_states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         states = [generator.get_state() for generator in self._recorder.generators]
         try:
             self._prepare(size, states)
         finally:
             self._set_random_state(states)
-            random.setstate(random_state[0])
-            torch.set_rng_state(random_state[1])
+            random.setstate(random_states[0])
+            numpy.random.set_state(random_states[1])
+            torch.set_rng_state(random_states[2])
             for weight, gradient in zip(self._trained, gradients, strict=True):
                 weight.grad = gradient
             call.tensors = tensors
@@ -274,6 +279,7 @@ class RecordedModel:
             return
         self._set_random_state(states)
         second = self._warm_up(size, HostAccess(self._recorder.device))
+        _check_repeated(first, second)
         self._add_staging_buffers(size)
         self._set_random_state(states)
         before = self._recorder.free_bytes()
@@ -464,16 +470,26 @@ def _test_gradient(result: torch.Tensor) -> torch.Tensor:
     return numbers.cos().reshape(result.shape).to(result.dtype)
 
 
+def _check_repeated(first: _Results, second: _Results) -> None:
+    """Raise RecordingError if two eager runs of one batch differ by more than the order of their sums can cause."""
+    share = _difference(first, second, "output") / (float(first.output.norm()) or 1)
+    if math.isfinite(share) and share > _UNREPEATED:
+        raise RecordingError(f"two eager passes with the same random state differ (by {share:.2g} of the output's norm)")
+
+
+def _difference(results: _Results, others: _Results, part: str) -> float:
+    return float((getattr(results, part) - getattr(others, part)).norm())
+
+
 def _check_replay(first: _Results, second: _Results, replayed: _Results) -> None:
     """Raise RecordingError if a replay differs from an eager run by more than another eager run does.
 
     Kernels with atomic additions differ between two eager runs, too.
     """
     for part in ("output", "gradient_norms"):
-        before, expected, actual = (getattr(results, part) for results in (first, second, replayed))
-        scale = float(expected.norm())
-        allowed = 2 * float((before - expected).norm()) + _ROUNDING * scale
-        difference = float((actual - expected).norm())
+        scale = float(getattr(second, part).norm())
+        allowed = 2 * _difference(first, second, part) + _ROUNDING * scale
+        difference = _difference(replayed, second, part)
         # A batch that is not finite cannot be compared, and is not the recording's fault.
         if math.isfinite(scale) and not difference <= allowed:
             share = difference / (scale or 1)
@@ -502,7 +518,9 @@ def with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
 
 def _host_random_state(device: torch.device) -> tuple[Any, ...]:
     """Return the states of the CPU's generators that a recording cannot advance."""
-    return (random.getstate(), torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else None)
+    _, words, *rest = numpy.random.get_state()
+    cpu = torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else None
+    return random.getstate(), words.tobytes(), *rest, cpu
 
 
 def _reason(error: BaseException) -> str:
