@@ -384,10 +384,11 @@ class RecordedModel:
             size.result = self._forward(size)
         return size.result.detach().clone()
 
-    def end(self, node: Any, size: _Size, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+    def end(self, node: Any, size: _Size | None, gradient: torch.Tensor) -> list[torch.Tensor | None]:
         """Run the backward pass of an autograd node: accumulate the gradients of weights, return those of inputs."""
         if node.generation != self._generation:
             raise RuntimeError("backward ran twice for one forward pass, whose memory is already in use; use --no-cuda_graphs")
+        assert size is not None, "a size is kept until its backward pass"
         self._generation += 1
         self._waiting = lambda: None
         self._unshare()
@@ -436,12 +437,13 @@ class _Passes(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, model: RecordedModel, size: _Size, hook: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.model, ctx.size = model, size
+        # A script keeps its last loss, and so this node, for longer than a recording may need its memory.
+        ctx.model, ctx.size = model, weakref.ref(size)
         return model.begin(ctx, size, tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (None, None, None, *ctx.model.end(ctx, ctx.size, gradient))
+        return (None, None, None, *ctx.model.end(ctx, ctx.size(), gradient))
 
 
 def _elements(inputs: Sequence[torch.Tensor]) -> int:
@@ -518,7 +520,8 @@ def with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
 
 def _host_random_state(device: torch.device) -> tuple[Any, ...]:
     """Return the states of the CPU's generators that a recording cannot advance."""
-    _, words, *rest = numpy.random.get_state()
+    of_numpy: Any = numpy.random.get_state()
+    _, words, *rest = of_numpy
     cpu = torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else None
     return random.getstate(), words.tobytes(), *rest, cpu
 

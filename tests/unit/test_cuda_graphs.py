@@ -430,8 +430,12 @@ def test_larger_size_discards_the_recordings_of_smaller_ones():
 
 def test_larger_size_is_recorded_beyond_the_limit():
     training = Training(True, max_sizes=1)
-    for height in (2, 4, 2, 4):
+    loss = training(*training.inputs(2)).sum()  # a script's variable keeps it until the next step
+    loss.backward()
+    discarded = [weakref.ref(recording) for recording in training.recorder.recordings]
+    for height in (4, 2, 4):
         training.step(height)
+        assert [recording() for recording in discarded] == [None, None]
     assert training.recorded.counts == {"recorded": 1, "larger": 1, "replayed": 3, "not_recorded": 1}
 
 
