@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
 
+from kohya_ext.compiling.support import reason_not_to_record
 from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.console import note
 from kohya_ext.patching.patch import Patch, Target, takes
@@ -28,12 +29,6 @@ CUDA_GRAPHS = Option(
     False,
     boolean,
     "replay the model's forward and backward pass as CUDA graphs, one pair per image size (experimental)",
-)
-
-#: Options of the scripts that move weights or change the passes from step to step.
-_INCOMPATIBLE = (
-    *("blocks_to_swap", "cpu_offload_checkpointing", "unsloth_offload_checkpointing"),
-    *("torch_compile", "compile", "deepspeed"),
 )
 
 
@@ -90,14 +85,12 @@ def _reason_not_to_record(args: Namespace, accelerator: Accelerator, settings: S
         return obstacle
     if accelerator.num_processes > 1:
         return "the run has several processes"
-    if not getattr(args, "network_module", None):
-        return "only networks such as LoRA are supported, not the training of a whole model"
-    for name in _INCOMPATIBLE:
-        if getattr(args, name, None):
-            return f"--{name} is not supported"
-    for name in ("selective_torch_compile", "vram_budget"):
-        if settings[name]:
-            return f"--{name} is not supported"
+    if (reason := reason_not_to_record(args)) is not None:
+        return reason
+    if settings["vram_budget"]:
+        return "--vram_budget is not supported"
+    if settings["selective_torch_compile"] and (mode := settings["compile_mode"]) in ("reduce-overhead", "max-autotune"):
+        return f"--compile_mode {mode} uses CUDA graphs itself; use default or max-autotune-no-cudagraphs"
     return None
 
 

@@ -32,6 +32,11 @@ class Recording(TorchDispatchMode):
         """Address -> a tensor in each storage that the region allocated."""
         self._outer = set()
 
+    @classmethod
+    def is_infra_mode(cls):
+        # Compiled code runs as in a capture, and its operations are recorded.
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func._schema.name in _FORBIDDEN:

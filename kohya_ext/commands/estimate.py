@@ -19,7 +19,7 @@ from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import memory_config, predict
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
-from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
+from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
@@ -174,6 +174,7 @@ def _as_json(prediction: Estimate, card: int | None, budget: Budget | None) -> d
     return {
         **asdict(prediction),
         "context_and_workspaces": CONTEXT_BYTES,
+        "cuda_graphs_in_the_driver": prediction.recordings,
         "total": prediction.total,
         "card": card,
         "margin": rest,
@@ -187,6 +188,7 @@ def _rows(prediction: Estimate) -> list[tuple[str, int]]:
         *prediction.parts.items(),
         ("allocator reserve", prediction.reserved - prediction.allocated),
         ("CUDA context + workspaces (assumed)", CONTEXT_BYTES),
+        ("CUDA graphs in the driver (assumed)", prediction.recordings),
     ]
 
 
@@ -223,6 +225,12 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
             )
     if (assumed := _assumed(prediction)) is not None:
         lines.append(f"Assumed, since it depends on the model files: {assumed}.")
+    if prediction.recorded_kernels:
+        lines.append(
+            f"CUDA graphs: {prediction.recorded_kernels:,} kernels are recorded for one image size, as estimated here; each "
+            f"further one takes {gigabytes(prediction.recordings)} GB of the driver's memory (assumed: "
+            f"{BYTES_PER_RECORDED_KERNEL / 1000:g} KB per kernel)."
+        )
     if prediction.config.get("selective_torch_compile"):
         lines.append(
             "Compiled blocks: saved activations come from torch's partitioner; temporaries are approximated from the operators "

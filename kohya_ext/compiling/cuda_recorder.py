@@ -88,12 +88,13 @@ class CudaRecorder:
         return int(torch.cuda.memory_allocated(self.device))
 
     def release(self) -> None:
-        """Return the pool's memory, after all graphs have been dropped."""
+        """Return the pool's memory, after all graphs have been dropped. Later work gets a new pool."""
         torch.cuda.synchronize(self.device)
         gc.collect()
         if self._held:
             torch._C._cuda_releasePool(self._index, self._pool)
             self._held = 0
+            self._pool = torch.cuda.graph_pool_handle()
         torch._C._cuda_clearCublasWorkspaces()  # those of the graphs' stream are in the pool
         torch.cuda.empty_cache()
 

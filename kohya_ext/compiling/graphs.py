@@ -7,6 +7,7 @@ and delivers gradients as autograd does.
 - A recording always reads and writes the same addresses. Inputs are copied in, and outputs and gradients are copied out.
 - All recordings share one pool of memory, so one overwrites what another has saved for backward. A second forward pass before
   backward runs eager.
+- The largest size is recorded first, because smaller ones fit into its memory. A larger one discards all earlier recordings.
 - Values that Python computed are constants of a recording. A first run under :class:`HostAccess` finds reads of the device's
   results and random numbers from the CPU; numbers of the network's modules are part of a recording's key.
 
@@ -25,6 +26,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from kohya_ext.compiling.host_access import HostAccess
@@ -40,6 +42,9 @@ _SWITCHES = ("gradient_checkpointing", "multiplier")
 
 #: The part of a difference between two runs that rounding of the comparison itself may cause.
 _ROUNDING = 1e-6
+
+#: The part of the output by which two eager runs of one batch differ only with random numbers of the model's own.
+_UNREPEATED = 0.1
 
 
 class RecordingError(Exception):
@@ -146,7 +151,7 @@ class RecordedModel:
         reserve: int = RESERVE,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Sizes recorded, micro-batches replayed, and micro-batches that ran eager."""
+        """Sizes recorded, micro-batches replayed, micro-batches that ran eager, and times that a larger size came."""
         self.off: str | None = None
         """Why the model runs eager; None if it is recorded."""
         self._recorder, self._report, self._reserve = recorder, report, reserve
@@ -175,7 +180,7 @@ class RecordedModel:
             return forward(*args, **kwargs)
         size, tensors = passes
         self.counts["replayed" if size.forward_recording is not None else "not_recorded"] += 1
-        return _with_tensor(size.output, _Passes.apply(self, size, self._hook, *tensors))
+        return with_tensor(size.output, _Passes.apply(self, size, self._hook, *tensors))
 
     def release(self) -> None:
         """Drop all recordings and return their memory."""
@@ -193,6 +198,8 @@ class RecordedModel:
         try:
             call = self._describe(forward, args, kwargs)
             if call.key not in self._sizes:
+                if self._sizes and _elements(call.tensors) > max(_elements(size.inputs) for size in self._sizes.values()):
+                    self._start_over()
                 self._sizes[call.key] = self._new_size(call)
             return self._sizes[call.key], call.tensors
         except Exception as error:  # a recording can break in any way, and training continues without it
@@ -228,6 +235,13 @@ class RecordedModel:
         hash(key)  # a multiplier could be a tensor
         return _Call(forward, tensors, key, constants, places, tuple(kwargs))
 
+    def _start_over(self) -> None:
+        """Discard all recordings. What a larger size saves does not fit between their tensors."""
+        self._sizes.clear()
+        self._recorder.release()
+        self.counts["recorded"] = 0
+        self.counts["larger"] += 1
+
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def _new_size(self, call: _Call) -> _Size:
@@ -237,14 +251,15 @@ class RecordedModel:
         size = _Size(call, inputs)
         self._unshare()
         gradients = [weight.grad for weight in self._trained]
-        random_state = random.getstate(), torch.get_rng_state()
+        random_states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         states = [generator.get_state() for generator in self._recorder.generators]
         try:
             self._prepare(size, states)
         finally:
             self._set_random_state(states)
-            random.setstate(random_state[0])
-            torch.set_rng_state(random_state[1])
+            random.setstate(random_states[0])
+            numpy.random.set_state(random_states[1])
+            torch.set_rng_state(random_states[2])
             for weight, gradient in zip(self._trained, gradients, strict=True):
                 weight.grad = gradient
             call.tensors = tensors
@@ -264,6 +279,7 @@ class RecordedModel:
             return
         self._set_random_state(states)
         second = self._warm_up(size, HostAccess(self._recorder.device))
+        _check_repeated(first, second)
         self._add_staging_buffers(size)
         self._set_random_state(states)
         before = self._recorder.free_bytes()
@@ -303,8 +319,8 @@ class RecordedModel:
     def _forward(self, size: _Size) -> torch.Tensor:
         with torch.enable_grad():
             size.output = size.call.run(size.inputs)
-            result = _tensor_of(size.output)
-        size.output = _with_tensor(size.output, None)
+            result = tensor_of(size.output)
+        size.output = with_tensor(size.output, None)
         if not result.requires_grad:
             raise RecordingError("the model's output needs no gradient")
         return result
@@ -368,10 +384,11 @@ class RecordedModel:
             size.result = self._forward(size)
         return size.result.detach().clone()
 
-    def end(self, node: Any, size: _Size, gradient: torch.Tensor) -> list[torch.Tensor | None]:
+    def end(self, node: Any, size: _Size | None, gradient: torch.Tensor) -> list[torch.Tensor | None]:
         """Run the backward pass of an autograd node: accumulate the gradients of weights, return those of inputs."""
         if node.generation != self._generation:
             raise RuntimeError("backward ran twice for one forward pass, whose memory is already in use; use --no-cuda_graphs")
+        assert size is not None, "a size is kept until its backward pass"
         self._generation += 1
         self._waiting = lambda: None
         self._unshare()
@@ -420,12 +437,18 @@ class _Passes(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, model: RecordedModel, size: _Size, hook: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.model, ctx.size = model, size
+        # A script keeps its last loss, and so this node, for longer than a recording may need its memory.
+        ctx.model, ctx.size = model, weakref.ref(size)
         return model.begin(ctx, size, tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (None, None, None, *ctx.model.end(ctx, ctx.size, gradient))
+        return (None, None, None, *ctx.model.end(ctx, ctx.size(), gradient))
+
+
+def _elements(inputs: Sequence[torch.Tensor]) -> int:
+    """Return the number of elements of a call's tensors, by which sizes are compared."""
+    return sum(tensor.numel() for tensor in inputs)
 
 
 # --- the self-check --------------------------------------------------------------------------------------------------
@@ -449,16 +472,26 @@ def _test_gradient(result: torch.Tensor) -> torch.Tensor:
     return numbers.cos().reshape(result.shape).to(result.dtype)
 
 
+def _check_repeated(first: _Results, second: _Results) -> None:
+    """Raise RecordingError if two eager runs of one batch differ by more than the order of their sums can cause."""
+    share = _difference(first, second, "output") / (float(first.output.norm()) or 1)
+    if math.isfinite(share) and share > _UNREPEATED:
+        raise RecordingError(f"two eager passes with the same random state differ (by {share:.2g} of the output's norm)")
+
+
+def _difference(results: _Results, others: _Results, part: str) -> float:
+    return float((getattr(results, part) - getattr(others, part)).norm())
+
+
 def _check_replay(first: _Results, second: _Results, replayed: _Results) -> None:
     """Raise RecordingError if a replay differs from an eager run by more than another eager run does.
 
     Kernels with atomic additions differ between two eager runs, too.
     """
     for part in ("output", "gradient_norms"):
-        before, expected, actual = (getattr(results, part) for results in (first, second, replayed))
-        scale = float(expected.norm())
-        allowed = 2 * float((before - expected).norm()) + _ROUNDING * scale
-        difference = float((actual - expected).norm())
+        scale = float(getattr(second, part).norm())
+        allowed = 2 * _difference(first, second, part) + _ROUNDING * scale
+        difference = _difference(replayed, second, part)
         # A batch that is not finite cannot be compared, and is not the recording's fault.
         if math.isfinite(scale) and not difference <= allowed:
             share = difference / (scale or 1)
@@ -468,7 +501,7 @@ def _check_replay(first: _Results, second: _Results, replayed: _Results) -> None
 # --- outputs and errors ----------------------------------------------------------------------------------------------
 
 
-def _tensor_of(output: Any) -> torch.Tensor:
+def tensor_of(output: Any) -> torch.Tensor:
     """Return the tensor of a model's output: the output itself, or its attribute ``sample``."""
     tensor = getattr(output, "sample", output)
     if not isinstance(tensor, torch.Tensor):
@@ -476,7 +509,7 @@ def _tensor_of(output: Any) -> torch.Tensor:
     return tensor
 
 
-def _with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
+def with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
     """Return an output of the same kind with another tensor."""
     if output is None or isinstance(output, torch.Tensor):
         return tensor
@@ -487,7 +520,10 @@ def _with_tensor(output: Any, tensor: torch.Tensor | None) -> Any:
 
 def _host_random_state(device: torch.device) -> tuple[Any, ...]:
     """Return the states of the CPU's generators that a recording cannot advance."""
-    return (random.getstate(), torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else None)
+    of_numpy: Any = numpy.random.get_state()
+    _, words, *rest = of_numpy
+    cpu = torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else None
+    return random.getstate(), words.tobytes(), *rest, cpu
 
 
 def _reason(error: BaseException) -> str:

@@ -32,6 +32,11 @@ class HostAccess(TorchDispatchMode):  # type: ignore[misc]
         """What the operation does, and where; None if there was none."""
         self._device = device.type
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, as FakeTensorMode does: compiled code stays compiled inside, and its remaining operators are checked."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         if self.reason is None and (access := self._access(func._schema.name, args, kwargs or {})) is not None:

@@ -1,4 +1,4 @@
-"""Checks whether torch.compile works here, made before anything is compiled."""
+"""Checks whether blocks can be compiled, and a model recorded, made before either."""
 
 from __future__ import annotations
 
@@ -76,6 +76,23 @@ def reason_not_to_compile(args: Any) -> str | None:
     if getattr(args, "split_attn", False):
         return "--split_attn slices every sample at a length read from the GPU, which breaks the graph; remove it"
     return _random_structure(args)
+
+
+#: Options of the scripts that move weights or change the passes from step to step.
+_NOT_RECORDED = (
+    *("blocks_to_swap", "cpu_offload_checkpointing", "unsloth_offload_checkpointing"),
+    *("torch_compile", "compile", "deepspeed"),
+)
+
+
+def reason_not_to_record(args: Any) -> str | None:
+    """Return why a run with a script's arguments cannot be recorded as CUDA graphs; None if it may be."""
+    if not getattr(args, "network_module", None):
+        return "only networks such as LoRA are supported, not the training of a whole model"
+    for name in _NOT_RECORDED:
+        if getattr(args, name, None):
+            return f"--{name} is not supported"
+    return None
 
 
 def _random_structure(args: Any) -> str | None:

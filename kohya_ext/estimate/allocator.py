@@ -1,15 +1,16 @@
 """A model of PyTorch's CUDA caching allocator: the memory that it reserves for a log of allocations.
 
 Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings (no expandable segments, no maximum
-split size): best fit in two pools, blocks split and merged inside segments. Segments go back to the driver only when the GPU
-is full.
+split size): best fit among small or large free blocks, blocks split and merged inside segments. Segments go back to the driver
+only when the GPU is full.
 https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kohya_ext.estimate.events import Event
@@ -30,7 +31,8 @@ ROUND_LARGE = 2 * _MIB
 class _Block:
     address: int
     size: int
-    small: bool
+    pool: tuple[int, bool]
+    """The number of the pool, and whether it is of small segments."""
     free: bool = False
     before: _Block | None = None
     after: _Block | None = None
@@ -48,7 +50,9 @@ class CachingAllocator:
     """Bytes in blocks that are in use, ``torch.cuda.memory_allocated``: tensors with what the allocator rounds up."""
     peaks: dict[str, int] = field(default_factory=dict)
     """Most bytes allocated in each phase of the replayed log, in order of the phases."""
-    _free: dict[bool, list[tuple[int, int, _Block]]] = field(default_factory=lambda: {True: [], False: []})
+    pool: int = 0
+    """The pool that tensors are allocated in. Private pools, of CUDA graphs, are other than 0 and keep their segments."""
+    _free: defaultdict[tuple[int, bool], list[tuple[int, int, _Block]]] = field(default_factory=lambda: defaultdict(list))
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
 
@@ -56,13 +60,13 @@ class CachingAllocator:
         """Assign a block to a storage of ``size`` bytes. Raises MemoryError beyond the limit."""
         size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL
-        pool = self._free[small]
-        index = bisect_left(pool, (size, 0))
-        block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
+        free = self._free[self.pool, small]
+        index = bisect_left(free, (size, 0))
+        block = free.pop(index)[2] if index < len(free) else self._segment(size, small)
         block.free = False
         rest = block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL:
-            remainder = _Block(block.address + size, rest, small, before=block, after=block.after)
+            remainder = _Block(block.address + size, rest, block.pool, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = remainder
             block.after, block.size = remainder, size
@@ -97,7 +101,7 @@ class CachingAllocator:
     def _segment(self, size: int, small: bool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
         length = SMALL_SEGMENT if small else large
-        block = _Block(self._next_address, length, small)
+        block = _Block(self._next_address, length, (self.pool, small))
         if self.limit is not None and self.reserved + length > self.limit:
             self.release_unused()
             if self.reserved + length > self.limit:
@@ -108,27 +112,27 @@ class CachingAllocator:
 
     def release_unused(self) -> None:
         """Return unused segments to the driver: ``torch.cuda.empty_cache``, and before an out-of-memory error."""
-        for pool in self._free.values():
-            unused = [row for row in pool if row[2].before is None and row[2].after is None]
+        for free in (self._free[0, True], self._free[0, False]):
+            unused = [row for row in free if row[2].before is None and row[2].after is None]
             self.reserved -= sum(size for size, _, _ in unused)
-            pool[:] = [row for row in pool if row not in unused]
+            free[:] = [row for row in free if row not in unused]
 
     def _put_back(self, block: _Block) -> None:
         block.free = True
-        insort(self._free[block.small], (block.size, block.address, block))
+        insort(self._free[block.pool], (block.size, block.address, block))
 
     def _take_out(self, block: _Block) -> None:
-        pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, block.address))]
+        free = self._free[block.pool]
+        del free[bisect_left(free, (block.size, block.address))]
 
 
-def minimum_reserved(events: Sequence[Event], tensors: int, reserved: int) -> int:
-    """Return the smallest limit in bytes that a log runs with, to 32 MiB: between its tensors' peak and ``reserved``."""
+def minimum_reserved(run: Callable[[CachingAllocator], object], tensors: int, reserved: int) -> int:
+    """Return the smallest limit in bytes that a replay runs with, to 32 MiB: between its tensors' peak and ``reserved``."""
     too_small, enough = tensors, reserved
     while enough - too_small > 32 * _MIB:
         limit = (too_small + enough) // 2
         try:
-            CachingAllocator(limit).replay(events)
+            run(CachingAllocator(limit))
             enough = limit
         except MemoryError:
             too_small = limit

@@ -132,6 +132,7 @@ class _Half:
                     sources.pop(used, None)
                 if node in self.written and _is_fused(node):
                     tracker.record(result, kind)
+                    tracker.kernels += 1
                 del result, copies
         raise AssertionError("a graph without an output")
 

@@ -204,9 +204,8 @@ def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Names
 
 def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer) -> Estimate:
     from kohya_ext.estimate import step as steps
-    from kohya_ext.estimate.allocator import minimum_reserved
-    from kohya_ext.estimate.events import peak
-    from kohya_ext.estimate.replay import replay
+    from kohya_ext.estimate.allocator import CachingAllocator, minimum_reserved
+    from kohya_ext.estimate.replay import replay, replay_steps, tensor_peak
 
     steps.configure(config, arguments, trainer)
     step = steps.measure(config, arguments, trainer)
@@ -218,17 +217,26 @@ def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.
     highest = max(memory, key=lambda name: memory[name].reserved)
     reserved = memory[highest].reserved
     allocated = max(memory[highest].allocated.values())
-    tensors = peak(logs[highest].events, logs[highest].kinds)
+    log = logs[highest]
+    tensors = tensor_peak(log)
+
+    def run(limited: CachingAllocator) -> None:
+        if log.recording is None:
+            limited.replay(log.events)
+        else:
+            replay_steps(limited, log)
+
     return Estimate(
         config=config.key(),
         allocated=allocated,
         reserved=reserved,
-        minimum_reserved=minimum_reserved(logs[highest].events, allocated, reserved),
+        minimum_reserved=minimum_reserved(run, allocated, reserved),
         peak_phase=tensors.phase if highest == "step" else highest,
         parts={kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
         phase_peaks={phase: size for part in memory.values() for phase, size in part.allocated.items()},
         flops=step.flops,
         trainable_parameters=step.trainable_parameters,
+        recorded_kernels=0 if step.recording is None else step.recording.kernels,
         versions={
             "kohya_ext": __version__,
             "sd_scripts": checkout.version or checkout.commit or "unknown",

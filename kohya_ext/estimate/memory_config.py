@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kohya_ext.compiling.support import reason_not_to_compile
+from kohya_ext.compiling.support import reason_not_to_compile, reason_not_to_record
 from kohya_ext.config.arguments import find_problem
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import FAMILIES
@@ -46,9 +46,13 @@ OWN = (
     "selective_torch_compile",
     "activation_memory_budget",
     "fused_operations",
+    "cuda_graphs",
     "ema",
     "ema_device",
 )
+
+#: Families whose models can be recorded as CUDA graphs. The others read results on the CPU, or copy from it, in each step.
+RECORDED = ("sd15", "sdxl", "flux", "anima")
 
 Value = TypeVar("Value")
 
@@ -146,6 +150,8 @@ class MemoryConfig:
     activation_memory_budget: float | None = None
     """The fraction of activations that compiled blocks keep; None is all of them."""
     fused_operations: bool = False
+    cuda_graphs: bool = False
+    """Once normalized, whether the model is recorded."""
     ema: bool = False
     """Once normalized, whether the averaged weights are in GPU memory."""
     ema_device: str = "cpu"
@@ -261,6 +267,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         if config.gradient_checkpointing and config.gradient_checkpointing_ratio != 1
         else None,
         selective_torch_compile=compiled,
+        cuda_graphs=config.cuda_graphs and lora and _is_recorded(config),
         ema=config.ema and config.ema_device == "gpu",
         ema_device=defaults.ema_device,
         # The transformers' scripts always load models into host memory.
@@ -278,6 +285,14 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         learning_rate_te1=_nonzero_rate(config.learning_rate_te1),
         learning_rate_te2=_nonzero_rate(config.learning_rate_te2),
     )
+
+
+def _is_recorded(config: MemoryConfig) -> bool:
+    """Return whether --cuda_graphs records the model. What breaks a compiled block's graph breaks a recording, too."""
+    if reason_not_to_record(config) is not None or reason_not_to_compile(config) is not None:
+        return False
+    restores_random_states = bool(config.network_dropout and config.gradient_checkpointing)
+    return config.family.name in RECORDED and not restores_random_states
 
 
 def _none_if(value: Value | None, default: Value | None) -> Value | None:

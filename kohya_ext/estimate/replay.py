@@ -1,18 +1,23 @@
 """The caching allocator's memory over a run: caching, loading, and its first steps.
 
 What a run reserves depends on its history: caching leaves cuBLAS's workspace inside a segment, and the first optimizer step
-creates its state in the gaps between the tensors of a step.
+creates its state in the gaps between the tensors of a step. With CUDA graphs the first step records the model: it runs eager
+twice and is recorded once, with memory from a private pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from kohya_ext.estimate.allocator import CachingAllocator
-from kohya_ext.estimate.events import Event, Kind
+from kohya_ext.estimate.events import Event, Kind, Peak, peak
 from kohya_ext.estimate.step import Log
 from kohya_ext.estimate.tracker import BACKWARD
+
+#: The pool of recorded passes, and the eager runs before they are recorded.
+_POOL, _WARM_UPS = 1, 2
 
 #: Steps that are replayed: the first without optimizer state, and two that reuse what the ones before have freed.
 STEPS = 3
@@ -42,16 +47,99 @@ def replay(caching: Mapping[str, Log], step: Log | None = None) -> dict[str, Mem
         allocator.release_unused()
     if step is None:
         return memory
-    known = _workspaces(step) if workspace else ()
-    loading, events = ([*_without(part, known)] for part in (step.events[: step.start], step.events[step.start :]))
-    resident = {event.storage: event for event in loading if event.bytes > 0}
-    created = {event.storage for event in events if event.bytes == 0}
-    allocator.replay(_numbered(_without(loading, created), numbers))
+    replay_steps(allocator, step, bool(workspace), numbers)
+    return {**memory, "step": Memory(allocator.reserved, allocator.peaks)}
+
+
+def replay_steps(allocator: CachingAllocator, step: Log, has_workspace: bool = False, first: int = 0) -> None:
+    """Replay loading and the first steps of a run. Storages are numbered from ``first``.
+
+    ``has_workspace``: whether caching has left cuBLAS's workspace of the main thread.
+    """
+    parts = _parts(step, has_workspace)
+    allocator.replay(_numbered(parts.loaded, first))
     allocator.release_unused()
     allocator.peaks.clear()
-    once = {number for number, kind in enumerate(step.kinds) if kind is Kind.WORKSPACE}
-    allocator.replay(_numbered(repeated(events, resident, once, STEPS), numbers))
-    return {**memory, "step": Memory(allocator.reserved, allocator.peaks)}
+    events = _numbered(parts.steps(STEPS), first)
+    allocator.replay(islice(events, len(parts.before)))
+    if parts.passes:
+        _record(allocator, [*_numbered(parts.passes, first)], {first + number for number in parts.workspaces})
+    allocator.replay(events)
+
+
+def tensor_peak(step: Log) -> Peak:
+    """Return the peak of a step's tensors: with CUDA graphs of the first step, which records them, or of a later one."""
+    if step.recording is None:
+        return peak(step.events, step.kinds)
+    parts = _parts(step, has_workspace=False)
+    events = parts.steps(1)
+    first = [*parts.loaded, *islice(events, len(parts.before)), *parts.passes, *events]
+    kept = _kept(parts.passes)
+    later = [*parts.loading, *(event for event in parts.passes if event.storage in kept), *parts.before, *parts.after]
+    return max((peak(log, step.kinds) for log in (first, later)), key=lambda each: each.bytes)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The events of a run: before the first step, and in each step around the passes that are recorded once."""
+
+    loading: Sequence[Event]
+    before: Sequence[Event]
+    passes: Sequence[Event]
+    after: Sequence[Event]
+    once: Collection[int]
+    """The storages that only the first step creates."""
+    workspaces: Collection[int]
+
+    @property
+    def loaded(self) -> list[Event]:
+        """The events before the first step, in which there is no optimizer state yet."""
+        created = {event.storage for event in chain(self.before, self.after) if event.bytes == 0}
+        return [*_without(self.loading, created)]
+
+    def steps(self, count: int) -> Iterator[Event]:
+        """Yield the events of the first steps without the recorded passes."""
+        resident = {event.storage: event for event in self.loading if event.bytes > 0}
+        return repeated([*self.before, *self.after], resident, self.once, count)
+
+
+def _parts(step: Log, has_workspace: bool) -> _Parts:
+    events, recording = step.events, step.recording
+    workspaces = {number for number, kind in enumerate(step.kinds) if kind is Kind.WORKSPACE}
+    known = _workspaces(step) if has_workspace else set()
+    if recording is None:
+        loading, before = ([*_without(part, known)] for part in (events[: step.start], events[step.start :]))
+        return _Parts(loading, before, (), (), workspaces, workspaces)
+    inside = {event.storage for event in events[recording.start : recording.end] if event.bytes > 0}
+    static = [*events[recording.inputs : recording.start], *events[recording.end : recording.staged]]
+    # The staging buffers are allocated before the recording.
+    outside = (events[: step.start], [*events[step.start : recording.start], *events[recording.end : recording.staged]])
+    loading, before, after = ([*_without(part, inside | known)] for part in (*outside, events[recording.staged :]))
+    passes = [event for event in events[recording.start : recording.end] if event.storage in inside]
+    once = workspaces | {event.storage for event in static if event.bytes > 0}
+    return _Parts(loading, before, passes, after, once, workspaces)
+
+
+def _record(allocator: CachingAllocator, passes: Sequence[Event], workspaces: Collection[int]) -> None:
+    """Replay the passes in their pool: eager, and recorded."""
+    kept = _kept(passes)
+    once = kept & {*workspaces}
+    allocator.pool = _POOL
+    for index in range(_WARM_UPS):
+        allocator.replay(_without(passes, once if index else ()))
+        for storage in kept - once:
+            allocator.free(storage)
+    allocator.release_unused()
+    allocator.replay(_without(passes, once))
+    allocator.pool = 0
+
+
+def _kept(passes: Iterable[Event]) -> set[int]:
+    """Return the storages that the events allocate and do not free."""
+    kept: set[int] = set()
+    for event in passes:
+        (kept.add if event.bytes > 0 else kept.discard)(event.storage)
+    return kept
 
 
 def repeated(events: Collection[Event], resident: Mapping[int, Event], once: Collection[int], count: int) -> Iterator[Event]:

@@ -10,6 +10,10 @@ from typing import Any
 #: value for recent GPUs and torch 2.x; a virtual GPU has no context to measure.
 CONTEXT_BYTES = 600_000_000
 
+#: The driver's memory for a kernel of a CUDA graph. An assumption: one H100 with driver 580 used 5.4 to 8.7 KB for each of its
+#: kernels, which are fewer than estimates count (docs/speed.md). Old drivers use up to 64 KiB.
+BYTES_PER_RECORDED_KERNEL = 6_000
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -37,11 +41,18 @@ class Estimate:
     """Versions of kohya_ext, sd-scripts and torch behind the estimate."""
     layout: str
     """The sd-scripts generation behind the estimate."""
+    recorded_kernels: int = 0
+    """Kernels that ``--cuda_graphs`` records for one image size."""
 
     @property
     def total(self) -> int:
-        """Reserved memory and the CUDA context, which ``nvidia-smi`` shows for the process."""
-        return self.reserved + CONTEXT_BYTES
+        """Reserved memory, the CUDA context and the recordings of one image size: what ``nvidia-smi`` shows for the process."""
+        return self.reserved + CONTEXT_BYTES + self.recordings
+
+    @property
+    def recordings(self) -> int:
+        """The driver's memory for the recordings of one image size, in bytes."""
+        return self.recorded_kernels * BYTES_PER_RECORDED_KERNEL
 
     @property
     def flops_per_image(self) -> float:

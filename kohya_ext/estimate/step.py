@@ -26,6 +26,7 @@ from kohya_ext.estimate.compiled import logging_to, traceable
 from kohya_ext.estimate.events import Event, Kind
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
+from kohya_ext.estimate.recording import RecordedPasses, Recording
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.patching.attributes import replaced
@@ -46,6 +47,8 @@ class Log:
     trainable_parameters: int = 0
     between: Mapping[str, Log] = field(default_factory=dict)
     """Logs of work between steps, by phase."""
+    recording: Recording | None = None
+    """The passes that CUDA graphs record; None without them."""
 
 
 @dataclass
@@ -104,9 +107,15 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
     Raises UserError for a run that cannot be estimated.
     """
     tracker = Tracker()
-    with _fake_training(config, tracker) as assumptions:
+    passes = RecordedPasses(tracker)
+    with contextlib.ExitStack() as stack:
+        assumptions = stack.enter_context(_fake_training(config, tracker))
         tracker.run = assumptions.run
-        training = prepare(config, arguments, trainer)
+        models = build(config)
+        if config.cuda_graphs:
+            stack.enter_context(passes.of(models.unet))
+        training = prepare(config, arguments, trainer, models)
+        passes.trained = training.trained
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
             _compile(training)
@@ -116,7 +125,7 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
             events = [*tracker.events]
             between = {SAMPLING: _log_sampling(training, tracker)} if config.sample_prompts else {}
     trainable = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
-    return Log(events, tracker.kinds, start, flops, trainable, between)
+    return Log(events, tracker.kinds, start, flops, trainable, between, passes.recording)
 
 
 def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:

@@ -56,7 +56,7 @@ class _Storage:
 
 @dataclass
 class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Logs allocations and frees as :class:`Event` and counts FLOPs."""
+    """Logs allocations and frees as :class:`Event`, and counts FLOPs and kernels."""
 
     events: list[Event] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
@@ -66,8 +66,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     run: Callable[[Any, Any, Any], Any] = field(default_factory=lambda: _run)
     """Runs an operator. The mode below can be called here directly, which is faster than torch's way to it."""
     _live: dict[int, _Storage] = field(default_factory=dict)
-    workspaces: dict[bool, torch.Tensor] = field(default_factory=dict)
-    """cuBLAS's workspaces: of autograd's thread, which runs the backward pass (True), and of the main thread (False)."""
+    kernels: int = 0
+    """Operators that compute something, and kernels of compiled code. On a GPU nearly every operator is one kernel."""
+    stream: int = 0
+    """The stream that operators run on."""
+    workspaces: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
+    """cuBLAS's workspaces on each stream: of autograd's thread, which runs the backward pass (True), and of the main thread."""
     _paused: bool = False
     _unused: dict[int, list[int]] = field(default_factory=dict)
     """Optimizer state that the step has not used yet: key of a storage -> numbers of the storages created with it."""
@@ -140,9 +144,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if is_flash:
             self._log_freed(self._log_allocated(*_flash_attention_workspace(args[1])))
             self._log_freed(copies)
-        if func in MATRIX_PRODUCTS and (thread := self.phase == BACKWARD) not in self.workspaces:
-            self.workspaces[thread] = torch.empty(WORKSPACE, dtype=torch.uint8)
-            self._record(self.workspaces[thread], Kind.WORKSPACE)
+        if func in MATRIX_PRODUCTS and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
+            self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8)
+            self._record(self.workspaces[handle], Kind.WORKSPACE)
         return result
 
     def expect_first_use(self, states: Iterable[Sequence[Any]]) -> None:
@@ -255,6 +259,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.flops += _flops(func, args, kwargs, result)
+        self.kernels += _computes(func) and not self._paused
 
 
 def _flash_attention_workspace(query: Any) -> tuple[int, int]:
@@ -270,6 +275,14 @@ def _flash_attention_workspace(query: Any) -> tuple[int, int]:
 def _copied_bytes(gradient: Any) -> int:
     """Return the bytes of the contiguous copy that CUDA's flash attention backward makes of its input; 0 without one."""
     return 0 if gradient.is_contiguous() else int(gradient.numel() * gradient.element_size())
+
+
+@functools.cache
+def _computes(operator: Any) -> bool:
+    """Return whether an operator launches kernels: it writes to an argument, or returns new tensors with values."""
+    schema = operator._schema
+    is_view = any(returned.alias_info is not None for returned in schema.returns)
+    return bool(schema.is_mutable or not (is_view or "empty" in schema.name or operator.namespace != "aten"))
 
 
 def _run(operator: Any, args: Any, kwargs: Any) -> Any:

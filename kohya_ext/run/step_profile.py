@@ -552,9 +552,12 @@ def _is_compiled(options: Mapping[str, Any]) -> bool:
 def _host_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[str]:
     if summary.device == "cpu":
         return
-    moves = ("blocks_to_swap", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed", "vram_budget")
+    without = (
+        *("blocks_to_swap", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed", "vram_budget"),
+        *("torch_compile", "compile"),
+    )
     graphs = _is_set(options, "cuda_graphs")
-    if _is_set(options, "network_module") and not graphs and not _is_compiled(options) and not _is_set(options, *moves):
+    if _is_set(options, "network_module") and not graphs and not _is_set(options, *without):
         yield "--cuda_graphs replays the model's passes with one launch each"
     if not graphs and not _is_compiled(options):
         yield "--selective_torch_compile launches fewer kernels"
@@ -568,7 +571,7 @@ def _traffic_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[st
     if summary.device == "cpu":
         return
     compiled = _is_compiled(options)
-    if not compiled and not _is_set(options, "cuda_graphs"):
+    if not compiled:
         yield "--selective_torch_compile fuses operations, so that activations are read and written less often"
     if not compiled and not _is_set(options, "fused_operations"):
         yield "--fused_operations needs fewer passes over each activation, without a compiler"

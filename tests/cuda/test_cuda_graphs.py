@@ -22,6 +22,7 @@ REPLAYED = (
     "accumulation",
     "validation",
     "fused-operations",
+    "compiled",
     "checkpointing-ratio",
     "train_network-sd15-AdamW8bit-bf16",
     "sdxl_train_network-sdxl-Prodigy-bf16",
@@ -79,6 +80,15 @@ def test_broken_recordings_leave_nothing_behind():
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])
     assert results.pop("none") == {"lines": [], "counts": {"recorded": 1, "replayed": 3}, "left": 0, "capturing": False}
+    recorded = {"lines": [], "left": 0, "capturing": False}
+    signals = {"interrupted": False, "signals": 1}
+    assert results.pop("signal while capturing") == {**recorded, "counts": {"recorded": 1, "replayed": 3}, **signals}
+    interrupted = results.pop("interrupt while capturing")
+    assert (interrupted["interrupted"], interrupted["capturing"], interrupted["left"]) == (True, False, 0)
+    larger = results.pop("larger size")
+    assert (larger["left"], larger["capturing"], len(larger["lines"])) == (0, False, 1)
+    assert larger["counts"] == {"recorded": 0, "larger": 1, "replayed": 1, "eager": 2}
+    assert "OutOfMemoryError" in larger["lines"][0]
     reasons = {name: result["lines"] for name, result in results.items()}
     for name, result in results.items():
         assert len(result["lines"]) == 1, reasons

@@ -1,6 +1,7 @@
 """--cuda_graphs: recorded passes train bit for bit as eager ones, and stand aside where they cannot."""
 
 import random
+import signal
 import weakref
 from argparse import Namespace
 from functools import partial
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 from kohya_ext.patches import cuda_graphs  # noqa: E402
@@ -256,6 +258,17 @@ def _draw(x):
     return x * (2 if random.random() < 2 else 1)
 
 
+def _draw_from_numpy(x):
+    return x * (2 if numpy.random.rand() < 2 else 1)
+
+
+_OWN = torch.Generator().manual_seed(5)
+
+
+def _draw_from_own_generator(x):
+    return x * torch.rand(x.shape, generator=_OWN)
+
+
 def _fail_while_recording(x):
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if type(mode).__name__ == "Recording":
@@ -269,6 +282,7 @@ def _fail_while_recording(x):
         (_read, "the model reads results on the CPU in every step (test_cuda_graphs.py:"),
         (_mask, "the model selects elements by a mask"),
         (_draw, "the model draws random numbers on the CPU, as module_dropout and DyLoRA do"),
+        (_draw_from_numpy, "the model draws random numbers on the CPU, as module_dropout and DyLoRA do"),
         (_fail_while_recording, "ValueError: broken capture"),
     ],
 )
@@ -277,16 +291,65 @@ def test_model_that_cannot_be_recorded_trains_eager(change, reason):
     for training in (Training(False), Training(True)):
         training.model.before_output = change
         random.seed(3)
+        numpy.random.seed(3)
         torch.manual_seed(3)
         training.step(2, 2)
         training.step()
-        states.append([*training.state, torch.rand(1), torch.tensor(random.random())])
+        drawn = torch.tensor([random.random(), numpy.random.rand()])
+        states.append([*training.state, torch.rand(1), drawn])
     assert len(training.lines) == 1
     assert training.lines[0].startswith(reason)
     assert training.lines[0].endswith("; training continues without CUDA graphs")
     assert training.recorded.counts == {"eager": 3}
     assert training.recorder.released == 1
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_model_with_a_random_generator_of_its_own_trains_eager():
+    training = Training(True)
+    training.model.before_output = _draw_from_own_generator
+    training.step()
+    assert training.lines[0].startswith("two eager passes with the same random state differ (by ")
+    assert training.recorded.counts == {"eager": 1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_during_a_recording_does_not_break_it(number):
+    received, training = [], Training(True)
+
+    def send(x):
+        if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "Recording":
+            signal.raise_signal(number)
+        return x
+
+    training.model.before_output = send
+    before = signal.signal(number, lambda *_: received.append(number))
+    try:
+        training.step()
+    finally:
+        signal.signal(number, before)
+    assert received == [number]
+    assert training.lines == []
+    assert training.recorded.counts == {"recorded": 1, "replayed": 1}
+
+
+def test_interrupted_recording_ends_the_run_with_its_gradients_and_random_state():
+    training = Training(True)
+    training.micro_batch(2)
+    values = [None if weight.grad is None else weight.grad.clone() for weight in training.weights]
+    state = torch.get_rng_state()
+
+    def interrupt(x):
+        if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "Recording":
+            raise KeyboardInterrupt
+        return x * torch.rand(1)
+
+    training.model.before_output = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        training(*training.inputs(3))
+    assert torch.equal(torch.get_rng_state(), state)
+    for weight, value in zip(training.weights, values, strict=True):
+        assert weight.grad is None if value is None else torch.equal(weight.grad, value)
 
 
 def test_broken_recording_keeps_earlier_gradients_and_frees_its_tensors():
@@ -344,15 +407,41 @@ def test_dropout_with_checkpointing_stands_aside():
 def test_sizes_beyond_the_limit_run_eager_and_exact():
     eager, recorded = Training(False), Training(True, max_sizes=1)
     for training in (eager, recorded):
-        for height in (2, 3, 2, 4, 3):
-            training.step(height, 2, trains_text=True)
+        for height in (4, 3, 4, 2, 3):
+            training.step(height, 4, trains_text=True)
     assert recorded.recorded.counts == {"recorded": 1, "replayed": 7, "not_recorded": 3}
     assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
 
 
+def test_larger_size_discards_the_recordings_of_smaller_ones():
+    eager, recorded = Training(False), Training(True)
+    for training in (eager, recorded):
+        training.step(2)
+        training.micro_batch(2)
+        training.step(4)  # with gradients of a smaller size in the staging buffers
+        training.step(3, 2, trains_text=True)
+        training.step(4, 3, 2)
+    assert recorded.recorded.counts == {"recorded": 5, "larger": 1, "replayed": 8}
+    assert recorded.recorder.released == 1
+    assert len(recorded.recorder.recordings) == 2 * 5
+    assert recorded.lines == []
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_larger_size_is_recorded_beyond_the_limit():
+    training = Training(True, max_sizes=1)
+    loss = training(*training.inputs(2)).sum()  # a script's variable keeps it until the next step
+    loss.backward()
+    discarded = [weakref.ref(recording) for recording in training.recorder.recordings]
+    for height in (4, 2, 4):
+        training.step(height)
+        assert [recording() for recording in discarded] == [None, None]
+    assert training.recorded.counts == {"recorded": 1, "larger": 1, "replayed": 3, "not_recorded": 1}
+
+
 def test_little_free_memory_ends_recording():
     training = Training(True, memory={"free": 10 * 2**20, "bytes_per_recording": 2**20}, reserve=5 * 2**20)
-    for height in (2, 3, 4):
+    for height in (4, 3, 2):
         training.step(height)
     # After the first size 8 MiB are free; a second one would leave 6, and a third one less than the reserve.
     assert training.recorded.counts == {"recorded": 2, "replayed": 2, "not_recorded": 1}
@@ -373,7 +462,12 @@ _NETWORK = {"network_module": "networks.lora"}
         ({**_NETWORK, "blocks_to_swap": 4}, {}, {}, "--blocks_to_swap is not supported"),
         ({**_NETWORK, "cpu_offload_checkpointing": True}, {}, {}, "--cpu_offload_checkpointing is not supported"),
         ({**_NETWORK, "deepspeed": True}, {}, {}, "--deepspeed is not supported"),
-        (_NETWORK, {}, {"selective_torch_compile": True}, "--selective_torch_compile is not supported"),
+        (
+            _NETWORK,
+            {},
+            {"selective_torch_compile": True, "compile_mode": "max-autotune"},
+            "--compile_mode max-autotune uses CUDA graphs itself",
+        ),
         (_NETWORK, {}, {"vram_budget": "8GB"}, "--vram_budget is not supported"),
     ],
 )
@@ -383,7 +477,8 @@ def test_patch_stands_aside_with_a_line(args, run, settings, reason, capsys):
     assert f"cuda_graphs: {reason}" in capsys.readouterr().err
 
 
-def test_patch_takes_part_in_the_training_of_a_network(capsys):
+@pytest.mark.parametrize("more", [{}, {"selective_torch_compile": True}])
+def test_patch_takes_part_in_the_training_of_a_network(more, capsys):
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
-    assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True)) is not None
+    assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True, **more)) is not None
     assert capsys.readouterr().err == ""

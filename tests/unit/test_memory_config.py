@@ -214,3 +214,22 @@ def test_the_stable_diffusion_3_model_comes_from_the_checkpoint(
     given = ("--resolution", "512", "--pretrained_model_name_or_path", str(file))
     assert parse(*given, script="sd3_train_network.py").pretrained_model_name_or_path == model
     assert parse(*given).pretrained_model_name_or_path is None
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "recorded"),
+    [
+        (LORA, (), True),
+        (LORA, ("--network_dropout", "0.1"), True),
+        (LORA, ("--network_dropout", "0.1", "--gradient_checkpointing"), False),
+        (LORA, ("--network_args", "module_dropout=0.1"), False),
+        ("flux_train_network.py", ("--blocks_to_swap", "4"), False),
+        ("lumina_train_network.py", (), False),
+        ("sdxl_train.py", (), False),
+    ],
+)
+def test_cuda_graphs_count_where_the_model_is_recorded(script: str, options: tuple[str, ...], recorded: bool) -> None:
+    network = () if script == "sdxl_train.py" else ("--network_module", "networks.lora")
+    config = parse("--resolution", "512", *network, *options, "--cuda_graphs", script=script)
+    assert config.cuda_graphs is recorded
+    assert ("cuda_graphs" in config.key()) is recorded

@@ -264,6 +264,12 @@ def test_the_command_prints_the_command_line_and_json(checkout, capsys):
     assert output["calibrated_on_cuda"] is False
 
 
+@pytest.mark.parametrize(("script", "card", "recommended"), [(LORA, "16", True), ("sdxl_train.py", "24", False)])
+def test_the_command_recommends_cuda_graphs_where_they_are_supported(checkout, capsys, script, card, recommended):
+    assert main(["plan", "--sd-scripts", str(checkout.path), script, "--vram", card]) == 0
+    assert ("add --cuda_graphs first" in capsys.readouterr().out) is recommended
+
+
 def test_a_faster_change_is_one_step_with_its_flags():
     tier = TIERS["sdxl-lora/12gb"]
     better = tiers.faster(tier)

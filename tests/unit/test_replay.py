@@ -1,7 +1,8 @@
 """The allocator over a run: caching, the first steps, and what each of them leaves behind."""
 
 from kohya_ext.estimate.events import Event, Kind
-from kohya_ext.estimate.replay import repeated, replay
+from kohya_ext.estimate.recording import Recording
+from kohya_ext.estimate.replay import repeated, replay, tensor_peak
 from kohya_ext.estimate.step import Log
 from kohya_ext.estimate.tracker import BACKWARD, FORWARD, STEP
 
@@ -52,3 +53,35 @@ def test_caching_leaves_only_the_workspace() -> None:
     # The workspace keeps its segment of 20 MiB, in which the weight fits.
     assert memory["step"].reserved == 20 * MIB
     assert memory["caching latents"].allocated == {"caching latents": 38 * MIB}
+
+
+def test_recorded_passes_keep_their_pool_and_run_once() -> None:
+    events = [
+        Event(0, 100 * MIB, FORWARD),  # weight
+        Event(1, 30 * MIB, FORWARD),  # optimizer state
+        Event(2, 10 * MIB, FORWARD),  # static input
+        Event(3, 60 * MIB, FORWARD),  # saved by the recorded forward pass
+        Event(4, 12 * MIB, BACKWARD),  # cuBLAS's workspace
+        Event(3, -60 * MIB, BACKWARD),
+        Event(5, 20 * MIB, FORWARD),  # staging buffer
+        Event(6, 24 * MIB, FORWARD),  # output
+        Event(6, -24 * MIB, STEP),
+        Event(1, 0, STEP),
+    ]
+    kinds = [Kind.WEIGHT, Kind.OPTIMIZER_STATE, Kind.TEMPORARY, Kind.ACTIVATION, Kind.WORKSPACE, Kind.GRADIENT, Kind.TEMPORARY]
+    log = Log(events, kinds, 2, 0, recording=Recording(inputs=2, start=3, end=6, staged=7, kernels=5))
+    memory = replay({}, log)["step"]
+    pool = 60 + 12
+    assert memory.reserved == (100 + 10 + 20 + pool + 24 + 30) * MIB
+    assert memory.allocated[BACKWARD] == (100 + 10 + 20 + pool) * MIB
+    peak = tensor_peak(log)
+    assert peak.bytes == (100 + 10 + 20 + pool) * MIB
+    assert Kind.OPTIMIZER_STATE not in peak.parts
+
+
+def test_recording_with_less_memory_than_later_steps() -> None:
+    passes = [Event(1, 4 * MIB, FORWARD), Event(1, -4 * MIB, BACKWARD)]
+    events = [Event(0, 10 * MIB, FORWARD), *passes, Event(2, 50 * MIB, STEP), Event(2, -50 * MIB, STEP), Event(0, 0, STEP)]
+    log = Log(events, [Kind.OPTIMIZER_STATE, Kind.ACTIVATION, Kind.TEMPORARY], 1, 0, recording=Recording(1, 1, 3, 3, 2))
+    assert tensor_peak(log).bytes == 60 * MIB
+    assert tensor_peak(log).parts == {Kind.OPTIMIZER_STATE: 10 * MIB, Kind.TEMPORARY: 50 * MIB}

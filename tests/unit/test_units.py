@@ -123,6 +123,20 @@ def test_gigabytes_are_decimal() -> None:
     assert gigabytes(2**30) == "1.07"
 
 
+def test_private_pools_share_no_segments_and_keep_theirs() -> None:
+    allocator = CachingAllocator()
+    allocator.replay([Event(0, 40 * MIB, "forward"), Event(0, -40 * MIB, "forward")])
+    allocator.pool = 1
+    allocator.replay([Event(1, 30 * MIB, "forward")])
+    assert allocator.reserved == 70 * MIB
+    allocator.pool = 0
+    allocator.free(1)
+    allocator.release_unused()
+    assert allocator.reserved == 30 * MIB
+    allocator.allocate(2, 30 * MIB)
+    assert allocator.reserved == 60 * MIB
+
+
 def test_a_full_gpu_releases_unused_segments_before_failing() -> None:
     events = [
         Event(0, 40 * MIB, "forward"),
@@ -138,4 +152,4 @@ def test_a_full_gpu_releases_unused_segments_before_failing() -> None:
     assert capped.reserved == 80 * MIB
     with pytest.raises(MemoryError):
         CachingAllocator(limit=79 * MIB).replay(events)
-    assert 80 * MIB <= minimum_reserved(events, 64 * MIB, unlimited.reserved) <= 112 * MIB
+    assert 80 * MIB <= minimum_reserved(lambda allocator: allocator.replay(events), 64 * MIB, unlimited.reserved) <= 112 * MIB
