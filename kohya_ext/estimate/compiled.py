@@ -92,7 +92,7 @@ class _Half:
         self.nodes = list(graph_module.graph.nodes)
         self.interpreter = torch.fx.Interpreter(graph_module, garbage_collect_values=False)
         self.tracker, self.is_backward = tracker, is_backward
-        self.written = _written(self.nodes)
+        self.written, self.reads = _written(self.nodes)
         self.copied = set() if is_backward else _kept_for_convolutions(self.nodes)
         self.last_reads: dict[Any, list[Any]] = {}
         """Node -> inputs that no later node reads."""
@@ -132,18 +132,21 @@ class _Half:
                     sources.pop(used, None)
                 if node in self.written and _is_fused(node):
                     tracker.record(result, kind)
+                    tracker.work.kernel(result, [read.meta.get("val") for read in self.reads[node]])
                 del result, copies
         raise AssertionError("a graph without an output")
 
 
-def _written(nodes: Sequence[Any]) -> set[Any]:
-    """Return the nodes with results in memory: unfused kernels, their inputs, outputs, and results that read many tensors.
+def _written(nodes: Sequence[Any]) -> tuple[set[Any], dict[Any, frozenset[Any]]]:
+    """Return the nodes with results in memory, and the nodes that each fused kernel reads.
 
-    A view's source is written when the view is.
+    The first are unfused kernels, their inputs, outputs, and results that read many tensors. A view's source is written when
+    the view is.
     """
     from torch._inductor import config
 
     written = set()
+    kernels: dict[Any, frozenset[Any]] = {}
     reads: dict[Any, frozenset[Any]] = {}
     """Node -> the tensors in memory that it is computed from."""
     for node in nodes:
@@ -155,8 +158,10 @@ def _written(nodes: Sequence[Any]) -> set[Any]:
         often = len(node.users) > 1 and len(reads[node]) > config.realize_reads_threshold
         if not _is_fused(node) or needed or often or len(reads[node]) > MAX_READS:
             written.add(node)
+            if _is_fused(node):
+                kernels[node] = reads[node]
             reads[node] = frozenset((node,))
-    return written
+    return written, kernels
 
 
 def _kept_for_convolutions(nodes: Sequence[Any]) -> set[Any]:

@@ -218,6 +218,7 @@ def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.
     highest = max(memory, key=lambda name: memory[name].reserved)
     reserved = memory[highest].reserved
     allocated = max(memory[highest].allocated.values())
+    assert step.work is not None, "a step has work"
     tensors = peak(logs[highest].events, logs[highest].kinds)
     return Estimate(
         config=config.key(),
@@ -228,6 +229,7 @@ def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.
         parts={kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
         phase_peaks={phase: size for part in memory.values() for phase, size in part.allocated.items()},
         flops=step.flops,
+        work=step.work.as_row(),
         trainable_parameters=step.trainable_parameters,
         versions={
             "kohya_ext": __version__,

@@ -32,6 +32,8 @@ class Estimate:
     """Peak of allocated tensors in each phase."""
     flops: int
     """Floating-point operations of one optimizer step; a multiply-add counts as two."""
+    work: Mapping[str, Any]
+    """The step's kernels, as :meth:`kohya_ext.estimate.seconds.Work.as_row`."""
     trainable_parameters: int
     versions: Mapping[str, str]
     """Versions of kohya_ext, sd-scripts and torch behind the estimate."""
