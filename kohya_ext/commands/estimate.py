@@ -1,4 +1,4 @@
-"""Predict the GPU memory of a command line, without GPU or weights."""
+"""Predict the GPU memory and the seconds per step of a command line, without GPU or weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import memory_config, predict
+from kohya_ext.estimate import machine, memory_config, predict, step_time
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
+from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
+
+NO_GPU = 'For seconds per step, give --gpu with the name of a GPU: --gpu "RTX 4070".'
 
 ACCURACY = "compared with PyTorch's CUDA allocator on a virtual GPU, not with a physical GPU"
 
@@ -43,6 +46,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help='the advertised size of the GPU: 16, 16gb and "16 GB" are the same; 15.5GiB and a number of bytes are exact; '
         "default: the size that the preset is for",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help='the GPU for the seconds per step, and for --vram if that is not given: "RTX 4070", "RTX 3080 12GB"; default: '
+        "the one of this machine",
     )
     parser.add_argument(
         "--fresh",
@@ -68,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     figure = charts.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
         command = command.with_({"vram": own["vram"]})
-    card = command.settings.vram or _preset_card(command)
+    gpu = machine.named(own["gpu"]) if "gpu" in own else machine.gpu()
+    card = command.settings.vram or (gpu.memory if gpu is not None and "gpu" in own else _preset_card(command))
     fresh = bool(own.get("fresh"))
     config = memory_config.read(command)[0]
     if (problem := memory_config.sample_size_problem(config)) is not None:
@@ -79,13 +90,15 @@ def run(arguments: argparse.Namespace) -> int:
     elif command.settings["vram_budget"] is not None:
         prediction, budget = _with_budget(checkout, command, config, card, fresh)
     else:
-        prediction = predict.estimate(checkout, command, fresh)
+        prediction = predict.estimate(checkout, command, fresh, timed=gpu is not None)
+    time = step_time.predict(prediction, command, gpu) if gpu is not None else None
     if own.get("json"):
-        print(json.dumps(_as_json(prediction, card, budget), indent=1))
+        print(json.dumps(_as_json(prediction, card, budget, time), indent=1))
     else:
         console = Console()
         console.print(_table(prediction))
-        for line in [*_lines(prediction, card), *([budget.words] if budget is not None else [])]:
+        seconds = step_time.lines(time, gpu) if time is not None and gpu is not None else [NO_GPU]
+        for line in [*_lines(prediction, card), *seconds, *([budget.words] if budget is not None else [])]:
             console.print(line, highlight=False, soft_wrap=True)
     if figure is not None:
         _draw(figure, prediction, card)
@@ -101,7 +114,7 @@ def _fit(checkout: Checkout, command: CommandLine, card: int | None, fresh: bool
         raise UserError("--fit reduces the checkpointed blocks; give --gradient_checkpointing or a preset with it")
 
     def ask(ratio: float) -> Estimate:
-        return predict.estimate(checkout, _with_ratio(command, ratio), fresh)
+        return predict.estimate(checkout, _with_ratio(command, ratio), fresh, timed=True)
 
     fitted = smallest_ratio(ask, usable_bytes(card))
     if fitted is None:
@@ -141,11 +154,11 @@ def _with_budget(
     usable = round(USABLE_FRACTION * limit)
 
     def ask(ratio: float) -> Estimate:
-        return predict.estimate(checkout, _with_ratio(command, ratio), fresh)
+        return predict.estimate(checkout, _with_ratio(command, ratio), fresh, timed=True)
 
     ratio: float | None = None
     if (reason := reason_unused(command.name, config, command.settings)) is not None:
-        prediction = predict.estimate(checkout, command, fresh)
+        prediction = predict.estimate(checkout, command, fresh, timed=True)
         effect = f"no blocks are freed: {reason}"
     elif config.selective_torch_compile:
         prediction = ask(1.0)
@@ -169,15 +182,18 @@ def _preset_card(command: CommandLine) -> int | None:
     return round(float(str(sizes[-1])) * GIB) if sizes else None
 
 
-def _as_json(prediction: Estimate, card: int | None, budget: Budget | None) -> dict[str, Any]:
+def _as_json(
+    prediction: Estimate, card: int | None, budget: Budget | None, time: Prediction | None
+) -> dict[str, Any]:
     rest = None if card is None else card - prediction.total
     return {
-        **asdict(prediction),
+        **{name: value for name, value in asdict(prediction).items() if name != "work"},
         "context_and_workspaces": CONTEXT_BYTES,
         "total": prediction.total,
         "card": card,
         "margin": rest,
         **({"vram_budget": asdict(budget)} if budget is not None else {}),
+        **({"time": step_time.as_json(time)} if time is not None else {}),
         "calibrated_on_cuda": False,
     }
 

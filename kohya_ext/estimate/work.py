@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, MEMORY, Kernels, Work
 
 _aten = torch.ops.aten
@@ -117,16 +118,16 @@ def _kind(packet: Any, args: Any) -> str:
         return ATTENTION_BACKWARD if "backward" in name else ATTENTION
     if "convolution" in name:
         return CONVOLUTION
-    return _PRODUCTS.get(next(value.dtype for value in args if isinstance(value, torch.Tensor)), "fp32")
+    return _PRODUCTS.get(next(value.dtype for value in args if isinstance(value, torch.Tensor)), FP32)
 
 
 #: Type of a matrix product's operands -> its kind.
 _PRODUCTS = {
-    torch.bfloat16: "16 bits",
-    torch.float16: "16 bits",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
+    torch.bfloat16: SIXTEEN_BITS,
+    torch.float16: SIXTEEN_BITS,
+    torch.int8: INT8,
+    torch.float8_e4m3fn: FP8,
+    torch.float8_e5m2: FP8,
 }
 
 
