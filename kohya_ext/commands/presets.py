@@ -17,6 +17,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
+from kohya_ext.estimate import gpus, machine
 from kohya_ext.planning import automatic, tiers
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
 from kohya_ext.sdscripts.introspect import script_parser
@@ -114,21 +115,22 @@ def _list(console: Console) -> None:
 #: The meaning of the columns.
 NOTE = (
     "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a physical GPU. left "
-    "free: of the GPU. speed: from floating-point operations per image, relative to the family's fastest preset at that "
-    "resolution; excludes copying swapped blocks."
+    "free: of the GPU. speed: predicted time per image on this machine's GPU, or on a common one of the preset's size, relative to "
+    "the family's fastest preset at that resolution."
 )
 
 
 def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
     """Yield (family, name, needs, left free, speed, summary, drawbacks) for every preset, as text."""
     known = {tier.name: tier for tier in tiers.tiers()}
+    gpu = machine.gpu()
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         tier = known.get(f"{family}/{name}")
         needs = left = speed = ""
         if tier is not None and tier.estimate is not None:
             needs, left = (f"{gigabytes(size)} GB" for size in (tier.estimate.total, tier.card - tier.estimate.total))
-            speed = f"{tiers.speed(tier, known.values()):.0%}"
+            speed = f"{tiers.speed(tier, known.values(), gpu or gpus.typical(tier.card)):.0%}"
         yield family, name, needs, left, speed, str(about.get("summary", "")), str(about.get("traded", ""))
 
 

@@ -99,6 +99,15 @@ def named(name: str) -> Gpu:
     raise UserError(f"no rates are known for a GPU named {name!r}; {hint}")
 
 
+#: GPUs of common sizes, for a run whose GPU is only known by its size.
+_TYPICAL = ("RTX 2060 6GB", "RTX 4060 8GB", "RTX 3060 12GB", "RTX 4080 16GB", "RTX 4090 24GB", "RTX 5090 32GB", "RTX A6000", "H100")
+
+
+def typical(memory: int) -> Gpu:
+    """Return a common GPU with about ``memory`` bytes."""
+    return min((named(name) for name in _TYPICAL), key=lambda card: abs(card.memory - memory))
+
+
 #: Words of a driver's name that cards.tsv leaves out or names otherwise.
 _DROPPED = {"nvidia", "geforce", "graphics", "card", "gpu", "generation", "workstation", "edition", "server"}
 _SAME = {"hbm3": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3e": "sxm"}

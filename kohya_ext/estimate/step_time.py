@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.settings import Settings
 from kohya_ext.estimate import machine, memory_config
 from kohya_ext.estimate import seconds as model
 from kohya_ext.estimate.gpus import Gpu
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.estimate.seconds import Prediction, Work
 
@@ -26,14 +28,27 @@ LIMITS = {
 def predict(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | None:
     """Return the predicted time of an optimizer step of a command line on a GPU; None if its kernels were not counted.
 
-    With measured steps of this machine's runs, the prediction is multiplied by how much longer those took than predicted.
+    It is multiplied by how much longer this machine's runs took on that GPU than predicted, if any were measured.
     """
+    predicted = by_rates(estimate, command, gpu)
+    return None if predicted is None else replace(predicted, seconds=predicted.seconds * machine.correction(gpu.name))
+
+
+def by_rates(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | None:
+    """Return the same without the correction by runs."""
     if estimate.work is None:
         return None
-    micro_batches = memory_config.read(command)[0].gradient_accumulation_steps
-    graphs = bool(command.settings["cuda_graphs"])
-    predicted = model.predict(Work.from_row(estimate.work), gpu, micro_batches, graphs)
-    return replace(predicted, seconds=predicted.seconds * machine.correction(gpu.name))
+    config = memory_config.read(command)[0]
+    graphs = _replays(config, command.settings)
+    return model.predict(Work.from_row(estimate.work), gpu, config.gradient_accumulation_steps, graphs)
+
+
+def _replays(config: MemoryConfig, settings: Settings) -> bool:
+    """Return whether a run replays its steps from CUDA graphs, without the reasons that only the run knows."""
+    swaps = config.blocks_to_swap or config.cpu_offload_checkpointing or config.unsloth_offload_checkpointing
+    compiles = config.selective_torch_compile or config.torch_compile or config.compile
+    excluded = swaps or compiles or config.deepspeed or settings["vram_budget"] is not None
+    return bool(settings["cuda_graphs"] and config.trains_network and not excluded)
 
 
 def slowness(estimates: Sequence[Estimate], gpu: Gpu) -> list[float]:
@@ -41,9 +56,14 @@ def slowness(estimates: Sequence[Estimate], gpu: Gpu) -> list[float]:
 
     If the kernels of one are not known, the unit is floating-point operations, without the time to copy swapped blocks.
     """
-    if any(estimate.work is None for estimate in estimates):
+    if not all_counted(estimates):
         return [estimate.flops_per_image for estimate in estimates]
     return [_of_estimate(estimate, gpu).seconds / estimate.images for estimate in estimates]
+
+
+def all_counted(estimates: Sequence[Estimate]) -> bool:
+    """Return whether the kernels of all estimates were counted."""
+    return all(estimate.work is not None for estimate in estimates)
 
 
 def _of_estimate(estimate: Estimate, gpu: Gpu) -> Prediction:
