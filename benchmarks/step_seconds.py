@@ -7,7 +7,7 @@ results/step_seconds.json, which the other passes read. The table compares each 
 fitted without its source. ``--fit`` also prints the constants fitted on all of them.
 
 Figures are facts from public pages, named in the first column of published_seconds.tsv. ``assumed`` is what a page leaves open.
-Other trainers' hosts differ, so each trainer has one factor of the host's seconds, fitted on its other figures.
+Hosts differ, so each trainer has one factor of the host's seconds, and so has Windows, fitted on its other figures.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks import results
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.estimate import gpus, memory_config, predict
+from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.seconds import CONSTANTS, Constants, Work
 from kohya_ext.estimate.seconds import predict as seconds_of
 from kohya_ext.sdscripts import checkouts
@@ -46,7 +47,7 @@ OURS = "gpu_time.json"
 
 #: Standard deviation of the logarithm of each constant, around its default, before the figures.
 PRIOR = {
-    **{"product": 0.1, "geforce": 0.1, "gap": 0.2, "convolution": 0.3, "attention": 0.2, "bandwidth": 0.08, "cached": 0.3, "kernel": 0.3},
+    **{"product": 0.1, "geforce": 0.1, "geforce_attention": 0.2, "gap": 0.2, "convolution": 0.3, "attention": 0.2, "bandwidth": 0.08, "cached": 0.3, "kernel": 0.3},
     **{"product_kernel": 0.3, "attention_kernel": 0.3, "launch": 0.4, "optimizer_launch": 0.5, "replay": 0.5},
 }
 
@@ -62,7 +63,7 @@ class Figure:
     trainer: str
     arguments: str
     """The script's name and its arguments."""
-    gpu: str
+    gpu: Gpu
     seconds: float
     comment: str
     work: Work
@@ -73,7 +74,9 @@ class Figure:
     @property
     def host(self) -> str:
         """The host whose factor the figure shares."""
-        return self.source if self.source == OURS else self.trainer
+        if self.source == OURS:
+            return OURS
+        return f"{self.trainer}, Windows" if self.comment.startswith("Windows") else self.trainer
 
     @property
     def graphs(self) -> bool:
@@ -100,18 +103,18 @@ def figures() -> list[Figure]:
     ours = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
     with FIGURES.open(encoding="utf-8", newline="") as file:
         rows = [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
-    found = []
+    known = []
     for row in rows:
         words = f"{row['script']} {row['arguments']}"
         of_words = counted[words]
         busy = ours[row["comment"]][0]["profile"]["busy_seconds"] if row["source"] == OURS else None
-        found.append(
+        known.append(
             Figure(
-                row["source"], row["trainer"], words, row["card"], float(row["seconds"]), row["comment"],
+                row["source"], row["trainer"], words, gpus.named(row["card"]), float(row["seconds"]), row["comment"],
                 Work.from_row(of_words["work"]), of_words["micro_batches"], busy,
             )  # fmt: skip
         )
-    return found
+    return known
 
 
 @dataclass(frozen=True)
@@ -123,13 +126,13 @@ class Fit:
 
     def seconds(self, figure: Figure) -> float:
         """Return the predicted seconds of a figure."""
-        gpu = replace(gpus.named(figure.gpu), host=self.hosts.get(figure.host, 1.0))
+        gpu = replace(figure.gpu, host=self.hosts.get(figure.host, 1.0))
         return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants).seconds
 
     def busy(self, figure: Figure) -> float:
         """Return the predicted seconds in which the GPU is busy."""
         constants = replace(self.constants, gap=0.0)
-        parts = seconds_of(figure.work, gpus.named(figure.gpu), figure.micro_batches, figure.graphs, constants).parts
+        parts = seconds_of(figure.work, figure.gpu, figure.micro_batches, figure.graphs, constants).parts
         return parts["arithmetic"] + parts["memory"]
 
 
@@ -174,28 +177,29 @@ def cross_validate(given: Sequence[Figure]) -> Iterator[tuple[Figure, float]]:
 
 def leave_one_out(given: Sequence[Figure]) -> Iterator[tuple[Figure, float]]:
     """Yield each figure with its prediction from a fit without its model and trainer: the host's factor stays known."""
-    for key in dict.fromkeys(_family(figure) for figure in given):
-        fitted = fit([figure for figure in given if _family(figure) != key])
-        yield from ((figure, fitted.seconds(figure)) for figure in given if _family(figure) == key)
+    for key in dict.fromkeys(_model(figure) for figure in given):
+        fitted = fit([figure for figure in given if _model(figure) != key])
+        yield from ((figure, fitted.seconds(figure)) for figure in given if _model(figure) == key)
 
 
-def _family(figure: Figure) -> tuple[str, str]:
+def _model(figure: Figure) -> tuple[str, str]:
+    """Return what two variants share: the source, and the script with its preset."""
     return figure.source, " ".join(figure.arguments.split()[:3])
 
 
 def report(title: str, predicted: Sequence[tuple[Figure, float]], each: bool = True) -> None:
-    """Print the errors of some predictions, and how often the order of two figures of a source and GPU is right."""
+    """Print the errors of some predictions, and how often the order of two variants is right."""
     errors = sorted(abs(seconds / figure.seconds - 1) for figure, seconds in predicted)
     right = [
         (first[1] - second[1]) * (first[0].seconds - second[0].seconds) > 0
         for first, second in combinations(predicted, 2)
-        if (first[0].source, first[0].gpu) == (second[0].source, second[0].gpu)
+        if (first[0].gpu, *_model(first[0])) == (second[0].gpu, *_model(second[0]))
         and abs(math.log(first[0].seconds / second[0].seconds)) > 0.03
     ]
     if each:
         for figure, seconds in predicted:
             name = figure.arguments.partition(" ")[0]
-            print(f"  {figure.seconds:7.3f} s  {seconds:7.3f} s  {seconds / figure.seconds - 1:+5.0%}  {figure.gpu}: {figure.comment} ({name})")
+            print(f"  {figure.seconds:7.3f} s  {seconds:7.3f} s  {seconds / figure.seconds - 1:+5.0%}  {figure.gpu.name}: {figure.comment} ({name})")
     ninth = quantiles(errors, n=10)[-1] if len(errors) > 1 else errors[0]
     order = f"; order of two right {sum(right)} of {len(right)}" if right else ""
     print(f"{title}: {len(errors)} figures, median error {median(errors):.1%}, nine in ten within {ninth:.0%}{order}")

@@ -26,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with progress("measuring the GPU (less than a minute)"):
         measured = calibration.measure()
-    found = first_gpu()
-    name = found[0] if found is not None else torch.cuda.get_device_name(0)
+    first = first_gpu()
+    name = first[0] if first is not None else torch.cuda.get_device_name(0)
     try:
         file = machine.keep_measured(name, measured)
     except OSError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import usable_bytes
-from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
+
+#: Returns the estimate of a command line.
+Estimator = Callable[[CommandLine], Estimate]
 
 NO_GPU = 'For seconds per step, give --gpu with the name of a GPU: --gpu "RTX 4070".'
 
@@ -80,17 +83,17 @@ def run(arguments: argparse.Namespace) -> int:
         command = command.with_({"vram": own["vram"]})
     gpu = machine.named(own["gpu"]) if "gpu" in own else machine.gpu()
     card = command.settings.vram or (gpu.memory if gpu is not None and "gpu" in own else _preset_card(command))
-    fresh = bool(own.get("fresh"))
+    estimate = partial(predict.estimate, checkout, fresh=bool(own.get("fresh")), timed=gpu is not None)
     config = memory_config.read(command)[0]
     if (problem := memory_config.sample_size_problem(config)) is not None:
         warn(problem)
     budget: Budget | None = None
     if own.get("fit"):
-        prediction, command = _fit(checkout, command, card, fresh)
+        prediction, command = _fit(estimate, command, card)
     elif command.settings["vram_budget"] is not None:
-        prediction, budget = _with_budget(checkout, command, config, card, fresh)
+        prediction, budget = _with_budget(estimate, command, config, card)
     else:
-        prediction = predict.estimate(checkout, command, fresh, timed=gpu is not None)
+        prediction = estimate(command)
     time = step_time.predict(prediction, command, gpu) if gpu is not None else None
     if own.get("json"):
         print(json.dumps(_as_json(prediction, card, budget, time), indent=1))
@@ -106,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if (card is None or prediction.total <= card) and (budget is None or budget.fits) else 1
 
 
-def _fit(checkout: Checkout, command: CommandLine, card: int | None, fresh: bool) -> tuple[Estimate, CommandLine]:
+def _fit(estimate: Estimator, command: CommandLine, card: int | None) -> tuple[Estimate, CommandLine]:
     """Return the estimate and the arguments with the smallest ratio of checkpointed blocks that fits."""
     if card is None:
         raise UserError("--fit needs the GPU's size; give --vram 16 or a preset for a size")
@@ -114,7 +117,7 @@ def _fit(checkout: Checkout, command: CommandLine, card: int | None, fresh: bool
         raise UserError("--fit reduces the checkpointed blocks; give --gradient_checkpointing or a preset with it")
 
     def ask(ratio: float) -> Estimate:
-        return predict.estimate(checkout, _with_ratio(command, ratio), fresh, timed=True)
+        return estimate(_with_ratio(command, ratio))
 
     fitted = smallest_ratio(ask, usable_bytes(card))
     if fitted is None:
@@ -143,7 +146,7 @@ class Budget:
 
 
 def _with_budget(
-    checkout: Checkout, command: CommandLine, config: MemoryConfig, card: int | None, fresh: bool
+    estimate: Estimator, command: CommandLine, config: MemoryConfig, card: int | None
 ) -> tuple[Estimate, Budget]:
     """Return the estimate of a run with its ``--vram_budget``, and the budget's effect."""
     budget = command.settings["vram_budget"]
@@ -154,11 +157,11 @@ def _with_budget(
     usable = round(USABLE_FRACTION * limit)
 
     def ask(ratio: float) -> Estimate:
-        return predict.estimate(checkout, _with_ratio(command, ratio), fresh, timed=True)
+        return estimate(_with_ratio(command, ratio))
 
     ratio: float | None = None
     if (reason := reason_unused(command.name, config, command.settings)) is not None:
-        prediction = predict.estimate(checkout, command, fresh, timed=True)
+        prediction = estimate(command)
         effect = f"no blocks are freed: {reason}"
     elif config.selective_torch_compile:
         prediction = ask(1.0)

@@ -18,6 +18,7 @@ from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine
+from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.planning import automatic, tiers
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
 from kohya_ext.sdscripts.introspect import script_parser
@@ -98,7 +99,7 @@ def _family(name: str) -> str | None:
 
 def _list(console: Console) -> None:
     families: dict[str, Table] = {}
-    for family, *cells in rows():
+    for family, *cells in rows(machine.gpu()):
         head = ("preset", "needs", "left free", "speed", "summary", "drawbacks")
         table = families.setdefault(family, Table(*head, box=None, pad_edge=False))
         table.add_row(*cells)
@@ -120,10 +121,12 @@ NOTE = (
 )
 
 
-def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
-    """Yield (family, name, needs, left free, speed, summary, drawbacks) for every preset, as text."""
+def rows(gpu: Gpu | None = None) -> Iterator[tuple[str, str, str, str, str, str, str]]:
+    """Yield (family, name, needs, left free, speed, summary, drawbacks) for every preset, as text.
+
+    The speed is that on ``gpu``, or on a common one of the preset's size.
+    """
     known = {tier.name: tier for tier in tiers.tiers()}
-    gpu = machine.gpu()
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         tier = known.get(f"{family}/{name}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import functools
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,6 +19,9 @@ from kohya_ext.errors import UserError
 from kohya_ext.units import GIB
 
 TABLE = "cards.tsv"
+
+#: Seconds of a launch under Windows relative to Linux: fitted on two figures (benchmarks/published_seconds.tsv).
+_WINDOWS = 1.3
 
 #: Kinds of matrix products, by the type of their operands: bf16 and fp16 have one rate.
 SIXTEEN_BITS, FP32, FP8, INT8 = "16 bits", "fp32", "fp8", "int8"
@@ -41,7 +45,7 @@ class Gpu:
     architecture: str
     checked: str
     host: float = 1.0
-    """Seconds of a launch relative to the hosts of the published figures."""
+    """Seconds of a launch relative to a common host under Linux."""
     measured: bool = False
     """Whether `calibrate` measured it."""
 
@@ -73,11 +77,12 @@ def _read(row: Mapping[str, str]) -> Gpu:
         memory=round(float(row["memory_gb"]) * GIB),
         architecture=row["arch"],
         checked=row["checked"],
+        host=_WINDOWS if sys.platform == "win32" else 1.0,
     )
 
 
 def find(name: str, memory: int | None = None) -> Gpu | None:
-    """Return the GPU of cards.tsv with a name, as sold or as the driver has it; None if there is none.
+    """Return the GPU of cards.tsv with a name, as sold or as the driver has it; None for an unknown name.
 
     A size in the name (``RTX 3080 12GB``) or ``memory`` bytes choose between cards of one name, and otherwise the first is
     returned.
@@ -89,10 +94,10 @@ def find(name: str, memory: int | None = None) -> Gpu | None:
 
 
 def named(name: str) -> Gpu:
-    """Return the GPU with a name. Raises UserError with similar names if there is none."""
-    found = find(name)
-    if found is not None:
-        return found
+    """Return the GPU with a name. Raises UserError with similar names for an unknown one."""
+    card = find(name)
+    if card is not None:
+        return card
     words = _words(name)[0]
     similar = [card.name for card in cards() if words & _words(card.name)[0] - {"rtx"}]
     hint = f"similar: {', '.join(dict.fromkeys(similar))}" if similar else 'give a name such as "RTX 4070"'
@@ -113,6 +118,7 @@ _DROPPED = {"nvidia", "geforce", "graphics", "card", "gpu", "generation", "works
 _SAME = {"hbm3": "sxm", "sxm4": "sxm", "sxm5": "sxm", "hbm3e": "sxm"}
 
 
+@functools.cache
 def _words(name: str) -> tuple[frozenset[str], int | None]:
     """Return the words that identify a GPU, and the bytes that its name has; ``RTX4070ti`` has the words of ``RTX 4070 Ti``."""
     text = re.sub(r"(\d)(ti|super)\b", r"\1 \2", re.sub(r"\b(rtx|gtx)(\d)", r"\1 \2", name.lower().replace("-", " ")))

@@ -30,8 +30,8 @@ _RUNS = 20
 
 def gpu() -> Gpu | None:
     """Return this machine's first GPU; None without one, or if its rates are neither known nor measured."""
-    found = first_gpu()
-    return None if found is None else of(*found)
+    first = first_gpu()
+    return None if first is None else of(*first)
 
 
 def of(name: str, memory: int | None = None) -> Gpu | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kohya_ext.estimate.gpus import SIXTEEN_BITS, Gpu
@@ -71,20 +71,22 @@ class Constants:
     product: float = 0.70
     """Fraction of the GPU's rate that a large matrix product reaches."""
     geforce: float = 1.15
-    """The same of a GeForce relative to other GPUs: its clock is higher than that of the data sheet, theirs is lower."""
-    convolution: float = 0.47
-    attention: float = 0.42
+    """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
+    convolution: float = 0.43
+    attention: float = 0.40
+    geforce_attention: float = 1.7
+    """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
     bandwidth: float = 0.86
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
-    cached: float = 2.0
+    cached: float = 2.2
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
     cache_fraction: float = 0.4
     """Fraction of the L2 cache that holds a kernel's tensors."""
-    kernel: float = 3.0e-6
+    kernel: float = 3.3e-6
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
-    product_kernel: float = 3.5e-6
-    attention_kernel: float = 9e-6
-    gap: float = 1.2e-6
+    product_kernel: float = 3.8e-6
+    attention_kernel: float = 9.5e-6
+    gap: float = 1.3e-6
     """Seconds between two kernels, in which the GPU is not busy."""
     launch: float = 14e-6
     """Seconds of the host for one kernel of forward or backward: Python, autograd and the driver."""
@@ -120,6 +122,12 @@ class Prediction:
 def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, constants: Constants = CONSTANTS) -> Prediction:
     """Return the predicted time of a step with ``micro_batches`` of gradient accumulation, replayed from CUDA graphs or not."""
     parts = {"arithmetic": 0.0, "memory": 0.0}
+    if gpu.is_geforce and not gpu.measured:
+        constants = replace(
+            constants,
+            product=constants.product * constants.geforce,
+            attention=constants.attention * constants.geforce_attention,
+        )
     for groups, times in ((work.batch, micro_batches), (work.optimizer, 1)):
         for group in groups:
             limit, seconds = _kernel_seconds(group, gpu, constants)
@@ -148,8 +156,6 @@ def _kernel_seconds(group: Kernels, gpu: Gpu, constants: Constants) -> tuple[str
     else:
         efficiency, each = constants.product, constants.product_kernel
     rate = gpu.rates.get(group.kind, gpu.rates[SIXTEEN_BITS])
-    if gpu.is_geforce and not gpu.measured:
-        efficiency *= constants.geforce
     return "arithmetic", max(group.flops / (efficiency * rate), moving) + group.count * each
 
 

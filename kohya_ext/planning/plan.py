@@ -225,7 +225,7 @@ class _Search:
                 self.announce(f"no known estimate for these arguments; making up to {MAX_ESTIMATES}, about 20 seconds each")
             self.measured += 1
             self.announce(f"estimate {self.measured} of at most {MAX_ESTIMATES}: {point.name}")
-        candidate = Candidate(point.name, command, predict.estimate(self.checkout, _eager(command), timed=True), point.traded)
+        candidate = Candidate(point.name, command, predict.estimate(self.checkout, _eager(command)), point.traded)
         if candidate not in self.tried:
             self.tried.append(candidate)
         return fits(candidate.estimate, self.card)

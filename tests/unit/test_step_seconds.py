@@ -86,8 +86,8 @@ def test_a_gpu_is_found_by_its_name(name: str, memory: int | None, card: str) ->
 
 def test_the_size_chooses_between_cards_of_one_name() -> None:
     assert gpus.named("RTX 3080 12GB").memory == 12 * GIB
-    found = gpus.find("NVIDIA GeForce RTX 4060 Ti", 16 * GIB - 500_000_000)
-    assert found is not None and found.memory == 16 * GIB
+    card = gpus.find("NVIDIA GeForce RTX 4060 Ti", 16 * GIB - 500_000_000)
+    assert card is not None and card.memory == 16 * GIB
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "GTX 1080", "RTX 4071", ""])
@@ -129,9 +129,9 @@ def test_graphs_replace_the_hosts_launches_of_the_batch_but_not_of_the_optimizer
 
 def test_accumulation_repeats_the_batch_only() -> None:
     work = replace(ARITHMETIC, optimizer=[Kernels(MEMORY, 1000, 0, 1e9)])
-    one, three = (predict(work, H100, times).parts for times in (1, 3))
-    assert three["arithmetic"] == pytest.approx(3 * one["arithmetic"])
-    assert three["memory"] == pytest.approx(one["memory"])
+    once, thrice = (predict(work, H100, times).parts for times in (1, 3))
+    assert thrice["arithmetic"] == pytest.approx(3 * once["arithmetic"])
+    assert thrice["memory"] == pytest.approx(once["memory"])
 
 
 def test_a_range_is_wider_where_the_host_limits_and_narrower_after_calibrating() -> None:
@@ -185,8 +185,8 @@ def test_a_gpu_outside_the_table_is_known_once_it_was_measured(rtx_3090: str) ->
     name = "NVIDIA GeForce RTX 4090 Laptop GPU"
     assert machine.of(name) is None
     machine.keep_measured(name, MEASURED)
-    found = machine.of(name)
-    assert found is not None and predict(ARITHMETIC, found).seconds == pytest.approx(1e14 / 7e13, rel=0.05)
+    card = machine.of(name)
+    assert card is not None and predict(ARITHMETIC, card).seconds == pytest.approx(1e14 / 7e13, rel=0.05)
 
 
 def test_real_runs_correct_the_prediction_until_the_next_calibration(rtx_3090: str) -> None:
