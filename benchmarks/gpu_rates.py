@@ -33,13 +33,19 @@ PRODUCTS = (
 #: Batch, heads, queries, keys, head size: SDXL's self- and cross-attention, FLUX's attention.
 ATTENTION = ((1, 10, 4096, 4096, 64), (1, 20, 1024, 1024, 64), (1, 10, 4096, 77, 64), (1, 24, 4608, 4608, 128))
 
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
 
 def attention() -> Iterator[dict[str, Any]]:
     """Yield seconds of attention's passes by kernel."""
     for batch, heads, queries, keys, size in ATTENTION:
         q, k, v = (
-            torch.randn(batch, heads, n, size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, keys, keys)
+            torch.randn(batch, heads, n, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for n in (queries, keys, keys)
         )
         for name, kernel in KERNELS.items():
             row: dict[str, Any] = {"shape": [batch, heads, queries, keys, size], "kernel": name}

@@ -19,19 +19,18 @@ import math
 import random
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 from benchmarks import results
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.estimate import gpus, memory_config, predict
 from kohya_ext.estimate.gpus import Gpu
-from kohya_ext.estimate.seconds import CONSTANTS, Constants, Work
+from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction, Work
 from kohya_ext.estimate.seconds import predict as seconds_of
 from kohya_ext.sdscripts import checkouts
 
@@ -47,8 +46,20 @@ OURS = "gpu_time.json"
 
 #: Standard deviation of the logarithm of each constant, around its default, before the figures.
 PRIOR = {
-    **{"product": 0.1, "geforce": 0.1, "geforce_attention": 0.2, "gap": 0.2, "convolution": 0.3, "attention": 0.2, "bandwidth": 0.08, "cached": 0.3, "kernel": 0.3},
-    **{"product_kernel": 0.3, "attention_kernel": 0.3, "launch": 0.4, "optimizer_launch": 0.5, "replay": 0.5},
+    "product": 0.1,
+    "geforce": 0.1,
+    "convolution": 0.3,
+    "attention": 0.2,
+    "geforce_attention": 0.2,
+    "bandwidth": 0.08,
+    "cached": 0.3,
+    "kernel": 0.3,
+    "product_kernel": 0.3,
+    "attention_kernel": 0.3,
+    "gap": 0.2,
+    "launch": 0.4,
+    "optimizer_launch": 0.5,
+    "replay": 0.5,
 }
 
 #: The same for the factor of a trainer's or computer's host, around 1, and for a figure around its prediction.
@@ -70,6 +81,11 @@ class Figure:
     micro_batches: int
     busy: float | None = None
     """Seconds in which the GPU was busy, where that was measured."""
+
+    @property
+    def name(self) -> str:
+        """The GPU, the comment and the script."""
+        return f"{self.gpu.name}: {self.comment} ({self.arguments.partition(' ')[0]})"
 
     @property
     def host(self) -> str:
@@ -94,7 +110,8 @@ def count() -> None:
             estimate = predict.estimate(checkout, command, timed=True)
             micro = memory_config.read(command)[0].gradient_accumulation_steps
             rows[f"{row['script']} {row['arguments']}"] = {"work": estimate.work, "micro_batches": micro}
-            OUTPUT.write_text(json.dumps(rows, indent=None, separators=(",", ":")).replace('},"', '},\n"') + "\n", encoding="utf-8")
+            text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')
+            OUTPUT.write_text(f"{text}\n", encoding="utf-8")
 
 
 def figures() -> list[Figure]:
@@ -110,9 +127,16 @@ def figures() -> list[Figure]:
         busy = ours[row["comment"]][0]["profile"]["busy_seconds"] if row["source"] == OURS else None
         known.append(
             Figure(
-                row["source"], row["trainer"], words, gpus.named(row["card"]), float(row["seconds"]), row["comment"],
-                Work.from_row(of_words["work"]), of_words["micro_batches"], busy,
-            )  # fmt: skip
+                row["source"],
+                row["trainer"],
+                words,
+                gpus.named(row["card"]),
+                float(row["seconds"]),
+                row["comment"],
+                Work.from_row(of_words["work"]),
+                of_words["micro_batches"],
+                busy,
+            )
         )
     return known
 
@@ -124,10 +148,10 @@ class Fit:
     constants: Constants
     hosts: Mapping[str, float]
 
-    def seconds(self, figure: Figure) -> float:
-        """Return the predicted seconds of a figure."""
+    def predict(self, figure: Figure) -> Prediction:
+        """Return the prediction for a figure."""
         gpu = replace(figure.gpu, host=self.hosts.get(figure.host, 1.0))
-        return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants).seconds
+        return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants)
 
     def busy(self, figure: Figure) -> float:
         """Return the predicted seconds in which the GPU is busy."""
@@ -148,7 +172,7 @@ def fit(given: Sequence[Figure], steps: int = 800) -> Fit:
     def cost(values: Mapping[str, float]) -> float:
         tried = built(values)
         far = sum((math.log(values[name] / start[name]) / sizes[name]) ** 2 for name in values)
-        errors = sum(_loss(math.log(tried.seconds(figure) / figure.seconds) / FIGURE_ERROR) for figure in given)
+        errors = sum(_loss(math.log(tried.predict(figure).seconds / figure.seconds) / FIGURE_ERROR) for figure in given)
         busy = [figure for figure in given if figure.busy is not None]
         return far + errors + sum(_loss(math.log(tried.busy(figure) / (figure.busy or 1)) / BUSY_ERROR) for figure in busy)
 
@@ -157,7 +181,10 @@ def fit(given: Sequence[Figure], steps: int = 800) -> Fit:
     for step in range(steps):
         width = 0.3 if step % 2 else 0.08
         names = generator.sample([*best], 2)
-        tried = {name: value * math.exp(generator.gauss(0, width * sizes[name])) if name in names else value for name, value in best.items()}
+        tried = {
+            name: value * math.exp(generator.gauss(0, width * sizes[name])) if name in names else value
+            for name, value in best.items()
+        }
         if (error := cost(tried)) < lowest:
             best, lowest = tried, error
     return built(best)
@@ -168,18 +195,18 @@ def _loss(error: float) -> float:
     return error**2 if abs(error) < 1.5 else 3 * abs(error) - 2.25
 
 
-def cross_validate(given: Sequence[Figure]) -> Iterator[tuple[Figure, float]]:
+def cross_validate(given: Sequence[Figure]) -> Iterator[tuple[Figure, Prediction]]:
     """Yield each figure with its prediction from a fit without its source."""
     for source in dict.fromkeys(figure.source for figure in given):
         fitted = fit([figure for figure in given if figure.source != source])
-        yield from ((figure, fitted.seconds(figure)) for figure in given if figure.source == source)
+        yield from ((figure, fitted.predict(figure)) for figure in given if figure.source == source)
 
 
-def leave_one_out(given: Sequence[Figure]) -> Iterator[tuple[Figure, float]]:
+def leave_one_out(given: Sequence[Figure]) -> Iterator[tuple[Figure, Prediction]]:
     """Yield each figure with its prediction from a fit without its model and trainer: the host's factor stays known."""
     for key in dict.fromkeys(_model(figure) for figure in given):
         fitted = fit([figure for figure in given if _model(figure) != key])
-        yield from ((figure, fitted.seconds(figure)) for figure in given if _model(figure) == key)
+        yield from ((figure, fitted.predict(figure)) for figure in given if _model(figure) == key)
 
 
 def _model(figure: Figure) -> tuple[str, str]:
@@ -187,22 +214,27 @@ def _model(figure: Figure) -> tuple[str, str]:
     return figure.source, " ".join(figure.arguments.split()[:3])
 
 
-def report(title: str, predicted: Sequence[tuple[Figure, float]], each: bool = True) -> None:
-    """Print the errors of some predictions, and how often the order of two variants is right."""
-    errors = sorted(abs(seconds / figure.seconds - 1) for figure, seconds in predicted)
+def report(title: str, predicted: Sequence[tuple[Figure, Prediction]], each: bool = False) -> None:
+    """Print the errors of some predictions, how many are in the range, and how often the order of two variants is right."""
+    ratios = [prediction.seconds / figure.seconds for figure, prediction in predicted]
     right = [
-        (first[1] - second[1]) * (first[0].seconds - second[0].seconds) > 0
+        (first[1].seconds - second[1].seconds) * (first[0].seconds - second[0].seconds) > 0
         for first, second in combinations(predicted, 2)
         if (first[0].gpu, *_model(first[0])) == (second[0].gpu, *_model(second[0]))
         and abs(math.log(first[0].seconds / second[0].seconds)) > 0.03
     ]
-    if each:
-        for figure, seconds in predicted:
-            name = figure.arguments.partition(" ")[0]
-            print(f"  {figure.seconds:7.3f} s  {seconds:7.3f} s  {seconds / figure.seconds - 1:+5.0%}  {figure.gpu.name}: {figure.comment} ({name})")
-    ninth = quantiles(errors, n=10)[-1] if len(errors) > 1 else errors[0]
-    order = f"; order of two right {sum(right)} of {len(right)}" if right else ""
-    print(f"{title}: {len(errors)} figures, median error {median(errors):.1%}, nine in ten within {ninth:.0%}{order}")
+    for (figure, prediction), ratio in zip(predicted, ratios, strict=True):
+        if each:
+            print(f"  {figure.seconds:7.3f} s  {prediction.seconds:7.3f} s  {ratio - 1:+5.0%}  {figure.name}")
+    errors = [abs(ratio - 1) for ratio in ratios]
+    inside = sum(
+        1 / prediction.factor <= ratio <= prediction.factor for (_, prediction), ratio in zip(predicted, ratios, strict=True)
+    )
+    order = f"; order of two variants right {sum(right)} of {len(right)}" if right else ""
+    print(
+        f"{title}: {len(errors)} figures, median error {median(errors):.1%}, nine in ten within "
+        f"{quantiles(errors, n=10)[-1]:.0%}, {inside} inside their range{order}"
+    )
 
 
 def main() -> int:
@@ -214,16 +246,21 @@ def main() -> int:
     if given.count:
         count()
     rows = figures()
-    report("without its source", [*cross_validate(rows)])
-    report("without its model, the host known", [*leave_one_out(rows)], each=False)
-    busy = [figure for figure in rows if figure.busy is not None]
+    without_source = [*cross_validate(rows)]
+    report("without its source", without_source, each=True)
+    report(
+        "of these, sd-scripts on others' machines", [pair for pair in without_source if pair[0].host.startswith("sd-scripts")]
+    )
+    report("without its model, the host known", [*leave_one_out(rows)])
     shipped = Fit(CONSTANTS, {})
-    for figure in busy:
-        print(f"  {figure.busy:7.3f} s  {shipped.busy(figure):7.3f} s  {shipped.busy(figure) / (figure.busy or 1) - 1:+5.0%}  {figure.comment}: GPU busy")
+    for figure in rows:
+        if figure.busy is not None:
+            busy = shipped.busy(figure)
+            print(f"  {figure.busy:7.3f} s  {busy:7.3f} s  {busy / figure.busy - 1:+5.0%}  GPU busy: {figure.name}")
     if given.fit:
         fitted = fit(rows, steps=3000)
         print({name: float(f"{value:.3g}") for name, value in asdict(fitted.constants).items()}, dict(fitted.hosts))
-        report("fitted on all", [(figure, fitted.seconds(figure)) for figure in rows], each=False)
+        report("fitted on all", [(figure, fitted.predict(figure)) for figure in rows])
     return 0
 
 

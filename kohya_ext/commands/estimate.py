@@ -145,9 +145,7 @@ class Budget:
     words: str
 
 
-def _with_budget(
-    estimate: Estimator, command: CommandLine, config: MemoryConfig, card: int | None
-) -> tuple[Estimate, Budget]:
+def _with_budget(estimate: Estimator, command: CommandLine, config: MemoryConfig, card: int | None) -> tuple[Estimate, Budget]:
     """Return the estimate of a run with its ``--vram_budget``, and the budget's effect."""
     budget = command.settings["vram_budget"]
     assert budget is not None, "called with a budget"
@@ -185,9 +183,7 @@ def _preset_card(command: CommandLine) -> int | None:
     return round(float(str(sizes[-1])) * GIB) if sizes else None
 
 
-def _as_json(
-    prediction: Estimate, card: int | None, budget: Budget | None, time: Prediction | None
-) -> dict[str, Any]:
+def _as_json(prediction: Estimate, card: int | None, budget: Budget | None, time: Prediction | None) -> dict[str, Any]:
     rest = None if card is None else card - prediction.total
     return {
         **{name: value for name, value in asdict(prediction).items() if name != "work"},

@@ -119,7 +119,8 @@ def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:
             "total": candidate.estimate.total,
             "reserved": candidate.estimate.reserved,
             "flops_per_image": candidate.estimate.flops_per_image,
-            "time": None if (time := step_time.predict(candidate.estimate, candidate.command, result.gpu)) is None
+            "time": None
+            if (time := step_time.predict(candidate.estimate, candidate.command, result.gpu)) is None
             else step_time.as_json(time),
             "traded": candidate.traded,
         }

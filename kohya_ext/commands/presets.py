@@ -116,8 +116,8 @@ def _list(console: Console) -> None:
 #: The meaning of the columns.
 NOTE = (
     "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a physical GPU. left "
-    "free: of the GPU. speed: predicted time per image on this machine's GPU, or on a common one of the preset's size, relative to "
-    "the family's fastest preset at that resolution."
+    "free: of the GPU. speed: by the predicted time per image on this machine's GPU, or on a common one of the preset's size, "
+    "relative to the family's fastest preset at that resolution."
 )
 
 

@@ -1,8 +1,8 @@
 """The rates of GPUs by name: from cards.tsv, or measured by `calibrate`. Nothing here imports torch.
 
 Rates of cards.tsv are those of the data sheets: products of 16-bit, 8-bit and fp32 numbers without sparsity and with sums in
-fp32, in TFLOP/s, memory and bus in GB/s, the L2 cache in MB. ``checked`` is ``yes`` if a public source was read for the row, ``in
-part``, ``no``, or ``disputed`` where sources differ; ``source`` names it.
+fp32, in TFLOP/s, memory and bus in GB/s, the L2 cache in MB. ``checked`` is ``yes`` if a public source was read for the row,
+``in part``, ``no``, or ``disputed`` where sources differ; ``source`` names it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kohya_ext.units import GIB
 
 TABLE = "cards.tsv"
 
-#: Seconds of a launch under Windows relative to Linux: fitted on two figures (benchmarks/published_seconds.tsv).
-_WINDOWS = 1.3
+#: Seconds of a launch under Windows relative to Linux: an assumption, which two figures fit.
+_WINDOWS = 1.2
 
 #: Kinds of matrix products, by the type of their operands: bf16 and fp16 have one rate.
 SIXTEEN_BITS, FP32, FP8, INT8 = "16 bits", "fp32", "fp8", "int8"
@@ -82,7 +82,7 @@ def _read(row: Mapping[str, str]) -> Gpu:
 
 
 def find(name: str, memory: int | None = None) -> Gpu | None:
-    """Return the GPU of cards.tsv with a name, as sold or as the driver has it; None for an unknown name.
+    """Return the GPU of cards.tsv with a name, as the shop or the driver has it; None for an unknown name.
 
     A size in the name (``RTX 3080 12GB``) or ``memory`` bytes choose between cards of one name, and otherwise the first is
     returned.
@@ -105,7 +105,16 @@ def named(name: str) -> Gpu:
 
 
 #: GPUs of common sizes, for a run whose GPU is only known by its size.
-_TYPICAL = ("RTX 2060 6GB", "RTX 4060 8GB", "RTX 3060 12GB", "RTX 4080 16GB", "RTX 4090 24GB", "RTX 5090 32GB", "RTX A6000", "H100")
+_TYPICAL = (
+    "RTX 2060 6GB",
+    "RTX 4060 8GB",
+    "RTX 3060 12GB",
+    "RTX 4080 16GB",
+    "RTX 4090 24GB",
+    "RTX 5090 32GB",
+    "RTX A6000",
+    "H100",
+)
 
 
 def typical(memory: int) -> Gpu:

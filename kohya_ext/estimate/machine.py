@@ -1,4 +1,4 @@
-"""This machine's GPU and host: rates from cards.tsv, replaced by those that `calibrate` measured, corrected by real runs.
+"""The GPU and host of this machine: rates from cards.tsv, replaced by those that `calibrate` measured, corrected by real runs.
 
 Nothing here imports torch.
 """
@@ -21,8 +21,8 @@ from kohya_ext.estimate.seconds import CONSTANTS
 from kohya_ext.units import first_gpu
 
 #: The launch cost of the hosts behind the constants: microseconds of ``mul_forward_and_backward`` in kohya_ext.gpu.rates.
-#: The H100 machine of benchmarks/results has 27.2 and takes three times as long for a launch of a training step.
-REFERENCE_LAUNCH = 9.0
+#: The H100's machine of benchmarks/results has 27.2, and a launch of its training steps takes 2.65 times as long as the constant.
+REFERENCE_LAUNCH = 10.3
 
 #: Runs whose times correct the predictions; older ones are dropped.
 _RUNS = 20

@@ -20,8 +20,8 @@ from kohya_ext.sdscripts.introspect import option_names
 def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False, timed: bool = False) -> Estimate:
     """Return the estimate of a command line: from the package's table, from the cache, or measured now (about 20 s).
 
-    With ``fresh`` it is always measured, with ``timed`` if its kernels are not known. Raises UserError for arguments the script does not take, and for a run that cannot be
-    estimated.
+    With ``fresh`` it is always measured, with ``timed`` if its kernels are not known. Raises UserError for arguments the script
+    does not take, and for a run that cannot be estimated.
     """
     config, flags_left = memory_config.read(command)
     normalized = memory_config.normalized(config)

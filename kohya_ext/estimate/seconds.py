@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from kohya_ext.estimate.gpus import SIXTEEN_BITS, Gpu
 
@@ -20,7 +20,8 @@ from kohya_ext.estimate.gpus import SIXTEEN_BITS, Gpu
 MEMORY, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD = "memory", "convolution", "attention", "attention backward"
 
 
-class Kernels(NamedTuple):
+@dataclass(frozen=True)
+class Kernels:
     """Kernels of one kind and of similar size."""
 
     kind: str
@@ -72,25 +73,25 @@ class Constants:
     """Fraction of the GPU's rate that a large matrix product reaches."""
     geforce: float = 1.15
     """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
-    convolution: float = 0.43
-    attention: float = 0.40
+    convolution: float = 0.41
+    attention: float = 0.37
     geforce_attention: float = 1.7
     """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
     bandwidth: float = 0.86
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
-    cached: float = 2.2
+    cached: float = 2.4
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
     cache_fraction: float = 0.4
     """Fraction of the L2 cache that holds a kernel's tensors."""
     kernel: float = 3.3e-6
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
     product_kernel: float = 3.8e-6
-    attention_kernel: float = 9.5e-6
-    gap: float = 1.3e-6
+    attention_kernel: float = 10e-6
+    gap: float = 1.4e-6
     """Seconds between two kernels, in which the GPU is not busy."""
-    launch: float = 14e-6
+    launch: float = 17e-6
     """Seconds of the host for one kernel of forward or backward: Python, autograd and the driver."""
-    optimizer_launch: float = 7e-6
+    optimizer_launch: float = 8.5e-6
     """Seconds of the host for one kernel of the optimizer, without autograd and modules."""
     replay: float = 10e-3
     """Seconds of the host for one micro-batch with CUDA graphs."""

@@ -506,7 +506,7 @@ def _copied_bytes(training: Training) -> int:
     """
     blocks = training.models.blocks(training.config.blocks_to_swap or 0)
     weights = (getattr(part, "weight", None) for block in blocks for part in block.modules())
-    return 4 * sum(weight.numel() * weight.element_size() for weight in weights if isinstance(weight, torch.Tensor))
+    return 4 * sum(int(weight.nbytes) for weight in weights if isinstance(weight, torch.Tensor))
 
 
 def _hook_where_blocks_move(unet: Any, swapped: Sequence[Any]) -> None:

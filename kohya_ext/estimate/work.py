@@ -29,10 +29,12 @@ _KERNELS = {
 }
 
 #: Operators without a kernel that are not views by their schema. Optimizers read ``_local_scalar_dense`` of host tensors only.
-_NO_KERNEL = frozenset((
-    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted),
-    *(_aten._unsafe_view, _aten._local_scalar_dense, _aten.resize_, _aten.set_, _aten.lift_fresh),
-))
+_NO_KERNEL = frozenset(
+    (
+        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted),
+        *(_aten._unsafe_view, _aten._local_scalar_dense, _aten.resize_, _aten.set_, _aten.lift_fresh),
+    )
+)
 
 #: Reads and writes of a convolution's operands: the change of layout reads and writes each of them once more.
 _LAYOUT_PASSES = 3
@@ -100,7 +102,7 @@ def multi_tensor_launches(lists: Sequence[Sequence[Any]]) -> int:
     tensors = lists[0]
     chunks = sum(-(-tensor.numel() // _CHUNK) for tensor in tensors)
     most = _TENSORS_BY_LISTS[min(len(lists), len(_TENSORS_BY_LISTS) - 1)]
-    return max(-(-len(tensors) // most), -(-chunks // _CHUNKS))
+    return int(max(-(-len(tensors) // most), -(-chunks // _CHUNKS)))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -34,7 +35,7 @@ def seconds(work: Callable[[], Any], repeats: int = REPEATS, samples: int = 10) 
         end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end) / 1e3 / repeats)
-    return median(taken[2:])
+    return float(median(taken[2:]))
 
 
 #: Types of products that :func:`products` measures.
@@ -80,7 +81,7 @@ def memory(powers: Iterable[int], samples: int = 10) -> Iterator[dict[str, Any]]
     for power in powers:
         a, b = (torch.randn(2**power, device="cuda").to(torch.bfloat16) for _ in range(2))
         out = torch.empty_like(a)
-        taken = seconds(lambda a=a, b=b, out=out: torch.add(a, b, out=out), samples=samples)
+        taken = seconds(partial(torch.add, a, b, out=out), samples=samples)
         yield {"elements": 2**power, "seconds": taken, "giga_per_second": round(6e-9 * 2**power / max(taken, 1e-9), 1)}
 
 

@@ -50,7 +50,9 @@ def test_auto_selects_each_tier_for_its_gpu(name):
 
 
 def test_a_plan_from_the_table_has_the_two_next_best(checkout):
-    result = planning.plan(checkout, CommandLine(checkout.script(LORA), ["--output_name", "mine"], {}), 16 * GIB, GPU, pytest.fail)
+    result = planning.plan(
+        checkout, CommandLine(checkout.script(LORA), ["--output_name", "mine"], {}), 16 * GIB, GPU, pytest.fail
+    )
     assert result.answer.name == "preset sdxl-lora/16gb"
     assert result.answer.command.argv == ("--preset", "16gb", "--output_name", "mine")
     assert [candidate.name for candidate in result.others] == ["preset sdxl-lora/12gb", "preset sdxl-lora/10gb"]
@@ -84,7 +86,9 @@ def test_resolution_is_reduced_last(checkout, formula_estimates, argv, size, sta
 
 
 def test_chroma_has_its_own_tiers(checkout):
-    result = planning.plan(checkout, CommandLine(checkout.script(FLUX), ["--model_type", "chroma"], {}), 24 * GIB, GPU, pytest.fail)
+    result = planning.plan(
+        checkout, CommandLine(checkout.script(FLUX), ["--model_type", "chroma"], {}), 24 * GIB, GPU, pytest.fail
+    )
     assert result.answer.command.argv == ("--preset", "chroma-lora/24gb", "--model_type", "chroma")
 
 

@@ -53,7 +53,9 @@ def test_an_optimizers_kernels_are_separate_and_take_many_tensors_each() -> None
 
 
 @pytest.mark.parametrize(("tensors", "elements", "lists", "launches"), [(110, 1, 1, 1), (111, 1, 1, 2), (1, 65536 * 321, 1, 2)])
-def test_launches_over_lists_are_limited_by_tensors_and_by_chunks(tensors: int, elements: int, lists: int, launches: int) -> None:
+def test_launches_over_lists_are_limited_by_tensors_and_by_chunks(
+    tensors: int, elements: int, lists: int, launches: int
+) -> None:
     values = [torch.empty(elements, device="meta") for _ in range(tensors)]
     assert multi_tensor_launches([values] * lists) == launches
 
@@ -87,7 +89,8 @@ def test_a_gpu_is_found_by_its_name(name: str, memory: int | None, card: str) ->
 def test_the_size_chooses_between_cards_of_one_name() -> None:
     assert gpus.named("RTX 3080 12GB").memory == 12 * GIB
     card = gpus.find("NVIDIA GeForce RTX 4060 Ti", 16 * GIB - 500_000_000)
-    assert card is not None and card.memory == 16 * GIB
+    assert card is not None
+    assert card.memory == 16 * GIB
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "GTX 1080", "RTX 4071", ""])
@@ -173,7 +176,8 @@ def rtx_3090(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 def test_calibrated_rates_replace_those_of_the_table(rtx_3090: str) -> None:
     before = machine.gpu()
-    assert before is not None and before.bandwidth == gpus.named("RTX 3090").bandwidth
+    assert before is not None
+    assert before.bandwidth == gpus.named("RTX 3090").bandwidth
     machine.keep_measured(rtx_3090, MEASURED)
     after = machine.named("RTX 3090")
     assert (after.measured, after.host, after.bus) == (True, 2.0, 2.5e10)
@@ -186,7 +190,8 @@ def test_a_gpu_outside_the_table_is_known_once_it_was_measured(rtx_3090: str) ->
     assert machine.of(name) is None
     machine.keep_measured(name, MEASURED)
     card = machine.of(name)
-    assert card is not None and predict(ARITHMETIC, card).seconds == pytest.approx(1e14 / 7e13, rel=0.05)
+    assert card is not None
+    assert predict(ARITHMETIC, card).seconds == pytest.approx(1e14 / 7e13, rel=0.05)
 
 
 def test_real_runs_correct_the_prediction_until_the_next_calibration(rtx_3090: str) -> None:
