@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kohya_ext.estimate.gpus import SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MEMORY, Kernels, Work, predict
 from kohya_ext.estimate.tracker import STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
+from kohya_ext.patches import step_times
 from kohya_ext.units import GIB
 
 H100 = gpus.named("H100")
@@ -201,3 +203,13 @@ def test_real_runs_correct_the_prediction_until_the_next_calibration(rtx_3090: s
     assert machine.correction(rtx_3090) == 1.2
     machine.keep_measured(rtx_3090, MEASURED)
     assert machine.correction(rtx_3090) == 1.0
+
+
+def test_a_run_keeps_the_ratio_of_its_steps_once_it_ends(rtx_3090: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = step_times._Clock("key", rtx_3090, predicted=2.0)
+    now = iter(range(0, 1000, 3))
+    monkeypatch.setattr(step_times.time, "monotonic", lambda: next(now))
+    for _ in range(12):
+        clock.after_batch(SimpleNamespace(sync_gradients=True))
+    clock.on_end()
+    assert machine.correction(rtx_3090) == 1.5
