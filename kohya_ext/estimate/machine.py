@@ -21,7 +21,7 @@ from kohya_ext.estimate.seconds import CONSTANTS
 from kohya_ext.units import first_gpu
 
 #: The launch cost of the hosts behind the constants: microseconds of ``mul_forward_and_backward`` in kohya_ext.gpu.rates.
-#: The H100's machine of benchmarks/results has 27.2, and a launch of its training steps takes 2.65 times as long as the constant.
+#: The H100's machine of benchmarks/results has 27.2, and a launch of its training steps takes 2.65 times the constant.
 REFERENCE_LAUNCH = 10.3
 
 #: Runs whose times correct the predictions; older ones are dropped.

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kohya_ext.patches import step_times
 
 from benchmarks import step_seconds
 from kohya_ext.errors import UserError
@@ -17,7 +18,6 @@ from kohya_ext.estimate.gpus import SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MEMORY, Kernels, Work, predict
 from kohya_ext.estimate.tracker import STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
-from kohya_ext.patches import step_times
 from kohya_ext.units import GIB
 
 H100 = gpus.named("H100")
