@@ -56,7 +56,7 @@ class Counter:
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int, optimizer: bool) -> None:
         """Add the kernels of one operator; none for a view."""
-        if not _computes(func):
+        if not computes(func):
             return
         lists = [value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor)]
         name = func._schema.name
@@ -106,7 +106,7 @@ def multi_tensor_launches(lists: Sequence[Sequence[Any]]) -> int:
 
 
 @functools.cache
-def _computes(func: Any) -> bool:
+def computes(func: Any) -> bool:
     """Return whether an operator launches a kernel: it writes to an argument, or returns new tensors with values."""
     schema = func._schema
     if func._overloadpacket in _NO_KERNEL or func.namespace in ("prim", "profiler"):
