@@ -9,14 +9,10 @@ Kernels are timed as replays of a CUDA graph, so that launches do not count. The
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import results
 from benchmarks.worker import describe_device
+from kohya_ext.gpu import rates
 
 OUTPUT = results.FOLDER / "gpu_rates.json"
 
@@ -42,61 +39,6 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
-REPEATS = 10
-
-
-def seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Return the median seconds of work on the GPU, as part of a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        work()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            work()
-    samples = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3 / repeats)
-    return float(median(samples[2:]))
-
-
-def products() -> Iterator[dict[str, Any]]:
-    """Yield seconds of products by type; int8 and fp8 products include no quantization."""
-    for shape in PRODUCTS:
-        for kind, work in _products(*shape).items():
-            row: dict[str, Any] = {"shape": list(shape), "type": kind}
-            try:
-                row["seconds"] = seconds(work)
-                row["tera_per_second"] = round(2e-12 * math.prod(shape) / row["seconds"], 1)
-            except RuntimeError as error:
-                row["failed"] = str(error).splitlines()[0]
-            yield row
-
-
-def _products(rows: int, inner: int, outer: int) -> dict[str, Callable[[], Any]]:
-    a, b = torch.randn(rows, inner, device="cuda"), torch.randn(outer, inner, device="cuda")
-
-    def pair(kind: torch.dtype, scale: float = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        return (a * scale).clamp(-127, 127).to(kind), (b * scale).clamp(-127, 127).to(kind).t()
-
-    bf16, fp16, int8, fp8 = pair(torch.bfloat16), pair(torch.float16), pair(torch.int8, 30), pair(torch.float8_e4m3fn)
-    scale = torch.ones((), device="cuda")
-    by_row, by_column = torch.ones(rows, 1, device="cuda"), torch.ones(1, outer, device="cuda")
-    return {
-        "bf16": lambda: torch.mm(*bf16),
-        "fp16": lambda: torch.mm(*fp16),
-        "int8": lambda: torch._int_mm(*int8),
-        "fp8": lambda: torch._scaled_mm(*fp8, scale, scale, out_dtype=torch.bfloat16),
-        "fp8_rows": lambda: torch._scaled_mm(*fp8, by_row, by_column, out_dtype=torch.bfloat16),
-    }
-
 
 def attention() -> Iterator[dict[str, Any]]:
     """Yield seconds of attention's passes by kernel."""
@@ -105,7 +47,7 @@ def attention() -> Iterator[dict[str, Any]]:
             forward, both = _attention(kernel, *shape)
             row: dict[str, Any] = {"shape": list(shape), "kernel": name}
             try:
-                row |= {"forward": seconds(forward), "forward_and_backward": seconds(both)}
+                row |= {"forward": rates.seconds(forward), "forward_and_backward": rates.seconds(both)}
             except RuntimeError as error:
                 row["failed"] = str(error).splitlines()[0]
             yield row
@@ -126,68 +68,6 @@ def _attention(
     return forward, lambda: torch.autograd.grad(forward(), (q, k, v), gradient)
 
 
-def memory() -> Iterator[dict[str, Any]]:
-    """Yield seconds and bytes per second, read and written, of a bf16 addition by size."""
-    for power in range(12, 30, 2):
-        a, b = (torch.randn(2**power, device="cuda").to(torch.bfloat16) for _ in range(2))
-        out = torch.empty_like(a)
-        taken = seconds(functools.partial(torch.add, a, b, out=out))
-        yield {"elements": 2**power, "seconds": taken, "giga_per_second": round(6e-9 * 2**power / taken, 1)}
-
-
-def launches() -> dict[str, float]:
-    """Return the host's microseconds for an operation on a few numbers: alone, with its backward pass, and a wait."""
-    x = torch.zeros(8, device="cuda")
-    weight = torch.ones(8, device="cuda", requires_grad=True)
-
-    def plain() -> None:
-        for _ in range(1000):
-            x.add_(1)
-
-    def with_graph() -> None:
-        y = x
-        for _ in range(500):
-            y = y * weight
-        y.sum().backward()
-
-    def waits() -> None:
-        for _ in range(1000):
-            torch.cuda.synchronize()
-
-    works = {"add_": plain, "mul_forward_and_backward": with_graph, "wait": waits}
-    return {name: _host_microseconds(work) for name, work in works.items()}
-
-
-def _host_microseconds(work: Callable[[], None]) -> float:
-    samples = []
-    for _ in range(8):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        work()
-        samples.append((time.perf_counter() - begun) * 1e3)
-        torch.cuda.synchronize()
-    return round(median(samples[2:]), 3)
-
-
-def bus() -> dict[str, float]:
-    """Return bytes per second between host and GPU in GB, for pinned and pageable memory."""
-    rates = {}
-    size = 2**28
-    device = torch.empty(size, dtype=torch.uint8, device="cuda")
-    pageable = torch.ones(size, dtype=torch.uint8)
-    for name, host in (("pinned", pageable.pin_memory()), ("pageable", pageable)):
-        for direction, (to, source) in {"to_gpu": (device, host), "to_host": (host, device)}.items():
-            samples = []
-            for _ in range(5):
-                torch.cuda.synchronize()
-                begun = time.perf_counter()
-                to.copy_(source)
-                torch.cuda.synchronize()
-                samples.append(time.perf_counter() - begun)
-            rates[f"{name}_{direction}"] = round(size / median(samples) / 1e9, 2)
-    return rates
-
-
 def main() -> int:
     """Measure everything and write the output file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,10 +76,10 @@ def main() -> int:
     document = {
         "machine": describe_device(),
         "torch": torch.__version__,
-        "launches_microseconds": launches(),
-        "bus_giga_per_second": bus(),
-        "memory": list(memory()),
-        "products": list(products()),
+        "launches_microseconds": rates.launches(),
+        "bus_giga_per_second": rates.bus(),
+        "memory": list(rates.memory(range(12, 30, 2))),
+        "products": list(rates.products(PRODUCTS)),
         "attention": list(attention()),
     }
     given.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
-"""Predict the GPU memory of a command line, without GPU or weights."""
+"""Predict the GPU memory and the seconds per step of a command line, without GPU or weights."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import memory_config, predict
+from kohya_ext.estimate import machine, memory_config, predict, step_time
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
+from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import usable_bytes
-from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
+
+#: Returns the estimate of a command line.
+Estimator = Callable[[CommandLine], Estimate]
+
+NO_GPU = 'For seconds per step, give --gpu with the name of a GPU: --gpu "RTX 4070".'
 
 ACCURACY = "compared with PyTorch's CUDA allocator on a virtual GPU and an H100, not on a GeForce GPU"
 
@@ -43,6 +49,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help='the advertised size of the GPU: 16, 16gb and "16 GB" are the same; 15.5GiB and a number of bytes are exact; '
         "default: the size that the preset is for",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help='the GPU for the seconds per step, and for --vram if that is not given: "RTX 4070", "RTX 3080 12GB"; default: '
+        "the one of this machine",
     )
     parser.add_argument(
         "--fresh",
@@ -68,24 +81,27 @@ def run(arguments: argparse.Namespace) -> int:
     figure = charts.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
         command = command.with_({"vram": own["vram"]})
-    card = command.settings.vram or _preset_card(command)
-    fresh = bool(own.get("fresh"))
+    gpu = machine.named(own["gpu"]) if "gpu" in own else machine.gpu()
+    card = command.settings.vram or (gpu.memory if gpu is not None and "gpu" in own else _preset_card(command))
+    estimate = partial(predict.estimate, checkout, fresh=bool(own.get("fresh")), timed=gpu is not None)
     config = memory_config.read(command)[0]
     if (problem := memory_config.sample_size_problem(config)) is not None:
         warn(problem)
     budget: Budget | None = None
     if own.get("fit"):
-        prediction, command = _fit(checkout, command, card, fresh)
+        prediction, command = _fit(estimate, command, card)
     elif command.settings["vram_budget"] is not None:
-        prediction, budget = _with_budget(checkout, command, config, card, fresh)
+        prediction, budget = _with_budget(estimate, command, config, card)
     else:
-        prediction = predict.estimate(checkout, command, fresh)
+        prediction = estimate(command)
+    time = step_time.predict(prediction, command, gpu) if gpu is not None else None
     if own.get("json"):
-        print(json.dumps(_as_json(prediction, card, budget), indent=1))
+        print(json.dumps(_as_json(prediction, card, budget, time), indent=1))
     else:
         console = Console()
         console.print(_table(prediction))
-        for line in [*_lines(prediction, card), *([budget.words] if budget is not None else [])]:
+        seconds = step_time.lines(time, gpu) if time is not None and gpu is not None else [NO_GPU]
+        for line in [*_lines(prediction, card), *seconds, *([budget.words] if budget is not None else [])]:
             console.print(line, highlight=False, soft_wrap=True)
     if figure is not None:
         _draw(figure, prediction, card)
@@ -93,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if (card is None or prediction.total <= card) and (budget is None or budget.fits) else 1
 
 
-def _fit(checkout: Checkout, command: CommandLine, card: int | None, fresh: bool) -> tuple[Estimate, CommandLine]:
+def _fit(estimate: Estimator, command: CommandLine, card: int | None) -> tuple[Estimate, CommandLine]:
     """Return the estimate and the arguments with the smallest ratio of checkpointed blocks that fits."""
     if card is None:
         raise UserError("--fit needs the GPU's size; give --vram 16 or a preset for a size")
@@ -101,7 +117,7 @@ def _fit(checkout: Checkout, command: CommandLine, card: int | None, fresh: bool
         raise UserError("--fit reduces the checkpointed blocks; give --gradient_checkpointing or a preset with it")
 
     def ask(ratio: float) -> Estimate:
-        return predict.estimate(checkout, _with_ratio(command, ratio), fresh)
+        return estimate(_with_ratio(command, ratio))
 
     fitted = smallest_ratio(ask, usable_bytes(card))
     if fitted is None:
@@ -129,9 +145,7 @@ class Budget:
     words: str
 
 
-def _with_budget(
-    checkout: Checkout, command: CommandLine, config: MemoryConfig, card: int | None, fresh: bool
-) -> tuple[Estimate, Budget]:
+def _with_budget(estimate: Estimator, command: CommandLine, config: MemoryConfig, card: int | None) -> tuple[Estimate, Budget]:
     """Return the estimate of a run with its ``--vram_budget``, and the budget's effect."""
     budget = command.settings["vram_budget"]
     assert budget is not None, "called with a budget"
@@ -141,11 +155,11 @@ def _with_budget(
     usable = round(USABLE_FRACTION * limit)
 
     def ask(ratio: float) -> Estimate:
-        return predict.estimate(checkout, _with_ratio(command, ratio), fresh)
+        return estimate(_with_ratio(command, ratio))
 
     ratio: float | None = None
     if (reason := reason_unused(command.name, config, command.settings)) is not None:
-        prediction = predict.estimate(checkout, command, fresh)
+        prediction = estimate(command)
         effect = f"no blocks are freed: {reason}"
     elif config.selective_torch_compile:
         prediction = ask(1.0)
@@ -169,16 +183,17 @@ def _preset_card(command: CommandLine) -> int | None:
     return round(float(str(sizes[-1])) * GIB) if sizes else None
 
 
-def _as_json(prediction: Estimate, card: int | None, budget: Budget | None) -> dict[str, Any]:
+def _as_json(prediction: Estimate, card: int | None, budget: Budget | None, time: Prediction | None) -> dict[str, Any]:
     rest = None if card is None else card - prediction.total
     return {
-        **asdict(prediction),
+        **{name: value for name, value in asdict(prediction).items() if name != "work"},
         "context_and_workspaces": CONTEXT_BYTES,
         "cuda_graphs_in_the_driver": prediction.recordings,
         "total": prediction.total,
         "card": card,
         "margin": rest,
         **({"vram_budget": asdict(budget)} if budget is not None else {}),
+        **({"time": step_time.as_json(time)} if time is not None else {}),
         "calibrated_on_cuda": False,
     }
 

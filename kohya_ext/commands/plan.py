@@ -18,15 +18,15 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import memory_config
+from kohya_ext.estimate import gpus, machine, memory_config, step_time
 from kohya_ext.planning import automatic
 from kohya_ext.planning.plan import Candidate, Plan, plan
 from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.units import gigabytes
 
 _CUDA_GRAPHS = (
-    "If the GPU waits for Python, as a fast one does (`--profile_steps 20:23` shows it), add --cuda_graphs first. It takes 0.4 to "
-    "1 GB more, which `estimate` predicts."
+    "If the GPU waits for Python, as a fast one does (`--profile_steps 20:23` shows it), add --cuda_graphs first. It takes 0.4 "
+    "to 1 GB more, which `estimate` predicts."
 )
 
 
@@ -44,6 +44,12 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help='the advertised size of the GPU, default: of this machine; 16, 16gb and "16 GB" are the same; '
         "15.5GiB and a number of bytes are exact",
     )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help='the GPU to plan for, by name: "RTX 4070"; it also gives the size if --vram does not',
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,11 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
     environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
     command = replace(request.command, environ=environ)
     settings = command.with_tier(None).with_({"vram": own["vram"]} if "vram" in own else {}).settings
-    size = settings.vram
-    name, card = ("", size) if size else units.first_gpu() or ("", 0)
+    given = machine.named(own["gpu"]) if "gpu" in own else None
+    size = settings.vram or (given.memory if given is not None else None)
+    name, card = (given.name if given is not None else "", size) if size else units.first_gpu() or ("", 0)
     if not card:
-        raise UserError("no NVIDIA GPU found; give a size to plan for, for example --vram 16")
-    result = plan(request.checkout, command, card, note)
+        raise UserError('no NVIDIA GPU found; give one to plan for, for example --gpu "RTX 4070" or --vram 16')
+    gpu = given or machine.gpu() or gpus.typical(card)
+    result = plan(request.checkout, command, card, gpu, note)
     words = ["python", "-m", "kohya_ext", command.name, *result.answer.command.argv]
     if own.get("json"):
         print(json.dumps(_as_json(result, words), indent=1))
@@ -79,7 +87,9 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
     command = result.answer.command
     script, compiled = command.name, command.settings["selective_torch_compile"]
     card = f"the {units.label(result.card)}{name and f', {name}'}"
-    table = Table("", "memory", "TFLOP per image", "drawbacks", title=f"{script} on {card}")
+    shown = [result.answer, *result.others, *result.too_big[:2]]
+    times = step_time.slowness([candidate.estimate for candidate in shown], result.gpu)
+    table = Table("", "memory", "time per image", "drawbacks", title=f"{script} on {card}")
     for heading, candidates in (
         ("answer", [result.answer]),
         ("next best", result.others),
@@ -87,9 +97,8 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
     ):
         for candidate in candidates:
             size = f"{gigabytes(candidate.estimate.total)} GB"
-            table.add_row(
-                f"{heading}: {candidate.name}", size, f"{candidate.estimate.flops_per_image / 1e12:.1f}", candidate.traded
-            )
+            ratio = f"{times[shown.index(candidate)] / times[0]:.2f}x"
+            table.add_row(f"{heading}: {candidate.name}", size, ratio, candidate.traded)
     console.print(table)
     tree = Table("", "change", "flags", "cost", title="memory savings, the cheapest first")
     tree.columns[2].overflow = "fold"  # a truncated flag would be useless
@@ -97,8 +106,8 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
         tree.add_row(branch.status, branch.saving.name, " ".join(branch.words), branch.costs)
     console.print(tree)
     for line in (
-        f"Usable: {gigabytes(usable_bytes(result.card))} GB, with 5 percent left free; {ACCURACY}. Fewer swapped blocks "
-        "rank first, then fewer operations per image. The cost of swapping and the gain of larger batches depend on the GPU.",
+        f"Usable: {gigabytes(usable_bytes(result.card))} GB, with 5 percent left free; {ACCURACY}.",
+        *_time_lines(result),
         "Batch size and accumulation are per process.",
         *([_CUDA_GRAPHS] if can_be_recorded else []),
         *(["The estimates exclude compiling, which lowers memory use; `estimate` includes it."] if compiled else []),
@@ -106,6 +115,16 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
     ):
         console.print(line, highlight=False, soft_wrap=True)
     print(f"  {quoted(words)}")
+
+
+def _time_lines(result: Plan) -> list[str]:
+    """Return what the column of times means, and the seconds of the answer."""
+    if not step_time.all_counted([candidate.estimate for candidate in (result.answer, *result.others, *result.too_big[:2])]):
+        return ["Time per image: from floating-point operations, relative to the answer, without copies of swapped blocks."]
+    time = step_time.predict(result.answer.estimate, result.answer.command, result.gpu)
+    assert time is not None, "its kernels were counted"
+    ratios = f"Time per image: predicted for the {result.gpu.name}, relative to the answer."
+    return [f"{ratios} The answer takes {step_time.lines(time, result.gpu)[0]}"]
 
 
 def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:
@@ -116,11 +135,15 @@ def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:
             "total": candidate.estimate.total,
             "reserved": candidate.estimate.reserved,
             "flops_per_image": candidate.estimate.flops_per_image,
+            "time": None
+            if (time := step_time.predict(candidate.estimate, candidate.command, result.gpu)) is None
+            else step_time.as_json(time),
             "traded": candidate.traded,
         }
 
     return {
         "card": result.card,
+        "gpu": result.gpu.name,
         "usable": usable_bytes(result.card),
         "answer": row(result.answer),
         "others": [row(candidate) for candidate in result.others],

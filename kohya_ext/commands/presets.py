@@ -17,6 +17,8 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
+from kohya_ext.estimate import gpus, machine
+from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.planning import automatic, tiers
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
 from kohya_ext.sdscripts.introspect import script_parser
@@ -97,7 +99,7 @@ def _family(name: str) -> str | None:
 
 def _list(console: Console) -> None:
     families: dict[str, Table] = {}
-    for family, *cells in rows():
+    for family, *cells in rows(machine.gpu()):
         head = ("preset", "needs", "left free", "speed", "summary", "drawbacks")
         table = families.setdefault(family, Table(*head, box=None, pad_edge=False))
         table.add_row(*cells)
@@ -114,13 +116,16 @@ def _list(console: Console) -> None:
 #: The meaning of the columns.
 NOTE = (
     "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. left "
-    "free: of the GPU. speed: from floating-point operations per image, relative to the family's fastest preset at that "
-    "resolution; excludes copying swapped blocks."
+    "free: of the GPU. speed: by the predicted time per image on this machine's GPU, or on a common one of the preset's size, "
+    "relative to the family's fastest preset at that resolution."
 )
 
 
-def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
-    """Yield (family, name, needs, left free, speed, summary, drawbacks) for every preset, as text."""
+def rows(gpu: Gpu | None = None) -> Iterator[tuple[str, str, str, str, str, str, str]]:
+    """Yield (family, name, needs, left free, speed, summary, drawbacks) for every preset, as text.
+
+    The speed is that on ``gpu``, or on a common one of the preset's size.
+    """
     known = {tier.name: tier for tier in tiers.tiers()}
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
@@ -128,7 +133,7 @@ def rows() -> Iterator[tuple[str, str, str, str, str, str, str]]:
         needs = left = speed = ""
         if tier is not None and tier.estimate is not None:
             needs, left = (f"{gigabytes(size)} GB" for size in (tier.estimate.total, tier.card - tier.estimate.total))
-            speed = f"{tiers.speed(tier, known.values()):.0%}"
+            speed = f"{tiers.speed(tier, known.values(), gpu or gpus.typical(tier.card)):.0%}"
         yield family, name, needs, left, speed, str(about.get("summary", "")), str(about.get("traded", ""))
 
 

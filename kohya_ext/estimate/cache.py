@@ -18,20 +18,25 @@ from kohya_ext.estimate.result import Estimate
 from kohya_ext.sdscripts.checkouts import Checkout, cache_folder
 
 #: Bump when the measurement changes, to invalidate cached estimates.
-METHOD = 3
+METHOD = 4
 
 #: A file of this package, written by tools/make_estimate_table.py.
 TABLE = "table.json"
 
 
-def find(checkout: Checkout, config: MemoryConfig, disabled_patches: Sequence[str]) -> dict[str, Any] | None:
+def find(
+    checkout: Checkout, config: MemoryConfig, disabled_patches: Sequence[str], timed: bool = False
+) -> dict[str, Any] | None:
     """Return the known estimate of a normalized configuration, as :class:`Estimate`'s fields, or None.
 
-    The package's table applies to a layout of sd-scripts with any torch, the cache to exact versions.
+    The package's table applies to a layout of sd-scripts with any torch, the cache to exact versions. With ``timed``, an
+    estimate without counted kernels does not count.
     """
-    if not disabled_patches and (row := shipped(config, checkout.layout)) is not None:
-        return row
-    return _read(_file(checkout, config.key(), disabled_patches))
+    shipped_row = None if disabled_patches else shipped(config, checkout.layout)
+    for row in (shipped_row, _read(_file(checkout, config.key(), disabled_patches))):
+        if row is not None and not (timed and row.get("work") is None):
+            return row
+    return None
 
 
 def shipped(config: MemoryConfig, layout: str | None = None) -> dict[str, Any] | None:
@@ -83,8 +88,8 @@ def text(key: Mapping[str, Any]) -> str:
 
 
 def figures(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the figures of a row, without its configuration, versions and layout."""
-    return {name: value for name, value in row.items() if name not in ("config", "versions", "layout")}
+    """Return the figures of a row's memory, without its configuration, versions, layout and kernels."""
+    return {name: value for name, value in row.items() if name not in ("config", "versions", "layout", "work")}
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from kohya_ext.console import silent
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
+from kohya_ext.estimate.work import computes
 from kohya_ext.patching.attributes import replaced
 
 #: The backend's name for torch.compile.
@@ -92,7 +93,9 @@ class _Half:
         self.nodes = list(graph_module.graph.nodes)
         self.interpreter = torch.fx.Interpreter(graph_module, garbage_collect_values=False)
         self.tracker, self.is_backward = tracker, is_backward
-        self.written = _written(self.nodes)
+        self.written, reads = _written(self.nodes)
+        self.kernels = [[node.meta.get("val") for node in (source, *reads[source])] for source in reads]
+        """The tensors that each fused kernel writes and reads."""
         self.copied = set() if is_backward else _kept_for_convolutions(self.nodes)
         self.last_reads: dict[Any, list[Any]] = {}
         """Node -> inputs that no later node reads."""
@@ -110,6 +113,8 @@ class _Half:
         kind = Kind.RECOMPUTED if recomputing else Kind.TEMPORARY
         sources: dict[Any, list[Any]] = {}
         """Node -> inputs of a fused result that is not in memory."""
+        for tensors in self.kernels:
+            tracker.work.kernel(tensors)
         with tracker.paused():
             for node in self.nodes:
                 if node.op == "output":
@@ -137,14 +142,16 @@ class _Half:
         raise AssertionError("a graph without an output")
 
 
-def _written(nodes: Sequence[Any]) -> set[Any]:
-    """Return the nodes with results in memory: unfused kernels, their inputs, outputs, and results that read many tensors.
+def _written(nodes: Sequence[Any]) -> tuple[set[Any], dict[Any, frozenset[Any]]]:
+    """Return the nodes with results in memory, and the nodes that each fused kernel reads.
 
-    A view's source is written when the view is.
+    The first are unfused kernels, their inputs, outputs, and results that read many tensors. A view's source is written when
+    the view is.
     """
     from torch._inductor import config
 
     written = set()
+    kernels: dict[Any, frozenset[Any]] = {}
     reads: dict[Any, frozenset[Any]] = {}
     """Node -> the tensors in memory that it is computed from."""
     for node in nodes:
@@ -156,8 +163,21 @@ def _written(nodes: Sequence[Any]) -> set[Any]:
         often = len(node.users) > 1 and len(reads[node]) > config.realize_reads_threshold
         if not _is_fused(node) or needed or often or len(reads[node]) > MAX_READS:
             written.add(node)
+            if _is_fused(source := _without_views(node)):
+                kernels[source] = reads[node]
             reads[node] = frozenset((node,))
-    return written
+    return written, kernels
+
+
+def _without_views(node: Any) -> Any:
+    """Return the node whose result a chain of views shows; the node itself if it is not a view."""
+    while node.op == "call_function" and _is_view(node.target):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and not computes(target)
 
 
 def _kept_for_convolutions(nodes: Sequence[Any]) -> set[Any]:

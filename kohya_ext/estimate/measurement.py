@@ -217,6 +217,7 @@ def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.
     highest = max(memory, key=lambda name: memory[name].reserved)
     reserved = memory[highest].reserved
     allocated = max(memory[highest].allocated.values())
+    assert step.work is not None, "a step has work"
     log = logs[highest]
     tensors = tensor_peak(log)
 
@@ -235,6 +236,7 @@ def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.
         parts={kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
         phase_peaks={phase: size for part in memory.values() for phase, size in part.allocated.items()},
         flops=step.flops,
+        work=step.work.as_row(),
         trainable_parameters=step.trainable_parameters,
         recorded_kernels=0 if step.recording is None else step.recording.kernels,
         versions={

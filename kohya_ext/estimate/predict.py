@@ -17,16 +17,16 @@ from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
 
 
-def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> Estimate:
+def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False, timed: bool = False) -> Estimate:
     """Return the estimate of a command line: from the package's table, from the cache, or measured now (about 20 s).
 
-    With ``fresh`` it is always measured. Raises UserError for arguments the script does not take, and for a run that cannot be
-    estimated.
+    With ``fresh`` it is always measured, with ``timed`` if its kernels are not known. Raises UserError for arguments the script
+    does not take, and for a run that cannot be estimated.
     """
     config, flags_left = memory_config.read(command)
     normalized = memory_config.normalized(config)
     if not fresh and not _has_unknown_flag(checkout.script(command.name), flags_left):
-        known = cache.find(checkout, normalized, command.settings.disable_patch)
+        known = cache.find(checkout, normalized, command.settings.disable_patch, timed)
         if known is not None:
             return Estimate(**known)
     with progress(f"estimating the memory of {command.name} (usually 10 to 60 s)"):

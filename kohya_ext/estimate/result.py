@@ -43,6 +43,8 @@ class Estimate:
     """The sd-scripts generation behind the estimate."""
     recorded_kernels: int = 0
     """Kernels that ``--cuda_graphs`` records for one image size."""
+    work: Mapping[str, Any] | None = None
+    """The step's kernels, as :meth:`kohya_ext.estimate.seconds.Work.as_row`; None in rows from before they were counted."""
 
     @property
     def total(self) -> int:
@@ -57,5 +59,9 @@ class Estimate:
     @property
     def flops_per_image(self) -> float:
         """Floating-point operations for one image: a measure of speed that needs no GPU."""
-        images = self.config.get("train_batch_size", 1) * self.config.get("gradient_accumulation_steps", 1)
-        return float(self.flops / images)
+        return float(self.flops / self.images)
+
+    @property
+    def images(self) -> int:
+        """Images of one optimizer step of :attr:`config`."""
+        return int(self.config.get("train_batch_size", 1)) * int(self.config.get("gradient_accumulation_steps", 1))

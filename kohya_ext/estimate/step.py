@@ -27,8 +27,10 @@ from kohya_ext.estimate.events import Event, Kind
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
 from kohya_ext.estimate.recording import RecordedPasses, Recording
+from kohya_ext.estimate.seconds import Work
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
+from kohya_ext.estimate.work import Counter
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 
@@ -44,6 +46,8 @@ class Log:
     start: int
     flops: int
     """FLOPs of one optimizer step, with every micro-step of gradient accumulation."""
+    work: Work | None = None
+    """The step's kernels; None for caching and sampling."""
     trainable_parameters: int = 0
     between: Mapping[str, Log] = field(default_factory=dict)
     """Logs of work between steps, by phase."""
@@ -119,13 +123,15 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
             _compile(training)
-        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels():
+        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _clipping_as_on_cuda():
             start = allocate_resident(training, tracker)
+            tracker.work = Counter()
             flops = run_step(training, tracker)
+            work = tracker.work.work(_copied_bytes(training))
             events = [*tracker.events]
             between = {SAMPLING: _log_sampling(training, tracker)} if config.sample_prompts else {}
     trainable = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
-    return Log(events, tracker.kinds, start, flops, trainable, between, passes.recording)
+    return Log(events, tracker.kinds, start, flops, work, trainable, between, passes.recording)
 
 
 def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:
@@ -419,8 +425,12 @@ def _optimizer(config: MemoryConfig, arguments: Namespace, groups: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _bitsandbytes_without_kernels() -> Iterator[None]:
-    """Disable bitsandbytes' kernels, which cannot take fake tensors; their updates are in place and allocate nothing."""
+def _bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
+    """Count bitsandbytes' kernels instead of running them: they cannot take fake tensors, and allocate nothing."""
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        tracker.work.kernel(args, kwargs, optimizer=tracker.phase == STEP)
+
     try:
         functional = importlib.import_module("bitsandbytes.functional")
     except ImportError:
@@ -428,7 +438,15 @@ def _bitsandbytes_without_kernels() -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
-            stack.enter_context(replaced(functional, name, lambda *args, **kwargs: None))
+            stack.enter_context(replaced(functional, name, count))
+        yield
+
+
+@contextlib.contextmanager
+def _clipping_as_on_cuda() -> Iterator[None]:
+    """Clip gradients as on a GPU inside the block: with kernels over lists of tensors."""
+    module = importlib.import_module("torch.nn.utils.clip_grad")
+    with replaced(module, "_has_foreach_support", lambda *_: True):
         yield
 
 
@@ -488,6 +506,16 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if not paged:
         tracker.expect_first_use(states)
     return start
+
+
+def _copied_bytes(training: Training) -> int:
+    """Return the bytes that a micro-step copies over the bus for swapped blocks.
+
+    One block leaves and another replaces it, in forward and again in backward (custom_offloading_utils.py).
+    """
+    blocks = training.models.blocks(training.config.blocks_to_swap or 0)
+    weights = (getattr(part, "weight", None) for block in blocks for part in block.modules())
+    return 4 * sum(int(weight.nbytes) for weight in weights if isinstance(weight, torch.Tensor))
 
 
 def _hook_where_blocks_move(unet: Any, swapped: Sequence[Any]) -> None:

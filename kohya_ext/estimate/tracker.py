@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kohya_ext.estimate.events import Event, Kind
 from kohya_ext.estimate.reductions import buffer_bytes
+from kohya_ext.estimate.work import Counter
 
 #: The phases of a step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
@@ -62,6 +63,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     kinds: list[Kind] = field(default_factory=list)
     """The kind of each storage, by its number."""
     flops: int = 0
+    work: Counter = field(default_factory=Counter)
     phase: str = FORWARD
     run: Callable[[Any, Any, Any], Any] = field(default_factory=lambda: _run)
     """Runs an operator. The mode below can be called here directly, which is faster than torch's way to it."""
@@ -179,7 +181,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count FLOPs inside the block, and log only through :meth:`record`."""
+        """Count FLOPs and their kernels inside the block, and log only through :meth:`record`."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -258,7 +260,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.events.append(Event(number, -size, self.phase))
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.flops += _flops(func, args, kwargs, result)
+        flops = _flops(func, args, kwargs, result)
+        self.flops += flops
+        if flops or not self._paused:
+            self.work.operator(func, args, kwargs, result, flops, self.phase == STEP)
         self.kernels += _computes(func) and not self._paused
 
 

@@ -12,7 +12,8 @@ from typing import Literal
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config, predict
+from kohya_ext.estimate import cache, memory_config, predict, step_time
+from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, MemorySaving, Step, after, steps
@@ -61,6 +62,8 @@ class Plan:
     """The fastest configuration, its alternatives and the decisions behind it."""
 
     card: int
+    gpu: Gpu
+    """The GPU whose seconds rank the configurations."""
     answer: Candidate
     others: tuple[Candidate, ...]
     """The next best that fit, the fastest first."""
@@ -69,8 +72,8 @@ class Plan:
     tree: tuple[Branch, ...]
 
 
-def plan(checkout: Checkout, command: CommandLine, card: int, announce: Callable[[str], None]) -> Plan:
-    """Return the fastest configuration of a command line that fits ``card`` bytes less a margin.
+def plan(checkout: Checkout, command: CommandLine, card: int, gpu: Gpu, announce: Callable[[str], None]) -> Plan:
+    """Return the fastest configuration of a command line on a GPU that fits ``card`` bytes less a margin.
 
     The user's options are kept, and so is the product of batch size and accumulation. If the memory of the shipped tiers
     with these arguments is not known, makes up to :data:`MAX_ESTIMATES` estimates and reports them through ``announce``.
@@ -91,11 +94,11 @@ def plan(checkout: Checkout, command: CommandLine, card: int, announce: Callable
             f"{gigabytes(outside[0].estimate.total)} GB"
         )
     if not answered:
-        inside.sort(key=_slowness)
+        inside = _fastest_first(inside, gpu)
     tree = _tree(checkout, command.with_tier(None), inside[0])
     copied = _copy_cost(inside[0].estimate, [candidate.estimate for candidate in candidates])
     return Plan(
-        card, inside[0], tuple(inside[1:3]), tuple(outside),
+        card, gpu, inside[0], tuple(inside[1:3]), tuple(outside),
         tuple(replace(branch, figures=copied) if "--blocks_to_swap" in branch.words else branch for branch in tree),
     )  # fmt: skip
 
@@ -125,10 +128,17 @@ def automatic(command: CommandLine, card: int) -> str:
     return smaller
 
 
-def _slowness(candidate: Candidate) -> tuple[float, ...]:
-    """Return the sort key of candidates, the fastest first: swapped blocks, operations per image, then reserved memory."""
-    estimate = candidate.estimate
-    return int(estimate.config.get("blocks_to_swap") or 0), estimate.flops_per_image, -estimate.reserved
+def _fastest_first(candidates: Sequence[Candidate], gpu: Gpu) -> list[Candidate]:
+    """Return candidates by the time of an image, then by reserved memory, the largest first.
+
+    If that time is not known for all, those with fewer swapped blocks rank first, then those with fewer operations.
+    """
+    estimates = [candidate.estimate for candidate in candidates]
+    timed = step_time.all_counted(estimates)
+    swapped = [0 if timed else int(estimate.config.get("blocks_to_swap") or 0) for estimate in estimates]
+    keys = zip(swapped, step_time.slowness(estimates, gpu), (-estimate.reserved for estimate in estimates), strict=True)
+    ranked = sorted(zip(keys, candidates, strict=True), key=lambda pair: pair[0])
+    return [candidate for _, candidate in ranked]
 
 
 # --- the shipped tiers -----------------------------------------------------------------------------------------------

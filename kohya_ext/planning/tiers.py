@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
-from kohya_ext.estimate import cache, memory_config
+from kohya_ext.estimate import cache, memory_config, step_time
+from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.units import GIB, gigabytes
@@ -155,16 +156,14 @@ def words(before: MemoryConfig, after: MemoryConfig) -> list[str]:
     return option_words(changed)
 
 
-def speed(tier: Tier, others: Iterable[Tier]) -> float | None:
-    """Return a tier's speed by FLOPs per image, relative to its family's fastest at that resolution; None if not known.
-
-    Excludes the time to copy swapped blocks and the gain of larger batches, which depend on the GPU.
-    """
+def speed(tier: Tier, others: Iterable[Tier], gpu: Gpu) -> float | None:
+    """Return a tier's speed per image on a GPU, relative to its family's fastest at that resolution; None if not known."""
     if tier.estimate is None:
         return None
-    known = [
-        other.estimate.flops_per_image
+    alike = [
+        other.estimate
         for other in others
         if other.estimate is not None and (other.family, other.config.resolution) == (tier.family, tier.config.resolution)
     ]
-    return min(known) / tier.estimate.flops_per_image
+    slowness = step_time.slowness([tier.estimate, *alike], gpu)
+    return min(slowness) / slowness[0]

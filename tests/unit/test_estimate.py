@@ -154,7 +154,7 @@ def test_a_new_estimate_is_announced_on_standard_error(checkout, tmp_path, monke
 def formula_estimates(monkeypatch):
     """Replace estimates by a formula: 7 GB with every block checkpointed, 15 GB with none."""
 
-    def formula(checkout, command, fresh):
+    def formula(checkout, command, fresh, timed):
         config = normalized(read(command)[0])
         ratio = (config.gradient_checkpointing_ratio or 1.0) if config.gradient_checkpointing else 0.0
         size = round(15e9 - 8e9 * ratio)

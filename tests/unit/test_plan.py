@@ -11,14 +11,17 @@ from kohya_ext import units
 from kohya_ext.__main__ import main
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config, predict
+from kohya_ext.estimate import cache, gpus, memory_config, predict
+from kohya_ext.estimate.gpus import SIXTEEN_BITS
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
+from kohya_ext.estimate.seconds import Kernels, Work
 from kohya_ext.planning import automatic, tiers
 from kohya_ext.planning import plan as planning
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.units import GIB
 
 LORA, FULL, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
+GPU = gpus.named("RTX 4070")
 TIERS = {tier.name: tier for tier in tiers.tiers()}
 
 
@@ -47,7 +50,9 @@ def test_auto_selects_each_tier_for_its_gpu(name):
 
 
 def test_a_plan_from_the_table_has_the_two_next_best(checkout):
-    result = planning.plan(checkout, CommandLine(checkout.script(LORA), ["--output_name", "mine"], {}), 16 * GIB, pytest.fail)
+    result = planning.plan(
+        checkout, CommandLine(checkout.script(LORA), ["--output_name", "mine"], {}), 16 * GIB, GPU, pytest.fail
+    )
     assert result.answer.name == "preset sdxl-lora/16gb"
     assert result.answer.command.argv == ("--preset", "16gb", "--output_name", "mine")
     assert [candidate.name for candidate in result.others] == ["preset sdxl-lora/12gb", "preset sdxl-lora/10gb"]
@@ -56,13 +61,13 @@ def test_a_plan_from_the_table_has_the_two_next_best(checkout):
     assert tree["mixed precision"] == tree["cached latents"] == "taken"
     assert tree["checkpointing"] == tree["fp8 base"] == tree["resolution"] == "not needed"
     assert list(tree)[-1] == "resolution"
-    smaller = planning.plan(checkout, CommandLine(checkout.script(LORA), [], {}), 12 * GIB, pytest.fail)
+    smaller = planning.plan(checkout, CommandLine(checkout.script(LORA), [], {}), 12 * GIB, GPU, pytest.fail)
     branch = next(branch for branch in smaller.tree if branch.saving.name == "checkpointing")
     assert (branch.status, branch.words) == ("in part", ("--gradient_checkpointing", "--gradient_checkpointing_ratio", "0.375"))
 
 
 def test_the_tree_shows_the_copies_of_swapped_blocks(checkout):
-    result = planning.plan(checkout, CommandLine(checkout.script(FLUX), [], {}), 12 * GIB, pytest.fail)
+    result = planning.plan(checkout, CommandLine(checkout.script(FLUX), [], {}), 12 * GIB, GPU, pytest.fail)
     (branch,) = [branch for branch in result.tree if branch.saving.name == "block swap"]
     assert (branch.status, branch.words) == ("in part", ("--blocks_to_swap", "18"))
     offloaded = TIERS["flux-lora/24gb"].estimate.parts["weights"] - result.answer.estimate.parts["weights"]
@@ -76,12 +81,14 @@ def test_the_tree_shows_the_copies_of_swapped_blocks(checkout):
     ("argv", "size", "status"), [(["--resolution", "1024,1024"], 80, "fixed"), ([], 80, "not needed"), ([], 6, "in part")]
 )
 def test_resolution_is_reduced_last(checkout, formula_estimates, argv, size, status):
-    result = planning.plan(checkout, CommandLine(checkout.script(FULL), argv, {}), size * GIB, lambda line: None)
+    result = planning.plan(checkout, CommandLine(checkout.script(FULL), argv, {}), size * GIB, GPU, lambda line: None)
     assert (result.tree[-1].saving.name, result.tree[-1].status) == ("resolution", status)
 
 
 def test_chroma_has_its_own_tiers(checkout):
-    result = planning.plan(checkout, CommandLine(checkout.script(FLUX), ["--model_type", "chroma"], {}), 24 * GIB, pytest.fail)
+    result = planning.plan(
+        checkout, CommandLine(checkout.script(FLUX), ["--model_type", "chroma"], {}), 24 * GIB, GPU, pytest.fail
+    )
     assert result.answer.command.argv == ("--preset", "chroma-lora/24gb", "--model_type", "chroma")
 
 
@@ -112,7 +119,8 @@ def formula_estimates(monkeypatch, tmp_path):
 
 def search(checkout, argv, card_size, lines=None):
     command = CommandLine(checkout.script(LORA), argv, {})
-    return planning.plan(checkout, command, card_size, lines.append if lines is not None else lambda line: None)
+    announce = lines.append if lines is not None else lambda line: None
+    return planning.plan(checkout, command, card_size, GPU, announce)
 
 
 def test_the_search_adds_savings_and_reduces_the_last_one(checkout, formula_estimates):
@@ -136,7 +144,7 @@ def test_the_search_adds_savings_and_reduces_the_last_one(checkout, formula_esti
 
 def test_the_fewest_swapped_blocks_win_and_every_row_has_drawbacks(checkout, formula_estimates):
     result = planning.plan(
-        checkout, CommandLine(checkout.script(FLUX), ["--network_dim", "77"], {}), 6 * GIB, lambda line: None
+        checkout, CommandLine(checkout.script(FLUX), ["--network_dim", "77"], {}), 6 * GIB, GPU, lambda line: None
     )
     # 5 + 1.54 + 1 GB, less 0.2 for each block, into 6.12 - 0.6: 11 blocks. Two thirds of the blocks would fit as well.
     assert result.answer.command.given["blocks_to_swap"] == 11
@@ -150,14 +158,24 @@ def test_the_fewest_swapped_blocks_win_and_every_row_has_drawbacks(checkout, for
     assert all(candidate.traded for candidate in rows)
 
 
-def test_candidates_rank_by_swapped_blocks_operations_and_memory():
-    def candidate(reserved, work, swap=None):
-        config = {"script": FLUX, **({"blocks_to_swap": swap} if swap else {})}
-        estimate = Estimate(config, reserved, reserved, reserved, "forward", {}, {}, work, 0, {}, "v0.11")
-        return planning.Candidate("", CommandLine(Path(FLUX), (), {}), estimate)
+def candidate(reserved, flops, swap=None, work=None):
+    config = {"script": FLUX, **({"blocks_to_swap": swap} if swap else {})}
+    estimate = Estimate(config, reserved, reserved, reserved, "forward", {}, {}, flops, 0, {}, "v0.11", work)
+    return planning.Candidate("", CommandLine(Path(FLUX), (), {}), estimate)
 
+
+def test_candidates_rank_by_the_time_of_an_image():
+    def timed(seconds, copied=0):
+        product = Kernels(SIXTEEN_BITS, 1, seconds * 1e14, 0)
+        return candidate(6, 15, 2 if copied else None, Work([product], [], copied).as_row())
+
+    slow, fast, swapping = timed(3), timed(1), timed(1, copied=1e12)
+    assert planning._fastest_first([slow, swapping, fast], GPU) == [fast, slow, swapping]
+
+
+def test_candidates_with_unknown_kernels_rank_by_swapped_blocks_operations_and_memory():
     ranked = [candidate(6, 15), candidate(9, 16), candidate(5, 16), candidate(8, 16, 20), candidate(6, 16, 34)]
-    assert sorted([ranked[at] for at in (3, 1, 4, 0, 2)], key=planning._slowness) == ranked
+    assert planning._fastest_first([ranked[at] for at in (3, 1, 4, 0, 2)], GPU) == ranked
 
 
 def test_a_gpu_too_small_for_everything_takes_one_estimate(checkout, formula_estimates):

@@ -1,0 +1,268 @@
+"""Compare the predicted seconds of a step with published ones and with those measured on an H100, and fit the constants.
+
+    python -m benchmarks.step_seconds [--count] [--fit]
+
+``--count`` counts the kernels of each row of published_seconds.tsv, 20 seconds each, and writes them to
+results/step_seconds.json, which the other passes read. The table compares each figure with a prediction whose constants are
+fitted without its source. ``--fit`` also prints the constants fitted on all of them.
+
+Figures are facts from public pages, named in the first column of published_seconds.tsv. ``assumed`` is what a page leaves open.
+Hosts differ, so each trainer has one factor of the host's seconds, and so has Windows, fitted on its other figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import random
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median, quantiles
+
+from benchmarks import results
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.settings import flags
+from kohya_ext.estimate import gpus, memory_config, predict
+from kohya_ext.estimate.gpus import Gpu
+from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction, Work
+from kohya_ext.estimate.seconds import predict as seconds_of
+from kohya_ext.sdscripts import checkouts
+
+FIGURES = Path(__file__).parent / "published_seconds.tsv"
+OUTPUT = results.FOLDER / "step_seconds.json"
+MEASURED = results.FOLDER / "gpu_time.json"
+
+#: The generation of sd-scripts whose kernels are counted.
+LAYOUT = "v0.11"
+
+#: The source of rows measured by gpu_time.py.
+OURS = "gpu_time.json"
+
+#: Standard deviation of the logarithm of each constant, around its default, before the figures.
+PRIOR = {
+    "product": 0.1,
+    "geforce": 0.1,
+    "convolution": 0.3,
+    "attention": 0.2,
+    "geforce_attention": 0.2,
+    "bandwidth": 0.08,
+    "cached": 0.3,
+    "kernel": 0.3,
+    "product_kernel": 0.3,
+    "attention_kernel": 0.3,
+    "gap": 0.2,
+    "launch": 0.4,
+    "optimizer_launch": 0.5,
+    "replay": 0.5,
+}
+
+#: The same for the factor of a trainer's or computer's host, around 1, and for a figure around its prediction.
+HOST_PRIOR, FIGURE_ERROR, BUSY_ERROR = 0.7, 0.2, 0.07
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A published time of a step."""
+
+    source: str
+    trainer: str
+    arguments: str
+    """The script's name and its arguments."""
+    gpu: Gpu
+    seconds: float
+    comment: str
+    work: Work
+    micro_batches: int
+    busy: float | None = None
+    """Seconds in which the GPU was busy, where that was measured."""
+
+    @property
+    def name(self) -> str:
+        """The GPU, the comment and the script."""
+        return f"{self.gpu.name}: {self.comment} ({self.arguments.partition(' ')[0]})"
+
+    @property
+    def host(self) -> str:
+        """The host whose factor the figure shares."""
+        if self.source == OURS:
+            return OURS
+        return f"{self.trainer}, Windows" if self.comment.startswith("Windows") else self.trainer
+
+    @property
+    def graphs(self) -> bool:
+        """Whether the step was replayed from CUDA graphs."""
+        return flags("cuda_graphs")[0] in self.arguments
+
+
+def count() -> None:
+    """Count the kernels of every figure and write the output file."""
+    rows = {}
+    checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == LAYOUT)
+    with FIGURES.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            command = CommandLine(checkout.script(row["script"]), shlex.split(row["arguments"]), {})
+            estimate = predict.estimate(checkout, command, timed=True)
+            micro = memory_config.read(command)[0].gradient_accumulation_steps
+            rows[f"{row['script']} {row['arguments']}"] = {"work": estimate.work, "micro_batches": micro}
+            text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')
+            OUTPUT.write_text(f"{text}\n", encoding="utf-8")
+
+
+def figures() -> list[Figure]:
+    """Return every figure with its counted kernels."""
+    counted = json.loads(OUTPUT.read_text(encoding="utf-8"))
+    ours = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    with FIGURES.open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+    known = []
+    for row in rows:
+        words = f"{row['script']} {row['arguments']}"
+        of_words = counted[words]
+        busy = ours[row["comment"]][0]["profile"]["busy_seconds"] if row["source"] == OURS else None
+        known.append(
+            Figure(
+                row["source"],
+                row["trainer"],
+                words,
+                gpus.named(row["card"]),
+                float(row["seconds"]),
+                row["comment"],
+                Work.from_row(of_words["work"]),
+                of_words["micro_batches"],
+                busy,
+            )
+        )
+    return known
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants, and the factor of each host."""
+
+    constants: Constants
+    hosts: Mapping[str, float]
+
+    def predict(self, figure: Figure) -> Prediction:
+        """Return the prediction for a figure."""
+        gpu = replace(figure.gpu, host=self.hosts.get(figure.host, 1.0))
+        return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants)
+
+    def busy(self, figure: Figure) -> float:
+        """Return the predicted seconds in which the GPU is busy."""
+        constants = replace(self.constants, gap=0.0)
+        parts = seconds_of(figure.work, figure.gpu, figure.micro_batches, figure.graphs, constants).parts
+        return parts["arithmetic"] + parts["memory"]
+
+
+def fit(given: Sequence[Figure], steps: int = 800) -> Fit:
+    """Return the constants with the smallest error on some figures and smallest distance from their prior, by random search."""
+    hosts = sorted({figure.host for figure in given} - {"sd-scripts"})
+    start = {**{name: getattr(CONSTANTS, name) for name in PRIOR}, **dict.fromkeys(hosts, 1.0)}
+    sizes = {**PRIOR, **dict.fromkeys(hosts, HOST_PRIOR)}
+
+    def built(values: Mapping[str, float]) -> Fit:
+        return Fit(replace(CONSTANTS, **{name: values[name] for name in PRIOR}), {name: values[name] for name in hosts})
+
+    def cost(values: Mapping[str, float]) -> float:
+        tried = built(values)
+        far = sum((math.log(values[name] / start[name]) / sizes[name]) ** 2 for name in values)
+        errors = sum(_loss(math.log(tried.predict(figure).seconds / figure.seconds) / FIGURE_ERROR) for figure in given)
+        busy = [figure for figure in given if figure.busy is not None]
+        return far + errors + sum(_loss(math.log(tried.busy(figure) / (figure.busy or 1)) / BUSY_ERROR) for figure in busy)
+
+    generator = random.Random(0)
+    best, lowest = start, cost(start)
+    for step in range(steps):
+        width = 0.3 if step % 2 else 0.08
+        names = generator.sample([*best], 2)
+        tried = {
+            name: value * math.exp(generator.gauss(0, width * sizes[name])) if name in names else value
+            for name, value in best.items()
+        }
+        if (error := cost(tried)) < lowest:
+            best, lowest = tried, error
+    return built(best)
+
+
+def _loss(error: float) -> float:
+    """Return a loss that grows as the square at first, then linearly: some figures are far off for unknown reasons."""
+    return error**2 if abs(error) < 1.5 else 3 * abs(error) - 2.25
+
+
+def cross_validate(given: Sequence[Figure]) -> Iterator[tuple[Figure, Prediction]]:
+    """Yield each figure with its prediction from a fit without its source."""
+    for source in dict.fromkeys(figure.source for figure in given):
+        fitted = fit([figure for figure in given if figure.source != source])
+        yield from ((figure, fitted.predict(figure)) for figure in given if figure.source == source)
+
+
+def leave_one_out(given: Sequence[Figure]) -> Iterator[tuple[Figure, Prediction]]:
+    """Yield each figure with its prediction from a fit without its model and trainer: the host's factor stays known."""
+    for key in dict.fromkeys(_model(figure) for figure in given):
+        fitted = fit([figure for figure in given if _model(figure) != key])
+        yield from ((figure, fitted.predict(figure)) for figure in given if _model(figure) == key)
+
+
+def _model(figure: Figure) -> tuple[str, str]:
+    """Return what two variants share: the source, and the script with its preset."""
+    return figure.source, " ".join(figure.arguments.split()[:3])
+
+
+def report(title: str, predicted: Sequence[tuple[Figure, Prediction]], each: bool = False) -> None:
+    """Print the errors of some predictions, how many are in the range, and how often the order of two variants is right."""
+    ratios = [prediction.seconds / figure.seconds for figure, prediction in predicted]
+    right = [
+        (first[1].seconds - second[1].seconds) * (first[0].seconds - second[0].seconds) > 0
+        for first, second in combinations(predicted, 2)
+        if (first[0].gpu, *_model(first[0])) == (second[0].gpu, *_model(second[0]))
+        and abs(math.log(first[0].seconds / second[0].seconds)) > 0.03
+    ]
+    for (figure, prediction), ratio in zip(predicted, ratios, strict=True):
+        if each:
+            print(f"  {figure.seconds:7.3f} s  {prediction.seconds:7.3f} s  {ratio - 1:+5.0%}  {figure.name}")
+    errors = [abs(ratio - 1) for ratio in ratios]
+    inside = sum(
+        1 / prediction.factor <= ratio <= prediction.factor for (_, prediction), ratio in zip(predicted, ratios, strict=True)
+    )
+    order = f"; order of two variants right {sum(right)} of {len(right)}" if right else ""
+    print(
+        f"{title}: {len(errors)} figures, median error {median(errors):.1%}, nine in ten within "
+        f"{quantiles(errors, n=10)[-1]:.0%}, {inside} inside their range{order}"
+    )
+
+
+def main() -> int:
+    """Run the passes that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", action="store_true", help="count the kernels of each figure first")
+    parser.add_argument("--fit", action="store_true", help="print the constants fitted on all figures")
+    given = parser.parse_args()
+    if given.count:
+        count()
+    rows = figures()
+    without_source = [*cross_validate(rows)]
+    report("without its source", without_source, each=True)
+    report(
+        "of these, sd-scripts on others' machines", [pair for pair in without_source if pair[0].host.startswith("sd-scripts")]
+    )
+    report("without its model, the host known", [*leave_one_out(rows)])
+    shipped = Fit(CONSTANTS, {})
+    for figure in rows:
+        if figure.busy is not None:
+            busy = shipped.busy(figure)
+            print(f"  {figure.busy:7.3f} s  {busy:7.3f} s  {busy / figure.busy - 1:+5.0%}  GPU busy: {figure.name}")
+    if given.fit:
+        fitted = fit(rows, steps=3000)
+        print({name: float(f"{value:.3g}") for name, value in asdict(fitted.constants).items()}, dict(fitted.hosts))
+        report("fitted on all", [(figure, fitted.predict(figure)) for figure in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

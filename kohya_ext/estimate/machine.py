@@ -1,0 +1,105 @@
+"""The GPU and host of this machine: rates from cards.tsv, replaced by those that `calibrate` measured, corrected by real runs.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kohya_ext import cache
+from kohya_ext.estimate import gpus
+from kohya_ext.estimate.gpus import Gpu
+from kohya_ext.estimate.seconds import CONSTANTS
+from kohya_ext.units import first_gpu
+
+#: The launch cost of the hosts behind the constants: microseconds of ``mul_forward_and_backward`` in kohya_ext.gpu.rates.
+#: The H100's machine of benchmarks/results has 27.2, and a launch of its training steps takes 2.65 times the constant.
+REFERENCE_LAUNCH = 10.3
+
+#: Runs whose times correct the predictions; older ones are dropped.
+_RUNS = 20
+
+
+def gpu() -> Gpu | None:
+    """Return this machine's first GPU; None without one, or if its rates are neither known nor measured."""
+    first = first_gpu()
+    return None if first is None else of(*first)
+
+
+def of(name: str, memory: int | None = None) -> Gpu | None:
+    """Return the GPU that the driver calls ``name``, with what was measured on this machine; None if nothing is known."""
+    known = gpus.find(name, memory)
+    measured = _read(_file(name)).get("measured")
+    if measured is not None:
+        return _measured(name, measured, known)
+    return None if known is None else replace(known, name=name)
+
+
+def named(name: str) -> Gpu:
+    """Return the GPU with a name: this machine's if it is that one. Raises UserError for an unknown name."""
+    wanted = gpus.find(name)
+    here = first_gpu()
+    if here is not None and (here[0] == name or (wanted is not None and gpus.find(*here) == wanted)):
+        return of(*here) or gpus.named(name)
+    return gpus.named(name)
+
+
+def _measured(name: str, measured: Mapping[str, Any], known: Gpu | None) -> Gpu:
+    rates = {kind: rate / CONSTANTS.product for kind, rate in measured["products"].items()}
+    base = known or Gpu(
+        name, rates, 0.0, measured["cache"], 0.0, measured["memory"], measured["architecture"], checked="no"
+    )  # fmt: skip
+    return replace(
+        base,
+        name=name,
+        rates={**base.rates, **rates},
+        bandwidth=measured["bandwidth"] / CONSTANTS.bandwidth,
+        bus=measured["bus"],
+        cache=measured["cache"],
+        host=measured["launch_microseconds"] / REFERENCE_LAUNCH,
+        measured=True,
+    )
+
+
+def keep_measured(name: str, measured: Mapping[str, Any]) -> Path:
+    """Write the rates that `calibrate` measured; return the file. Raises OSError if it cannot be written."""
+    file = _file(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**_read(file), "measured": measured, "ratios": []}, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def keep_ratio(name: str, ratio: float) -> None:
+    """Keep how much longer a run's steps took than predicted. Ignores write errors."""
+    file = _file(name)
+    known = _read(file)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        ratios = [*known.get("ratios", ()), round(ratio, 3)][-_RUNS:]
+        file.write_text(json.dumps({**known, "ratios": ratios}, indent=1) + "\n", encoding="utf-8")
+
+
+def correction(name: str) -> float:
+    """Return the median ratio of measured to predicted seconds of this machine's runs; 1 without any."""
+    ratios = _read(_file(name)).get("ratios")
+    return float(median(ratios)) if ratios else 1.0
+
+
+def _file(name: str) -> Path:
+    return cache.folder() / "gpus" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

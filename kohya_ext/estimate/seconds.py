@@ -1,0 +1,175 @@
+"""Seconds of a training step on a GPU, from its counted kernels. Nothing here imports torch.
+
+The GPU runs kernels one after another while the host launches the next ones, and blocks are copied over the bus meanwhile. So
+a step takes about as long as the slowest of the three, and somewhat longer where two are alike:
+``(gpu**p + host**p + bus**p) ** (1 / p)``.
+
+The constants were fitted by ``python -m benchmarks.step_seconds``, which prints the errors on the figures behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kohya_ext.estimate.gpus import SIXTEEN_BITS, Gpu
+
+#: Kinds of kernels that are not matrix products; those are named by their operands' type: 16 bits, fp32, fp8, int8.
+MEMORY, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD = "memory", "convolution", "attention", "attention backward"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of one kind and of similar size."""
+
+    kind: str
+    count: int
+    flops: float
+    """FLOPs of all of them."""
+    bytes: float
+    """Bytes that all of them read and write."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The kernels of one optimizer step."""
+
+    batch: Sequence[Kernels]
+    """Forward, recomputation and backward of one micro-batch."""
+    optimizer: Sequence[Kernels]
+    copied: float = 0
+    """Bytes that one micro-batch copies between host and GPU: swapped blocks."""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the same as JSON, rounded to four digits: FLOPs in 1e9, bytes in 1e6."""
+        parts = {"batch": self.batch, "optimizer": self.optimizer}
+        rows = {
+            name: [[group.kind, group.count, _rounded(group.flops / 1e9), _rounded(group.bytes / 1e6)] for group in groups]
+            for name, groups in parts.items()
+        }
+        return {**rows, "copied": _rounded(self.copied / 1e6)}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Work:
+        """Return the work of :meth:`as_row`'s JSON."""
+        batch, optimizer = (
+            [Kernels(kind, count, flops * 1e9, size * 1e6) for kind, count, flops, size in row[name]]
+            for name in ("batch", "optimizer")
+        )
+        return cls(batch, optimizer, row["copied"] * 1e6)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a step reaches of a GPU's rates, and what a launch costs the host."""
+
+    product: float = 0.70
+    """Fraction of the GPU's rate that a large matrix product reaches."""
+    geforce: float = 1.15
+    """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
+    convolution: float = 0.41
+    attention: float = 0.37
+    geforce_attention: float = 1.7
+    """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
+    bandwidth: float = 0.86
+    """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
+    cached: float = 2.4
+    """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
+    cache_fraction: float = 0.4
+    """Fraction of the L2 cache that holds a kernel's tensors."""
+    kernel: float = 3.3e-6
+    """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
+    product_kernel: float = 3.8e-6
+    attention_kernel: float = 10e-6
+    gap: float = 1.4e-6
+    """Seconds between two kernels, in which the GPU is not busy."""
+    launch: float = 17e-6
+    """Seconds of the host for one kernel of forward or backward: Python, autograd and the driver."""
+    optimizer_launch: float = 8.5e-6
+    """Seconds of the host for one kernel of the optimizer, without autograd and modules."""
+    replay: float = 10e-3
+    """Seconds of the host for one micro-batch with CUDA graphs."""
+    power: float = 4.0
+    """The exponent that combines GPU, host and bus."""
+
+
+CONSTANTS = Constants()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted seconds of one optimizer step."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds of ``host``, ``arithmetic``, ``memory`` and ``bus``, if nothing else limited the step."""
+    factor: float
+    """The range is from ``seconds / factor`` to ``seconds * factor``; nine in ten figures of others are inside."""
+
+    @property
+    def limit(self) -> str:
+        """What limits the step: ``host``, ``arithmetic``, ``memory`` or ``bus``."""
+        gpu = self.parts["arithmetic"] + self.parts["memory"]
+        whole = max(("host", self.parts["host"]), ("bus", self.parts["bus"]), ("gpu", gpu), key=lambda part: part[1])[0]
+        return whole if whole != "gpu" else max(("arithmetic", "memory"), key=lambda part: self.parts[part])
+
+
+def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, constants: Constants = CONSTANTS) -> Prediction:
+    """Return the predicted time of a step with ``micro_batches`` of gradient accumulation, replayed from CUDA graphs or not."""
+    parts = {"arithmetic": 0.0, "memory": 0.0}
+    if gpu.is_geforce and not gpu.measured:
+        constants = replace(
+            constants,
+            product=constants.product * constants.geforce,
+            attention=constants.attention * constants.geforce_attention,
+        )
+    for groups, times in ((work.batch, micro_batches), (work.optimizer, 1)):
+        for group in groups:
+            limit, seconds = _kernel_seconds(group, gpu, constants)
+            parts[limit] += times * (seconds + group.count * constants.gap)
+    launches = sum(group.count for group in work.batch)
+    batch = constants.replay if graphs else constants.launch * launches
+    updates = sum(group.count for group in work.optimizer)
+    parts["host"] = gpu.host * (micro_batches * batch + constants.optimizer_launch * updates)
+    parts["bus"] = micro_batches * work.copied / gpu.bus
+    together = (parts["arithmetic"] + parts["memory"], parts["host"], parts["bus"])
+    seconds = sum(part**constants.power for part in together) ** (1 / constants.power)
+    return Prediction(seconds, parts, _factor(together, gpu, constants.power))
+
+
+def _kernel_seconds(group: Kernels, gpu: Gpu, constants: Constants) -> tuple[str, float]:
+    """Return what limits kernels of one kind, and their seconds on the GPU."""
+    cached = group.bytes < constants.cache_fraction * gpu.cache * group.count
+    reached = constants.bandwidth * (constants.cached if cached else 1)
+    moving = group.bytes / (reached * gpu.bandwidth)
+    if group.kind == MEMORY:
+        return "memory", moving + group.count * constants.kernel
+    if group.kind == CONVOLUTION:
+        efficiency, each = constants.convolution, constants.kernel
+    elif group.kind in (ATTENTION, ATTENTION_BACKWARD):
+        efficiency, each = constants.attention, constants.attention_kernel
+    else:
+        efficiency, each = constants.product, constants.product_kernel
+    rate = gpu.rates.get(group.kind, gpu.rates[SIXTEEN_BITS])
+    return "arithmetic", max(group.flops / (efficiency * rate), moving) + group.count * each
+
+
+#: Factors of nine in ten errors: of the host, which differs most between computers, of it when measured, of the GPU, and of a
+#: GPU whose rates are disputed or of an architecture with few published figures.
+_HOST, _HOST_MEASURED, _GPU, _GPU_UNSURE = 1.8, 1.4, 1.3, 1.45
+
+
+def _factor(together: Sequence[float], gpu: Gpu, power: float) -> float:
+    """Return the factor of the range: between those of GPU and host, by how much each limits the step."""
+    working, host, bus = (part**power for part in together)
+    share = host / (working + host + bus)
+    unsure = not gpu.measured and (gpu.checked == "disputed" or gpu.architecture == "Blackwell")
+    of_gpu = math.log(_GPU_UNSURE if unsure else _GPU)
+    of_host = math.log(_HOST_MEASURED if gpu.measured else _HOST)
+    return math.exp(share * of_host + (1 - share) * of_gpu)

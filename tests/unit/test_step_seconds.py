@@ -1,0 +1,227 @@
+"""The predicted seconds of a step: counted kernels, GPUs by name, the model and what a machine measured."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kohya_ext.patches import step_times
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from benchmarks import step_seconds
+from kohya_ext.errors import UserError
+from kohya_ext.estimate import gpus, machine, seconds
+from kohya_ext.estimate.compiled import _written
+from kohya_ext.estimate.gpus import SIXTEEN_BITS
+from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MEMORY, Kernels, Work, predict
+from kohya_ext.estimate.tracker import STEP, Tracker
+from kohya_ext.estimate.work import multi_tensor_launches
+from kohya_ext.units import GIB
+
+H100 = gpus.named("H100")
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_product_is_one_kernel_with_its_flops_and_bytes_and_a_view_is_none() -> None:
+    a, b = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(16, 4, dtype=torch.bfloat16)
+    with Tracker() as tracker:
+        (a @ b).view(-1)
+    (group,) = tracker.work.work().batch
+    assert group == Kernels(SIXTEEN_BITS, 1, 2 * 8 * 16 * 4, 2 * (8 * 16 + 16 * 4 + 8 * 4))
+
+
+def test_attention_and_elementwise_operators_have_their_own_kinds() -> None:
+    q = torch.zeros(1, 2, 32, 8, requires_grad=True)
+    with Tracker() as tracker:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    kinds = {group.kind for group in tracker.work.work().batch}
+    assert {ATTENTION, seconds.ATTENTION_BACKWARD, MEMORY} <= kinds
+
+
+def test_an_optimizers_kernels_are_separate_and_take_many_tensors_each() -> None:
+    weights = [torch.zeros(10, requires_grad=True) for _ in range(100)]
+    for weight in weights:
+        weight.grad = torch.ones(10)
+    optimizer = torch.optim.SGD(weights, lr=0.1, foreach=True)
+    with Tracker() as tracker, tracker.during(STEP):
+        optimizer.step()
+    work = tracker.work.work()
+    assert not work.batch
+    assert sum(group.count for group in work.optimizer) == 2  # 64 of two lists in one launch
+
+
+@pytest.mark.parametrize(("tensors", "elements", "lists", "launches"), [(110, 1, 1, 1), (111, 1, 1, 2), (1, 65536 * 321, 1, 2)])
+def test_launches_over_lists_are_limited_by_tensors_and_by_chunks(
+    tensors: int, elements: int, lists: int, launches: int
+) -> None:
+    values = [torch.empty(elements, device="meta") for _ in range(tensors)]
+    assert multi_tensor_launches([values] * lists) == launches
+
+
+def test_work_is_the_same_after_json() -> None:
+    work = Work([Kernels(SIXTEEN_BITS, 3, 4e12, 5e9)], [Kernels(MEMORY, 7, 0, 6e6)], copied=8e9)
+    assert Work.from_row(work.as_row()) == work
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", None, "RTX 4090"),
+        ("4070 ti super", None, "RTX 4070 Ti Super"),
+        ("rtx3060", None, "RTX 3060"),
+        ("NVIDIA H100 80GB HBM3", None, "H100 SXM"),
+        ("NVIDIA H100 PCIe", None, "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", None, "A100 SXM"),
+        ("NVIDIA RTX 6000 Ada Generation", None, "RTX 6000 Ada"),
+        ("Tesla T4", None, "Tesla T4"),
+        ("NVIDIA L4", None, "L4"),
+    ],
+)
+def test_a_gpu_is_found_by_its_name(name: str, memory: int | None, card: str) -> None:
+    assert gpus.named(name).name == card
+
+
+def test_the_size_chooses_between_cards_of_one_name() -> None:
+    assert gpus.named("RTX 3080 12GB").memory == 12 * GIB
+    card = gpus.find("NVIDIA GeForce RTX 4060 Ti", 16 * GIB - 500_000_000)
+    assert card is not None
+    assert card.memory == 16 * GIB
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "GTX 1080", "RTX 4071", ""])
+def test_an_unknown_gpu_is_no_other_one(name: str) -> None:
+    assert gpus.find(name) is None
+    with pytest.raises(UserError, match="no rates are known"):
+        gpus.named(name)
+
+
+def test_geforce_cards_multiply_16_bit_numbers_twice_as_fast_as_fp32() -> None:
+    for card in gpus.cards():
+        if card.is_geforce and card.architecture != "Turing":
+            assert card.rates[SIXTEEN_BITS] == pytest.approx(2 * card.rates["fp32"], rel=0.03), card.name
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+ARITHMETIC = Work([Kernels(SIXTEEN_BITS, 100, 1e14, 1e9)], [])
+TINY = Work([Kernels(MEMORY, 100_000, 0, 1e6)], [])
+
+
+def test_a_step_is_limited_by_what_takes_longest() -> None:
+    assert predict(ARITHMETIC, H100).limit == "arithmetic"
+    assert predict(Work([Kernels(MEMORY, 10, 0, 1e12)], []), H100).limit == "memory"
+    assert predict(TINY, H100).limit == "host"
+    assert predict(replace(ARITHMETIC, copied=1e12), H100).limit == "bus"
+
+
+def test_a_step_takes_at_least_as_long_as_its_slowest_part() -> None:
+    time = predict(replace(ARITHMETIC, copied=1e9), H100)
+    assert max(time.parts.values()) <= time.seconds <= sum(time.parts.values())
+
+
+def test_graphs_replace_the_hosts_launches_of_the_batch_but_not_of_the_optimizer() -> None:
+    work = replace(TINY, optimizer=[Kernels(MEMORY, 1000, 0, 1e6)])
+    launched, replayed = predict(work, H100).parts["host"], predict(work, H100, graphs=True).parts["host"]
+    assert launched - replayed == pytest.approx(100_000 * CONSTANTS.launch - CONSTANTS.replay)
+
+
+def test_accumulation_repeats_the_batch_only() -> None:
+    work = replace(ARITHMETIC, optimizer=[Kernels(MEMORY, 1000, 0, 1e9)])
+    once, thrice = (predict(work, H100, times).parts for times in (1, 3))
+    assert thrice["arithmetic"] == pytest.approx(3 * once["arithmetic"])
+    assert thrice["memory"] == pytest.approx(once["memory"])
+
+
+def test_a_range_is_wider_where_the_host_limits_and_narrower_after_calibrating() -> None:
+    host, measured = predict(TINY, H100), predict(TINY, replace(H100, measured=True))
+    assert host.factor > predict(ARITHMETIC, H100).factor
+    assert host.factor > measured.factor
+
+
+def test_the_gpus_busy_seconds_are_those_measured_on_an_h100() -> None:
+    """The rows of benchmarks/results/gpu_time.json; the worst is 14 % off."""
+    rows = [figure for figure in step_seconds.figures() if figure.busy is not None]
+    shipped = step_seconds.Fit(CONSTANTS, {})
+    assert len(rows) >= 10
+    for figure in rows:
+        assert shipped.busy(figure) == pytest.approx(figure.busy, rel=0.15), figure.comment
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+MEASURED = {
+    "products": {SIXTEEN_BITS: 7e13}, "bandwidth": 9e11, "bus": 2.5e10, "cache": 6e6, "memory": 24 * GIB,
+    "launch_microseconds": 2 * machine.REFERENCE_LAUNCH, "architecture": "8.6",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rtx_3090(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A machine with this GPU and an empty cache."""
+    name = "NVIDIA GeForce RTX 3090"
+
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess((), 0, f"{name}, 24576\n", "")
+
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("kohya_ext.units.subprocess.run", run)
+    return name
+
+
+def test_calibrated_rates_replace_those_of_the_table(rtx_3090: str) -> None:
+    before = machine.gpu()
+    assert before is not None
+    assert before.bandwidth == gpus.named("RTX 3090").bandwidth
+    machine.keep_measured(rtx_3090, MEASURED)
+    after = machine.named("RTX 3090")
+    assert (after.measured, after.host, after.bus) == (True, 2.0, 2.5e10)
+    assert CONSTANTS.product * after.rates[SIXTEEN_BITS] == pytest.approx(7e13)
+    assert machine.named("RTX 4090") == gpus.named("RTX 4090")  # another GPU's rates stay those of the table
+
+
+def test_a_gpu_outside_the_table_is_known_once_it_was_measured(rtx_3090: str) -> None:
+    name = "NVIDIA GeForce RTX 4090 Laptop GPU"
+    assert machine.of(name) is None
+    machine.keep_measured(name, MEASURED)
+    card = machine.of(name)
+    assert card is not None
+    assert predict(ARITHMETIC, card).seconds == pytest.approx(1e14 / 7e13, rel=0.05)
+
+
+def test_real_runs_correct_the_prediction_until_the_next_calibration(rtx_3090: str) -> None:
+    assert machine.correction(rtx_3090) == 1.0
+    for ratio in (1.1, 1.3, 1.2):
+        machine.keep_ratio(rtx_3090, ratio)
+    assert machine.correction(rtx_3090) == 1.2
+    machine.keep_measured(rtx_3090, MEASURED)
+    assert machine.correction(rtx_3090) == 1.0
+
+
+def test_a_run_keeps_the_ratio_of_its_steps_once_it_ends(rtx_3090: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = step_times._Clock("key", rtx_3090, predicted=2.0)
+    now = iter(range(0, 1000, 3))
+    monkeypatch.setattr(step_times.time, "monotonic", lambda: next(now))
+    for _ in range(12):
+        clock.after_batch(SimpleNamespace(sync_gradients=True))
+    clock.on_end()
+    assert machine.correction(rtx_3090) == 1.5
+
+
+def test_a_compiled_graph_has_one_kernel_for_a_fused_chain_and_none_for_its_view() -> None:
+    def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x.sin() + 1).view(-1, 4).mm(weight)
+
+    graph = make_fx(chain)(torch.zeros(2, 2, 4), torch.zeros(4, 4)).graph
+    nodes = list(graph.nodes)
+    (source,) = _written(nodes)[1]
+    assert source.target is torch.ops.aten.add.Tensor
