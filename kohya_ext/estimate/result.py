@@ -41,10 +41,10 @@ class Estimate:
     """Versions of kohya_ext, sd-scripts and torch behind the estimate."""
     layout: str
     """The sd-scripts generation behind the estimate."""
-    recorded_kernels: int = 0
-    """Kernels that ``--cuda_graphs`` records for one image size."""
     work: Mapping[str, Any] | None = None
     """The step's kernels, as :meth:`kohya_ext.estimate.seconds.Work.as_row`; None in rows from before they were counted."""
+    recorded_kernels: int = 0
+    """Kernels that ``--cuda_graphs`` records for one image size."""
 
     @property
     def total(self) -> int:

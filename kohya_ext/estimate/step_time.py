@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.config.settings import Settings
 from kohya_ext.estimate import machine, memory_config
 from kohya_ext.estimate import seconds as model
 from kohya_ext.estimate.gpus import Gpu
-from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.estimate.seconds import Prediction, Work
 
@@ -39,16 +37,8 @@ def by_rates(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction |
     if estimate.work is None:
         return None
     config = memory_config.read(command)[0]
-    graphs = _replays(config, command.settings)
+    graphs = memory_config.normalized(config).cuda_graphs and command.settings["vram_budget"] is None
     return model.predict(Work.from_row(estimate.work), gpu, config.gradient_accumulation_steps, graphs)
-
-
-def _replays(config: MemoryConfig, settings: Settings) -> bool:
-    """Return whether a run replays its steps from CUDA graphs, without the reasons that only the run knows."""
-    swaps = config.blocks_to_swap or config.cpu_offload_checkpointing or config.unsloth_offload_checkpointing
-    compiles = config.selective_torch_compile or config.torch_compile or config.compile
-    excluded = swaps or compiles or config.deepspeed or settings["vram_budget"] is not None
-    return bool(settings["cuda_graphs"] and config.trains_network and not excluded)
 
 
 def slowness(estimates: Sequence[Estimate], gpu: Gpu) -> list[float]:
