@@ -25,8 +25,8 @@ from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.units import gigabytes
 
 _CUDA_GRAPHS = (
-    "If the GPU waits for Python, as a fast one does (`--profile_steps 20:23` shows it), add --cuda_graphs first. It takes 0.4 to "
-    "1 GB more, which `estimate` predicts."
+    "If the GPU waits for Python, as a fast one does (`--profile_steps 20:23` shows it), add --cuda_graphs first. It takes 0.4 "
+    "to 1 GB more, which `estimate` predicts."
 )
 
 
