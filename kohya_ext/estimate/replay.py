@@ -93,7 +93,7 @@ class _Parts:
 
     @property
     def loaded(self) -> list[Event]:
-        """The events before the first step, without the optimizer state, which that step creates."""
+        """The events before the first step, which creates the optimizer state."""
         created = {event.storage for event in chain(self.before, self.after) if event.bytes == 0}
         return [*_without(self.loading, created)]
 
