@@ -1,4 +1,7 @@
-"""Measure this machine's GPU, so that predicted seconds fit it. Takes less than a minute."""
+"""Measure this machine's GPU, so that predicted seconds fit it.
+
+Takes less than a minute.
+"""
 
 from __future__ import annotations
 

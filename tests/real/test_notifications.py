@@ -49,7 +49,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("script", [LORA, FULL])
+@pytest.mark.parametrize("script", [LORA, pytest.param(FULL, marks=pytest.mark.slow)])
 def test_trackers_have_upstreams_values_and_times(checkout, train, server, tmp_path, script):
     pytest.importorskip("tensorboard")
     url, messages = server

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 STEPS = ("--max_train_steps", "6", "--gradient_accumulation_steps", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 def test_profiled_run_has_the_same_losses_and_files(checkout, train):
     plain = train(checkout, LORA, *STEPS, env={"SPY_LOSSES": "1"})
