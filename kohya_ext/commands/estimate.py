@@ -1,4 +1,4 @@
-"""Predict the GPU memory and the seconds per step of a command line, without GPU or weights."""
+"""Predict memory and seconds of a command line, without GPU or weights."""
 
 from __future__ import annotations
 
