@@ -1,4 +1,4 @@
-"""Predict memory and seconds of a command line, without GPU or weights."""
+"""Predict memory and seconds of a command line, without a GPU."""
 
 from __future__ import annotations
 
