@@ -361,12 +361,12 @@ def _data_facts(args: Namespace, accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _caption_facts(accelerator: Accelerator) -> dict[str, Any]:
-    """Return folders and tags; nothing for images that are described in another way."""
+    """Return folders and tags; the reason for images that are described in another way."""
     try:
         sets = data_sets(accelerator)
         return {"folders": _folders(sets), "tags": _tags(sets)}
-    except Exception:  # an unexpected dataset must not end the run
-        return {}
+    except Exception as problem:  # an unexpected dataset must not end the run
+        return {"captions_problem": f"{type(problem).__name__}: {problem}"}
 
 
 def _folders(sets: Sequence[DataSet]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Show what is in a LoRA or a checkpoint, or how two files differ.
+"""Describe a LoRA or a checkpoint, or how two files differ.
 
 Reads safetensors files and files of torch.save (.ckpt, .pt), tensor by tensor. The exit code is 1 if a file is damaged, has
 values that are not finite, or does not change the model.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from rich.table import Table
 from kohya_ext.console import progress
 from kohya_ext.errors import UserError
 from kohya_ext.preflight import abbreviated
+from kohya_ext.run.journal import finite
 from kohya_ext.units import format_size
 
 if TYPE_CHECKING:
@@ -87,17 +87,9 @@ def _as_json(report: Report) -> dict[str, Any]:
 def _plain(files: Sequence[Mapping[str, Any]], compared: Comparison | None) -> Any:
     """Return the output as plain data; norms that are not finite are null."""
     if compared is None:
-        return _finite(files[0])
+        return finite(files[0])
     groups = [{**asdict(each), "relative": each.relative, "cosine": each.cosine} for each in compared.groups]
-    return _finite({"files": files, "identical": compared.identical, "differences": {**asdict(compared), "groups": groups}})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [*map(_finite, value)] if isinstance(value, (list, tuple)) else value
+    return finite({"files": files, "identical": compared.identical, "differences": {**asdict(compared), "groups": groups}})
 
 
 # --- text ------------------------------------------------------------------------------------------------------------

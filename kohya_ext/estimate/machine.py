@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,8 +73,7 @@ def _measured(name: str, measured: Mapping[str, Any], known: Gpu | None) -> Gpu:
 def keep_measured(name: str, measured: Mapping[str, Any]) -> Path:
     """Write the rates that `calibrate` measured; return the file. Raises OSError if it cannot be written."""
     file = _file(name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**_read(file), "measured": measured, "ratios": []}, indent=1) + "\n", encoding="utf-8")
+    _write(file, {**_read(file), "measured": measured, "ratios": []})
     return file
 
 
@@ -82,9 +82,7 @@ def keep_ratio(name: str, ratio: float) -> None:
     file = _file(name)
     known = _read(file)
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        ratios = [*known.get("ratios", ()), round(ratio, 3)][-_RUNS:]
-        file.write_text(json.dumps({**known, "ratios": ratios}, indent=1) + "\n", encoding="utf-8")
+        _write(file, {**known, "ratios": [*known.get("ratios", ()), round(ratio, 3)][-_RUNS:]})
 
 
 def correction(name: str) -> float:
@@ -95,6 +93,14 @@ def correction(name: str) -> float:
 
 def _file(name: str) -> Path:
     return cache.folder() / "gpus" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+
+
+def _write(file: Path, values: Mapping[str, Any]) -> None:
+    """Replace the file at once: a run that ends at the same time must not read half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, file)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -117,16 +117,17 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(line, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(line), default=str, separators=(",", ":"))
+        text = json.dumps(finite(line), default=str, separators=(",", ":"))
     return text.encode() + b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain data for JSON, with None in place of numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [*map(_finite, value)] if isinstance(value, (list, tuple)) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [*map(finite, value)] if isinstance(value, (list, tuple)) else value
 
 
 Listener = Callable[[Mapping[str, Any]], None]

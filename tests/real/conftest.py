@@ -69,14 +69,15 @@ def _skip_reason() -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test with a checkout once for each generation."""
+    """Run every test with a checkout once for each generation, or for the one that ``only("v0.11")`` names."""
     if "checkout" not in metafunc.fixturenames:
         return
     reason = _skip_reason()
     if reason is not None:
         metafunc.parametrize("checkout", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
-    available = dict(sorted(generations().items()))
+    only = metafunc.definition.get_closest_marker("only")
+    available = {label: checkout for label, checkout in sorted(generations().items()) if only is None or label in only.args}
     metafunc.parametrize("checkout", available.values(), ids=available, scope="session")
 
 

@@ -25,13 +25,19 @@ def described(run):
         ("networks.dylora", ("unit=2",), "DyLoRA"),
         ("networks.lora_fa", (), "LoRA-FA"),
         ("networks.oft", (), "OFT"),
-        ("networks.loha", (), "LoHa"),
-        ("networks.lokr", (), "LoKr"),
     ],
 )
 def test_networks_of_upstream(checkout, train, network, options, kind):
-    if not (checkout.path / f"{network.replace('.', '/')}.py").is_file():
-        pytest.skip(f"{checkout.label} has no {network}")
+    check_network(checkout, train, network, options, kind)
+
+
+@pytest.mark.only("v0.11")  # the first generation with these networks
+@pytest.mark.parametrize(("network", "kind"), [("networks.loha", "LoHa"), ("networks.lokr", "LoKr")])
+def test_lycoris_networks_of_upstream(checkout, train, network, kind):
+    check_network(checkout, train, network, (), kind)
+
+
+def check_network(checkout, train, network, options, kind):
     arguments = ("--network_args", *options) if options else ()
     result = described(train(checkout, LORA, "--network_module", network, "--max_train_steps", "2", *arguments))
     assert (result.kind, result.problems) == (kind, [])
@@ -83,13 +89,11 @@ LINEAR = {"in_features": 24, "out_features": 32, "bias": False}
 CONVOLUTION = {"in_channels": 24, "out_channels": 32, "kernel_size": 3, "bias": False}
 
 
-@pytest.mark.newest
+@pytest.mark.only("v0.11")
 @pytest.mark.parametrize("network", ["loha.LoHaModule", "lokr.LoKrModule"])
 @pytest.mark.parametrize("convolution", [False, True])
 @pytest.mark.parametrize("options", [{}, {"use_tucker": True}, {"lora_dim": 64}], ids=str)
-def test_changes_are_those_of_upstreams_lycoris_networks(checkout, checkout_module, tmp_path, network, convolution, options):
-    if not (checkout.path / "networks/loha.py").is_file():
-        pytest.skip(f"{checkout.label} has no LoHa")
+def test_changes_are_those_of_upstreams_lycoris_networks(checkout_module, tmp_path, network, convolution, options):
     file, name = network.split(".")
     layer = torch.nn.Conv2d(**CONVOLUTION) if convolution else torch.nn.Linear(**LINEAR)
     module = getattr(checkout_module(f"networks.{file}"), name)(

@@ -528,10 +528,11 @@ def test_journal_has_folders_captions_and_tags():
     assert list(journal_patch._tags(sets).items()) == [("x", 3), ("a dog", 1)]
 
 
-def test_dataset_of_another_kind_has_no_captions():
+def test_dataset_of_another_kind_has_the_reason_instead_of_captions():
     strange = SimpleNamespace(image_data={"a": object()}, bucket_manager=object())
     loader = SimpleNamespace(dataset=SimpleNamespace(datasets=[strange]))
-    assert journal_patch._caption_facts(SimpleNamespace(_dataloaders=[loader])) == {}
+    (problem,) = journal_patch._caption_facts(SimpleNamespace(_dataloaders=[loader])).values()
+    assert problem.startswith("AttributeError: ")
 
 
 def test_journal_has_the_prompts_of_samples(tmp_path):
