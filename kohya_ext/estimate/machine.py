@@ -96,7 +96,7 @@ def _file(name: str) -> Path:
 
 
 def _write(file: Path, values: Mapping[str, Any]) -> None:
-    """Replace the file at once: a run that ends at the same time must not read half of it."""
+    """Replace the file atomically, so that a run that ends at the same time does not read half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
