@@ -1,17 +1,19 @@
 """Run the shipped tiers at full size on a virtual GPU of each tier's size, and compare their memory with the estimates.
 
-    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--fresh] [--allocations]
+    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--planned] [--fresh] [--allocations]
+    python -m benchmarks.full_size --command "sdxl_train_network.py --preset 8gb --network_dim 64" --gpu_memory 8
 
 Each row is a preset of the table of estimates: the real script trains three steps from sparse checkpoints (zeros that take no
 disk space). PyTorch's CUDA path and its caching allocator are real; a virtual GPU only computes nothing. A row takes 20 to 90 s
 and 2 to 6 GB of host memory. Rows in the output file are only predicted again, unless ``--again`` is given, so that an
 interrupted run continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of
-80 GB as well.
+160 GB as well, and with ``--planned`` some answers of ``plan``. ``--command`` runs another command line, and writes no file.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -28,21 +30,24 @@ from benchmarks import results, sparse_checkpoints
 from benchmarks.processes import last_line
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
-from kohya_ext.estimate import memory_config, predict
+from kohya_ext.estimate import gpus, memory_config, models, predict
+from kohya_ext.estimate.step import fake_tensors
+from kohya_ext.planning.plan import plan
 from kohya_ext.planning.tiers import faster, tiers, words
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
+from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import environment, tokenizers
-from kohya_ext.units import GIB
+from kohya_ext.units import GIB, read_card
 
 #: The command before the Python interpreter that gives it a virtual GPU of ``{memory}``, such as 16GiB.
 LAUNCHER = "{python} -m virtual_gpu 4090 --memory {memory} --"
 
 OUTPUT = results.FOLDER / "full_size.json"
 STEPS = 3
-LARGE_CARD = 80 * GIB
+LARGE_CARD = 160 * GIB
 
-#: Families whose step reads the captions' lengths from the GPU, where a virtual one has only zeros.
-READS_LENGTHS = ("chroma", "lumina")
+#: Families whose step reads lengths or a timestep's index from the GPU, where a virtual one has only zeros.
+READS_INTEGERS = ("chroma", "lumina", "hunyuan-image")
 
 #: At least as many characters as a text encoder takes tokens; the tokenizers here have one token for each. The quoted text is
 #: what HunyuanImage's second text encoder reads.
@@ -71,24 +76,55 @@ def rows(with_faster: bool) -> Iterator[Row]:
             yield Row(f"{tier.name} {' '.join(changed)}", script, [*preset, *changed], LARGE_CARD)
 
 
+#: Questions to ``plan``: the GPU's size in GB, the script, and the user's own options.
+QUESTIONS = (
+    (6, "sdxl_train_network.py", "--network_dim 16"),
+    (8, "sdxl_train_network.py", "--network_dim 64 --optimizer_type Adafactor"),
+    (12, "sdxl_train_network.py", "--train_batch_size 4 --resolution 768"),
+    (24, "sdxl_train.py", "--optimizer_type AdamW8bit"),
+    (12, "flux_train_network.py", "--network_dim 8 --resolution 512"),
+    (16, "flux_train_network.py", "--network_dim 32"),
+    (24, "flux_train.py", "--resolution 768"),
+    (16, "lumina_train_network.py", "--network_dim 32"),
+    (8, "train_network.py", "--train_batch_size 8"),
+)
+
+
+def chosen(given: argparse.Namespace, checkout: Checkout) -> Iterator[Row]:
+    """Yield the rows that the options ask for."""
+    if given.command:
+        script, *arguments = shlex.split(given.command)
+        yield Row(given.command, script, arguments, given.gpu_memory)
+        return
+    every = itertools.chain(rows(given.faster), planned(checkout) if given.planned else ())
+    yield from (row for row in every if row.name.startswith(given.only))
+
+
+def planned(checkout: Checkout) -> Iterator[Row]:
+    """Yield the answers of ``plan`` to :data:`QUESTIONS`."""
+    for size, script, options in QUESTIONS:
+        card = size * GIB
+        command = CommandLine(checkout.script(script), options.split(), {})
+        answer = plan(checkout, command, card, gpus.typical(card), lambda line: None).answer.command
+        yield Row(f"plan: {size} GB {script} {options}", script, [*answer.argv], card)
+
+
 def measure(
     row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, used: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a row's prediction and what its run used, in bytes: ``used``, or measured now."""
-    arguments, config = training_arguments(row, checkout, scratch, STEPS + 1)
+    arguments, config = training_arguments(row, checkout, scratch, given.steps + 1)
     predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
+    # The estimate's own figure is that of the phase with the most reserved memory.
+    memory = {"allocated": max(predicted.phase_peaks.values()), "reserved": predicted.reserved}
     if used is None:
-        used = run(row, checkout, scratch, given, arguments, passes(config, STEPS), tokens(config))
+        used = run(row, checkout, scratch, given, arguments, passes(config, given.steps), tokens(checkout, config))
     return {
         "card": row.card,
         "arguments": " ".join([row.script, *row.arguments]),
-        "predicted": {"allocated": predicted.allocated, "reserved": predicted.reserved},
+        "predicted": memory,
         "used": used,
-        "error_percent": {
-            kind: round(100 * (getattr(predicted, kind) / used[kind] - 1), 2)
-            for kind in ("allocated", "reserved")
-            if used.get(kind)
-        },
+        "error_percent": {kind: round(100 * (size / used[kind] - 1), 2) for kind, size in memory.items() if used.get(kind)},
     }
 
 
@@ -101,15 +137,15 @@ def training_arguments(
     """
     command = CommandLine(checkout.script(row.script), row.arguments, {})
     config = memory_config.normalized(memory_config.read(command)[0])
-    models = sparse_checkpoints.write(checkout, config, scratch / "models", random)
-    tokenizers.write(models.tokenizers)
+    files = sparse_checkpoints.write(checkout, config, scratch / "models", random)
+    tokenizers.write(files.tokenizers)
     images = scratch / "images"
     write_images(images, config.train_batch_size * config.gradient_accumulation_steps, memory_config.size(config), steps)
     option = config.family.checkpoints[0].option
     return [
         *row.arguments,
-        *(word for name, path in models.files.items() for word in (f"--{name}", str(path))),
-        *("--tokenizer_cache_dir", str(models.tokenizers), "--train_data_dir", str(images), "--caption_extension", ".txt"),
+        *(word for name, path in files.files.items() for word in (f"--{name}", str(path))),
+        *("--tokenizer_cache_dir", str(files.tokenizers), "--train_data_dir", str(images), "--caption_extension", ".txt"),
         *("--output_dir", str(scratch / "output"), "--output_name", "full_size", "--save_model_as", "safetensors"),
         *("--max_train_steps", str(steps), "--max_data_loader_n_workers", "0", "--seed", "1"),
         *option_words({} if option is None else dict([option])),
@@ -121,10 +157,12 @@ def passes(config: memory_config.MemoryConfig, steps: int) -> int:
     return steps * config.gradient_accumulation_steps
 
 
-def tokens(config: memory_config.MemoryConfig) -> int:
-    """Return the length of the captions that the worker assumes; 0 for a family that does not read it from the GPU."""
-    length = config.t5xxl_max_token_length or config.family.t5_tokens or config.gemma2_max_token_length or 256
-    return length if config.family.name in READS_LENGTHS else 0
+def tokens(checkout: Checkout, config: memory_config.MemoryConfig) -> int:
+    """Return the length that the worker assumes, as the estimate does; 0 for a family that does not read it from the GPU."""
+    if config.family.name not in READS_INTEGERS:
+        return 0
+    with importable(checkout), fake_tensors():
+        return models.build(config).caption_tokens
 
 
 def run(
@@ -195,21 +233,27 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="run only rows whose name begins with this text, such as flux-lora/")
     parser.add_argument("--faster", action="store_true", help="also the next faster choice of each tier")
+    parser.add_argument("--planned", action="store_true", help="also answers of plan")
+    parser.add_argument("--command", metavar="WORDS", help="run only this script and its arguments, without models and images")
+    parser.add_argument("--gpu_memory", default="80GiB", metavar="SIZE", type=read_card, help="the GPU's size for --command")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="train this many steps, default: %(default)s")
     parser.add_argument("--fresh", action="store_true", help="measure the estimates instead of reading the package's table")
     parser.add_argument("--again", action="store_true", help="run rows that are in the output file again")
     parser.add_argument("--allocations", action="store_true", help="record the tensors at the peak by lines of code")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
     checkout = find_or_fetch(given.sd_scripts)
-    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}}
+    exists = given.output.is_file() and not given.command
+    document = json.loads(given.output.read_text(encoding="utf-8")) if exists else {"rows": {}}
     with tempfile.TemporaryDirectory() as temporary:
         scratch = given.scratch or Path(temporary)
-        for row in rows(given.faster):
-            if not row.name.startswith(given.only):
-                continue
+        for row in chosen(given, checkout):
             used = None if given.again else document["rows"].get(row.name, {}).get("used")
             document["rows"][row.name] = measured = measure(row, checkout, scratch, given, used)
             print(f"{row.name}: {measured['error_percent']} {measured['used'].get('failed', '')}", file=sys.stderr, flush=True)
+            if given.command:
+                print(json.dumps(measured, indent=1))
+                continue
             document |= {"sd_scripts": checkout.version, **results.kohya_ext_commit()}
             given.output.parent.mkdir(parents=True, exist_ok=True)
             given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -3,8 +3,8 @@
     python -m benchmarks.full_size_worker RESULT PASSES TOKENS ALLOCATIONS arguments of kohya_ext...
 
 The run ends before the backward pass after ``PASSES``, so it never saves. Every integer that it reads from the GPU, a length of
-a caption, is ``TOKENS``; 0 leaves what the GPU returns. With ``ALLOCATIONS`` 1, the result also has the tensors alive at the
-peak, by the lines of code that allocated them.
+a caption, is ``TOKENS``, and ``nonzero`` (a timestep in its schedule) returns one index; 0 leaves what the GPU returns. With
+``ALLOCATIONS`` 1, the result also has the tensors alive at the peak, by the lines of code that allocated them.
 
 Host memory holds no weights: casts and copies of large tensors on the host, and copies to it, return uninitialized memory,
 which takes no space until it is read. The virtual GPU computes no values, so none are lost.
@@ -24,6 +24,7 @@ import torch
 import wrapt
 
 import virtual_gpu
+from kohya_ext.estimate.models import HUNYUAN_CAPTION_TOKENS
 
 #: Tensors on the host with fewer elements are cast and copied as usual.
 LARGE = 2**16
@@ -40,6 +41,7 @@ def main() -> None:
         torch.cuda.memory._record_memory_history(max_entries=4_000_000, context="alloc", stacks="python")
     leave_host_memory_empty()
     skip_checkpoint_hashes()
+    shorten_captions()
     if tokens:
         assume_lengths(tokens)
     steps = end_after(passes)
@@ -69,7 +71,7 @@ def leave_host_memory_empty() -> None:
             return to(self, *args, **kwargs)
         try:
             device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
-        except TypeError:  # .to(other)
+        except (TypeError, RuntimeError):  # .to(other), .to(copy=True)
             return to(self, *args, **kwargs)
         device, dtype = device or self.device, dtype or self.dtype
         is_moved = device.type != self.device.type
@@ -90,8 +92,17 @@ def skip_checkpoint_hashes() -> None:
         wrapt.register_post_import_hook(replace, name)
 
 
+def shorten_captions() -> None:
+    """Cut HunyuanImage's captions to the length that estimates assume."""
+
+    def replace(module: Any) -> None:
+        module.TOKENIZER_MAX_LENGTH = HUNYUAN_CAPTION_TOKENS
+
+    wrapt.register_post_import_hook(replace, "library.hunyuan_image_text_encoder")
+
+
 def assume_lengths(tokens: int) -> None:
-    """Let ``.item()`` and ``.tolist()`` return ``tokens`` for every integer on the GPU."""
+    """Let every integer on the GPU have the value ``tokens``, two of them be equal, and ``nonzero`` return one index."""
 
     def is_length(tensor: Any) -> bool:
         return bool(tensor.is_cuda and tensor.dtype in (torch.int32, torch.int64))
@@ -99,6 +110,18 @@ def assume_lengths(tokens: int) -> None:
     item, as_list = torch.Tensor.item, torch.Tensor.tolist
     torch.Tensor.item = lambda self: tokens if is_length(self) else item(self)
     torch.Tensor.tolist = lambda self: torch.full(self.shape, tokens).tolist() if is_length(self) else as_list(self)
+    index, equal, truth = torch.Tensor.__index__, torch.Tensor.__eq__, torch.Tensor.__bool__
+
+    def compare(self: Any, other: Any) -> Any:
+        result = equal(self, other)
+        result.compares_lengths = is_length(self) and self.dim() == 0
+        return result
+
+    torch.Tensor.__index__ = lambda self: tokens if is_length(self) else index(self)
+    torch.Tensor.__eq__ = compare
+    torch.Tensor.__bool__ = lambda self: getattr(self, "compares_lengths", False) or truth(self)
+    nonzero = torch.Tensor.nonzero
+    torch.Tensor.nonzero = lambda self: self.new_zeros(1, self.dim(), dtype=torch.long) if self.is_cuda else nonzero(self)
 
 
 def end_after(passes: int) -> list[dict[str, Any]]:

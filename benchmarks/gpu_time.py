@@ -40,6 +40,8 @@ VARIANTS = {
     "fused": launches.VARIANTS["fused"],
     "graphs-fused": ["--cuda_graphs", "--fused_operations"],
     "compiled": launches.VARIANTS["compiled"],
+    "compiled-graphs": ["--selective_torch_compile", "--cuda_graphs"],
+    "compiled-graphs-fused": ["--selective_torch_compile", "--cuda_graphs", "--fused_operations"],
 }
 FIRST_STEPS = 4
 MEASURED_STEPS = 12

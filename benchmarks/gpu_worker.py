@@ -33,8 +33,8 @@ def main() -> None:
     specification = json.loads(sys.argv[1])
     sys.argv = ["kohya_ext", *sys.argv[2:]]
     if specification["deterministic"]:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # With warn_only, PyTorch still chooses cuDNN's attention on an H100, which is not deterministic.
+        torch.use_deterministic_algorithms(True)
+        # cuDNN's attention, which PyTorch prefers on an H100, is not deterministic. Flash attention is, without warn_only.
         torch.backends.cuda.enable_cudnn_sdp(False)
     skip_checkpoint_hashes()
     steps = Steps(specification["first"], specification["measured"], specification["profiled"])
@@ -60,7 +60,8 @@ class Steps:
         backward = torch.Tensor.backward
 
         def count(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self.before(tensor)
+            if tensor.numel() == 1:  # a loss; recording a CUDA graph begins backward passes elsewhere
+                self.before(tensor)
             return backward(tensor, *args, **kwargs)
 
         torch.Tensor.backward = count
@@ -68,8 +69,7 @@ class Steps:
     def before(self, loss: torch.Tensor) -> None:
         """Measure at the beginning of a backward pass."""
         done, self.number = self.number, self.number + 1
-        if loss.numel() == 1:
-            self.losses.append(loss.detach().clone())
+        self.losses.append(loss.detach().clone())
         last = self.first + self.measured
         if done == 0:
             self.values["until_first_backward"] = round(time.perf_counter() - self.begun, 2)

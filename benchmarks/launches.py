@@ -79,7 +79,7 @@ def main() -> int:
             )
             for name in given.variants.split(","):
                 words = [*arguments, *VARIANTS[name]]
-                used = full_size.run(row, checkout, scratch, given, words, count, full_size.tokens(config))
+                used = full_size.run(row, checkout, scratch, given, words, count, full_size.tokens(checkout, config))
                 failed |= "failed" in used
                 measured[name] = {"failed": used["failed"]} if "failed" in used else summary(used["steps"])
                 print(f"{row.name} {name}: {measured[name]}", file=sys.stderr, flush=True)

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 
 from kohya_ext.estimate import models
-from kohya_ext.estimate.memory_config import MemoryConfig
+from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.step import fake_tensors
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import checkpoints
 
-#: Types in a safetensors header. Floating-point tensors are written in 16 bits, as published checkpoints are.
+#: Types in a safetensors header and their bytes. Published checkpoints have floating-point tensors in 16 bits; T5 in 8 bits has
+#: all of them in 8.
 _INTEGERS = {torch.int64: ("I64", 8), torch.int32: ("I32", 4), torch.bool: ("BOOL", 1)}
+_16_BITS, _8_BITS = ("BF16", 2), ("F8_E4M3", 1)
 
 _RANDOM_NUMBERS = 2**26
 
@@ -37,21 +39,23 @@ def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool =
     :func:`write_random`).
     """
     paths = checkpoints.locate(config.family.name, folder)
+    if config.t5xxl == FP8:
+        paths.files["t5xxl"] = folder / config.family.name / "t5xxl_fp8_e4m3fn.safetensors"
     if not all(path.exists() for path in paths.files.values()):
         with importable(checkout), fake_tensors():
             built = models.build(config)
             for option, tensors in _WRITERS.get(config.family.name, _tensors_by_option)(config, built):
-                write_file(paths.files[option], tensors)
+                write_file(paths.files[option], tensors, _8_BITS if (option, config.t5xxl) == ("t5xxl", FP8) else _16_BITS)
         if random:
             write_random(paths.files["pretrained_model_name_or_path"])
     return paths
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a sparse safetensors file that has zeros for every tensor."""
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], floats: tuple[str, int] = _16_BITS) -> None:
+    """Write a sparse safetensors file that has zeros for every tensor; ``floats`` is the type of floating-point ones."""
     header, end = {}, 0
     for name, tensor in tensors.items():
-        kind, width = _INTEGERS.get(tensor.dtype, ("BF16", 2))
+        kind, width = _INTEGERS.get(tensor.dtype, floats)
         size = math.prod(tensor.shape) * width
         header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [end, end + size]}
         end += size

@@ -90,11 +90,12 @@ def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any
 
     from benchmarks.profiling import peak_of
     from kohya_ext.estimate.autocast import cuda_rules
+    from kohya_ext.estimate.linear import bias_in_place
     from kohya_ext.estimate.step import allocate_resident, prepare, run_step
     from kohya_ext.estimate.tracker import Tracker
 
     torch.manual_seed(1)
-    with cuda_rules():
+    with cuda_rules(), bias_in_place():
         training = prepare(choices, arguments, trainer)
         unused = Tracker()  # never entered: it sees no operator
         allocate_resident(training, unused)

@@ -20,6 +20,7 @@ _STANDARD_ERROR = 2
 _PROGRESS_DELAY = 1.0
 
 _silent = False
+_any_rank = False
 
 on_warning: Callable[[str], None] | None = None
 """Receives each warning, also in processes that print nothing."""
@@ -80,9 +81,21 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(UserError.exit_code)
 
 
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Print the messages inside the block from any rank."""
+    global _any_rank
+    _any_rank = True
+    try:
+        yield
+    finally:
+        _any_rank = False
+
+
 def should_print() -> bool:
     """Return whether this process prints messages: rank 0, but not its data-loader workers."""
-    return not _silent and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
+    is_first = _any_rank or os.environ.get("RANK", "0") == "0"
+    return not _silent and is_first and multiprocessing.parent_process() is None
 
 
 @contextlib.contextmanager

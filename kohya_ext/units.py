@@ -23,13 +23,26 @@ def read_budget(value: object) -> int | str:
 
     Unlike in :func:`read_card`, where 14GB is a GPU with 14 GiB. Raises ValueError for anything else, also without a unit.
     """
-    text = str(value).strip().lower()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mb|mib|gb|gib)", text)
-    if text == AUTO:
+    if str(value).strip().lower() == AUTO:
         return AUTO
-    if match is None or float(match.group(1)) == 0:
+    size = _size(value)
+    if size is None:
         raise ValueError(f"must be a size with its unit, 14GB (14e9 bytes) or 13GiB (13 * 2**30), or auto, not {value!r}")
-    return round(float(match.group(1)) * _UNITS[match.group(2)])
+    return size
+
+
+def read_size(value: object) -> int:
+    """Return a size in bytes: ``20GB`` is 20e9 bytes, ``20GiB`` 20 * 2**30. Raises ValueError for anything else."""
+    size = _size(value)
+    if size is None:
+        raise ValueError(f"must be a size with its unit, 20GB (20e9 bytes) or 20GiB (20 * 2**30), not {value!r}")
+    return size
+
+
+def _size(value: object) -> int | None:
+    """Return the bytes of a size with its unit; None for 0 and anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mb|mib|gb|gib)", str(value).strip().lower())
+    return round(float(match.group(1)) * _UNITS[match.group(2)]) or None if match is not None else None
 
 
 def read_card(value: object) -> int:
@@ -72,6 +85,19 @@ def first_gpu() -> tuple[str, int] | None:
         return name.strip(), int(mebibytes) * 2**20
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+
+
+def visible_gpus() -> int:
+    """Return the number of visible NVIDIA GPUs of this machine, from nvidia-smi; 0 without it."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    installed = done.stdout.count("GPU ")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return installed
+    return min(installed, len([device for device in chosen.split(",") if device.strip() not in ("", "-1")]))
 
 
 def index_of(device: Any) -> int:

@@ -94,13 +94,16 @@ class Adaptive(TrainingCallback):
         self._scheduled = []
 
     def add_loss(self, loss: Any) -> None:
-        """Add a micro-batch's loss to the mean, unless it is not finite."""
+        """Add the losses of a micro-batch of all processes to the mean, unless they are not finite."""
         import torch
 
         value = loss.detach().float().mean()
         finite = value.isfinite()
-        self.loss_sum = self.loss_sum + torch.where(finite, value, torch.zeros_like(value))
-        self.loss_count = self.loss_count + finite.float()
+        value, count = torch.where(finite, value, torch.zeros_like(value)), finite.float()
+        if self.accelerator.num_processes > 1:
+            value, count = self.accelerator.reduce(torch.stack([value, count]), reduction="sum")
+        self.loss_sum = self.loss_sum + value
+        self.loss_count = self.loss_count + count
 
     def clip_unusual(self, optimizer: Any) -> None:
         """Scale the gradients to the median norm if theirs is unusually large, before the optimizer's step."""
@@ -128,17 +131,14 @@ class Adaptive(TrainingCallback):
             return
         self.step += 1
         if self.step % self.patience == 0:
-            mean = self._mean(accelerator)
+            mean = self._mean()
             if mean is not None:
                 self.update_factor(mean)
 
-    def _mean(self, accelerator: Accelerator) -> float | None:
+    def _mean(self) -> float | None:
         import torch
 
-        sums = torch.stack([torch.as_tensor(value, device=accelerator.device) for value in (self.loss_sum, self.loss_count)])
-        if accelerator.num_processes > 1:
-            sums = accelerator.reduce(sums, reduction="sum")
-        loss_sum, loss_count = sums.tolist()
+        loss_sum, loss_count = torch.stack([torch.as_tensor(value) for value in (self.loss_sum, self.loss_count)]).tolist()
         self.loss_sum = self.loss_count = 0.0
         return loss_sum / loss_count if loss_count else None
 
@@ -158,7 +158,8 @@ class Adaptive(TrainingCallback):
         return [group for optimizer in self.accelerator._optimizers for group in optimizer.param_groups]
 
     def on_state_save(self, folder: Path) -> None:
-        """Write the factor and its statistics into the state."""
+        """Write the factor and its statistics into the state, and the scheduler's rates after an error within a step."""
+        self.restore_rates()
         if self.accelerator.is_main_process:
             values = {name: getattr(self, name) for name in ("step", "factor", "best")}
             values |= {"loss_sum": float(self.loss_sum), "loss_count": float(self.loss_count), "norms": list(self.norms)}

@@ -155,7 +155,11 @@ def _savez(original: Any, settings: Settings) -> Any:
 def _save_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if output_dir is None or self.num_processes > 1:
+        kind = str(self.distributed_type).rpartition(".")[2]
+        is_sharded = kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or (self.num_processes > 1 and position() is None)
+        if not is_sharded and not self.is_main_process:
+            return None  # the first process also saves the random states of the others
+        if output_dir is None or is_sharded:
             # Several processes write into one folder, so it is not renamed. Its files are still written atomically.
             began = time.monotonic()
             result = original(self, output_dir, *args, **kwargs)

@@ -18,7 +18,8 @@ from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import resume, run_record
+from kohya_ext.run import ranks, resume, run_record
+from kohya_ext.run.run_record import RunRecord
 
 INEXACT_RESUME = Option(
     "inexact_resume",
@@ -31,13 +32,8 @@ INEXACT_RESUME = Option(
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> resume.Position:
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     if getattr(args, "resume", None) == resume.AUTO:
-        try:
-            state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings[INEXACT_RESUME])
-        except UserError as error:
-            stop(str(error))
-        args.resume = str(state) if state is not None else None
-        if state is None:
-            note(f"--resume auto: no state of this run in {args.output_dir}; starting a new run")
+        args.resume = _newest_state(args, accelerator, run, settings)
+    _check_machines(args, accelerator)
     earlier = run_record.read(Path(args.resume)) if getattr(args, "resume", None) else None
     if earlier is not None:
         run = run.as_continuation_of(earlier)
@@ -46,6 +42,40 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> res
         note(f"resuming from {args.resume}")
     run_record.begin(run)
     return resume.Position(args, accelerator, "--disable_patch exact_resume")
+
+
+def _newest_state(args: Namespace, accelerator: Accelerator, run: RunRecord, settings: Settings) -> str | None:
+    """Return the state for ``--resume auto``, which the first process chooses for all."""
+    state, problem = None, ""
+    if accelerator.is_main_process:
+        try:
+            state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings[INEXACT_RESUME])
+        except UserError as error:
+            problem = str(error)
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        state, problem = broadcast_object_list([state, problem])
+    if problem:
+        stop(problem)
+    if state is None:
+        note(f"--resume auto: no state of this run in {args.output_dir}; starting a new run")
+    return str(state) if state is not None else None
+
+
+def _check_machines(args: Namespace, accelerator: Accelerator) -> None:
+    """Exit if a machine lacks the state to resume: its processes would fail, and the others wait for them."""
+    state = getattr(args, "resume", None)
+    if not state or accelerator.num_processes == 1 or getattr(args, "resume_from_huggingface", False):
+        return
+    is_missing = not Path(state).is_dir()
+    if ranks.largest(accelerator, is_missing):
+        stop(
+            f"{ranks.name(accelerator.process_index)} has no {state}; use an --output_dir that all machines share, "
+            "or copy the state to each machine"
+            if is_missing
+            else f"another machine has no {state}"
+        )
 
 
 def _load_state(original: Any, settings: Settings) -> Any:

@@ -44,10 +44,11 @@ def _lora(original: Any, settings: Settings) -> Any:
     import torch
 
     from kohya_ext.kernels.fused import linear_with_lora
+    from kohya_ext.quantization.linear import Linear as QuantizedLinear
 
     unsupported_options = used_attributes(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
     has_split_dims = used_attributes(original, "split_dims")
-    linear, plain = torch.nn.Linear, torch.nn.Linear.forward
+    linear, plain, quantized = torch.nn.Linear, torch.nn.Linear.forward, QuantizedLinear.forward
 
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
@@ -55,7 +56,7 @@ def _lora(original: Any, settings: Settings) -> Any:
         is_fused = (
             not torch.compiler.is_compiling()
             and type(base) is MethodType
-            and base.__func__ is plain
+            and (base.__func__ is plain or base.__func__ is quantized)
             and type(down) is linear
             and not (has_split_dims and self.split_dims is not None)
             and not (self.training and any(getattr(self, name) is not None for name in unsupported_options))
@@ -63,10 +64,14 @@ def _lora(original: Any, settings: Settings) -> Any:
         if not is_fused:
             return original(self, x)
         weight, down, up = base.__self__.weight, down.weight, self.lora_up.weight
+        factor = self.multiplier * self.scale
+        if base.__func__ is quantized:
+            _counts["products"] += 1
+            return base.__self__.with_lora(x, down, up * factor if factor != 1.0 else up)
         if weight.requires_grad or not (torch.is_autocast_enabled(x.device.type) or x.dtype is weight.dtype is down.dtype):
             return original(self, x)
         _counts["products"] += 1
-        return linear_with_lora(x, weight, base.__self__.bias, down, up, self.multiplier * self.scale)
+        return linear_with_lora(x, weight, base.__self__.bias, down, up, factor)
 
     return forward
 

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from kohya_ext import __version__
-from kohya_ext.config.command_line import CommandLine, of_this_process
+from kohya_ext.config.command_line import CommandLine, of_this_process, restart_line
 from kohya_ext.config.settings import Option, Settings, boolean, path, secrets
 from kohya_ext.console import note, warn
 from kohya_ext.estimate import predict
@@ -32,7 +32,7 @@ from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, current, data_sets, program
 from kohya_ext.patching.types import Accelerator, DataSet
 from kohya_ext.preflight import abbreviated
-from kohya_ext.run import journal, rank_memory, resume, run_record, step_times, stop_request
+from kohya_ext.run import journal, rank_reports, ranks, resume, run_record, step_times, stop_request
 from kohya_ext.run.journal import Journal
 from kohya_ext.run.journal_reader import RunLog, process_start
 from kohya_ext.run.output_files import DEFAULT_NAME
@@ -72,6 +72,8 @@ class _Recorder(TrainingCallback):
     journal: Journal
     device: int | None
     """Index of the CUDA device; None on another device."""
+    own: rank_reports.OwnWork | None = None
+    """The time that this process does not wait for others; None in a run of one process."""
     step: int = 0
     """Optimizer steps, including those before a resume."""
     epoch: int = 0
@@ -99,6 +101,8 @@ class _Recorder(TrainingCallback):
     _step: float = 0.0
     _data: float = 0.0
     _outside: float = 0.0
+    _read: float = field(default_factory=time.monotonic)
+    """Time of the last read of the other processes' reports."""
     _before: Callable[..., Any] | None = None
     """``sys.excepthook`` before this run."""
 
@@ -110,9 +114,15 @@ class _Recorder(TrainingCallback):
         atexit.register(self.finish)
 
     def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-        """Keep the first line of an uncaught exception for the last line of the journal."""
+        """Keep the first line of an uncaught exception for the last line of the journal, or the failure that caused it."""
         self.failure = f"{kind.__name__}: {next(iter(str(problem).splitlines()), '')}".removesuffix(": ")
         (self._before or sys.__excepthook__)(kind, problem, trace)
+        if (watch := ranks.watch()) is not None:
+            self.failure = watch.explain(problem)
+
+    def on_peer_failure(self, failure: ranks.Failure) -> None:
+        """Keep the failure of another process for the last line of the journal."""
+        self.failure = failure.reason
 
     def on_end(self) -> None:
         """Write the last line, and restore ``sys.excepthook`` unless other code has replaced it since."""
@@ -131,8 +141,9 @@ class _Recorder(TrainingCallback):
         status, reason, code = self._outcome()
         _check_newest_file(self.journal)
         facts: dict[str, Any] = {"status": status, "reason": reason, "code": code, "step": self.step, "memory": peak_memory()}
-        if self.accelerator.num_processes > 1:
-            facts["ranks"] = rank_memory.collect(self.journal.file)
+        if self.own is not None:
+            facts["ranks"] = self._ranks()
+            rank_reports.remove(self.journal.file)
         self.journal.write("end", **facts)
         self.journal.report_problem()
         if self.journal.log.steps:
@@ -163,7 +174,10 @@ class _Recorder(TrainingCallback):
         while True:
             self._outside += self._lap()
             batch = next(drawn, _END)
-            self._data += self._lap()
+            wait = self._lap()
+            self._data += wait
+            if self.own is not None:
+                self.own.add_data(wait)
             if batch is _END:
                 return
             yield batch
@@ -183,9 +197,31 @@ class _Recorder(TrainingCallback):
                 patches=summary(),
                 sample_prompts=_sample_prompts(self.args),
             )
+        if self.own is not None:
+            self._write_ranks()
+            self.own.begin_forward()
+
+    def _write_ranks(self) -> None:
+        """Write the reports of all processes, once per interval."""
+        if time.monotonic() - self._read < rank_reports.INTERVAL:
+            return
+        self._read = time.monotonic()
+        if len(rows := self._ranks()) > 1:
+            self.journal.write("ranks", ranks=rows)
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """Return the reports of all processes, this one first."""
+        mean = self.own.mean() if self.own is not None else None
+        own = {"rank": 0, "host": socket.gethostname(), **peak_memory()}
+        return [
+            own | ({} if mean is None else {rank_reports.OWN_SECONDS: round(mean, 6)}),
+            *rank_reports.read(self.journal.file),
+        ]
 
     def on_backward(self) -> None:
         """Keep the learning rates of the step."""
+        if self.own is not None:
+            self.own.end_forward()
         rates = (group.get("lr") for optimizer in self.accelerator._optimizers for group in optimizer.param_groups)
         # A rate on the GPU would have to be waited for.
         self.learning_rates = list(dict.fromkeys(rate for rate in rates if isinstance(rate, (int, float))))
@@ -264,13 +300,27 @@ class _Recorder(TrainingCallback):
 
 @dataclass
 class _OtherRank(TrainingCallback):
-    """Stores the peaks of another process than the first, which writes the journal."""
+    """Stores the peaks and times of another process than the first, which writes the journal."""
 
-    memory: rank_memory.RankMemory
+    report: rank_reports.RankReport
+    own: rank_reports.OwnWork
+
+    def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
+        drawn, before = batches(), time.perf_counter()
+        for batch in drawn:
+            self.own.add_data(time.perf_counter() - before)
+            yield batch
+            before = time.perf_counter()
+
+    def before_batch(self, accelerator: Accelerator) -> None:
+        self.own.begin_forward()
+
+    def on_backward(self) -> None:
+        self.own.end_forward()
 
     def after_batch(self, accelerator: Accelerator) -> None:
         if accelerator.sync_gradients:
-            self.memory.add(peak_memory())
+            self.report.add(peak_memory(), self.own.mean())
 
 
 _END = object()
@@ -284,8 +334,7 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
     import torch
 
     checkout, command = run.checkout, run.command
-    started_by, processes = _without_secrets(of_this_process()), accelerator.num_processes
-    resumed_by = started_by.with_({"resume": resume.AUTO}).shell_line()
+    started_by = _without_secrets(of_this_process())
     name = getattr(args, "output_name", None) or DEFAULT_NAME
     stopper = stop_request.stopper()
     facts: dict[str, Any] = {
@@ -294,13 +343,13 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "process_started": process_start(os.getpid()),
-        "processes": processes,
+        "processes": accelerator.num_processes,
         "kohya_ext": __version__,
         "sd_scripts": checkout.label if checkout is not None else None,
         "torch": torch.__version__,
         "gpu": _gpu(accelerator),
         "command": started_by.shell_line(),
-        "resume_command": resumed_by if processes == 1 else stop_request.resume_command(Path(resume.AUTO), processes),
+        "resume_command": restart_line({"resume": resume.AUTO}, started_by),
         "resumed_from": getattr(args, "resume", None),
         "stop_file": os.path.abspath(stopper.file) if stopper is not None else None,
     }
@@ -437,6 +486,8 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
         means = f" (means of {log.smoothing} steps)" if log.smoothing > 1 else ""
         yield f"loss: first {first:.4g}, last {last:.4g}{means}"
     yield f"peak memory: {_peak(log)}"
+    if slowest := rank_reports.slowest(log.ranks):
+        yield f"the other processes waited for {slowest}"
     files = [file for name in reversed(log.saves) if (file := Path(name)).exists()]
     if files:
         yield f"written to {files[0].parent}: {abbreviated([file.name for file in files], 3)}"
@@ -458,7 +509,7 @@ def _peak(log: RunLog) -> str:
         own, name = f"{format_size(log.peaks['peak_reserved'])} reserved on the GPU{expected}", "cuda_reserved"
     else:
         own, name = f"{format_size(peak_memory()['host_resident'])} on the host", "host_resident"
-    others = [row[name] for row in (log.end or {}).get("ranks", ()) if name in row]
+    others = [row[name] for row in log.ranks[1:] if name in row]
     return f"{own}; other processes: at most {format_size(max(others))}" if others else own
 
 
@@ -472,8 +523,9 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     name = getattr(args, "output_name", None) or DEFAULT_NAME
     file = settings[JOURNAL_FILE] or Path(folder or ".") / f"{name}{journal.SUFFIX}"
     if not accelerator.is_main_process:
-        return _OtherRank(rank_memory.RankMemory(file, accelerator.process_index, socket.gethostname()))
-    rank_memory.remove(file)
+        report = rank_reports.RankReport(file, accelerator.process_index, socket.gethostname())
+        return _OtherRank(report, rank_reports.OwnWork(accelerator.device))
+    rank_reports.remove(file)
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     fallback = settings["fallback_dir"]
     folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)
@@ -485,10 +537,11 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
         warn(f"the journal {file} has no settings: {type(problem).__name__}: {problem}")
         facts = {"name": name, "pid": os.getpid(), "host": socket.gethostname()}
     written.write("start", run=run.id, **facts)
-    journal.begin(written)
     device = index_of(accelerator.device) if accelerator.device.type == "cuda" else None
-    recorder = _Recorder(args, accelerator, written, device)
+    own = rank_reports.OwnWork(accelerator.device) if accelerator.num_processes > 1 else None
+    recorder = _Recorder(args, accelerator, written, device, own)
     written.step = recorder.current_step
+    journal.begin(written, recorder.finish)
     recorder.listen()
     return recorder
 
@@ -506,7 +559,7 @@ def _add(original: Any, settings: Settings) -> Any:
 def _backward(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-        if (recorder := current(_Recorder)) is not None:
+        if (recorder := current(_Recorder) or current(_OtherRank)) is not None:
             recorder.on_backward()
         return original(self, loss, **kwargs)
 

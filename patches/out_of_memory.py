@@ -2,7 +2,10 @@
 
 Upstream ends with a traceback and loses the steps since the last save. When forward or backward fail, weights and optimizer
 are still intact. The state after the last complete step is saved with its random numbers, so that the resumed run equals the
-uninterrupted one. No state is saved with fused optimizer steps or with several processes.
+uninterrupted one. No state is saved with fused optimizer steps.
+
+With several processes, the failed one publishes its error and its random state, and waits. The optimizer of the others cannot
+step without its gradients, so the first process saves the state in another thread, with the random state of every process.
 """
 
 from __future__ import annotations
@@ -19,17 +22,24 @@ from types import TracebackType
 from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, count, one_of
-from kohya_ext.console import error, note, warn
+from kohya_ext.console import error, note, printing, warn
 from kohya_ext.gpu import out_of_memory
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.planning.memory_savings import TRAINING, Phase
-from kohya_ext.run import journal, resume, retry_request
+from kohya_ext.run import journal, ranks, resume, retry_request
 from kohya_ext.run.atomic_write import fail_fast
 from kohya_ext.run.output_files import rolling_state
+from kohya_ext.run.retry_request import RetryRequest
 
 _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+#: Keys of the values that the processes share.
+_PART, _SAVED, _REQUEST = "oom/part/", "oom/saved", "oom/request"
+
+_PART_TIMEOUT = 30.0
+"""Seconds that the first process waits for another one's random state."""
 
 ON_OOM = Option(
     "on_oom",
@@ -86,7 +96,7 @@ class _Watch(TrainingCallback):
 
     def after_batch(self, accelerator: Accelerator) -> None:
         current = resume.position()
-        if accelerator.sync_gradients and current is not None and accelerator.num_processes == 1:
+        if accelerator.sync_gradients and current is not None:
             self.snapshot = current.snapshot()
 
     def report(self, problem: BaseException) -> None:
@@ -95,18 +105,38 @@ class _Watch(TrainingCallback):
         current = resume.position()
         step = f"step {current.step + (phase in TRAINING)}, " if current is not None and self.stepping else ""
         first = (str(problem).splitlines() or [type(problem).__name__])[0]
-        error(f"out of memory ({step}{phase}): {first}")
+        watch = ranks.watch()
+        process = f"{ranks.name(watch.rank)}, " if watch is not None else ""
+        error(f"out of memory ({process}{step}{phase}): {first}")
         journal.event("out_of_memory", phase=phase, problem=first)
         error(out_of_memory.usage(self.accelerator.device))
+        can_save = self._can_save(phase)
+        if watch is not None:
+            watch.fail(f"out of memory ({phase}): {first}", phase, can_save)
         # Only the frames of the failed step still hold its tensors; saving needs that memory.
         traceback.clear_frames(problem.__traceback__)
         gc.collect()
-        self._advise(phase, self._save(phase) or self._newest_state())
+        with printing():
+            request = self._advise(phase, (self._save() if can_save else None) or self._newest_state())
+        if watch is not None:
+            watch.share(_REQUEST, request)
 
-    def _advise(self, phase: Phase, state: Path | None) -> None:
+    def on_peer_failure(self, failure: ranks.Failure) -> None:
+        """Save the state after an out-of-memory error of another process, and restart with the change that it requests."""
+        if not failure.out_of_memory or (watch := ranks.watch()) is None:
+            return
+        journal.event("out_of_memory", phase=failure.out_of_memory, problem=failure.reason)
+        if failure.keeps_state:
+            self._save()
+        request = watch.fetch(_REQUEST, ranks.SAVING_TIMEOUT)
+        if (file := retry_request.path()) is not None and request is not None and not file.exists():
+            retry_request.write(file, request)
+
+    def _advise(self, phase: Phase, state: Path | None) -> RetryRequest | None:
+        """Print what to change; return the restart that the launcher of each machine shall make, if any."""
         checkout, command = self.program.checkout, self.program.command
         if command.script is None or checkout is None:
-            return
+            return None
         if predicted := out_of_memory.prediction(checkout, self.args, command):
             note(predicted)
         step = out_of_memory.next_step(self.args, command, phase, state is not None)
@@ -116,28 +146,54 @@ class _Watch(TrainingCallback):
             note(line)
         if phase == "sampling":
             note("or sample smaller images (--w 512 --h 512 in the prompt file), or remove --sample_prompts")
-        if (file := retry_request.path()) is not None and step is not None:
-            resume_from = str(state) if state is not None and step.saving.resumes else None
-            retry_request.write(file, {"changes": dict(step.changes), "description": step.saving.what, "state": resume_from})
-
-    def _save(self, phase: Phase) -> Path | None:
-        """Save the state after the last complete step; return its folder, or None if the weights may have changed since."""
-        fused = any(getattr(self.args, name, None) for name in _FUSED)
-        current = resume.position()
-        if phase not in ("forward", "backward", "sampling") or fused or self.snapshot is None or current is None:
+        if (file := retry_request.path()) is None or step is None:
             return None
-        state = rolling_state(Path(self.args.output_dir), self.args.output_name, self.snapshot.step)
+        resume_from = str(state) if state is not None and step.saving.resumes else None
+        request: RetryRequest = {
+            "changes": dict(step.changes),
+            "description": step.saving.what,
+            "state": resume_from,
+        }
+        retry_request.write(file, request)
+        return request
+
+    def _can_save(self, phase: Phase) -> bool:
+        """Return whether the weights are still those after the last complete step."""
+        fused = any(getattr(self.args, name, None) for name in _FUSED)
+        return phase in ("forward", "backward", "sampling") and not fused and self.snapshot is not None
+
+    def _save(self) -> Path | None:
+        """Save the state after the last complete step; return its folder, or None if that failed.
+
+        With several processes all call this, and the first one saves.
+        """
+        current, snapshot, watch = resume.position(), self.snapshot, ranks.watch()
+        if snapshot is None or current is None:
+            return None
+        if watch is None:
+            return self._write(current, snapshot, None)
+        watch.share(f"{_PART}{watch.rank}", [snapshot.step, snapshot.part()])
+        if watch.rank != 0:
+            saved = watch.fetch(_SAVED, ranks.SAVING_TIMEOUT)
+            return Path(saved) if saved else None
+        shared = [watch.fetch(f"{_PART}{rank}", _PART_TIMEOUT) for rank in range(self.accelerator.num_processes)]
+        state = self._write(current, snapshot, [part for step, part in filter(None, shared) if step == snapshot.step])
+        watch.share(_SAVED, str(state) if state is not None else "")
+        return state
+
+    def _write(self, current: resume.Position, snapshot: resume.Snapshot, parts: list[dict[str, Any]] | None) -> Path | None:
+        state = rolling_state(Path(self.args.output_dir), self.args.output_name, snapshot.step)
         if state.is_dir() and state.stat().st_mtime >= self.began:  # not an earlier run's
             return state
         try:
-            current.restore(self.snapshot)
+            current.restore(snapshot, parts)
             current.fix_random_state()
             with fail_fast():
                 self.accelerator.save_state(str(state))
         except (Exception, SystemExit) as problem:  # a full disk or NaN weights must not prevent the advice
             warn(f"could not save the state: {type(problem).__name__}: {problem}")
             return None
-        note(f"no steps lost: state after step {self.snapshot.step} saved in {state}")
+        note(f"no steps lost: state after step {snapshot.step} saved in {state}")
         return state
 
     def _newest_state(self) -> Path | None:

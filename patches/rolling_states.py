@@ -17,7 +17,7 @@ from kohya_ext.console import note, warn
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import resume, run_record
+from kohya_ext.run import ranks, resume, run_record
 from kohya_ext.run.atomic_write import DiskFullError, fail_fast, remove_atomically
 from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
 
@@ -55,24 +55,15 @@ class _Rolling(TrainingCallback):
         if not accelerator.sync_gradients:
             return
         self.step += 1
-        if not self._is_due(accelerator):
+        # Clocks differ between processes, so any of them decides.
+        if not ranks.largest(accelerator, time.monotonic() - self.last >= self.every):
             return
-        accelerator.wait_for_everyone()
         if (current := resume.position()) is not None:
             current.gather()
         sharded = str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP")
         if accelerator.is_main_process or sharded:
             self._save(accelerator)
         self.last = time.monotonic()
-
-    def _is_due(self, accelerator: Accelerator) -> bool:
-        due = time.monotonic() - self.last >= self.every
-        if accelerator.num_processes == 1:
-            return due
-        import torch
-
-        # Clocks differ between processes, so the first process decides.
-        return bool(accelerator.gather(torch.tensor([due], device=accelerator.device, dtype=torch.int32))[0].item())
 
     def _save(self, accelerator: Accelerator) -> None:
         current = resume.position()

@@ -2,7 +2,7 @@
 
 Upstream finishes each of these runs, and the saved file has no effect or a wrong one: a network that matches no module of the
 U-Net, a learning rate of zero, the base model in the optimizer along with the LoRA, adapters on another device, weights
-without gradients, or several processes that do not communicate.
+without gradients, or several processes that do not communicate or step before they do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from kohya_ext.patching.types import Accelerator
 #: SDXL, Lumina 2 and --clip_skip do not use the last layers of text encoders, so the LoRA of these layers has no gradient.
 _TEXT_ENCODER_PREFIX = "lora_te"
 
+_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
 
 @dataclass
 class _Check(TrainingCallback):
@@ -37,7 +39,7 @@ class _Check(TrainingCallback):
         if self.checked:
             return
         self.checked = True
-        problems = [*_between_processes(accelerator), *_in_optimizers(accelerator), *self._in_network(accelerator)]
+        problems = [*_between_processes(self.args, accelerator), *_in_optimizers(accelerator), *self._in_network(accelerator)]
         if problems:
             stop("\n".join([*problems, "stopped before the first step; --disable_patch training_sanity_check skips this"]))
 
@@ -92,7 +94,14 @@ def _check_dataset(original: Any, settings: Settings) -> Any:
     return generate_dataset_group_by_blueprint
 
 
-def _between_processes(accelerator: Accelerator) -> Iterator[str]:
+def _between_processes(args: Namespace, accelerator: Accelerator) -> Iterator[str]:
+    # DistributedDataParallel averages a gradient after the hooks in which these optimizers step and free it.
+    fused = [name for name in _FUSED if getattr(args, name, None)]
+    if fused and accelerator.num_processes > 1:
+        yield (
+            f"--{fused[0]} steps before the processes have averaged their gradients, so each would train its own weights; "
+            "remove it or use one process"
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and accelerator.num_processes == 1:
         yield (

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
 from kohya_ext.config.settings import flags, switched_on, variables
 from kohya_ext.console import progress
+from kohya_ext.gpu import attention
 from kohya_ext.launch.session import begin
 from kohya_ext.patching.patch import Outcome, Patch, Patcher, Target, apply_needed
 from kohya_ext.sdscripts.checkouts import UPSTREAM, Checkout, candidates, find
@@ -81,6 +83,7 @@ def examine(checkout: Checkout | None) -> dict[str, Any]:
         "system": platform.platform(),
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "device": device,
+        "attention": _attention() if device["kind"] == "cuda" else {},
         "compile": _compile(device["kind"]),
         "environment": _environment(),
         "sd_scripts": _checkout(checkout),
@@ -117,6 +120,20 @@ def _device() -> dict[str, Any]:
         return {"kind": "mps"}
     built = f"built for CUDA {torch.version.cuda}, no usable GPU" if torch.version.cuda else "a CPU build"
     return {"kind": "cpu", "why": f"torch {torch.__version__} is {built}"}
+
+
+def _attention() -> dict[str, dict[str, str]]:
+    """Return {dtype: {head dimension, with and without a mask: kernel}}."""
+    import torch
+
+    shapes = [attention.Shape(head, masked) for head in sorted({*chain(*attention.HEADS.values())}) for masked in (False, True)]
+    return {
+        dtype: {
+            f"{shape.head}{' with a mask' * shape.masked}": attention.kernel(shape, getattr(torch, dtype), "cuda")
+            for shape in shapes
+        }
+        for dtype in ("bfloat16", "float16", "float32")
+    }
 
 
 def _compile(device: str) -> dict[str, Any]:
@@ -198,6 +215,8 @@ def _show_facts(console: Console, report: Mapping[str, Any]) -> None:
     facts.add_row("system", report["system"])
     facts.add_row("packages", ", ".join(f"{name} {version}" for name, version in report["packages"].items()))
     facts.add_row("device", escape(_device_words(report["device"])))
+    if report["attention"]:
+        facts.add_row("attention", escape(_attention_words(report["attention"])))
     facts.add_row("compiling", escape(_compile_words(report["compile"])))
     variables = ", ".join(f"{name}={value}" for name, value in report["environment"]["variables"].items())
     armed = "armed" if report["environment"]["arms_plain_starts"] else "not armed; set KOHYA_EXT=1 or use the launcher"
@@ -271,6 +290,17 @@ def _device_words(device: Mapping[str, Any]) -> str:
         f"{device['memory_free'] / gib:.1f} of {device['memory_total'] / gib:.1f} GiB free"
         + ("" if device["bf16"] else ", no bf16: use --mixed_precision fp16")
     )
+
+
+def _attention_words(kernels: Mapping[str, Mapping[str, str]]) -> str:
+    parts = []
+    for dtype, by_shape in kernels.items():
+        without, masked = (
+            " or ".join(dict.fromkeys(kernel for shape, kernel in by_shape.items() if shape.endswith("mask") == has_mask))
+            for has_mask in (False, True)
+        )
+        parts.append(f"{dtype} {without}" + (f", {masked} with a mask" if masked != without else ""))
+    return "; ".join(parts)
 
 
 def _compile_words(compiling: Mapping[str, Any]) -> str:

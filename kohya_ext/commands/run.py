@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kohya_ext import __version__, commands
-from kohya_ext.config.command_line import CommandLine, launcher_options, option_words, without_secrets
+from kohya_ext.config.command_line import CommandLine, launcher_options, option_words
 from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import MASTER_SWITCH, Settings, add_to, boolean, checked, flags, from_environment, options
 from kohya_ext.errors import UserError, did_you_mean
-from kohya_ext.launch import oom_retry
-from kohya_ext.launch.accelerate_signals import pass_signals_on
+from kohya_ext.launch import oom_retry, processes
 from kohya_ext.launch.autoload import watch
 from kohya_ext.planning import automatic
 from kohya_ext.run import journal, retry_request
-from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
 HELP = """\
@@ -46,7 +42,7 @@ options, before SCRIPT or after it:
   recovery    --save_state_every_n_minutes, --stop_file, --keep_previous
   monitoring  --profile_steps, --notify, --journal_file
   training    --ema, --adaptive_lr, --nan_patience
-  start       --sd_scripts, --num_processes, --multi_gpu, --accelerate_config
+  start       --sd_scripts, --num_processes, --num_machines, --accelerate_config
   patches     --disable_patch; --report FILE writes what was applied
   general     --help, --version
 
@@ -83,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
     elif own:
         raise UserError(f"{MASTER_SWITCH}=0 turns the extension off, but {own[0]} is set; remove one of the two")
 
-    if settings.num_processes is not None or settings.multi_gpu or settings.accelerate_config is not None:
-        return _launch_with_accelerate(settings, checkout, script, arguments)
+    if processes.are_wanted(settings):
+        return processes.launch(settings, checkout, script, arguments)
     _run(checkout, script, arguments, switched_off)
     return 0
 
@@ -142,24 +138,3 @@ def _run(checkout: Checkout, script: Path, arguments: Sequence[str], switched_of
         journal.set_exit_code(end.code)
         raise
     journal.set_exit_code(0)
-
-
-def _launch_with_accelerate(settings: Settings, checkout: Checkout, script: Path, arguments: Sequence[str]) -> int:
-    if importlib.util.find_spec("accelerate") is None:
-        raise UserError("several processes need accelerate; run `pip install accelerate` or remove --num_processes")
-    # Not accelerate.commands.launch: as __main__, kohya_ext.launch.accelerate_signals could not patch that module.
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    if settings.accelerate_config is not None:
-        command += ["--config_file", str(settings.accelerate_config)]
-    if settings.num_processes is not None:
-        command += ["--num_processes", str(settings.num_processes)]
-    if settings.multi_gpu:
-        command += ["--multi_gpu"]
-    arguments, variables = without_secrets(arguments)  # accelerate prints the command line of a run that fails
-    command += ["-m", "kohya_ext", str(script), *arguments]
-    environ = {MASTER_SWITCH: "1", **os.environ, **variables, checkouts.VARIABLE: str(checkout.path)}
-    if os.name == "posix":
-        os.execve(sys.executable, command, environ)  # the same process, so signals and the exit code need no forwarding
-    process = subprocess.Popen(command, env=environ)
-    with pass_signals_on(process):
-        return process.wait()

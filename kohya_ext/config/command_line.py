@@ -28,6 +28,7 @@ from kohya_ext.config.settings import (
     negated_flags,
     options,
     secrets,
+    variables,
 )
 from kohya_ext.config.user_files import ConfigFile, read_config_file, read_dataset_config, subsets
 from kohya_ext.errors import UserError
@@ -227,6 +228,11 @@ class CommandLine:
         return f"cd {folder} && {chosen}{line}"
 
 
+LAUNCHED = "KOHYA_EXT_LAUNCHED"
+"""The environment variable of processes that the extension has started with accelerate, and whose command lines repeat the
+launcher's options."""
+
+
 @functools.cache
 def _own_parser() -> QuietParser:
     """Return a parser for the extension's options, which no caller may change."""
@@ -282,9 +288,18 @@ def of_this_process() -> CommandLine:
     return CommandLine(script, tuple(sys.argv[1:]), os.environ, launcher=launcher)
 
 
-def restart_line(changes: Mapping[str, object]) -> str:
-    """Return a shell line that restarts this process's run through the launcher with arguments changed."""
-    return of_this_process().with_(changes).shell_line()
+def restart_line(changes: Mapping[str, object], command: CommandLine | None = None) -> str:
+    """Return a shell line that restarts this process's run through the launcher with arguments changed.
+
+    For one of several processes that the extension has not launched it is a description, because the command line of the
+    process does not include the options of accelerate. ``command``: the run's command line to print, if not as it is.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or LAUNCHED in os.environ:
+        return (command or of_this_process()).with_(changes).shell_line()
+    printed = set(variables()) - {option.variable for option in secrets().values()}
+    switches = [f"{name}={quoted_word(value)}" for name, value in sorted(os.environ.items()) if name in printed]
+    environment = f", with {' '.join(switches)} in the environment" if switches else ""
+    return f"the same command with {quoted(option_words(changes))}{environment}"
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

@@ -75,6 +75,13 @@ def count(value: object) -> int:
     return number
 
 
+def whole_number(value: object) -> int:
+    """Read a whole number, 0 or more. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not str(value).isdecimal():
+        raise ValueError(f"must be a whole number, 0 or more, not {value!r}")
+    return int(str(value))
+
+
 def one_of(*choices: str) -> Callable[[object], str]:
     """Return a reader of one of ``choices``; it raises ValueError for anything else."""
 
@@ -214,13 +221,45 @@ class Settings:
     )
     num_processes: int | None = _option(
         None,
-        "run `accelerate launch` with this many processes",
+        "run `accelerate launch` with this many processes in all, one for each GPU",
         count,
         metavar="N",
         environment=None,
         scope="launcher",
     )
     multi_gpu: bool = _option(False, "run `accelerate launch --multi_gpu`", boolean, environment=None, scope="launcher")
+    num_machines: int | None = _option(
+        None,
+        "train on this many machines: start the same command on each, with its own --machine_rank",
+        count,
+        metavar="N",
+        environment=None,
+        scope="launcher",
+    )
+    machine_rank: int | None = _option(
+        None,
+        "number of this machine, from 0; the first one saves",
+        whole_number,
+        metavar="N",
+        environment=None,
+        scope="launcher",
+    )
+    main_process_ip: str | None = _option(
+        None,
+        "address of the first machine, for --num_machines",
+        name,
+        metavar="ADDRESS",
+        environment=None,
+        scope="launcher",
+    )
+    main_process_port: int | None = _option(
+        None,
+        "free port of the first machine, for --num_machines",
+        count,
+        metavar="PORT",
+        environment=None,
+        scope="launcher",
+    )
     accelerate_config: Path | None = _option(
         None,
         "run `accelerate launch` with this config file",

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from kohya_ext.estimate.events import Event
+from kohya_ext.estimate.events import RELEASE, Event
 
 _KIB, _MIB = 2**10, 2**20
 #: Every size is a multiple of this.
@@ -87,6 +87,9 @@ class CachingAllocator:
     def replay(self, events: Iterable[Event]) -> None:
         """Replay a log of events."""
         for event in events:
+            if event.phase == RELEASE:
+                self.release_unused()
+                continue
             if event.bytes > 0:
                 self.allocate(event.storage, event.bytes)
             elif event.bytes < 0:

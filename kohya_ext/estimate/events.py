@@ -26,8 +26,15 @@ class Kind(str, Enum):
     WORKSPACE = "workspaces"
 
 
+#: The phase of an event that returns unused segments to the driver: ``torch.cuda.empty_cache``.
+RELEASE = "release"
+
+
 class Event(NamedTuple):
-    """An allocation (``bytes`` > 0) or a free (< 0) of a storage; 0 marks the first use of optimizer state in a step."""
+    """An allocation (``bytes`` > 0) or a free (< 0) of a storage.
+
+    0 marks the first use of optimizer state in a step. In the phase :data:`RELEASE` the event is about no storage.
+    """
 
     storage: int
     bytes: int

@@ -50,7 +50,7 @@ def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
     from kohya_ext.estimate import activation_budgets
 
     _check_supported(memory_config.read(command)[0])
-    settings = _compiling_with(activation_budgets.BACKEND, command.settings).with_(gradient_checkpointing_ratio=None)
+    settings = _compiling_with(activation_budgets.BACKEND, command.settings, 0.0).with_(gradient_checkpointing_ratio=None)
     set_budget(1.0)
     with _prepared(checkout, settings):
         config, arguments, trainer = read(checkout, command)
@@ -72,13 +72,13 @@ def tracing(settings: Settings, config: MemoryConfig) -> Settings:
 
     budget = config.activation_memory_budget
     set_budget(1.0 if budget is None else budget)
-    return _compiling_with(BACKEND, settings)
+    return _compiling_with(BACKEND, settings, budget)
 
 
-def _compiling_with(backend: str, settings: Settings) -> Settings:
+def _compiling_with(backend: str, settings: Settings, budget: float | None) -> Settings:
     return settings.with_(
         selective_torch_compile=True, compile_backend=backend, compile_mode="default", compile_dynamic="false",
-        activation_memory_budget=None,
+        activation_memory_budget=budget,
     )  # fmt: skip
 
 

@@ -215,10 +215,12 @@ def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
 def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
     """Return the configuration from a script's parsed arguments and the extension's settings.
 
-    Raises UserError for a script that cannot be estimated (ControlNet, LLLite, textual inversion, LECO).
+    Raises UserError for a script that cannot be estimated (ControlNet, LLLite, textual inversion, LECO), and for an 8-bit base.
     """
     if command.name not in FAMILIES:
         raise UserError(f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
+    if command.settings["base_precision"] is not None:
+        raise UserError("a run with --base_precision cannot be estimated; remove it for the estimate with the usual base")
     known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():

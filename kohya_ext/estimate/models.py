@@ -292,8 +292,12 @@ def _anima(config: MemoryConfig) -> Models:
     )
 
 
+#: Assumed tokens of HunyuanImage's captions, which have 1,024 at most. A batch has the length of its longest caption.
+HUNYUAN_CAPTION_TOKENS = 256
+
+
 def _hunyuan_image(config: MemoryConfig) -> Models:
-    """Build HunyuanImage 2.1, for captions of 256 tokens with 128 bytes of quoted text."""
+    """Build HunyuanImage 2.1, for captions with 128 bytes of quoted text."""
     models, util = (
         importlib.import_module("library.hunyuan_image_models"),
         importlib.import_module("library.fp8_optimization_utils"),
@@ -323,7 +327,7 @@ def _hunyuan_image(config: MemoryConfig) -> Models:
     cast(letters, torch.bfloat16)  # upstream uses fp16, of the same size, which CPU autocast does not support
     vae = importlib.import_module("library.hunyuan_image_vae").HunyuanVAE2D(chunk_size=config.vae_chunk_size)
     cast(vae, torch.float16)
-    caption, quoted, scale = 256, loader.BYT5_MAX_LENGTH, vae.ffactor_spatial
+    caption, quoted, scale = HUNYUAN_CAPTION_TOKENS, loader.BYT5_MAX_LENGTH, vae.ffactor_spatial
     ignored = loader.PROMPT_TEMPLATE_ENCODE_START_IDX
     width, height = size(config)
     return Models(

@@ -38,26 +38,33 @@ def replay(caching: Mapping[str, Log], step: Log | None = None) -> dict[str, Mem
     memory = {}
     numbers = 0  # of the storages in the logs so far
     workspace: list[int] = []
+    late: set[int] = set()
     for name, log in caching.items():
         allocator.replay(_numbered(_without(log.events, _workspaces(log) if workspace else ()), numbers))
         memory[name] = Memory(allocator.reserved, {name: max(allocator.peaks.values())})
         workspace = workspace or [numbers + number for number in _workspaces(log)]
+        late = {numbers + event.storage for event in log.events[: log.start]} if log.leaves_late else set()
         numbers += len(log.kinds)
-        allocator.keep(workspace)
+        allocator.keep({*workspace, *late})
         allocator.release_unused()
     if step is None:
         return memory
-    replay_steps(allocator, step, bool(workspace), numbers)
+    replay_steps(allocator, step, bool(workspace), numbers, late)
     return {**memory, "step": Memory(allocator.reserved, allocator.peaks)}
 
 
-def replay_steps(allocator: CachingAllocator, step: Log, has_workspace: bool = False, first: int = 0) -> None:
+def replay_steps(
+    allocator: CachingAllocator, step: Log, has_workspace: bool = False, first: int = 0, late: Iterable[int] = ()
+) -> None:
     """Replay loading and the first steps of a run. Storages are numbered from ``first``.
 
-    ``has_workspace``: whether caching has left cuBLAS's workspace of the main thread.
+    ``has_workspace``: whether caching has left cuBLAS's workspace of the main thread. ``late``: the storages of models that
+    cached outputs and leave after loading.
     """
     parts = _parts(step, has_workspace)
     allocator.replay(_numbered(parts.loaded, first))
+    for storage in late:
+        allocator.free(storage)
     allocator.release_unused()
     allocator.peaks.clear()
     events = _numbered(parts.steps(STEPS), first)

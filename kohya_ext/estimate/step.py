@@ -24,6 +24,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate.autocast import cuda_rules
 from kohya_ext.estimate.compiled import logging_to, traceable
 from kohya_ext.estimate.events import Event, Kind
+from kohya_ext.estimate.linear import bias_in_place
 from kohya_ext.estimate.memory_config import MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
 from kohya_ext.estimate.recording import RecordedPasses, Recording
@@ -53,6 +54,8 @@ class Log:
     """Logs of work between steps, by phase."""
     recording: Recording | None = None
     """The passes that CUDA graphs record; None without them."""
+    leaves_late: bool = False
+    """Whether the models of caching leave GPU memory only after the trained model is loaded."""
 
 
 @dataclass
@@ -75,6 +78,9 @@ class Training:
     """Modules in GPU memory during the step."""
     average: list[torch.Tensor] = field(default_factory=list)
     """Averages of the trained weights, if they are in GPU memory (patches/ema.py)."""
+    batch: Batch | None = None
+    """The last step's batch. Like its loss, it is in GPU memory until the next step's."""
+    loss: torch.Tensor | None = None
 
 
 class _Dataset:
@@ -153,7 +159,7 @@ def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: Network
             batch = max(config.vae_batch_size, 1)
 
             def encode_images() -> Any:
-                images = _images(config, batch).to(next(models.vae.parameters()).dtype)
+                images = _images(config, batch, next(models.vae.parameters()).dtype)  # cast on the host
                 return trainer.encode_images_to_latents(arguments, models.vae, images)
 
             loaded = [(models.vae, Kind.VAE)]
@@ -176,7 +182,9 @@ def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: Network
             if config.lowram:
                 # Upstream moves the VAE to the host after caching latents.
                 loaded += [(models.unet, Kind.WEIGHT), *([] if config.cache_latents else [(models.vae, Kind.VAE)])]
-            logs["caching text encoder outputs"] = _log_caching(loaded, encode_captions)
+            caching = _log_caching(loaded, encode_captions)
+            # sdxl_train.py moves the text encoders to the host after it has prepared the U-Net.
+            logs["caching text encoder outputs"] = replace(caching, leaves_late=config.script == "sdxl_train.py")
     return logs
 
 
@@ -186,7 +194,8 @@ def _log_caching(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) 
             tracker.mark(_tensors(module), kind)
         start = len(tracker.events)
         work()
-    return Log(tracker.events, tracker.kinds, start, tracker.flops)
+        events = [*tracker.events]  # without the models' own frees
+    return Log(events, tracker.kinds, start, tracker.flops)
 
 
 # --- preparation, as in the scripts ----------------------------------------------------------------------------------
@@ -468,16 +477,19 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     """Allocate everything in GPU memory before a step, including optimizer state; return the number of events."""
     config, optimizer = training.config, training.optimizer
     swapped = training.models.blocks(config.blocks_to_swap or 0)
-    _hook_where_blocks_move(training.models.unet, swapped)
+    lists = _lists_of(swapped, training.models.unet)
+    _hook_where_blocks_move(lists, swapped)
     for module, kind in training.resident:
-        tracker.mark(_tensors(module, swapped), kind)
-        if module is training.models.unet:
-            for block in swapped:
-                # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's weights
-                # (custom_offloading_utils.py).
+        tracker.mark(_tensors(module, lists), kind)
+        for blocks in lists if module is training.models.unet else ():
+            for block in blocks:
                 tracker.mark(_tensors(block), kind)
-                weights = (getattr(part, "weight", None) for part in block.modules())
-                tracker.offload(weight for weight in weights if isinstance(weight, torch.Tensor))
+                if block in swapped:
+                    # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's
+                    # weights (custom_offloading_utils.py).
+                    weights = (getattr(part, "weight", None) for part in block.modules())
+                    tracker.offload(weight for weight in weights if isinstance(weight, torch.Tensor))
+            tracker.release_unused()
     loaded = len(tracker.events)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
     # Keep the optimizer state, drop the gradients that created it.
@@ -492,7 +504,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if config.ema:
         training.average = [torch.empty(weight.shape) for weight in training.trained if weight.requires_grad]
         tracker.mark(training.average, Kind.AVERAGE)
-    if config.gradient_accumulation_steps > 1:
+    if config.gradient_accumulation_steps > 1 and config.cuda_graphs:  # only its last micro-step is logged
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
     for parameter in training.trained:
@@ -503,8 +515,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     gc.collect()
     paged = config.optimizer_type.lower().startswith("paged")
     start = tracker.compact(loaded, (value for tensors in states for value in tensors) if paged else ())
-    if not paged:
-        tracker.expect_first_use(states)
+    for part in () if paged else optimizer.parts if isinstance(optimizer, MultipleOptimizers) else (optimizer,):
+        tracker.expect_first_use(part)
     return start
 
 
@@ -518,28 +530,36 @@ def _copied_bytes(training: Training) -> int:
     return 4 * sum(int(weight.nbytes) for weight in weights if isinstance(weight, torch.Tensor))
 
 
-def _hook_where_blocks_move(unet: Any, swapped: Sequence[Any]) -> None:
+def _lists_of(swapped: Sequence[Any], unet: Any) -> list[Any]:
+    """Return the lists of blocks that have swapped ones."""
+    lists = (module for module in unet.modules() if isinstance(module, torch.nn.ModuleList))
+    return [blocks for blocks in lists if any(block in swapped for block in blocks)]
+
+
+def _hook_where_blocks_move(lists: Iterable[Any], swapped: Sequence[Any]) -> None:
     """Add a hook to each block whose backward pass moves swapped blocks or waits for them (custom_offloading_utils.py).
 
     Such a block keeps the gradient of its output until its backward pass ends.
     """
-    for blocks in unet.modules():
-        count = sum(block in swapped for block in blocks.children())
-        if isinstance(blocks, torch.nn.ModuleList) and count:
-            moving = range(len(blocks) - 1 - count, len(blocks) - 1)
-            for index in {*moving, *range(1, count + 1)} & {*range(len(blocks))}:
-                blocks[index].register_full_backward_hook(lambda *_: None)
+    for blocks in lists:
+        count = sum(block in swapped for block in blocks)
+        moving = range(len(blocks) - 1 - count, len(blocks) - 1)
+        for index in {*moving, *range(1, count + 1)} & {*range(len(blocks))}:
+            blocks[index].register_full_backward_hook(lambda *_: None)
 
 
 def run_step(training: Training, tracker: Tracker) -> int:
-    """Run one step and return its FLOPs: with gradient accumulation the last micro-step, and the FLOPs of all micro-steps."""
+    """Run one step and return the FLOPs of all its micro-steps.
+
+    With gradient accumulation two micro-steps are logged: gradients are allocated in the first and added to in the others. Work
+    is counted in the last one. CUDA graphs record the passes of a single one.
+    """
+    if training.config.gradient_accumulation_steps > 1 and not training.config.cuda_graphs:
+        _run_passes(training, tracker)
+        tracker.work = Counter()
     before = tracker.flops
-    batch = make_batch(training)  # in GPU memory until the next one
-    loss = forward(training, batch)
-    tracker.mark_saved()
+    _run_passes(training, tracker)
     network = training.network
-    with tracker.during(BACKWARD):
-        training.accelerator.backward(loss)
     with tracker.during(STEP):
         if network is not None:
             training.trainer.all_reduce_network(training.accelerator, network)
@@ -547,15 +567,22 @@ def run_step(training: Training, tracker: Tracker) -> int:
         if not training.config.steps_in_backward:
             if training.config.max_grad_norm:
                 training.accelerator.clip_grad_norm_(training.trained, training.config.max_grad_norm)
-            if hasattr(network, "update_grad_norms"):  # FLUX's LoRA keeps the norms
+            if hasattr(network, "update_grad_norms"):  # of FLUX's LoRA
                 network.update_grad_norms()
                 network.update_norms()
             training.optimizer.step()
             training.optimizer.zero_grad(set_to_none=True)
         tracker.log_unused()
-        del loss, batch
         gc.collect()
     return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
+
+
+def _run_passes(training: Training, tracker: Tracker) -> None:
+    training.batch = make_batch(training)
+    training.loss = forward(training, training.batch)
+    tracker.mark_saved()
+    with tracker.during(BACKWARD):
+        training.accelerator.backward(training.loss)
 
 
 def _compile(training: Training) -> None:
@@ -677,7 +704,8 @@ def make_batch(training: Training) -> Batch:
     width, height = size(config)
     inputs: Batch = {"loss_weights": torch.ones(batch), **models.extras(batch)}
     if config.cache_latents:
-        inputs["latents"] = torch.zeros(batch, channels, height // scale, width // scale)
+        vae_dtype = training.vae_dtype if training.trainer.cast_vae(training.arguments) else next(models.vae.parameters()).dtype
+        inputs["latents"] = torch.zeros(batch, channels, height // scale, width // scale, dtype=vae_dtype)
     else:
         inputs["images"] = _images(config, batch)
     if config.cache_text_encoder_outputs:
@@ -687,9 +715,9 @@ def make_batch(training: Training) -> Batch:
     return inputs
 
 
-def _images(config: MemoryConfig, batch: int) -> torch.Tensor:
+def _images(config: MemoryConfig, batch: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     width, height = size(config)
-    return torch.zeros(batch, 3, height, width)
+    return torch.zeros(batch, 3, height, width, dtype=dtype)
 
 
 # --- fake tensors ---------------------------------------------------------------------------------------------------
@@ -697,9 +725,9 @@ def _images(config: MemoryConfig, batch: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[Assumptions]:
-    """Create fake tensors inside the block under CUDA's autocast rules, in ``mode`` or a new one."""
+    """Create fake tensors inside the block under CUDA's autocast rules and linear layers, in ``mode`` or a new one."""
     fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, cuda_rules(), Assumptions(fake if mode is None else None) as assumptions:
+    with fake, cuda_rules(), bias_in_place(), Assumptions(fake if mode is None else None) as assumptions:
         yield assumptions
 
 

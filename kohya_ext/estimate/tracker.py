@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from kohya_ext.estimate.events import Event, Kind
+from kohya_ext.estimate.events import RELEASE, Event, Kind
 from kohya_ext.estimate.reductions import buffer_bytes
 from kohya_ext.estimate.work import Counter
 
@@ -55,6 +56,20 @@ class _Storage:
     reference: weakref.ref[Any]
 
 
+class _State(defaultdict[Any, dict[str, Any]]):
+    """An optimizer's state that logs the first use of each parameter's."""
+
+    def __init__(self, tracker: Tracker, state: Mapping[Any, dict[str, Any]]) -> None:
+        super().__init__(dict, state)
+        self._tracker = tracker
+
+    def __getitem__(self, parameter: Any) -> dict[str, Any]:
+        """Return a parameter's state, which the first step creates here."""
+        values = super().__getitem__(parameter)
+        self._tracker.log_use(values.values())
+        return values
+
+
 @dataclass
 class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Logs allocations and frees as :class:`Event`, and counts FLOPs and kernels."""
@@ -75,8 +90,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     workspaces: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
     """cuBLAS's workspaces on each stream: of autograd's thread, which runs the backward pass (True), and of the main thread."""
     _paused: bool = False
-    _unused: dict[int, list[int]] = field(default_factory=dict)
-    """Optimizer state that the step has not used yet: key of a storage -> numbers of the storages created with it."""
+    _unused: dict[int, int] = field(default_factory=dict)
+    """Optimizer state that the step has not used yet: key of a storage -> its number."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -107,6 +122,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.events.append(Event(number, -storage.nbytes(), self.phase))
             self._live[id(storage)] = _Storage(number, weakref.ref(storage))
 
+    def release_unused(self) -> None:
+        """Log that unused segments return to the driver now."""
+        self.events.append(Event(len(self.kinds) - 1, 0, RELEASE))
+
     def mark_saved(self) -> None:
         """Mark the tensors alive after the forward pass as saved for backward. Call it before the backward pass."""
         for storage in self._live.values():
@@ -130,15 +149,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if func is DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
-        if self._unused:
-            self._log_first_use(args)
         accumulated = self._accumulated(func, args)
         result = self.run(func, args, kwargs)
         self._count(func, args, kwargs, result)
         if accumulated is not None:
             self._take_over(accumulated, result)
         is_flash = func is FLASH_ATTENTION_BACKWARD and kwargs.get("attn_mask") is None
-        copies = self._log_allocated(_copied_bytes(args[0])) if is_flash else ()
+        copies = self._log_allocated(*map(_copied_bytes, (args[0], args[4]))) if is_flash else ()
         if not self._paused:
             self.record(result, self._kind_of(func, args))
             if func in REDUCTIONS:
@@ -151,28 +168,27 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self._record(self.workspaces[handle], Kind.WORKSPACE)
         return result
 
-    def expect_first_use(self, states: Iterable[Sequence[Any]]) -> None:
-        """Log the first use of optimizer state from now on. Tensors in one sequence, a parameter's, are created together."""
-        for tensors in states:
-            keys = [key for key in (id(tensor.untyped_storage()) for tensor in tensors) if key in self._live]
-            numbers = [self._live[key].number for key in keys]  # one list, which _use empties
-            self._unused |= dict.fromkeys(keys, numbers)
+    def expect_first_use(self, optimizer: Any) -> None:
+        """Log the first use of an optimizer's state from now on: when the optimizer reads a parameter's."""
+        optimizer.state = _State(self, optimizer.state)
+        for values in optimizer.state.values():
+            keys = (id(tensor.untyped_storage()) for tensor in values.values() if isinstance(tensor, torch.Tensor))
+            self._unused |= {key: self._live[key].number for key in keys if key in self._live}
+
+    def log_use(self, tensors: Iterable[Any]) -> None:
+        """Log the first use of a parameter's state, if this is it."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self._use(id(tensor.untyped_storage()))
 
     def log_unused(self) -> None:
-        """Log the first use of all optimizer state that no operator has used, since a kernel outside torch did."""
+        """Log the first use of all optimizer state that has none yet."""
         for key in [*self._unused]:
             self._use(key)
 
-    def _log_first_use(self, args: Any) -> None:
-        for value in args:
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor):
-                    self._use(id(tensor.untyped_storage()))
-
     def _use(self, key: int) -> None:
-        numbers = self._unused.pop(key, [])
-        self.events += (Event(number, 0, self.phase) for number in numbers)
-        numbers.clear()  # the list of all storages created with this one
+        if (number := self._unused.pop(key, None)) is not None:
+            self.events.append(Event(number, 0, self.phase))
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -277,9 +293,13 @@ def _flash_attention_workspace(query: Any) -> tuple[int, int]:
     return 4 * rows, 4 * rows * -(-width // 32) * 32
 
 
-def _copied_bytes(gradient: Any) -> int:
-    """Return the bytes of the contiguous copy that CUDA's flash attention backward makes of its input; 0 without one."""
-    return 0 if gradient.is_contiguous() else int(gradient.numel() * gradient.element_size())
+def _copied_bytes(tensor: Any) -> int:
+    """Return the bytes of the copy that CUDA's flash attention backward makes of a gradient or an output; 0 without one.
+
+    Its kernel takes contiguous tensors of shape (batch, length, heads, width) (_flash_attention_backward in
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    """
+    return 0 if tensor.transpose(1, 2).is_contiguous() else int(tensor.numel() * tensor.element_size())
 
 
 @functools.cache

@@ -10,16 +10,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from types import FrameType
 from typing import Any
 
 from kohya_ext.config.settings import Settings
+from kohya_ext.console import error as print_error
 from kohya_ext.patching.patch import Patch, Patcher, Target
+from kohya_ext.run import ranks
 
 _HAS_SIGTERM = os.name == "posix"
+
+_PUBLISHING_TIMEOUT = 3.0
 
 _SHUTDOWN_TIMEOUT = 24 * 3600
 """Seconds that stopping processes may take. A second signal ends them immediately."""
@@ -52,7 +56,10 @@ def _plain(original: Any, settings: Settings) -> Any:
         except SignalException as error:
             raise SystemExit(128 + error.sigval) from None
         except ChildFailedError as error:
-            raise SystemExit(_exit_code(error.get_first_failure()[1].exitcode)) from None
+            rank, failed = error.get_first_failure()
+            if failed.exitcode < 0:  # the process could not print why it ended
+                print_error(f"{ranks.name(rank)} (process {failed.pid}) was ended by {_signal_name(failed.exitcode)}")
+            raise SystemExit(_exit_code(failed.exitcode)) from None
 
     return launcher
 
@@ -74,6 +81,35 @@ def _gentle(original: Any, settings: Settings) -> Any:
         return original(self, *args, **kwargs)
 
     return _shutdown
+
+
+def _telling(original: Any, settings: Settings) -> Any:
+    """Publish the failure of a process of this machine, before the launcher ends the others."""
+
+    @wraps(original)
+    def close(self: Any, *args: Any, **kwargs: Any) -> Any:
+        failures = getattr(self, "_failures", None)
+        if failures and not args and not kwargs:
+            first = next(iter(failures.values()))
+            _publish(self.envs[first.local_rank], first.exitcode)
+        return original(self, *args, **kwargs)
+
+    return close
+
+
+def _publish(environment: Mapping[str, str], code: int) -> None:
+    rank = int(environment.get("RANK", -1))
+    how = f"ended by {_signal_name(code)}" if code < 0 else f"ended with exit code {code}"
+    # The store may be on another machine that has failed. If that one restarts, its next store must not get this failure.
+    with suppress(KeyError, ValueError, RuntimeError):
+        ranks.publish(ranks.store(environment, _PUBLISHING_TIMEOUT), ranks.Failure(f"{ranks.name(rank)}: {how}", rank))
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 @contextmanager
@@ -121,6 +157,7 @@ PATCH = Patch(
             optional=True,
             body="runs",
         ),
+        Target("torch.distributed.elastic.multiprocessing.api", "PContext.close", _telling, optional=True, body="runs"),
     ),
     exactness="exact",
     held_to="the launcher without it, when no signal comes and no process fails",

@@ -52,6 +52,8 @@ class Target:
     """original -> why the patch does not recognize it, or None. An unrecognized original is not replaced."""
     layouts: frozenset[Layout] = KNOWN_LAYOUTS
     """The layouts of sd-scripts that have it."""
+    wanted: Callable[[Settings], bool] = lambda settings: True
+    """Whether the patch replaces it in a run with these settings."""
     optional: bool = False
     """Whether sd-scripts works without its package (LyCORIS, for example), or some versions lack the attribute."""
 
@@ -188,12 +190,12 @@ class Patcher:
             _armed.append(self)
         patches = self.all_patches()
         for patch in patches:
-            places = [(target.label, target.layouts) for target in patch.targets]
+            places = [(target.label, target.layouts, target.wanted(self.settings)) for target in patch.targets]
             if patch.callback_label is not None:
-                places.append((patch.callback_label, KNOWN_LAYOUTS))
-            for label, layouts in places:
+                places.append((patch.callback_label, KNOWN_LAYOUTS, True))
+            for label, layouts, wanted in places:
                 if (patch.name, label) not in self._applied:
-                    reason = self._reason_to_skip(patch, layouts, disabled)
+                    reason = self._reason_to_skip(patch, layouts, disabled) or (None if wanted else "not enabled")
                     status: Status = "waiting" if reason is None else "skipped"
                     self.outcomes[patch.name, label] = Outcome(patch.name, label, status, reason or "")
         for patch in sorted(patches, key=_stage):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import partial, wraps
@@ -60,6 +60,8 @@ class Stage(IntEnum):
     OBSERVE = auto()
     """Checks or measures the whole step, including the work of all other stages. Outermost, so that a failed check ends the
     run before anything has changed."""
+    VALIDATE = auto()
+    """Computes the validation loss between two steps. After OBSERVE, which must not count it as part of a step."""
 
 
 class TrainingCallback:
@@ -86,6 +88,12 @@ class TrainingCallback:
 
     def on_state_load(self, folder: Path) -> None:
         """Read from a saved state's folder before accelerate reads its files. Called in every process."""
+
+    def on_peer_failure(self, failure: Any) -> None:
+        """Save this process's part after another one has failed: a :class:`kohya_ext.run.ranks.Failure`.
+
+        Called in another thread, while the main thread may be waiting in a collective operation. The process then ends.
+        """
 
     def on_end(self) -> None:
         """Undo changes outside the run, such as signal handlers.
@@ -252,6 +260,11 @@ class TrainingLoop:
 def current(kind: type[C]) -> C | None:
     """Return the callback of a class in this process's run; None without a run or if its patch has no callback."""
     return _current.callback(kind) if _current is not None else None
+
+
+def callbacks() -> Sequence[TrainingCallback]:
+    """Return the callbacks of this process's run in the order of their stages; empty without a run."""
+    return tuple(_current.callbacks) if _current is not None else ()
 
 
 def program() -> Program:

@@ -58,6 +58,8 @@ class Accelerator(Protocol):
     scaler: Any
     """The gradient scaler of fp16 training; None without one."""
     is_main_process: bool
+    mixed_precision: str
+    """``no``, ``fp16`` or ``bf16``."""
     log: Callable[..., None]
     """Send values to the trackers."""
     num_processes: int

@@ -39,7 +39,7 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
         "arguments": options.check,
         "model files": partial(models.check, settings=settings),
-        "training set": data.check,
+        "training set": partial(data.check, settings=settings),
         "output folder": partial(output.check, settings=settings),
     }
     for subject, check in checks.items():

@@ -7,14 +7,24 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.preflight import abbreviated
 
-_OPTIONS = ("cache_latents_to_disk", "cache_text_encoder_outputs_to_disk", "in_json", "metadata_file")
+#: Options of upstream's caching, which ends with an error for a damaged file; ours creates the file again.
+_CREATED = ("cache_latents_to_disk", "cache_text_encoder_outputs_to_disk")
+
+#: Options of datasets that may consist of caches without images.
+_GIVEN = ("in_json", "metadata_file")
 
 
-def are_read(options: Mapping[str, Any]) -> bool:
-    """Return whether a run with these options reads cache files."""
-    return any(options.get(name) for name in _OPTIONS)
+def are_read(options: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether a run with these options reads cache files and fails when one is damaged."""
+    return any(options.get(name) for name in (*_GIVEN, *(_CREATED if settings["caching_workers"] == 0 else ())))
+
+
+def are_written(options: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether a run with these options writes cache files, and an index, to the folders of its images."""
+    return any(options.get(name) for name in _CREATED) and settings["caching_workers"] != 0
 
 
 def problems(folder: Path, stems: Collection[str]) -> Iterator[str]:

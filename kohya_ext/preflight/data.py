@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,16 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings, abbreviated, buckets, caches
 from kohya_ext.preflight.buckets import Buckets
+from kohya_ext.run.file_index import IMAGES, FileIndex
 
 #: Image suffixes that sd-scripts reads; the last two only with a plug-in.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
 
 #: Fraction of the training resolution's area below which an image is enlarged to more than twice its size.
 _SMALL_AREA = 0.25
+
+
+#: Checks in the index of a folder: an image's is followed by its size. Increase the numbers when a check changes.
+_IMAGE, _CAPTION = "image1:", "caption1"
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Subset:
         return buckets.of(self.options, self.resolution) if self.resolution is not None else None
 
 
-def check(script: Path, args: Namespace, findings: Findings) -> None:
+def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
     """Check every subset and its images; add the number of steps."""
     if getattr(args, "dataset_class", None):
         return  # the user's own code reads the data
@@ -59,14 +66,17 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
         if not subset.folder.is_dir():
             findings.errors.append(f"the dataset folder {subset.folder} does not exist")
             continue
-        files = sorted(file for file in subset.folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+        files = _images(subset.folder)
         if not files and not subset.regularisation:
             findings.errors.append(f"no images in {subset.folder} ({', '.join(IMAGE_SUFFIXES[:5])})")
-        sizes[subset.folder] = _check_images(subset, files, findings)
+        index = None
+        if caches.are_written(subset.options, settings):
+            index = FileIndex(IMAGES, (*IMAGE_SUFFIXES, subset.caption_extension.lower()))
+        sizes[subset.folder] = _check_images(subset, files, findings, index)
         if "control_net" not in script.name:
             _check_sizes(subset, sizes[subset.folder], findings)
-        _check_captions(subset, files, findings)
-        if caches.are_read(subset.options):
+        _check_captions(subset, files, findings, index)
+        if caches.are_read(subset.options, settings):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
     if any(sizes.values()) and not findings.errors:
         _add_steps(subsets, sizes, args, findings)
@@ -217,10 +227,29 @@ def _has_images(folder: Path) -> bool:
     return any(file.suffix.lower() in IMAGE_SUFFIXES for file in folder.iterdir())
 
 
-def _check_images(subset: Subset, files: list[Path], findings: Findings) -> list[tuple[int, int] | None]:
-    """Check every image; return their sizes in pixels (width, height), None where unknown."""
+def _images(folder: Path) -> list[Path]:
+    """Return the images of a folder in the order of their names. Takes a third of the time of ``Path.iterdir`` and a sort."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if _suffix(entry.name) in IMAGE_SUFFIXES and entry.is_file()]
+    return [folder / name for name in sorted(names)]
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _check_images(
+    subset: Subset, files: list[Path], findings: Findings, index: FileIndex | None
+) -> list[tuple[int, int] | None]:
+    """Check every image that is not in the index; return their sizes in pixels (width, height), None where unknown."""
+    passed = {file: size for file in files if (size := _known_size(file, index)) is not None}
+    unknown = [file for file in files if file not in passed]
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(check_image, files))
+        checked = dict(zip(unknown, pool.map(check_image, unknown), strict=True))
+    if index is not None:
+        sound = ((file, size) for file, (problem, size) in checked.items() if problem is None and size is not None)
+        index.add_all((str(file), f"{_IMAGE}{size[0]}x{size[1]}") for file, size in sound)
+    results = [checked[file] if file in checked else (None, passed[file]) for file in files]
     small = 0
     for (problem, size), file in zip(results, files, strict=True):
         if problem is not None:
@@ -238,6 +267,15 @@ def _check_images(subset: Subset, files: list[Path], findings: Findings) -> list
             f"{subset.folder}: images with the same name share their caption and cache: {abbreviated(duplicates)}"
         )
     return [size for _, size in results]
+
+
+def _known_size(file: Path, index: FileIndex | None) -> tuple[int, int] | None:
+    """Return the size of an image that has passed the check; None if the index does not have it."""
+    for check in index.passed(str(file)) if index is not None else ():
+        if check.startswith(_IMAGE):
+            width, _, height = check.removeprefix(_IMAGE).partition("x")
+            return int(width), int(height)
+    return None
 
 
 def _check_sizes(subset: Subset, sizes: list[tuple[int, int] | None], findings: Findings) -> None:
@@ -312,12 +350,17 @@ def _has_valid_end(file: Path, kind: str | None) -> bool:
     return False
 
 
-def _check_captions(subset: Subset, files: list[Path], findings: Findings) -> None:
+def _check_captions(subset: Subset, files: list[Path], findings: Findings, index: FileIndex | None) -> None:
     if subset.has_metadata_file or subset.regularisation:
         return
-    missing, empty, unreadable = [], [], []
+    missing: list[str] = []
+    unreadable: list[str] = []
+    empty: list[Path] = []
+    sound: list[Path] = []
     for file in files:
-        caption = file.with_suffix(subset.caption_extension)
+        caption = Path(os.path.splitext(file)[0] + subset.caption_extension)
+        if index is not None and index.has_passed(str(caption), _CAPTION):
+            continue
         try:
             text = caption.read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -325,12 +368,13 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings) -> No
         except OSError:
             missing.append(file.name)
         else:
-            if not text:
-                empty.append(caption.name)
+            (sound if text else empty).append(caption)
+    if index is not None:
+        index.add_all((str(caption), _CAPTION) for caption in sound)
     if unreadable:
         findings.errors.append(f"{subset.folder}: captions that are not UTF-8: {abbreviated(unreadable)}")
     if empty:
-        findings.errors.append(f"{subset.folder}: empty captions: {abbreviated(empty)}")
+        findings.errors.append(f"{subset.folder}: empty captions: {abbreviated([caption.name for caption in empty])}")
     if not missing:
         return
     fallback = f"the caption {subset.class_tokens!r}" if subset.class_tokens else "an empty caption"

@@ -66,7 +66,6 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
     """Check optimizer, scheduler and network, then the combinations of arguments."""
     _check_optimizer(args, findings)
     _check_rates(args, findings)
-    _check_attention(script, args, findings)
     if not _is_schedule_free(args):
         _check_scheduler(args, findings)
     if _NETWORK in script.name:
@@ -132,14 +131,6 @@ def _check_rates(args: Namespace, findings: Findings) -> None:
             f"a learning rate of {highest:g} moves every weight by about that much in each step of {name}, which destroys a "
             "model. Use --learning_rate 1e-4 for a LoRA or 1e-5 for a fine-tune"
         )
-
-
-def _check_attention(script: Path, args: Namespace, findings: Findings) -> None:
-    # The other scripts accept the option and still use PyTorch's attention.
-    family = families.of(script.name, vars(args))
-    used = family is not None and (family.unet or (family.attn_mode and script.name == family.lora))
-    if used and getattr(args, "xformers", False) and importlib.util.find_spec("xformers") is None:
-        findings.errors.append("--xformers: the package xformers is not installed. Use --sdpa, PyTorch's attention, instead")
 
 
 def _check_scheduler(args: Namespace, findings: Findings) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import shutil
 import socket
 import threading
@@ -88,8 +89,23 @@ def truncated(name: str) -> str:
 
 def _partial(final: Path) -> Path:
     """Return a temporary path that no other writer uses."""
-    host = "".join(filter(str.isalnum, socket.gethostname()))[:16] or "host"
-    return final.with_name(f"{truncated(final.name)}.{host}-{os.getpid()}-{next(_numbers)}{PARTIAL}")
+    return final.with_name(f"{truncated(final.name)}.{_host()}-{os.getpid()}-{next(_numbers)}{PARTIAL}")
+
+
+def _host() -> str:
+    return "".join(filter(str.isalnum, socket.gethostname()))[:16] or "host"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files in a folder that processes of this machine left when they were killed."""
+    import psutil
+
+    owner = re.compile(rf".+\.{_host()}-(\d+)-\d+{re.escape(PARTIAL)}")
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for name in [entry.name for entry in entries if entry.name.endswith(PARTIAL)]:
+            if (match := owner.fullmatch(name)) is not None and not psutil.pid_exists(int(match.group(1))):
+                with contextlib.suppress(OSError):  # another process has removed it
+                    os.remove(folder / name)
 
 
 def preserve(path: Path) -> None:

@@ -9,7 +9,9 @@ Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 - ``start``: command line, versions, GPU and predictions, before the models are loaded;
 - ``training``: numbers of images, buckets and steps, before the first step;
 - ``step``: an optimizer step;
+- ``ranks``: memory and times of all processes of the run, twice a minute;
 - ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``, ``warning``: events;
+- ``validation``: the mean loss of the images of --validation_split in a fine-tuning script;
 - ``profile``: where the time of the steps of --profile_steps goes;
 - ``check``: the newest model, with ``file``, ``problems`` and ``summary``;
 - ``end``: status, reason and exit code.
@@ -135,12 +137,13 @@ Listener = Callable[[Mapping[str, Any]], None]
 _listeners: list[Listener] = []
 _current: Journal | None = None
 _exit_code: int | None = None
+_finish: Callable[[], None] | None = None
 
 
-def begin(journal: Journal | None) -> None:
-    """Set the journal of this process's run; None ends it."""
-    global _current
-    _current = journal
+def begin(journal: Journal | None, on_finish: Callable[[], None] | None = None) -> None:
+    """Set the journal of this process's run; None ends it. ``on_finish`` writes the last line."""
+    global _current, _finish
+    _current, _finish = journal, on_finish
     console.on_warning = None if journal is None else _on_warning
 
 
@@ -189,6 +192,12 @@ def sampled(path: Path) -> None:
 def files_written() -> int:
     """Return the number of models, states and samples of this process's run so far; 0 without a journal."""
     return 0 if _current is None else _current.files
+
+
+def finish() -> None:
+    """Write the last line, in a process that ends without its exit handlers."""
+    if _finish is not None:
+        _finish()
 
 
 def set_exit_code(code: object) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kohya_ext.errors import UserError
+from kohya_ext.run.rank_reports import slowest
 
 Status = Literal["RUNNING", "STOPPED", "DONE", "FAILED", "DEAD", "UNKNOWN"]
 
@@ -75,6 +76,8 @@ class RunLog:
     """Index of the latest process's first step."""
     profile: dict[str, Any] | None = None
     """The latest ``profile`` line."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """The latest reports of all processes: peaks of memory in bytes, and seconds per batch; empty for one process."""
     skipped: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
     """Largest allocated and reserved memory of the latest process, bytes."""
@@ -91,13 +94,15 @@ class RunLog:
         if kind == "step":
             self._add_step(line)
         elif kind == "start":
-            self.start, self.training, self.end, self.peaks = line, {}, None, {}
+            self.start, self.training, self.end, self.peaks, self.ranks = line, {}, None, {}, []
             self.parts += 1
             self.part_began = len(self.steps)
         elif kind == "training":
             self.training = line
+        elif kind == "ranks":
+            self.ranks = list(line.get("ranks", ()))
         elif kind == "end":
-            self.end = line
+            self.end, self.ranks = line, list(line.get("ranks", ()))
         elif kind == "profile":
             self.profile = line
         else:
@@ -231,8 +236,9 @@ class RunLog:
                 "peak_allocated": self.peaks.get("peak_allocated"),
                 "predicted_reserved": predicted.get("reserved"),
                 "gpu": (self.start.get("gpu") or {}).get("memory"),
-                "other_ranks": (self.end or {}).get("ranks"),
             },
+            "ranks": self.ranks,
+            "slowest_rank": slowest(self.ranks),
             "gpu": (self.start.get("gpu") or {}).get("name"),
             "loss": {
                 "now": self.last.get("loss"),

@@ -41,7 +41,7 @@ from kohya_ext.run.safetensors_header import read_header
 FILE = "kohya_ext_position.pt"
 """The file in a state's folder."""
 
-RANDOM_FILE = "kohya_ext_random.pt"
+RANDOM_FILE = "kohya_ext_random_states.pt"
 """The random state after the step that saved a state, in the state's folder."""
 
 _CHECKSUM_LIMIT = 16_000_000
@@ -64,6 +64,10 @@ class Snapshot:
     finished: bool
     began: dict[str, Any]
     random: dict[str, Any]
+
+    def part(self) -> dict[str, Any]:
+        """Return this process's part of a saved position."""
+        return {"random": self.random, "began": self.began}
 
 
 @dataclass
@@ -90,6 +94,8 @@ class Position(TrainingCallback):
     """The random state for states that an uninterrupted run would not save: see :meth:`fix_random_state`."""
     _new_states: list[Path] = field(default_factory=list)
     """States saved since the loop last took a batch: see :meth:`_save_next_random_state`."""
+    _is_due: bool = False
+    """Whether the script saves a state after this step, in a run with several processes."""
     _target: dict[str, Any] | None = None
     """The position to resume from."""
     _random: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +111,8 @@ class Position(TrainingCallback):
         self.step += bool(accelerator.sync_gradients)
         if accelerator.num_processes > 1 and accelerator.sync_gradients:
             self._ranks = None
-            if self.state_is_due(accelerator.gradient_state.end_of_dataloader):
+            self._is_due = self.state_is_due(accelerator.gradient_state.end_of_dataloader)
+            if self._is_due:
                 self.gather()
 
     def state_is_due(self, epoch_ends: bool = False) -> bool:
@@ -113,7 +120,8 @@ class Position(TrainingCallback):
         if not (getattr(self.args, "save_state", False) or getattr(self.args, "save_state_on_train_end", False)):
             return False
         every = getattr(self.args, "save_every_n_steps", None)
-        return bool(epoch_ends or (every and self.step % every == 0))
+        is_last = self.step >= self.args.max_train_steps
+        return bool(epoch_ends or is_last or (every and self.step % every == 0))
 
     def gather(self) -> None:
         """Collect the random state of every process, because only the first one saves states. All must call this."""
@@ -145,8 +153,12 @@ class Position(TrainingCallback):
         """Return the current position and random state."""
         return Snapshot(self.step, self.epoch, self.batch, self.finished, self._began, random_state())
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Restore an earlier position and random state, to save a state of that step later."""
+    def restore(self, snapshot: Snapshot, ranks: list[dict[str, Any]] | None = None) -> None:
+        """Restore an earlier position and random state, to save a state of that step later.
+
+        ``ranks``: the parts of all processes of a run with several.
+        """
+        self._ranks = ranks
         self.step, self.epoch, self.batch = snapshot.step, snapshot.epoch, snapshot.batch
         self.finished, self._began = snapshot.finished, snapshot.began
         set_random_state(snapshot.random)
@@ -161,18 +173,27 @@ class Position(TrainingCallback):
             ranks = self._ranks or [{"random": self._fixed or random_state(), "began": self._began}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
             torch.save({**counters, **accumulated, **processes}, folder / FILE)
-            if self._fixed is None and self.accelerator.num_processes == 1:
+            if self._fixed is None:
                 self._new_states.append(final_path(folder))
 
     def _save_next_random_state(self) -> None:
-        """Add the current random state, with which the next step begins, to the states that were just saved."""
+        """Add the current random states, with which the next step begins, to the states that were just saved.
+
+        With several processes all call this, because only the first one saves.
+        """
         import torch
 
+        states = [random_state()] if self._new_states else []
+        if self._is_due:
+            from accelerate.utils import gather_object
+
+            states = gather_object([random_state()])
         for state in self._new_states:
             if state.is_dir():  # only the newest few states are kept, so it may already be removed
                 with contextlib.suppress(OSError):  # full disk: the state still has the random state of its save
-                    torch.save(random_state(), state / RANDOM_FILE)
+                    torch.save(states, state / RANDOM_FILE)
         self._new_states.clear()
+        self._is_due = False
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
@@ -199,8 +220,9 @@ class Position(TrainingCallback):
         target["batch"] = target["batch"] * accumulated // target["accumulated"]
         rank = self._rank_state(target, folder)
         target.update(rank["began"])
-        next_random = folder / RANDOM_FILE
-        self._random = torch.load(next_random, weights_only=True) if next_random.is_file() else rank["random"]
+        next_random, index = folder / RANDOM_FILE, self.accelerator.process_index
+        states = torch.load(next_random, weights_only=True) if next_random.is_file() else []
+        self._random = states[index] if index < len(states) else rank["random"]
         self._target = target
         if hasattr(self.args, "initial_step"):
             self.args.initial_step = 0  # otherwise LoRA scripts count from the state's train_state.json
@@ -246,7 +268,7 @@ class Position(TrainingCallback):
     def _after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield batch
-            if self._new_states:  # the loop has finished saving, sampling and logging for this step
+            if self._new_states or self._is_due:  # the loop has finished saving, sampling and logging for this step
                 self._save_next_random_state()
 
     def _finish_resume(self, target: dict[str, Any], frame: FrameType | None) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kohya_ext.config.command_line import option_words, quoted, quoted_word, restart_line
-from kohya_ext.config.settings import Settings, secrets, variables
+from kohya_ext.config.command_line import restart_line
+from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import journal, resume
+from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import DEFAULT_NAME
 
@@ -76,11 +76,15 @@ class Stopper(TrainingCallback):
         """Request a stop. Only the first reason is kept."""
         if not self.reason:
             self.reason, self.code = reason, code
+            if (watch := ranks.watch()) is not None:
+                watch.stopping = True
             journal.event("stop", reason=reason, code=code)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT and SIGTERM. A second SIGINT kills the process immediately."""
         if os.getpid() != self.process:  # a forked data-loader worker, which its parent ends
+            return
+        if (watch := ranks.watch()) is not None and watch.failure is not None:  # the process is ending
             return
         name, code = signal.Signals(number).name, 128 + number
         if number == signal.SIGINT:
@@ -137,18 +141,14 @@ class Stopper(TrainingCallback):
             self.request(f"stop file {self.file.name}", _STOP_FILE_CODE)
 
     def _is_requested(self, accelerator: Accelerator) -> bool:
-        if accelerator.num_processes == 1:
-            return bool(self.reason)
-        import torch
-
-        codes = accelerator.gather(torch.tensor([self.code], device=accelerator.device))
-        code = int(codes.max().item())
+        code = ranks.largest(accelerator, self.code)
         if code:
             self.request("another process of this run was stopped", code)
         return bool(code)
 
     def _exit(self, accelerator: Accelerator) -> None:
         accelerator.wait_for_everyone()
+        ranks.leave()
         if accelerator.is_main_process:
             self.file.unlink(missing_ok=True)
             state = self.states[-1] if self.states else None
@@ -157,20 +157,9 @@ class Stopper(TrainingCallback):
             else:
                 saved = sorted(state.parent.glob(f"{state.name.removesuffix('-state')}*"))  # model, EMA weights, state
                 note(f"stopped ({self.reason}); saved {' and '.join(map(str, saved))}")
-                note(f"to resume: {resume_command(state, accelerator.num_processes)}")
+                note(f"to resume: {restart_line({'resume': str(state)})}")
         accelerator.end_training()
         raise SystemExit(self.code)
-
-
-def resume_command(state: Path, processes: int = 1) -> str:
-    """Return the command line that resumes from a saved state."""
-    if processes == 1:
-        return restart_line({"resume": str(state)})
-    # The command line of one process does not include its launcher.
-    printed = set(variables()) - {option.variable for option in secrets().values()}
-    switches = [f"{name}={quoted_word(value)}" for name, value in sorted(os.environ.items()) if name in printed]
-    environment = f", with {' '.join(switches)} in the environment" if switches else ""
-    return f"the same command with {quoted(option_words({'resume': state}))}{environment}"
 
 
 def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent: int) -> Stopper:

@@ -113,11 +113,16 @@ def time_panel(view: View, width: int) -> Iterator[Any]:
     for name, share, colour in zip(("step", "data", "saving"), shares, colours, strict=True):
         legend.append("■ ", style=colour).append(f"{name} {share:.0%} ", style="dim")
     yield legend
+    if view.row["slowest_rank"]:
+        yield Text(f"slowest: {view.row['slowest_rank']}", style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def memory_panel(view: View, width: int) -> Iterator[Any]:
     """Yield the reserved memory, its peak and prediction, and the size of the GPU."""
     memory = view.row["memory"]
+    for row in view.row["ranks"][1:]:
+        size = row.get("cuda_reserved", row.get("host_resident", 0))
+        yield Text(f"rank {row['rank']} on {row['host']}: peak {format_size(size)}", style="dim", no_wrap=True)
     reserved, peak, predicted, total = (memory[name] for name in ("reserved", "peak_reserved", "predicted_reserved", "gpu"))
     if peak is None and predicted is None:
         return

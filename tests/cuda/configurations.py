@@ -49,7 +49,7 @@ def _named() -> Iterator[tuple[str, Configuration]]:
     yield "sdxl-lora-bf16", Configuration(LORA, ("--mixed_precision", "bf16"), reached=IN_EVERY_SDXL_LORA_STEP)
     with_snr = IN_EVERY_SDXL_LORA_STEP | {"snr_lookup"}
     yield "sdxl-lora-fp16", Configuration(LORA, ("--mixed_precision", "fp16", *snr), reached=with_snr)
-    hooked = IN_EVERY_LORA_STEP | {"fast_checkpoint_hooks"}
+    hooked = IN_EVERY_LORA_STEP | {"fast_checkpoint_hooks", "skip_gradient_norms"}
     for precision in ("bf16", "fp16"):
         mixed = ("--mixed_precision", precision)
         yield f"flux-lora-{precision}", Configuration("flux_train_network.py", mixed, reached=hooked)

@@ -221,16 +221,18 @@ def train(
         before: tuple[str, ...] = (),
         output: Path | None = None,
         at_step: int = 0,
-        act: Callable[[int], None] | None = None,
+        act: Callable[[Any], None] | None = None,
         bare: bool = False,
         family: str | None = None,
         without: tuple[str, ...] = (),
+        ranks: int = 1,
     ) -> Run:
         """Train and wait until the run ends.
 
         ``output``: the output folder, by default a new one. ``act(process id)`` is called once, after step ``at_step``.
         ``bare``: run in a new interpreter, as users do, not in a fork of one that has imported torch.
-        ``family``: the model family, if the script trains several. ``without``: default arguments to omit.
+        ``ranks``: processes on CPUs, without a launcher; the code is that of the first one that failed, and ``act`` is called
+        with their IDs. ``family``: the model family, if the script trains several. ``without``: default arguments to omit.
         """
         tiny = models(family or arguments.SCRIPTS[script][0])
         output = output or tmp_path_factory.mktemp("run")
@@ -253,18 +255,21 @@ def train(
             "launcher": launcher,
             "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *launcher],
         }[start]
-        if bare or start == "accelerate" or not starting.FORKS:
-            process = starting.start_bare([*command, *argv], environ, output)
+        if ranks > 1:
+            started = starting.start_ranks([*command, *argv], environ, output, ranks)
+        elif bare or start == "accelerate" or not starting.FORKS:
+            started = [starting.start_bare([*command, *argv], environ, output)]
         else:
-            process = starting.start_forked([*command, *argv], environ, output)
+            started = [starting.start_forked([*command, *argv], environ, output)]
         printed = b""
-        while chunk := os.read(process.output, 65536):
+        while chunk := os.read(started[0].output, 65536):
             printed += chunk
             if act is not None and any(int(step) >= at_step for step in PROGRESS.findall(printed)):
-                act(process.pid)
+                act(started[0].pid if ranks == 1 else [process.pid for process in started])
                 act = None
-        os.close(process.output)
-        return Run(script, process.wait(), printed.decode(errors="replace"), output)
+        os.close(started[0].output)
+        codes = [process.wait() for process in started]
+        return Run(script, next(filter(None, codes), 0), printed.decode(errors="replace"), output)
 
     return run
 

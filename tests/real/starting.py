@@ -7,11 +7,14 @@ new interpreter is covered by test_start.
 """
 
 import atexit
+import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 from unittest import mock
 
 #: Third-party modules that the scripts of both generations import.
@@ -44,6 +47,8 @@ HEAVY = (
 #: The startup file of an installed kohya_ext, which Python runs at every start.
 STARTUP = Path(__file__).parents[2] / "kohya_ext.pth"
 
+#: Seconds after which a forked run prints the stacks of its threads and exits; the longest takes a quarter of it.
+LIMIT = 400
 
 #: Whether this platform can fork.
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()
@@ -84,13 +89,35 @@ def start_forked(command: Sequence[str], environ: Mapping[str, str], folder: Pat
     process.start()
     writing.close()
 
-    def wait() -> int:
-        process.join()
-        assert process.exitcode is not None
-        return process.exitcode
+    return Started(process.pid or 0, os.dup(reading.fileno()), functools.partial(_exit_code, process))
 
-    assert process.pid is not None
-    return Started(process.pid, os.dup(reading.fileno()), wait)
+
+def start_ranks(command: Sequence[str], environ: Mapping[str, str], folder: Path, count: int) -> list[Started]:
+    """Start ``python *command`` in `folder` as `count` forks with a common output: the processes of one run on CPUs.
+
+    They have the variables that torchrun would set, and no launcher.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    several = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    several |= {"ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    reading, writing = os.pipe()
+    started = []
+    for rank in range(count):
+        variables = {**environ, **several, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        context = multiprocessing.get_context("forkserver")
+        with Connection(os.dup(writing)) as output:
+            process = context.Process(target=run_as_interpreter, args=(list(command), variables, str(folder), output))
+            process.start()
+        started.append(Started(process.pid or 0, reading, functools.partial(_exit_code, process)))
+    os.close(writing)
+    return started
+
+
+def _exit_code(process: Any) -> int:
+    process.join()
+    return int(process.exitcode)
 
 
 def call(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -126,6 +153,7 @@ def run_as_interpreter(
     for each in filter(None, (output, errors)):
         each.close()
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)

@@ -98,7 +98,7 @@ def test_explain_shows_the_origin_of_every_value(checkout, call, tmp_path):
     "script",
     [
         pytest.param("networks/check_lora_weights.py", marks=pytest.mark.newest),
-        pytest.param("tools/show_metadata.py", marks=pytest.mark.oldest),
+        pytest.param("tools/show_metadata.py", marks=pytest.mark.slow),
     ],
 )
 def test_scripts_in_tools_run(checkout, call, upstream, script):

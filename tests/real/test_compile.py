@@ -19,7 +19,7 @@ SDXL, LUMINA, FLUX = "sdxl_train_network.py", "lumina_train_network.py", "flux_t
 ON = ("--selective_torch_compile", "--compile_backend", "aot_eager")
 
 BLOCKS = {
-    SDXL: {"BasicTransformerBlock", "ResnetBlock2D", "CLIPEncoderLayer"},
+    SDXL: {"BasicTransformerBlock", "CLIPEncoderLayer"},
     LUMINA: {"JointTransformerBlock"},
     FLUX: {"DoubleStreamBlock", "SingleStreamBlock", "CLIPEncoderLayer"},
 }

@@ -22,7 +22,7 @@ STEPS = 20
 EPOCH = 8
 TOLERANCE = 1e-5
 
-UNET = {"BasicTransformerBlock", "ResnetBlock2D"}
+UNET = {"BasicTransformerBlock"}
 CLIP = {"CLIPEncoderLayer"}
 FLUX = {"DoubleStreamBlock", "SingleStreamBlock"}
 DIT_ONLY = ("--network_train_unet_only",)

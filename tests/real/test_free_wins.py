@@ -12,8 +12,12 @@ from kohya_ext.patches import skip_unit_scaling, snr_lookup  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
+from tests.real.test_notifications import scalars  # noqa: E402
 
-PATCHES = ("fast_checkpoint_hooks", "skip_unused_gradients", "skip_unit_scaling", "single_process_reduce", "snr_lookup")
+PATCHES = (
+    *("fast_checkpoint_hooks", "skip_gradient_norms", "skip_unused_gradients", "skip_unit_scaling", "single_process_reduce"),
+    "snr_lookup",
+)
 
 #: Case -> script, and arguments for which the patches have an effect.
 RUNS = {
@@ -38,6 +42,8 @@ def test_real_script_trains_bit_identically(checkout, train, case):
     assert facts["skip_unused_gradients"]["inputs"] >= 4
     assert facts["skip_unit_scaling"]["passes"] >= 4
     assert facts["single_process_reduce"]["gradients_not_copied"] >= 4
+    if case == "flux":
+        assert facts["skip_gradient_norms"]["steps"] == 4
     if case == "sdxl":
         assert facts["skip_unused_gradients"]["embeddings"] == 4, (
             "expected the token and position embeddings of two text encoders"
@@ -49,6 +55,27 @@ def test_real_script_trains_bit_identically(checkout, train, case):
     assert ours.tensors.keys() == without.tensors.keys()
     for name, tensor in without.tensors.items():
         assert torch.equal(ours.tensors[name], tensor), name
+
+
+GGPO = ("--network_args", "ggpo_beta=0.01", "ggpo_sigma=0.03")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("reader", ["trackers", pytest.param("GGPO", marks=pytest.mark.slow)])
+def test_gradient_norms_are_upstreams_where_they_are_read(checkout, train, tmp_path, reader):
+    pytest.importorskip("tensorboard")
+    runs = []
+    for name, start in (("theirs", "plain"), ("ours", "launcher")):
+        tracking = ("--log_with", "tensorboard", "--logging_dir", str(tmp_path / name)) if reader == "trackers" else GGPO
+        runs.append(train(checkout, "flux_train_network.py", *tracking, start=start))
+    theirs, ours = runs
+    assert ours.report["facts"]["skip_gradient_norms"]["steps"] == 0
+    assert all(torch.equal(ours.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+    if reader == "trackers":
+        name = "norm/avg_grad_norm"
+        expected = scalars(tmp_path / "theirs")[name]
+        assert len(expected) == 4
+        assert scalars(tmp_path / "ours")[name] == expected
 
 
 @pytest.mark.slow

@@ -312,19 +312,6 @@ def test_two_processes_stop_at_the_same_step_and_resume(checkout, train, act, co
     assert_all_complete(resumed.folder)
 
 
-@pytest.mark.slow
-def test_two_processes_skip_the_same_step(checkout, train, tmp_path):
-    write_images_with_nan(tmp_path)
-    run = train(
-        *(checkout, FULL, "--max_train_steps", "8", "--train_data_dir", str(tmp_path)),
-        *("--cache_latents_to_disk", "--nan_patience", "8"),
-        **TWO,
-    )
-    assert run.code == 0, run.output[-5000:]
-    assert "skipped: loss or gradient is not finite" in run.output
-    assert all(tensor.isfinite().all() for tensor in run.tensors.values())
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """(size in KiB) -> a folder on a separate file system of that size."""
@@ -427,7 +414,7 @@ def test_batch_of_nan_is_skipped_and_its_image_named(checkout, train, scripts, t
     write_images_with_nan(tmp_path)
     run = train(
         *(checkout, scripts[checkout.layout], "--max_train_steps", "8", "--train_data_dir", str(tmp_path)),
-        *("--cache_latents_to_disk", "--nan_patience", "3"),
+        *("--cache_latents_to_disk", "--caching_workers", "0", "--nan_patience", "3"),
     )
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
     # The image has two repeats in eight steps. Upstream draws the first batch before it shuffles.

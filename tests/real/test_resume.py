@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from kohya_ext.run import resume, run_record
+from kohya_ext.run import run_record
 from kohya_ext.tiny import environment
-from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, TWO, assert_all_complete, posix, read, same, send
+from tests.real.test_losing_nothing import LORA, SCRIPTS, assert_all_complete, posix, read, same, send
 
 torch = pytest.importorskip("torch")
 
@@ -167,17 +167,3 @@ def test_upstream_state_with_damaged_random_state_needs_inexact_resume(checkout,
         assert "random_states_0.pkl" in run.output
     assert "--inexact_resume" in run.output
     assert train(checkout, LORA, *resume, "--inexact_resume").code == 0
-
-
-@pytest.mark.slow
-@posix
-def test_two_processes_resume_bit_identically(checkout, train, tmp_path):
-    options = ("--max_train_steps", "8", *EVERY_STEP, "--shuffle_caption")
-    uninterrupted = train(checkout, FULL, *options, **TWO)
-    stopped_run = train(checkout, FULL, *options, at_step=3, act=send(signal.SIGTERM), output=tmp_path, **TWO)
-    assert stopped_run.code == 143, stopped_run.output[-3000:]
-    position = torch.load(resume.newest_state(tmp_path, "tiny") / resume.FILE, weights_only=True)
-    assert position["processes"] == len(position["ranks"]) == 2
-    resumed = train(checkout, FULL, *options, "--resume", "auto", output=tmp_path, **TWO)
-    assert "will differ" not in resumed.output
-    assert same(resumed.tensors, uninterrupted.tensors)

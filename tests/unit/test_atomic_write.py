@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -204,3 +206,15 @@ def test_name_of_the_maximum_length_is_written(tmp_path):
     assert len(final.name.encode()) == 255
     write_atomically(final, atomic_write.in_temporary_folder(lambda path: path.write_text("x")), lambda: 0)
     assert [path.name for path in tmp_path.iterdir()] == [final.name]
+
+
+def test_temporary_files_of_dead_processes_are_removed(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    own = atomic_write._partial(tmp_path / "a.npz")
+    theirs = own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+    elsewhere = theirs.with_name(theirs.name.replace(atomic_write._host(), "elsewhere"))
+    for file in (own, theirs, elsewhere):
+        file.touch()
+    atomic_write.remove_abandoned(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {own.name, elsewhere.name}

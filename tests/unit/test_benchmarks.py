@@ -3,11 +3,12 @@
 import json
 import re
 import shlex
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import families, report, run
+from benchmarks import caching, families, report, run
 from benchmarks.plan import Plan
 from benchmarks.processes import Bench
 from benchmarks.ratios import quartiles, ratio
@@ -132,9 +133,12 @@ def test_every_committed_result_can_be_read_and_repeated():
         result = read(file)
         assert result.commits["sd_scripts"], file
         words = shlex.split(result.command)
-        assert words[:3] == ["python", "-m", "benchmarks.run"], file
-        given = run.parse(words[3:])
-        assert all(name in families.RECIPES for name in filter(None, given.variants.split(","))), file
+        if words[:3] == ["python", "-m", "benchmarks.caching"]:
+            caching.parser().parse_args(words[3:])
+        else:
+            assert words[:3] == ["python", "-m", "benchmarks.run"], file
+            given = run.parse(words[3:])
+            assert all(name in families.RECIPES for name in filter(None, given.variants.split(","))), file
         assert not re.search(r"(?<![\w.])/(root|home|tmp|work|Users)/", file.read_text(encoding="utf-8")), file
 
 
@@ -223,3 +227,16 @@ def test_the_peak_of_a_trace_is_grouped_by_lines():
         {"bytes": 8, "tensors": 2, "lines": "model.py:3 forward"},
         {"bytes": 4, "tensors": 1, "lines": "model.py:5 forward"},
     ]
+
+
+def test_full_size_runs_one_command_line_or_the_chosen_presets():
+    pytest.importorskip("torch")
+    from benchmarks.full_size import Row, chosen
+
+    words = "sdxl_train_network.py --preset 8gb --network_dim 64"
+    options = {"only": "sdxl-lora/", "faster": False, "planned": False, "gpu_memory": 8 * 2**30}
+    row = Row(words, "sdxl_train_network.py", ["--preset", "8gb", "--network_dim", "64"], 8 * 2**30)
+    assert [*chosen(Namespace(command=words, **options), None)] == [row]
+    names = [row.name for row in chosen(Namespace(command=None, **options), None)]
+    assert len(names) > 3
+    assert all(name.startswith("sdxl-lora/") for name in names)

@@ -11,7 +11,9 @@ from kohya_ext.patches import selective_torch_compile, skip_unused_gradients
 
 from benchmarks import families as benchmarks
 from kohya_ext.config import preset_files
+from kohya_ext.config.settings import Settings
 from kohya_ext.estimate.memory_config import MemoryConfig
+from kohya_ext.gpu import attention
 from kohya_ext.preflight import numbers
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import BY_NAME, FAMILIES, Checkpoint
@@ -31,6 +33,7 @@ def missing(family):
         "kohya_ext/estimate/models.py BUILDERS": family.name in models.BUILDERS,
         "kohya_ext/tiny/weights.py WRITERS": family.name in weights.WRITERS,
         "kohya_ext/tiny/shrink.py SHRINKERS": family.module in shrink.SHRINKERS,
+        "kohya_ext/gpu/attention.py HEADS": family.name in attention.HEADS,
         f"presets/{folder}": any(each == folder for each, _, _ in preset_files.shipped()),
         "checkpoints": all(kind.tensors for kind in family.checkpoints),
     }
@@ -55,6 +58,7 @@ def test_missing_places_are_named():
         "kohya_ext/estimate/models.py BUILDERS",
         "kohya_ext/tiny/weights.py WRITERS",
         "kohya_ext/tiny/shrink.py SHRINKERS",
+        "kohya_ext/gpu/attention.py HEADS",
         "presets/qwen-image-lora",
         "checkpoints",
     ]
@@ -129,6 +133,15 @@ def test_a_new_row_is_used_everywhere():
     """A new family works in a child process, where no module has read the table yet."""
     process = subprocess.run([sys.executable, "-c", A_NEW_ROW], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("budget", "compiled"), [(None, False), (1.0, False), (0.5, True), (0.0, True)])
+def test_convolution_blocks_are_compiled_only_for_a_memory_budget(budget, compiled):
+    settings = Settings(selective_torch_compile=True, activation_memory_budget=budget)
+    wanted = {target.label: target.wanted(settings) for target in selective_torch_compile.PATCH.targets}
+    convolutions = [label for label in wanted if "ResnetBlock2D" in label]
+    assert [wanted.pop(label) for label in convolutions] == [compiled] * 3
+    assert all(wanted.values())
 
 
 def test_other_modules_name_only_families_in_the_table():

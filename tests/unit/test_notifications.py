@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 from kohya_ext.patches import notify
 
-from kohya_ext.config.command_line import CommandLine, without_secrets
+from kohya_ext.config.command_line import CommandLine, restart_line, without_secrets
 from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.run import journal, notifications, run_record, stop_request
+from kohya_ext.run import journal, notifications, run_record
 from kohya_ext.run.journal import Journal
 from kohya_ext.run.notifications import Notifier, deliver
 
@@ -216,7 +216,9 @@ def test_printed_commands_and_saved_states_have_no_secrets(words, monkeypatch):
 def test_command_to_resume_several_processes_has_no_secrets(monkeypatch, tmp_path):
     monkeypatch.setenv("KOHYA_EXT_NOTIFY", URL)
     monkeypatch.setenv("KOHYA_EXT_PRESET", "16gb")
-    text = stop_request.resume_command(tmp_path, processes=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    text = restart_line({"resume": tmp_path})
+    assert text.startswith(f"the same command with --resume {tmp_path}, with ")
     assert "KOHYA_EXT_PRESET=16gb" in text
     assert "token" not in text
 

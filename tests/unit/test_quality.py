@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent.parent
 OTHERS = {f"--{name}" for name in (
     "compiled", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
     "optimizer_args", "resume", "sample_prompts", "shuffle_caption", "split_attn", "text_encoder_lr", "torch_compile",
-    "vae_batch_size", "lr_scheduler", "log_with",
+    "vae_batch_size", "lr_scheduler", "log_with", "fp8_base", "fp8_base_unet", "fp8_scaled", "base_weights",
+    "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", "ddp_timeout", "train_batch_size",
+    "max_train_steps", "gradient_accumulation_steps", "persistent_data_loader_workers",
+    "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "signal",  # SLURM's
 )}  # fmt: skip
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

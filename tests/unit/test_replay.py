@@ -1,6 +1,8 @@
 """The allocator over a run: caching, the first steps, and what each of them leaves behind."""
 
-from kohya_ext.estimate.events import Event, Kind
+from dataclasses import replace
+
+from kohya_ext.estimate.events import RELEASE, Event, Kind
 from kohya_ext.estimate.recording import Recording
 from kohya_ext.estimate.replay import repeated, replay, tensor_peak
 from kohya_ext.estimate.step import Log
@@ -53,6 +55,26 @@ def test_caching_leaves_only_the_workspace() -> None:
     # The workspace keeps its segment of 20 MiB, in which the weight fits.
     assert memory["step"].reserved == 20 * MIB
     assert memory["caching latents"].allocated == {"caching latents": 38 * MIB}
+
+
+def test_loading_may_return_unused_segments() -> None:
+    moved = [Event(0, 30 * MIB, FORWARD), Event(0, -30 * MIB, FORWARD)]
+    weight = Event(1, 12 * MIB, FORWARD)
+    for release, segment in (([], 30), ([Event(0, 0, RELEASE)], 12)):
+        events = [*moved, *release, weight]
+        log = Log(events, [Kind.WEIGHT, Kind.WEIGHT], len(events), 0)
+        assert replay({}, log)["step"].reserved == segment * MIB
+        assert RELEASE not in replay({}, log)["step"].allocated
+
+
+def test_models_of_caching_that_leave_late_share_segments_with_the_trained_model() -> None:
+    caching = Log([Event(0, 8 * MIB, FORWARD)], [Kind.TEXT_ENCODER], 1, 0)
+    temporary = [Event(1, 9 * MIB, FORWARD), Event(1, -9 * MIB, BACKWARD)]
+    step = Log([Event(0, 9 * MIB, FORWARD), *temporary], [Kind.WEIGHT, Kind.TEMPORARY], 1, 0)
+    assert replay({"caching": caching}, step)["step"].reserved == 20 * MIB
+    late = replace(caching, leaves_late=True)
+    # The weight is after the text encoder, whose 8 MiB are too few for the next tensor.
+    assert replay({"caching": late}, step)["step"].reserved == 40 * MIB
 
 
 def test_recorded_passes_keep_their_pool_and_run_once() -> None:

@@ -40,7 +40,7 @@ def test_measurement_is_loaded_and_short_ones_are_not_stored():
 
 
 def test_preflight_notes_the_expected_duration(monkeypatch):
-    def count(script, args, findings):
+    def count(script, args, findings, settings):
         findings.steps = 5200
 
     monkeypatch.setattr(data, "check", count)

@@ -112,7 +112,7 @@ def recording(name, stage, events):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_depends_on_stages_and_not_on_names(library, tmp_path, seed):
     events = []
-    names = random.Random(seed).sample("abcdefghi", len(Stage))
+    names = random.Random(seed).sample("abcdefghijklmnop", len(Stage))
     patches = {name: recording(name, stage, events) for name, stage in zip(names, Stage, strict=True)}
     patcher = Patcher(dict(sorted(patches.items())), Settings(), CHECKOUT)
     patcher.arm()

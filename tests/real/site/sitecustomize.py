@@ -1,8 +1,10 @@
 """Shrink the models and record every real script's run. Python runs this module at startup.
 
 It counts calls of torch's checkpoint. Environment variables enable more: SPY_MEMORY records memory and FLOPs of every step,
-SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory. REPLAY_ON_CPU replaces
-CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail. BREAK breaks
+SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory, in the process
+SPY_ONLY_RANK if that is set. REPLAY_ON_CPU replaces
+CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail. WRAP_AS_ON_GPUS lets upstream's LoRA
+scripts run in several processes on a CPU. BREAK breaks
 compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in the first step.
 """
 
@@ -28,6 +30,8 @@ graphs = []
 
 #: Training batch at which every block that is not checkpointed runs out of memory in forward.
 OUT_OF_MEMORY = int(os.environ.get("SPY_OUT_OF_MEMORY_AT", 0))
+if os.environ.get("RANK", "0") != os.environ.get("SPY_ONLY_RANK", os.environ.get("RANK", "0")):
+    OUT_OF_MEMORY = 0
 
 
 def spy(module):
@@ -116,7 +120,7 @@ def break_profiler(module):
 
 
 def write():
-    if calls or steps or losses:
+    if (calls or steps or losses) and os.environ.get("RANK", "0") == "0":
         lists = {"steps": steps, "left": left, "losses": losses, "graphs": graphs}
         recorded = {name: values for name, values in lists.items() if values}
         with open(os.environ["SPY_FILE"], "w") as file:
@@ -139,6 +143,18 @@ def change_layout(models):
         self._forward = types.MethodType(method, self)
 
     block.__init__ = init_with_method
+
+
+def wrap_as_on_gpus(module):
+    """Return a frozen model unwrapped from DistributedDataParallel, which accelerate does not call for it on GPUs."""
+    original = module.DistributedDataParallel
+
+    class OfTrainedModels(original):
+        def __new__(cls, model, **kwargs):
+            is_trained = any(weight.requires_grad for weight in model.parameters())
+            return super().__new__(cls) if is_trained else model
+
+    module.DistributedDataParallel = OfTrainedModels
 
 
 def add_broken_backend(registry):
@@ -174,6 +190,8 @@ if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(replay_on_cpu, "kohya_ext.compiling.cuda_recorder")
 if "SPY_PROFILER_FAILS" in os.environ:
     wrapt.register_post_import_hook(break_profiler, "torch.profiler.profiler")
+if "WRAP_AS_ON_GPUS" in os.environ:
+    wrapt.register_post_import_hook(wrap_as_on_gpus, "torch.nn.parallel")
 if OUT_OF_MEMORY:
     wrapt.register_post_import_hook(exhaust_memory, "library.sdxl_original_unet")
 atexit.register(write)

@@ -1,0 +1,167 @@
+"""A frozen linear layer with 8-bit weights, whose forward pass and input gradient are 8-bit products.
+
+The weight W [n, k] is stored as ``W H = diag(s) Q``: the rotation H of :mod:`kohya_ext.quantization.rotation` (int8 only), a
+fp32 scale s per output channel, and 8-bit Q. Forward quantizes the rows of ``x H``. Backward quantizes the rows of the output
+gradient times s, and rotates the product. No activation is saved for backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from kohya_ext.quantization import rotation
+from kohya_ext.quantization.arithmetic import ROTATED, multiply, quantize
+from kohya_ext.quantization.rotation import BLOCK
+
+Products = Literal["kernels", "operations", "weights"]
+"""How a layer multiplies: with Triton kernels; with torch's own operations, for CPUs; or without quantizing activations, by
+weights that are dequantized in each pass."""
+
+#: Products of up to this many rows read more weight than activation, so they dequantize the weight. cuBLAS has the same limit.
+FEW_ROWS = 16
+
+#: The number of elements of a weight that are quantized together, which limits temporary memory.
+_ELEMENTS = 1 << 24
+
+
+def rotate(rows: Any, kind: torch.dtype) -> Any:
+    """Return the rows [..., width], rotated if the 8-bit format needs it. The rotation is its own inverse."""
+    return rotation.rotate(rows) if kind in ROTATED else rows
+
+
+def _product(x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: torch.dtype, products: Products) -> Any:
+    """Return ``x W^T + b`` in ``dtype`` for rows [m, k]."""
+    if products == "kernels":
+        from kohya_ext.quantization import kernels
+
+        return kernels.forward(x, weight, scales, bias, dtype, kind)
+    if products == "weights":
+        return torch.nn.functional.linear(rotate(x.to(dtype), kind), _dequantized(weight, scales, dtype, kind), bias)
+    rows, row_scales = quantize(rotate(x.to(dtype).float(), kind), kind)
+    out = multiply(rows, weight.view(kind)) * row_scales[:, None] * scales
+    return (out if bias is None else out + bias).to(dtype)
+
+
+def _input_gradient(gradient: Any, weight: Any, scales: Any, dtype: Any, kind: torch.dtype, products: Products) -> Any:
+    """Return ``gradient W`` in ``dtype`` for output gradients [m, n]."""
+    if products == "kernels":
+        from kohya_ext.quantization import kernels
+
+        return kernels.backward(gradient, weight, scales, dtype, kind)
+    if products == "weights":
+        return rotate(gradient @ _dequantized(weight, scales, dtype, kind), kind)
+    rows, row_scales = quantize(gradient.float() * scales, kind)
+    return rotate((multiply(rows, weight.view(kind).t()) * row_scales[:, None]).to(dtype), kind)
+
+
+class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any, products: Products) -> Any:
+        ctx.save_for_backward(weight, scales)
+        ctx.x_dtype, ctx.settings = x.dtype, (dtype, kind, products)
+        return _product(x, weight, scales, bias, dtype, kind, products)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        weight, scales = ctx.saved_tensors
+        return _input_gradient(gradient, weight, scales, *ctx.settings).to(ctx.x_dtype), None, None, None, None, None, None
+
+
+class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    """Compute ``x W^T + b + (x A^T) B^T``. The LoRA's products also do the additions, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, scales: Any, bias: Any, down: Any, up: Any, kind: Any, products: Products
+    ) -> Any:
+        hidden = x @ down.t()
+        ctx.save_for_backward(x, hidden, weight, scales, down, up)
+        ctx.settings = x.dtype, kind, products
+        return _product(x, weight, scales, bias, *ctx.settings).addmm_(hidden, up.t())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        x, hidden, weight, scales, down, up = ctx.saved_tensors
+        grad_hidden = gradient @ up
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _input_gradient(gradient, weight, scales, *ctx.settings).addmm_(grad_hidden, down)
+        grad_down = grad_hidden.t() @ x if ctx.needs_input_grad[4] else None
+        grad_up = gradient.t() @ hidden if ctx.needs_input_grad[5] else None
+        return grad_x, None, None, None, grad_down, grad_up, None, None
+
+
+def _dequantized(weight: Any, scales: Any, dtype: Any, kind: Any) -> Any:
+    return weight.view(kind).to(dtype).mul_(scales[:, None])
+
+
+class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
+    """A frozen ``torch.nn.Linear`` with 8-bit weights. LoRA networks select layers by this class name."""
+
+    kind: torch.dtype
+    """The 8-bit format; the weight contains its bits as int8, which casts of the model do not change."""
+    products: Products
+    scale_bits: torch.Tensor
+    """The fp32 scales [out_features] as int32, which casts of the model do not change."""
+
+    def forward(self, x: Any) -> Any:
+        """Return ``x W^T + b``, [..., out_features], in autocast's dtype if that is enabled and else in x's."""
+        device, dtype = x.device.type, _precision(x)
+        rows = x.reshape(-1, x.shape[-1])
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast(device, enabled=False):
+            out = _Linear.apply(rows, self.weight, self.scales, bias, dtype, self.kind, self._products(rows))
+        # As in torch.nn.functional.linear. A compiled block that follows would guard on an ordinary view.
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
+
+    def with_lora(self, x: Any, down: Any, up: Any) -> Any:
+        """Return ``forward(x) + (x down^T) up^T`` for weights ``down`` [rank, in_features] and ``up`` [out_features, rank]."""
+        device, dtype = x.device.type, _precision(x)
+        rows = x.to(dtype).reshape(-1, x.shape[-1])
+        bias = None if self.bias is None else self.bias.to(dtype)
+        down, up = down.to(dtype), up.to(dtype)
+        with torch.autocast(device, enabled=False):
+            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, self.kind, self._products(rows))
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """The fp32 scales of the output channels, [out_features]."""
+        return self.scale_bits.view(torch.float32)
+
+    def _products(self, rows: Any) -> Products:
+        return "weights" if rows.shape[0] <= FEW_ROWS else self.products
+
+
+def _precision(x: Any) -> Any:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
+def convert(layer: torch.nn.Linear, kind: torch.dtype, products: Products, device: Any) -> None:
+    """Change a linear layer in place to :class:`Linear`. Its weight is quantized on ``device`` and stays on its own.
+
+    The kernels need multiples of the rotation's block as widths; other layers dequantize their weight instead.
+    """
+    weight = layer.weight
+    chunks = weight.split(max(1, _ELEMENTS // layer.in_features))
+    parts = [quantize(rotate(chunk.to(device).float(), kind), kind) for chunk in chunks]
+    bits = torch.cat([part.view(torch.int8) for part, _ in parts])
+    scales = torch.cat([part for _, part in parts])
+    layer.weight = torch.nn.Parameter(bits.to(weight.device), requires_grad=False)
+    layer.register_buffer("scale_bits", scales.view(torch.int32).to(weight.device), persistent=False)
+    layer.__class__ = Linear
+    layer.kind = kind
+    fits = layer.in_features % BLOCK == 0 and layer.out_features % BLOCK == 0
+    layer.products = products if fits or products != "kernels" else "weights"
+
+
+def dequantized(layer: Linear) -> torch.Tensor:
+    """Return the layer's weight [out_features, in_features] in fp32, without the rotation."""
+    return rotate(_dequantized(layer.weight, layer.scales, torch.float32, layer.kind), layer.kind)

@@ -1,0 +1,371 @@
+"""Compute the loss of images that are not trained on, in the fine-tuning scripts as upstream does in the LoRA scripts.
+
+Options, timesteps, random numbers and the names in the trackers are those of ``train_network.py``: four timesteps of each
+batch, with the same noise in every validation. The statements of the script's own loop compute the loss
+(`kohya_ext.patching.step_loss`). All random states are restored afterwards, so training is unchanged.
+
+Upstream splits images with captions in text files. Without ``--validation_seed`` it draws two different splits, which share
+images; this patch uses ``--seed``. It also splits images of a metadata file (``--in_json``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from types import CodeType, FrameType
+from typing import Any
+
+from kohya_ext.config.settings import Option, Settings, fraction
+from kohya_ext.console import note, stop, warn
+from kohya_ext.patching.patch import Patch, Target, moved, takes
+from kohya_ext.patching.step_loss import StepLoss, callers, local_names, step_loss, variables
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
+from kohya_ext.patching.types import Accelerator
+from kohya_ext.run import journal, resume
+
+_TIMESTEPS = 4
+"""Number of timesteps of each batch, as in upstream's LoRA scripts."""
+
+
+def _whole(value: object) -> int:
+    """Read a whole number. Raises ValueError for anything else."""
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ValueError(f"must be a whole number, not {value!r}") from None
+
+
+VALIDATION_SPLIT = Option(
+    "validation_split",
+    0.0,
+    fraction,
+    "train without this fraction of the images and print their loss",
+    metavar="FRACTION",
+    environment=None,
+)
+VALIDATION_SEED = Option[int | None](
+    "validation_seed",
+    None,
+    _whole,
+    "seed of the choice of validation images and of their noise; default: --seed",
+    metavar="N",
+    environment=None,
+)
+VALIDATE_EVERY_N_STEPS = Option[int | None](
+    "validate_every_n_steps",
+    None,
+    _whole,
+    "compute the validation loss every this many steps, and after epochs",
+    metavar="N",
+    environment=None,
+)
+VALIDATE_EVERY_N_EPOCHS = Option[int | None](
+    "validate_every_n_epochs",
+    None,
+    _whole,
+    "compute the validation loss every this many epochs; default: every epoch",
+    metavar="N",
+    environment=None,
+)
+MAX_VALIDATION_STEPS = Option[int | None](
+    "max_validation_steps",
+    None,
+    _whole,
+    "largest number of batches in a validation; default: all",
+    metavar="N",
+    environment=None,
+)
+
+
+@dataclass
+class _Validation(TrainingCallback):
+    args: Namespace
+    accelerator: Accelerator
+    settings: Settings
+    loop: CodeType
+    """The script's training function."""
+    step_loss: StepLoss
+    training: Any
+    """The dataset group of the training images."""
+    images: Any
+    """The dataset group of the validation images."""
+    loader: Any = None
+    """The loader of the validation batches; None before the first validation."""
+    _failed: bool = field(default=False, init=False)
+
+    def on_loss(self, recorder: Any, epoch: int) -> None:
+        """Validate if it is due. Called when the script has counted the step, saved, sampled and recorded its loss."""
+        if self._failed or not self.accelerator.sync_gradients:
+            return
+        frame = next((frame for frame in callers(sys._getframe(1)) if frame.f_code is self.loop), None)
+        if frame is None:
+            return
+        of_loop = variables(frame)
+        step = of_loop["global_step"]
+        ended = self.accelerator.gradient_state.end_of_dataloader or step >= self.args.max_train_steps
+        every_steps, every_epochs = self.settings[VALIDATE_EVERY_N_STEPS], self.settings[VALIDATE_EVERY_N_EPOCHS] or 1
+        due = {"step": bool(every_steps) and step % (every_steps or 1) == 0, "epoch": ended and (epoch + 1) % every_epochs == 0}
+        kinds = [kind for kind, is_due in due.items() if is_due]
+        if not kinds:
+            return
+        try:
+            loss = self.loss(of_loop)
+        except Exception as problem:
+            if self.accelerator.num_processes > 1:  # the other processes would wait for this one
+                raise
+            self._failed = True
+            warn(f"validation failed, training continues without it: {type(problem).__name__}: {problem}")
+            return
+        if loss is None:
+            return
+        journal.event("validation", loss=loss, epoch=epoch + 1)
+        note(f"step {step}: validation loss {loss:.4g}")
+        divergence = loss - recorder.moving_average
+        for kind in kinds if self.accelerator.is_main_process else ():
+            values = {f"loss/validation/{kind}_average": loss, f"loss/validation/{kind}_divergence": divergence}
+            for tracker in self.accelerator.trackers:
+                # Upstream's numbers, except that Weights & Biases drops values of earlier steps.
+                tracker.log(values, step=epoch + 1 if kind == "epoch" and tracker.name != "wandb" else step)
+
+    def loss(self, variables: dict[str, Any]) -> float | None:
+        """Return the mean loss of the validation batches; None without any."""
+        import torch
+        from accelerate.utils import send_to_device
+        from tqdm import tqdm
+
+        losses: list[float] = []
+        with _preserving_random_state(), self._evaluating(variables), torch.no_grad():
+            count = len(self._prepared_loader())
+            if (limit := self.settings[MAX_VALIDATION_STEPS]) is not None:
+                count = min(count, limit)
+            timesteps = self._timesteps(variables)
+            seed = self.settings[VALIDATION_SEED]
+            _set_seed(next(each for each in (seed, self.args.seed, 0) if each is not None))
+            hidden = not self.accelerator.is_main_process
+            with tqdm(total=count * len(timesteps), desc="validation steps", leave=False, disable=hidden) as bar:
+                for _, batch in zip(range(count), self.loader, strict=False):
+                    batch = send_to_device(batch, self.accelerator.device)
+                    for timestep in timesteps:
+                        self.args.min_timestep = self.args.max_timestep = timestep  # as upstream's LoRA scripts do
+                        losses.append(self.step_loss.of(variables, batch).item())
+                        self._restore_swapped_blocks()
+                        bar.update()
+                        bar.set_postfix(val_avg_loss=sum(losses) / len(losses))
+        return sum(losses) / len(losses) if losses else None
+
+    def _prepared_loader(self) -> Any:
+        """Return the loader of the validation batches, which are the same in every validation."""
+        from torch.utils.data import DataLoader
+
+        if self.loader is None:
+            self.images.set_current_strategies()
+            self.images.set_max_train_steps(self.args.max_train_steps)
+            self.images.set_current_step(self.args.max_train_steps)  # captions as at the end of their warmup
+            self.images.set_current_epoch(1)
+            # Without workers, which would be started for every validation.
+            self.loader = DataLoader(self.images, batch_size=1, collate_fn=lambda examples: examples[0], num_workers=0)
+        return self.loader
+
+    def _timesteps(self, variables: dict[str, Any]) -> list[int]:
+        import numpy
+
+        config = getattr(variables.get("noise_scheduler"), "config", None)
+        first = self.args.min_timestep or 0
+        last = self.args.max_timestep
+        if last is None:
+            last = getattr(config, "num_train_timesteps", 1000)
+        return [int(each) for each in numpy.linspace(first, last, _TIMESTEPS + 2, dtype=int)[1:-1]]
+
+    @contextlib.contextmanager
+    def _evaluating(self, variables: dict[str, Any]) -> Iterator[None]:
+        """Turn dropout off inside the block, and use an optimizer's weights for evaluation."""
+        models = [module for model in self.accelerator._models for module in model.modules()]
+        trained = [(module, module.training) for module in models]
+        timesteps = self.args.min_timestep, self.args.max_timestep
+        variables.get("optimizer_eval_fn", _nothing)()
+        for module in models:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training in trained:
+                module.training = training
+            self.args.min_timestep, self.args.max_timestep = timesteps
+            variables.get("optimizer_train_fn", _nothing)()
+            self._restore_swapped_blocks()
+
+    def _restore_swapped_blocks(self) -> None:
+        """Move the blocks of --blocks_to_swap back, which a backward pass would do."""
+        for model in map(self.accelerator.unwrap_model, self.accelerator._models):
+            if getattr(model, "blocks_to_swap", None):
+                model.prepare_block_swap_before_forward()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _set_seed(seed: int) -> None:
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def _preserving_random_state() -> Iterator[None]:
+    state = resume.random_state()
+    try:
+        yield
+    finally:
+        resume.set_random_state(state)
+
+
+# --- patch -----------------------------------------------------------------------------------------------------------
+
+_split_by_datasets = False
+"""Whether the configuration of a dataset splits it. Other runs must not read a frame's variables, which keeps tensors alive."""
+
+
+def _training_frame() -> FrameType | None:
+    """Return the frame of the script's training function, if it is running."""
+    return next((each for each in callers(sys._getframe(1)) if "train_dataset_group" in local_names(each.f_code)), None)
+
+
+def _validates_itself(function: CodeType) -> bool:
+    """Return whether a training function is that of the LoRA scripts."""
+    return "val_dataloader" in local_names(function)
+
+
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Validation | None:
+    global _split_by_datasets
+    asked = settings[VALIDATION_SPLIT] > 0
+    split, _split_by_datasets = asked or _split_by_datasets, False
+    if not split:
+        return None
+    frame = _training_frame()
+    if frame is not None and _validates_itself(frame.f_code):
+        return None
+    local = variables(frame) if frame is not None else {}
+    images = local.get("val_dataset_group")
+    if images is None and not asked:
+        return None
+    loss = step_loss(frame.f_code) if frame is not None and "loss_recorder" in local_names(frame.f_code) else None
+    if frame is None or loss is None:
+        _refuse(asked, "this script has no loop in which its loss can be computed for other images")
+        return None
+    if images is None or not len(images):
+        _refuse(asked, "the fraction is less than one image")
+        return None
+    if getattr(args, "deepspeed", False):
+        _refuse(asked, "DeepSpeed is not supported")
+        return None
+    note(f"validation: {images.num_train_images} images with repeats, {len(images)} batches, {_TIMESTEPS} timesteps each")
+    return _Validation(args, accelerator, settings, frame.f_code, loss, local["train_dataset_group"], images)
+
+
+def _refuse(asked: bool, reason: str) -> None:
+    """Stop at the option --validation_split; warn about a dataset's own ``validation_split``, which upstream ignores."""
+    if asked:
+        stop(f"--validation_split: {reason}; remove the option")
+    warn(f"no validation loss: {reason}; remove validation_split from the dataset's configuration")
+
+
+def _generate(original: Any, settings: Settings) -> Any:
+    """Return a function that also splits datasets with metadata files, and never draws two splits of one dataset."""
+
+    @wraps(original)
+    def generate_dataset_group_by_blueprint(dataset_group_blueprint: Any) -> Any:
+        frame = _training_frame()
+        rows = [row for row in dataset_group_blueprint.datasets if 0.0 < row.params.validation_split <= 1.0]
+        if frame is None or _validates_itself(frame.f_code) or not rows:
+            return original(dataset_group_blueprint)
+        global _split_by_datasets
+        _split_by_datasets = True
+        if any(row.is_controlnet for row in rows):
+            _refuse(settings[VALIDATION_SPLIT] > 0, "upstream cannot split images with conditioning images")
+            return original(dataset_group_blueprint)
+        for row in rows:
+            if row.params.validation_seed is None:
+                row.params.validation_seed = variables(frame)["args"].seed or 0
+        training, images = original(dataset_group_blueprint)
+        of_training = (
+            each for row, each in zip(dataset_group_blueprint.datasets, training.datasets, strict=True) if row in rows
+        )
+        for row, trained, validated in zip(rows, of_training, images.datasets, strict=True):
+            if not row.is_dreambooth:
+                keys = list(trained.image_data)
+                chosen = set(
+                    random.Random(row.params.validation_seed).sample(keys, round(len(keys) * row.params.validation_split))
+                )
+                _remove(trained, chosen)
+                _remove(validated, set(keys) - chosen)
+        group = type(training)
+        return group(training.datasets), group(images.datasets)
+
+    return generate_dataset_group_by_blueprint
+
+
+def _remove(data_set: Any, keys: Iterable[str]) -> None:
+    """Remove images from a dataset, which then has the buckets of one without them."""
+    for key in keys:
+        data_set.num_train_images -= data_set.image_data.pop(key).num_repeats
+        del data_set.image_to_subset[key]
+    seed, data_set.seed, data_set.bucket_manager = data_set.seed, 0, None
+    with _preserving_random_state():
+        data_set.make_buckets()
+    data_set.seed = seed
+
+
+def _cache(original: Any, settings: Settings) -> Any:
+    """Return a method of the dataset group that also caches the validation images."""
+
+    @wraps(original)
+    def cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        validation = current(_Validation)
+        if validation is not None and self is validation.training:
+            with _preserving_random_state():
+                original(validation.images, *args, **kwargs)
+        return result
+
+    return cache
+
+
+def _add(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def add(self: Any, *, epoch: int, step: int, loss: float) -> None:
+        original(self, epoch=epoch, step=step, loss=loss)
+        if (validation := current(_Validation)) is not None:
+            validation.on_loss(self, epoch)
+
+    return add
+
+
+PATCH = Patch(
+    name="validation_loss",
+    summary="compute the loss of --validation_split in the fine-tuning scripts, too",
+    targets=(
+        *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
+        *moved("DatasetGroup.new_cache_latents", "library.dataset", _cache, takes("self"), body="runs"),
+        *moved("DatasetGroup.new_cache_text_encoder_outputs", "library.dataset", _cache, takes("self"), body="runs"),
+        Target(
+            "library.config_util",
+            "generate_dataset_group_by_blueprint",
+            _generate,
+            takes("dataset_group_blueprint", exactly=True),
+            body="runs",
+        ),
+    ),
+    options=(VALIDATION_SPLIT, VALIDATION_SEED, VALIDATE_EVERY_N_STEPS, VALIDATE_EVERY_N_EPOCHS, MAX_VALIDATION_STEPS),
+    exactness="exact",
+    held_to="training on the same images without it, bit for bit",
+    idea="https://github.com/kohya-ss/sd-scripts/pull/1638",
+    stage=Stage.VALIDATE,
+    on_start=_start,
+)

@@ -1,0 +1,115 @@
+"""--base_precision: which layers are converted and when, and which runs are refused."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.patches import base_precision  # noqa: E402
+
+from kohya_ext.config.command_line import CommandLine  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.errors import UserError  # noqa: E402
+from kohya_ext.estimate import memory_config  # noqa: E402
+from kohya_ext.patching import training_loop  # noqa: E402
+from kohya_ext.patching.patch import Patcher  # noqa: E402
+from kohya_ext.patching.training_loop import Program, TrainingRun  # noqa: E402
+from kohya_ext.quantization.linear import Linear  # noqa: E402
+from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
+
+
+class Transformer2DModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj_in, self.conv = torch.nn.Linear(64, 64), torch.nn.Conv2d(4, 4, 1)
+
+
+class SdxlUNet2DConditionModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time_embed, self.attention = torch.nn.Linear(8, 8), Transformer2DModel()
+
+
+def create_network(multiplier, network_dim, network_alpha, vae, text_encoder, unet, **kwargs):
+    return type(unet.attention.proj_in), kwargs
+
+
+def create_network_from_weights(multiplier, file, vae, text_encoder, unet, weights_sd=None, for_inference=False, **kwargs):
+    return type(unet.attention.proj_in)
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """A network's module, in a run with the patch."""
+    module = ModuleType("networks.lora")
+    module.create_network, module.create_network_from_weights = create_network, create_network_from_weights
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    patch = base_precision.PATCH
+    checkout = Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for this test")
+    patcher = Patcher({patch.name: patch}, Settings(base_precision="int8"), checkout)
+    patcher.arm()
+    program = Program(checkout, CommandLine(Path("sdxl_train_network.py"), (), {}))
+    run = TrainingRun(SimpleNamespace(device=torch.device("cpu")), program)
+    monkeypatch.setattr(training_loop, "_current", run)
+    arguments = Namespace(network_module="networks.lora")
+    run.callbacks.append(base_precision._start(arguments, run.accelerator, patcher.settings))
+    yield module
+    patcher.undo()
+    assert module.create_network is create_network
+
+
+def test_layers_are_converted_before_the_network_is_created(network, capsys):
+    model = SdxlUNet2DConditionModel()
+    kind, options = network.create_network(1.0, 4, 1.0, None, None, model, neuron_dropout=None)
+    assert kind is Linear
+    assert options == {"neuron_dropout": None}
+    assert type(model.time_embed) is torch.nn.Linear
+    assert model.attention.conv.weight.dtype is torch.float32
+    assert "base precision: 1 frozen linear layers in 8 bits" in capsys.readouterr().err
+
+
+def test_merged_networks_see_the_true_weights(network):
+    model = SdxlUNet2DConditionModel()
+    merging = network.create_network_from_weights(1.0, "a", None, None, model, for_inference=True)
+    assert merging is torch.nn.Linear
+    assert network.create_network_from_weights(1, "a", None, None, model) is Linear
+
+
+def test_model_without_known_layers_stays_as_it_is(network, capsys):
+    network.create_network(1.0, 4, 1.0, None, None, SimpleNamespace(modules=list, attention=Transformer2DModel()))
+    assert "has no linear layers to convert" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "reason"),
+    [
+        ("sdxl_train.py", {}, "sdxl_train.py trains the base itself or copies it"),
+        ("sdxl_train_control_net.py", {}, "trains the base itself or copies it"),
+        ("sdxl_train_network.py", {"fp8_base": True}, "--fp8_base changes the base too"),
+        ("flux_train_network.py", {"fp8_base_unet": True}, "--fp8_base_unet changes the base too"),
+        ("hunyuan_image_train_network.py", {"fp8_scaled": True}, "--fp8_scaled changes the base too"),
+        ("sdxl_train_network.py", {"network_module": "networks.oft"}, "networks.oft may read the base's weights"),
+        ("sdxl_train_network.py", {"network_module": "lycoris.kohya"}, "lycoris.kohya may read the base's weights"),
+        ("flux_train_network.py", {"network_args": ["ggpo_beta=1", "rank_dropout=0"]}, "GGPO reads the base's weights"),
+        ("sdxl_train_network.py", {"deepspeed": True}, "DeepSpeed moves the base's weights"),
+    ],
+)
+def test_refusals(script, arguments, reason):
+    arguments = {"network_module": "networks.lora", **arguments}
+    assert reason in base_precision._reason_to_refuse(Namespace(**arguments), script)
+
+
+@pytest.mark.parametrize("network", sorted(base_precision._NETWORKS))
+def test_networks_that_call_their_layers_are_accepted(network):
+    arguments = Namespace(network_module=network, network_args=["rank_dropout=0.1"])
+    assert base_precision._reason_to_refuse(arguments, "sdxl_train_network.py") is None
+
+
+def test_estimates_reject_it():
+    command = CommandLine(Path("sdxl_train_network.py"), (), {}).with_({"base_precision": "int8"})
+    with pytest.raises(UserError, match="a run with --base_precision cannot be estimated"):
+        memory_config.read(command)

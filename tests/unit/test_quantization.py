@@ -1,0 +1,261 @@
+"""8-bit linear layers: rotation, arithmetic, the layer, and the Triton kernels in Triton's interpreter."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.quantization import arithmetic, linear, rotation  # noqa: E402
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    torch.manual_seed(0)
+
+
+def _relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize(("width", "size"), [(640, 64), (96, 32), (8, 8), (5, 1)])
+def test_rotation_is_its_own_inverse(width, size):
+    rows = torch.randn(3, 2, width, dtype=torch.float64)
+    assert rotation.block_size(width) == size
+    torch.testing.assert_close(rotation.rotate(rotation.rotate(rows)), rows)
+    torch.testing.assert_close(rotation.rotate(rows).norm(dim=-1), rows.norm(dim=-1))
+
+
+def test_rotation_distributes_an_outlier():
+    row = torch.zeros(1, 128)
+    row[0, 3] = 8.0
+    assert torch.equal(rotation.rotate(row).abs(), torch.tensor([[1.0] * 64 + [0.0] * 64]))
+
+
+def test_rows_are_rounded_to_the_nearest_of_255_values():
+    rows = torch.randn(7, 50)
+    quantized, scales = arithmetic.quantize(rows, INT8)
+    assert quantized.abs().amax(-1).tolist() == [127] * 7
+    assert ((quantized * scales[:, None] - rows).abs() <= scales[:, None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_zero_rows_stay_zero_and_nan_is_not_hidden(kind):
+    quantized, scales = arithmetic.quantize(torch.tensor([[0.0, 0.0], [1.0, float("nan")]]), kind)
+    assert (quantized[0].float() * scales[0]).tolist() == [0.0, 0.0]
+    assert scales[1].isnan()
+
+
+def test_int8_products_are_exact():
+    a, b = (torch.randint(-127, 128, shape, dtype=INT8) for shape in ((33, 3000), (20, 3000)))
+    assert torch.equal(arithmetic.multiply(a, b).double(), a.double() @ b.double().t())
+
+
+def _layers(kind, width=320, products="operations", bias=True):
+    usual = torch.nn.Linear(width, 192, bias=bias).requires_grad_(False)
+    layer = copy.deepcopy(usual)
+    linear.convert(layer, kind, products, "cpu")
+    return usual, layer
+
+
+def _pass(layer, x):
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [(INT8, 0.015), (FP8, 0.05)])
+@pytest.mark.parametrize("products", ["operations", "weights"])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_output_and_input_gradient_are_close(kind, tolerance, products, tokens):
+    usual, layer = _layers(kind, products=products)
+    x = torch.randn(2, tokens, 320)
+    for actual, expected in zip(_pass(layer, x), _pass(usual, x), strict=True):
+        assert actual.shape == expected.shape
+        assert 0 < _relative_error(actual, expected) < tolerance
+
+
+def test_rotation_helps_with_outliers(monkeypatch):
+    x = torch.randn(40, 320)
+    x[:, 7] *= 50
+    usual, rotated = _layers(INT8)
+    monkeypatch.setattr(linear, "ROTATED", frozenset())
+    plain = copy.deepcopy(usual)
+    linear.convert(plain, INT8, "operations", "cpu")
+    error = _relative_error(plain(x), usual(x))
+    monkeypatch.undo()
+    assert _relative_error(rotated(x), usual(x)) < error / 3
+
+
+def test_casts_of_the_model_change_neither_weights_nor_scales():
+    for kind in (INT8, FP8):
+        _, layer = _layers(kind)
+        bits, scales = layer.weight.clone(), layer.scale_bits.clone()
+        layer.to(torch.float16).to(torch.bfloat16).half()
+        assert torch.equal(layer.weight, bits)
+        assert torch.equal(layer.scale_bits, scales)
+        assert layer.bias.dtype is torch.float16
+
+
+def test_layer_is_a_linear_layer_to_lora_and_to_files():
+    _, layer = _layers(INT8)
+    assert isinstance(layer, torch.nn.Linear)
+    assert type(layer).__name__ == "Linear"
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    x = torch.randn(20, 320)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
+
+
+def test_true_weights_come_back():
+    usual, layer = _layers(INT8)
+    assert _relative_error(linear.dequantized(layer), usual.weight) < 0.01
+
+
+def test_autocast_decides_the_precision():
+    _, layer = _layers(INT8)
+    x = torch.randn(20, 320, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.sum().backward()
+    assert y.dtype is torch.bfloat16
+    assert x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_lora_equals_two_branches(bias):
+    _, layer = _layers(INT8, bias=bias)
+    down, up = (torch.nn.Parameter(torch.randn(shape) * 0.1) for shape in ((4, 320), (192, 4)))
+    x, gradient = torch.randn(2, 20, 320), torch.randn(2, 20, 192)
+
+    def results(function):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        return y.detach(), *torch.autograd.grad(y, (leaf, down, up), gradient)
+
+    expected = results(lambda x: layer(x) + torch.nn.functional.linear(torch.nn.functional.linear(x, down), up))
+    for actual, each in zip(results(lambda x: layer.with_lora(x, down, up)), expected, strict=True):
+        torch.testing.assert_close(actual, each, rtol=1e-4, atol=1e-4)
+
+
+def test_large_weights_are_quantized_in_parts(monkeypatch):
+    monkeypatch.setattr(linear, "_ELEMENTS", 1000)
+    usual, layer = _layers(INT8)
+    whole, scales = arithmetic.quantize(rotation.rotate(usual.weight), INT8)
+    assert torch.equal(layer.weight, whole)
+    assert torch.equal(layer.scales, scales)
+
+
+def test_narrow_layers_do_not_use_kernels():
+    assert _layers(INT8, width=320, products="kernels")[1].products == "kernels"
+    assert _layers(INT8, width=48, products="kernels")[1].products == "weights"
+
+
+def test_compiled_layer_is_one_graph_with_the_same_results():
+    _, layer = _layers(INT8, width=64)
+    x = torch.randn(20, 64)
+    expected = _pass(layer, x)
+    for actual, eager in zip(_pass(torch.compile(layer, backend="aot_eager", fullgraph=True), x), expected, strict=True):
+        assert torch.equal(actual, eager)
+
+
+INTERPRETED = """
+import torch
+from kohya_ext.quantization import arithmetic, kernels
+from kohya_ext.quantization.rotation import rotate
+
+torch.manual_seed(0)
+for dtype in (torch.bfloat16, torch.float16):
+    x, weight = torch.randn(3, 192).to(dtype), torch.randn(128, 192)
+    x[2] = 0
+    rows, scales = kernels.quantize(x, torch.int8, dtype, rotated=True)
+    for actual, expected in zip((rows, scales), arithmetic.quantize(rotate(x.float()), torch.int8)):
+        assert torch.equal(actual, expected)
+    weight, weight_scales = arithmetic.quantize(rotate(weight), torch.int8)
+    bias = torch.randn(128).to(dtype)
+    y = kernels.multiply(rows, weight, scales, dtype, kernels.SMALL_TILES, scales_b=weight_scales, bias=bias)
+    expected = arithmetic.multiply(rows, weight) * scales[:, None] * weight_scales + bias
+    torch.testing.assert_close(y.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+    gradient = torch.randn(3, 128).to(dtype)
+    rows, scales = kernels.quantize(gradient, torch.int8, dtype, factors=weight_scales)
+    for actual, expected in zip((rows, scales), arithmetic.quantize(gradient.float() * weight_scales, torch.int8)):
+        assert torch.equal(actual, expected)
+    turned = kernels.transpose(weight)
+    assert torch.equal(turned, weight.t())
+    if dtype is torch.bfloat16:  # the interpreter truncates to bf16, which the rotation would add up
+        continue
+    back = kernels.multiply(rows, turned, scales, dtype, kernels.TILES, rotated=True)
+    product = (arithmetic.multiply(rows, turned) * scales[:, None]).to(dtype)
+    torch.testing.assert_close(back.float(), rotate(product.float()), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+x = torch.zeros(3, 64)
+x[0, 1], x[1, 2] = float("nan"), float("inf")
+_, scales = kernels.quantize(x, torch.int8, torch.float32, rotated=True)
+assert not scales[:2].isfinite().any() and scales[2].isfinite()
+print("equal")
+"""
+
+
+def test_kernels_equal_the_arithmetic_in_the_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr[-3000:]
+
+
+#: Kernel arguments by name: pointers, and numbers that are multiples of 16.
+_POINTERS = {"x": "*bf16", "factors": "*fp32", "scales": "*fp32", "a": "*i8", "b": "*i8", "scales_a": "*fp32"}
+_POINTERS |= {"scales_b": "*fp32", "bias": "*bf16"}
+
+
+def _resources(kernel, output, constants, capability, warps, stages):
+    """Return registers and bytes of stack of a kernel that is compiled for a GPU."""
+    import re
+    import tempfile
+    from pathlib import Path
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    kinds = {**_POINTERS, "out": output}
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name not in constants}
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
+    return int(registers), int(stack)
+
+
+@pytest.mark.parametrize("capability", [86, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 90, 120))])
+def test_kernels_compile_without_spills(capability):
+    pytest.importorskip("triton", minversion="3.4")  # the signature of ASTSource
+    import triton.language as tl
+
+    from kohya_ext.quantization import kernels
+
+    common = {"ROTATED": True, "MATRIX": tl.bfloat16, "SIZE": 64}
+    rows = {"HAS_FACTORS": False, "DTYPE": tl.bfloat16, "LARGEST": 127.0, "TINY": arithmetic.TINY, "factors": None}
+    for width in (1280, 15360):
+        blocks, warps = kernels.launch(width)
+        _, stack = _resources(kernels._quantize_rows, "*i8", {**common, **rows, "BLOCKS": blocks}, capability, warps, 3)
+        assert stack == 0
+    for tile in (kernels.TILES, kernels.SMALL_TILES):
+        sizes = dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=False))
+        product = {"HAS_SCALES_B": False, "HAS_BIAS": False, "EVEN": True, "GROUP": 8, "scales_b": None, "bias": None}
+        _, stack = _resources(kernels._multiply, "*bf16", {**common, **product, **sizes}, capability, *tile[3:])
+        assert stack == 0
