@@ -182,7 +182,7 @@ def server(gpu_environment: Callable[..., dict[str, str]], models: Callable[[str
         bufsize=1,
     )
     yield process
-    process.stdin.close()
+    process.terminate()
     process.wait()
 
 

@@ -1,7 +1,13 @@
-"""A dataset of a checkout without models, for tests of caching: real images, strategies and loops, and small fake encoders."""
+"""A dataset of a checkout without models, for tests of caching: real images, strategies and loops, and small fake encoders.
+
+``python -m tests.real.caching CHECKOUT FOLDER SECONDS`` caches a folder with a VAE that takes some seconds for each batch.
+"""
 
 import gc
+import importlib
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +17,7 @@ from PIL import Image
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.patch import Patcher, registry
+from kohya_ext.sdscripts import checkouts
 
 #: Family -> module, strategies of latents and texts, channels, pixels of a latent pixel's side.
 FAMILIES = {
@@ -53,6 +60,18 @@ class Vae:
         latents.latent_dist = latents
         latents.sample = latents.clone
         return latents
+
+
+class SlowVae(Vae):
+    """Without noise, so that results do not depend on the batches."""
+
+    def __init__(self, seconds):
+        super().__init__(16, 8, noise=0)
+        self.seconds = seconds
+
+    def encode(self, images):
+        time.sleep(self.seconds)
+        return super().encode(images)
 
 
 def write_images(folder, count=7):
@@ -140,3 +159,11 @@ def caches(folder):
     """Return the bytes of all cache files in a folder by name."""
     assert not list(folder.glob("*.partial"))
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in (".npz", ".safetensors")}
+
+
+if __name__ == "__main__":
+    path, images, seconds_per_batch = sys.argv[1:]
+    sys.path.insert(0, path)
+    Checkout(importlib.import_module, checkouts.describe(Path(path), "argument")).cache_latents(
+        Path(images), "flux", vae=SlowVae(float(seconds_per_batch))
+    )

@@ -13,7 +13,10 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.caching import safetensors_file  # noqa: E402
 from kohya_ext.run import file_index  # noqa: E402
+from kohya_ext.tiny import environment  # noqa: E402
+from tests.real import starting  # noqa: E402
 from tests.real.caching import FAMILIES, Checkout, Vae, caches, write_images  # noqa: E402
+from tests.real.conftest import ROOT  # noqa: E402
 
 CACHED = (
     "--cache_latents_to_disk",
@@ -270,44 +273,31 @@ def test_zero_workers_leave_caching_to_upstream(library, folder):
     assert not (folder / file_index.CACHES).exists()
 
 
-class SlowVae(Vae):
-    """Without noise, so that results do not depend on the batches."""
+@pytest.fixture
+def start(library, folder, _fork_server):
+    """Start a process that caches the folder with a VAE that takes some seconds for each batch."""
 
-    def __init__(self, seconds):
-        super().__init__(16, 8, noise=0)
-        self.seconds = seconds
+    def run(seconds):
+        command = ["-m", "tests.real.caching", str(library.checkout.path), str(folder), str(seconds)]
+        return starting.start_forked(command, {**os.environ, "PYTHONPATH": environment.python_path()}, ROOT)
 
-    def encode(self, images):
-        time.sleep(self.seconds)
-        return super().encode(images)
-
-
-def start(library, folder, seconds):
-    """Start a process that caches a folder with a VAE that takes some seconds; return its id."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            library.cache_latents(folder, "flux", vae=SlowVae(seconds))
-            code = 0
-        finally:
-            os._exit(code)
-    return process
+    return run
 
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+forks = pytest.mark.skipif(not starting.FORKS, reason="needs a fork server and SIGKILL")
 
 
 @forks
 @pytest.mark.newest
-def test_a_killed_run_leaves_whole_files_and_is_continued(library, folder):
+def test_a_killed_run_leaves_whole_files_and_is_continued(library, folder, start):
     expected = copied(folder, "expected")
     library.cache_latents(expected, "flux", vae=Vae(16, 8, noise=0))
-    process = start(library, folder, 0.2)
-    while len(list(folder.glob("*.npz"))) < 3 and os.waitpid(process, os.WNOHANG) == (0, 0):
+    process = start(0.2)
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*.npz"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.kill(process, signal.SIGKILL)
-    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     written = {file.name: file.read_bytes() for file in folder.glob("*.npz")}
     assert 3 <= len(written) < 7
     assert written.items() <= caches(expected).items()
@@ -318,11 +308,11 @@ def test_a_killed_run_leaves_whole_files_and_is_continued(library, folder):
 
 @forks
 @pytest.mark.newest
-def test_two_runs_cache_the_same_folder(library, folder):
+def test_two_runs_cache_the_same_folder(library, folder, start):
     expected = copied(folder, "expected")
     library.cache_latents(expected, "flux", vae=Vae(16, 8, noise=0))
-    processes = [start(library, folder, 0.02) for _ in range(2)]
-    assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
+    processes = [start(0.02) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     assert caches(folder) == caches(expected)
     _, vae = library.cache_latents(folder, "flux", vae=Vae(16, 8, noise=0))
     assert not vae.batches
