@@ -47,7 +47,7 @@ STEPS = 3
 LARGE_CARD = 160 * GIB
 
 #: Families whose step reads lengths or a timestep's index from the GPU, where a virtual one has only zeros.
-READS_INTEGERS = ("chroma", "lumina", "hunyuan-image")
+READS_INTEGERS = ("chroma", "flux", "lumina", "hunyuan-image")
 
 #: At least as many characters as a text encoder takes tokens; the tokenizers here have one token for each. The quoted text is
 #: what HunyuanImage's second text encoder reads.

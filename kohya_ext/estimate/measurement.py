@@ -37,8 +37,8 @@ def measure(checkout: Checkout, command: CommandLine) -> Estimate:
     """
     config = memory_config.read(command)[0]
     _check_supported(config)
-    with _prepared(checkout, tracing(command.settings, memory_config.normalized(config))):
-        return _measure_step(checkout, *read(checkout, command))
+    with _prepared(checkout, tracing(command.settings, memory_config.normalized(config))) as patcher:
+        return _measure_step(checkout, patcher, *read(checkout, command))
 
 
 def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
@@ -88,11 +88,11 @@ def eager(settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def _prepared(checkout: Checkout, settings: Settings) -> Iterator[None]:
+def _prepared(checkout: Checkout, settings: Settings) -> Iterator[Patcher]:
     """Import the script's modules and apply a run's patches inside the block; turn its errors into UserError."""
-    with _quiet(), importable(checkout), patched(checkout, settings):
+    with _quiet(), importable(checkout), patched(checkout, settings) as patcher:
         try:
-            yield
+            yield patcher
         except (RuntimeError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the replaced operators
@@ -100,12 +100,12 @@ def _prepared(checkout: Checkout, settings: Settings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def patched(checkout: Checkout, settings: Settings) -> Iterator[None]:
+def patched(checkout: Checkout, settings: Settings) -> Iterator[Patcher]:
     """Apply the patches of a run inside the block."""
     patcher = Patcher(registry(), settings, checkout)
     patcher.arm()
     try:
-        yield
+        yield patcher
     finally:
         patcher.undo()
 
@@ -202,13 +202,16 @@ def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Names
     return _CACHING_LOGS[key]
 
 
-def _measure_step(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer) -> Estimate:
+def _measure_step(
+    checkout: Checkout, patcher: Patcher, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer
+) -> Estimate:
     from kohya_ext.estimate import step as steps
     from kohya_ext.estimate.allocator import CachingAllocator, minimum_reserved
     from kohya_ext.estimate.replay import replay, replay_steps, tensor_peak
 
     steps.configure(config, arguments, trainer)
-    step = steps.measure(config, arguments, trainer)
+    skips_gradients = any(patch.name == "skip_unused_gradients" for patch in patcher.active())
+    step = steps.measure(config, arguments, trainer, skips_gradients)
     caching = _caching(checkout, config, arguments, trainer)
     logs = {**caching, "step": step, **step.between}
     memory = replay(caching, step)

@@ -340,9 +340,9 @@ def _hunyuan_image(config: MemoryConfig) -> Models:
             *(_ids(batch, quoted), _mask(batch, quoted)),
         ],
         conditions=lambda batch: [
-            torch.zeros(batch, caption, 3584, dtype=torch.bfloat16),
+            torch.zeros(batch, caption, 3584),
             _mask(batch, caption),
-            torch.zeros(batch, quoted, 1472, dtype=torch.float16),
+            torch.zeros(batch, quoted, 1472),
             _mask(batch, quoted),
             torch.ones(batch, dtype=torch.bool),
         ],

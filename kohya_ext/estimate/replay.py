@@ -177,7 +177,9 @@ def repeated(events: Collection[Event], resident: Mapping[int, Event], once: Col
 
 def _workspaces(log: Log) -> set[int]:
     """Return the storages of cuBLAS's workspace in the main thread, which exists once in a run."""
-    return {event.storage for event in log.events if log.kinds[event.storage] is Kind.WORKSPACE and event.phase != BACKWARD}
+    kept = _kept(log.events)  # not the memory that an operator uses while it runs
+    used = (event for event in log.events if event.storage in kept and event.phase != BACKWARD)
+    return {event.storage for event in used if log.kinds[event.storage] is Kind.WORKSPACE}
 
 
 def _without(events: Iterable[Event], storages: Collection[int]) -> Iterator[Event]:

@@ -33,6 +33,7 @@ from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import Counter
 from kohya_ext.patching.attributes import replaced
+from kohya_ext.patching.checkpointed_blocks import embeddings_without_need_of_gradients
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 
 CACHING, SAMPLING = "caching", "sampling"
@@ -110,10 +111,11 @@ def configure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTraine
     importlib.import_module("library.strategy_base").TextEncodingStrategy.set_strategy(strategy)
 
 
-def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> Log:
+def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer, skips_gradients: bool = False) -> Log:
     """Run one step and return its log.
 
-    ``config`` is normalized, ``arguments`` the namespace it was read from, ``trainer`` the family's network trainer.
+    ``config`` is normalized, ``arguments`` the namespace it was read from, ``trainer`` the family's network trainer,
+    ``skips_gradients`` whether untrained embeddings have none (patches/skip_unused_gradients.py).
     Raises UserError for a run that cannot be estimated.
     """
     tracker = Tracker()
@@ -125,6 +127,8 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer)
         if config.cuda_graphs:
             stack.enter_context(passes.of(models.unet))
         training = prepare(config, arguments, trainer, models)
+        if skips_gradients:
+            _freeze_untrained_embeddings(training)
         passes.trained = training.trained
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
@@ -220,11 +224,11 @@ def prepare(
     if not trained:
         raise UserError("nothing would be trained, since every learning rate is 0; set one above 0")
     optimizer = _optimizers(config, arguments, groups, models.unet)
-    resident: list[tuple[Any, Kind]] = [(models.unet, Kind.WEIGHT)]
-    if network is not None:
-        resident.append((network, Kind.TRAINED_WEIGHT))
-    if not config.cache_text_encoder_outputs and not config.text_encoder_cpu:
-        resident += [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders]
+    unet = (models.unet, Kind.WEIGHT)
+    encodes = not config.cache_text_encoder_outputs and not config.text_encoder_cpu
+    encoders = [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders] if encodes else []
+    # The scripts that train a network move the text encoders into GPU memory before the U-Net, the others after it.
+    resident = [unet, *encoders] if network is None else [*encoders, unet, (network, Kind.TRAINED_WEIGHT)]
     if not config.cache_latents:
         if trainer.cast_vae(arguments):
             cast(models.vae, vae_dtype)
@@ -479,6 +483,13 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     swapped = training.models.blocks(config.blocks_to_swap or 0)
     lists = _lists_of(swapped, training.models.unet)
     _hook_where_blocks_move(lists, swapped)
+    if lists and config.fp8_scaled:
+        # Upstream quantizes on the GPU. When it empties the cache, the last weight is still there (fp8_optimization_utils.py).
+        quantized = [part for part in training.models.unet.modules() if hasattr(part, "scale_weight")]
+        last = torch.empty(quantized[-1].weight.shape, dtype=torch.bfloat16)
+        tracker.mark([last], Kind.TEMPORARY)
+        tracker.release_unused()
+        del last
     for module, kind in training.resident:
         tracker.mark(_tensors(module, lists), kind)
         for blocks in lists if module is training.models.unet else ():
@@ -583,6 +594,13 @@ def _run_passes(training: Training, tracker: Tracker) -> None:
     tracker.mark_saved()
     with tracker.during(BACKWARD):
         training.accelerator.backward(training.loss)
+
+
+def _freeze_untrained_embeddings(training: Training) -> None:
+    trained = {id(weight) for weight in training.trained}
+    for encoder in training.models.text_encoders:
+        for weight in embeddings_without_need_of_gradients(training.accelerator.unwrap_model(encoder)):
+            weight.requires_grad_(id(weight) in trained)
 
 
 def _compile(training: Training) -> None:

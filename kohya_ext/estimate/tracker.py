@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from kohya_ext.estimate import workspaces
 from kohya_ext.estimate.events import RELEASE, Event, Kind
-from kohya_ext.estimate.reductions import buffer_bytes
 from kohya_ext.estimate.work import Counter
 
 #: The phases of a step.
@@ -32,12 +32,6 @@ _aten = torch.ops.aten
 
 #: Operators that use cuBLAS.
 MATRIX_PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default))
-
-#: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
-FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-#: Operators whose kernels use global memory for partial sums.
-REDUCTIONS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim))
 
 #: Bytes of cuBLAS's workspace, which each thread that multiplies matrices keeps: ``:4096:2:16:8``, PyTorch's default on GPUs
 #: before Hopper. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
@@ -154,15 +148,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._count(func, args, kwargs, result)
         if accumulated is not None:
             self._take_over(accumulated, result)
-        is_flash = func is FLASH_ATTENTION_BACKWARD and kwargs.get("attn_mask") is None
-        copies = self._log_allocated(*map(_copied_bytes, (args[0], args[4]))) if is_flash else ()
+        # Compiled code fuses every operator but flash attention.
+        is_kernel = not self._paused or func is workspaces.FLASH_ATTENTION_BACKWARD
+        used = self._log_allocated(*workspaces.before(func, args, kwargs)) if is_kernel else []
         if not self._paused:
             self.record(result, self._kind_of(func, args))
-            if func in REDUCTIONS:
-                self._log_freed(self._log_allocated(buffer_bytes(args[0].shape, args[0].stride(), args[1] or ())))
-        if is_flash:
-            self._log_freed(self._log_allocated(*_flash_attention_workspace(args[1])))
-            self._log_freed(copies)
+        used += self._log_allocated(*workspaces.after(func, args, kwargs)) if is_kernel else []
+        self._log_freed(used)
         if func in MATRIX_PRODUCTS and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
             self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8)
             self._record(self.workspaces[handle], Kind.WORKSPACE)
@@ -281,25 +273,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if flops or not self._paused:
             self.work.operator(func, args, kwargs, result, flops, self.phase == STEP)
         self.kernels += _computes(func) and not self._paused
-
-
-def _flash_attention_workspace(query: Any) -> tuple[int, int]:
-    """Return the bytes of CUDA's flash attention backward: a sum per query and the query's gradient, in fp32, of rounded sizes.
-
-    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
-    """
-    batch, heads, length, width = query.shape
-    rows = batch * heads * -(-length // 128) * 128
-    return 4 * rows, 4 * rows * -(-width // 32) * 32
-
-
-def _copied_bytes(tensor: Any) -> int:
-    """Return the bytes of the copy that CUDA's flash attention backward makes of a gradient or an output; 0 without one.
-
-    Its kernel takes contiguous tensors of shape (batch, length, heads, width) (_flash_attention_backward in
-    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/attention_backward.cu).
-    """
-    return 0 if tensor.transpose(1, 2).is_contiguous() else int(tensor.numel() * tensor.element_size())
 
 
 @functools.cache

@@ -1,0 +1,147 @@
+"""Memory that operators use on CUDA while they run, in addition to their results.
+
+Their sizes and whether they are allocated before or after the results are those of traces of PyTorch's allocator
+(tests/cuda/test_operator_copies.py). Sources: group_norm, layer_norm, Convolution, UpSample and SoftMax in
+https://github.com/pytorch/pytorch/tree/main/aten/src/ATen/native, and _flash_attention_backward in
+aten/src/ATen/native/transformers/cuda/attention_backward.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+#: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
+FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+#: (arguments, keyword arguments) of an operator -> the bytes of each tensor that it uses; 0 for none.
+Workspace = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[int]]
+
+
+def before(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the bytes of each tensor that an operator allocates before its results, and frees."""
+    return _BEFORE[operator](args, kwargs) if operator in _BEFORE else ()
+
+
+def after(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the bytes of each tensor that an operator allocates after its results, and frees."""
+    return _AFTER[operator](args, kwargs) if operator in _AFTER else ()
+
+
+def _copies(*indexes: int) -> Workspace:
+    """Return the workspace of an operator whose kernel reads these arguments in contiguous memory."""
+    return lambda args, kwargs: [_copied_bytes(args[index]) for index in indexes]
+
+
+def _copied_bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor's contiguous copy; 0 if it is contiguous."""
+    return 0 if tensor.is_contiguous() else _bytes(tensor)
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _copies_for_flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the copies of a gradient and an output whose (batch, length, heads, width) is not contiguous."""
+    if kwargs.get("attn_mask") is not None:
+        return ()
+    return [_copied_bytes(tensor.transpose(1, 2)) for tensor in (args[0], args[4])]
+
+
+def _flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return a sum per query and the query's gradient, in fp32, of rounded sizes.
+
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
+    """
+    if kwargs.get("attn_mask") is not None:
+        return ()
+    batch, heads, length, width = args[1].shape
+    rows = batch * heads * -(-length // 128) * 128
+    return 4 * rows, 4 * rows * -(-width // 32) * 32
+
+
+def _softmax_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the product of gradient and output, and the output's copy."""
+    return _bytes(args[0]), _copied_bytes(args[1])
+
+
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+#: Multiprocessors of the GPU and threads of each: an RTX 4090. A GPU with fewer needs less.
+PROCESSORS, THREADS = 128, 1536
+
+#: Threads of a block; bytes of an accumulator; numbers that a thread adds before more blocks share an output.
+BLOCK_THREADS, ACCUMULATOR, MIN_VALUES, MAX_VALUES = 512, 4, 16, 256
+WARP = 32
+
+
+def _partial_sums(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    return (buffer_bytes(args[0].shape, args[0].stride(), args[1] or ()),)
+
+
+def buffer_bytes(shape: Sequence[int], stride: Sequence[int], dims: Collection[int]) -> int:
+    """Return the bytes for partial sums of a tensor's reduction over ``dims``; 0 if they fit the threads of a block.
+
+    Only where the dimension with the smallest stride is kept, as in the gradient of a bias: in all other cases a buffer is
+    smaller than 1 MiB. Source: setReduceConfig and global_memory_size in
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Reduce.cuh.
+    """
+    if not shape:
+        return 0
+    reduced = {dim % len(shape) for dim in dims} if dims else {*range(len(shape))}
+    sizes = [(step, size, dim in reduced) for dim, (size, step) in enumerate(zip(shape, stride, strict=True)) if size > 1]
+    inputs = outputs = 1
+    for _, size, is_reduced in sizes:
+        if is_reduced:
+            inputs *= size
+        else:
+            outputs *= size
+    if inputs == 1 or not outputs or not sizes or min(sizes)[2]:
+        return 0
+    fastest, width, _ = min(sizes)
+    vector = next(count for count in (4, 2, 1) if count == 1 or (fastest == 1 and width % count == 0))
+    threads = BLOCK_THREADS // vector
+    across = min(_power_of_2(outputs // vector), threads)
+    down = min(min(_power_of_2(inputs), threads), threads // min(across, WARP))
+    across = min(across, threads // down)
+    grid = -(-(outputs // vector) // across)
+    if inputs < min(16 * down, MAX_VALUES):
+        return 0  # each warp has its own output
+    values = -(-inputs // down)
+    target = PROCESSORS * (THREADS // (across * down))
+    if values < MAX_VALUES or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // MIN_VALUES)), -(-values // MAX_VALUES))
+    return ACCUMULATOR * outputs * blocks * across * vector if blocks > 1 else 0
+
+
+def _power_of_2(number: int) -> int:
+    """Return the largest power of 2 up to a number."""
+    return 1 << (number.bit_length() - 1)
+
+
+_BEFORE: Mapping[Any, Workspace] = {
+    FLASH_ATTENTION_BACKWARD: _copies_for_flash_attention,
+    _aten.convolution.default: _copies(0),
+    _aten.native_group_norm_backward.default: _copies(0, 1),
+    _aten.native_layer_norm.default: _copies(0),
+    _aten.native_layer_norm_backward.default: _copies(1),
+}
+
+_AFTER: Mapping[Any, Workspace] = {
+    FLASH_ATTENTION_BACKWARD: _flash_attention,
+    _aten.convolution_backward.default: _copies(0),
+    _aten.native_group_norm.default: _copies(0),
+    _aten.native_layer_norm_backward.default: _copies(0),
+    _aten.upsample_nearest2d.default: _copies(0),
+    _aten.upsample_nearest2d_backward.default: _copies(0),
+    _aten._softmax.default: _copies(0),
+    _aten._softmax_backward_data.default: _softmax_backward,
+    _aten.sum.dim_IntList: _partial_sums,
+    _aten.mean.dim: _partial_sums,
+}

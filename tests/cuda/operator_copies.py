@@ -1,0 +1,85 @@
+"""Operators on tensors that are not contiguous, and the memory that they allocate on the virtual GPU, printed as JSON.
+
+Without a GPU the same operators run under the estimate's tracker (test_operator_copies).
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+#: Smallest size in bytes that counts: without kernels' small tables and sums.
+LEAST = 2**20
+
+BATCH, CHANNELS, SIDE, WIDTH = 2, 64, 128, 512
+
+_aten = torch.ops.aten
+
+
+def images(layout: str, channels: int = CHANNELS, side: int = SIDE) -> torch.Tensor:
+    """Return a tensor of shape (batch, channels, side, side): a part of another one, or with the channels last."""
+    if layout == "part":
+        return torch.empty(BATCH, 2 * channels, side, side, dtype=torch.bfloat16)[:, :channels]
+    if layout == "permuted":
+        return torch.empty(BATCH, side, side, channels, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    return torch.empty(BATCH, channels, side, side, dtype=torch.bfloat16)
+
+
+def tokens(layout: str) -> torch.Tensor:
+    """Return a tensor of shape (batch, length, width)."""
+    if layout == "part":
+        return torch.empty(BATCH, 1024, 2 * WIDTH, dtype=torch.bfloat16)[..., :WIDTH]
+    return torch.empty(BATCH, 1024, WIDTH, dtype=torch.bfloat16)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the name of each case and a call of its operator, with inputs on torch's default device."""
+    for name, operator, arguments in _operators():
+        yield name, partial(operator, *arguments)
+
+
+def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    weight = torch.empty(CHANNELS, CHANNELS, 3, 3, dtype=torch.bfloat16)
+    scale, vector = torch.empty(CHANNELS, dtype=torch.bfloat16), torch.empty(WIDTH, dtype=torch.bfloat16)
+    window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    group = (BATCH, CHANNELS, SIDE * SIDE, 32)
+    statistics, sums = torch.empty(BATCH, 32, dtype=torch.bfloat16), torch.empty(BATCH, 1024, 1)
+    sizes = ([SIDE, SIDE], [BATCH, CHANNELS, SIDE // 2, SIDE // 2])
+    every = [True, True, True]
+    for given in ("whole", "part"):
+        image, token = images(given), tokens(given)
+        yield f"convolution {given}", _aten.convolution, (image, weight, None, *window)
+        of_input = (image, images("whole"), weight, [0], *window, [True, False, False])
+        yield f"convolution_backward {given}", _aten.convolution_backward, of_input
+        yield f"upsample_nearest2d {given}", _aten.upsample_nearest2d, (image, None, [2.0, 2.0])
+        yield f"upsample_nearest2d_backward {given}", _aten.upsample_nearest2d_backward, (image, *sizes)
+        yield f"native_group_norm {given}", _aten.native_group_norm, (image, scale, scale, *group, 1e-5)
+        yield f"native_layer_norm {given}", _aten.native_layer_norm, (token, [WIDTH], vector, vector, 1e-5)
+        yield f"_softmax {given}", _aten._softmax, (token, -1, False)
+        for other in ("whole", "part"):
+            arguments = (token, tokens(other), [WIDTH], sums, sums, vector, vector, every)
+            yield f"native_layer_norm_backward {given} {other}", _aten.native_layer_norm_backward, arguments
+            arguments = (token, tokens(other), -1, torch.bfloat16)
+            yield f"_softmax_backward_data {given} {other}", _aten._softmax_backward_data, arguments
+    for given in ("whole", "part", "permuted"):
+        for other in ("whole", "part"):
+            arguments = (images(given), images(other), statistics, statistics, scale, *group, every)
+            yield f"native_group_norm_backward {given} {other}", _aten.native_group_norm_backward, arguments
+
+
+def run(call: Callable[[], Any]) -> list[tuple[int, bool]]:
+    """Return the bytes of each large allocation of a call, and whether it is a result."""
+    call()  # libraries allocate in a first call
+    torch.cuda.memory._record_memory_history(max_entries=1000, context=None)
+    results = call()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    kept = {value.data_ptr() for value in (results if isinstance(results, tuple) else (results,)) if value is not None}
+    return [(event["size"], event["addr"] in kept) for event in trace if event["action"] == "alloc" and event["size"] >= LEAST]
+
+
+if __name__ == "__main__":
+    torch.set_default_device("cuda")
+    print(json.dumps({name: run(call) for name, call in cases()}))
