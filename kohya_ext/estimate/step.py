@@ -38,6 +38,9 @@ from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 
 CACHING, SAMPLING = "caching", "sampling"
 
+#: Layers of a text encoder in 8 bits that stay in 16 (``prepare_text_encoder_fp8`` of the scripts).
+KEPT_IN_16_BITS = ("CLIPTextEmbeddings", "Embedding", "T5LayerNorm")
+
 
 @dataclass(frozen=True)
 class Log:
@@ -284,6 +287,8 @@ def _prepare_network(
         encoder.requires_grad_(False)
         if trainer.cast_text_encoder(arguments):
             cast(encoder, dtype)
+            if _casts_text_encoders_to_8_bits(config):
+                cast(encoder, torch.float8_e4m3fn, [part for part in encoder.modules() if type(part).__name__ in KEPT_IN_16_BITS])
     for part in (models.unet, *models.text_encoders):
         part.train(checkpointing)
     if checkpointing:
@@ -299,6 +304,11 @@ def _prepare_network(
     network.prepare_grad_etc(encoders, models.unet)
     network.on_epoch_start(encoders, models.unet)
     return network, groups, list(network.get_trainable_params()), train_text_encoder
+
+
+def _casts_text_encoders_to_8_bits(config: MemoryConfig) -> bool:
+    """Return whether the script of a network casts its text encoders to 8 bits, after it has moved them into GPU memory."""
+    return config.trains_network and config.fp8_base and not config.fp8_base_unet and not config.text_encoder_cpu
 
 
 def _network_groups(network: Any, arguments: Namespace) -> Any:
@@ -490,6 +500,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
         tracker.mark([last], Kind.TEMPORARY)
         tracker.release_unused()
         del last
+    if _casts_text_encoders_to_8_bits(config) and not config.cache_text_encoder_outputs:
+        _cast_in_gpu_memory(training, tracker)
     for module, kind in training.resident:
         tracker.mark(_tensors(module, lists), kind)
         for blocks in lists if module is training.models.unet else ():
@@ -529,6 +541,21 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     for part in () if paged else optimizer.parts if isinstance(optimizer, MultipleOptimizers) else (optimizer,):
         tracker.expect_first_use(part)
     return start
+
+
+def _cast_in_gpu_memory(training: Training, tracker: Tracker) -> None:
+    """Log text encoders that are in GPU memory in 16 bits, are cast to 8 as a whole, and some of their layers back."""
+    encoders = [[*dict.fromkeys(_tensors(encoder))] for encoder in training.models.text_encoders]
+    wide = [torch.empty(tensor.shape, dtype=training.weight_dtype) for tensors in encoders for tensor in tensors]
+    tracker.mark(wide, Kind.TEMPORARY)
+    for tensors in encoders:
+        narrow = {tensor: torch.empty(tensor.shape, dtype=torch.uint8) for tensor in tensors if tensor.itemsize > 1}
+        for tensor in tensors:
+            tracker.mark([narrow.get(tensor, tensor)], Kind.TEXT_ENCODER)
+            del wide[0]
+        for tensor in [*narrow]:
+            tracker.mark([tensor], Kind.TEXT_ENCODER)
+            del narrow[tensor]
 
 
 def _copied_bytes(training: Training) -> int:
