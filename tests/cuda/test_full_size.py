@@ -1,0 +1,41 @@
+"""Real scripts at full size on the virtual GPU reserve the memory that is predicted for their command lines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+LORA = "--network_dim 16 --mixed_precision bf16 --sdpa --gradient_checkpointing --cache_latents"
+
+#: Each differs from the presets in what its memory depends on: order of loading, trained text encoders and their embeddings, odd
+#: shapes in batches, copies of inputs, 8-bit text encoders, quantizing on the GPU, and upstream's block swap.
+COMMANDS = (
+    f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
+    "--resolution 832,1216 --network_train_unet_only",
+    f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
+    "--resolution 832,1216",
+    f"flux_train_network.py --network_module networks.lora_flux {LORA} --optimizer_type AdamW --train_batch_size 2 "
+    "--resolution 640,960 --fp8_base",
+    f"flux_train_network.py --network_module networks.lora_flux {LORA} --optimizer_type Prodigy --train_batch_size 2 "
+    "--resolution 768 --cache_text_encoder_outputs --network_train_unet_only --blocks_to_swap 10",
+    "train_network.py --network_module networks.lora --network_dim 32 --network_args conv_dim=8 --optimizer_type Lion "
+    "--train_batch_size 5 --resolution 640,512 --mixed_precision bf16 --sdpa",
+    "hunyuan_image_train_network.py --preset hunyuan-image-lora/8gb",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_predicted_reserved_memory_is_within_half_a_percent(gpu_environment, checkout, tmp_path, command):
+    words = ["-m", "benchmarks.full_size", "--sd-scripts", str(checkout.path), "--scratch", str(tmp_path), "--fresh"]
+    done = subprocess.run(
+        [sys.executable, *words, "--command", command], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    row = json.loads(done.stdout[done.stdout.index("{") :])
+    assert "failed" not in row["used"]
+    assert abs(row["error_percent"]["reserved"]) < 0.5
