@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 LORA = "--network_dim 16 --mixed_precision bf16 --sdpa --gradient_checkpointing --cache_latents"
 
-#: Each differs from the presets in what its memory depends on: order of loading, trained text encoders and their embeddings, odd
-#: shapes in batches, copies of inputs, 8-bit text encoders, quantizing on the GPU, and upstream's block swap.
+#: Each differs from the presets in what its memory depends on: order of loading, trained text encoders and their embeddings,
+#: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, and upstream's block swap.
 COMMANDS = (
     f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
     "--resolution 832,1216 --network_train_unet_only",
