@@ -288,7 +288,9 @@ def _prepare_network(
         if trainer.cast_text_encoder(arguments):
             cast(encoder, dtype)
             if _casts_text_encoders_to_8_bits(config):
-                cast(encoder, torch.float8_e4m3fn, [part for part in encoder.modules() if type(part).__name__ in KEPT_IN_16_BITS])
+                cast(
+                    encoder, torch.float8_e4m3fn, [part for part in encoder.modules() if type(part).__name__ in KEPT_IN_16_BITS]
+                )
     for part in (models.unet, *models.text_encoders):
         part.train(checkpointing)
     if checkpointing:

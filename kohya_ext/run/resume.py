@@ -8,7 +8,9 @@ A resumed run skips finished epochs. It starts the unfinished epoch with that ep
 training up to the saved position, and restores the random state of the save. The next batch, noise and file name are then
 those of an uninterrupted run.
 
-Skipped batches are still loaded. With ``--persistent_data_loader_workers`` the random state of the workers, which live
+Skipped batches are still loaded. accelerate loads a batch before it is needed. Without data loader workers it uses random
+numbers of this process, of which saving a state may draw some (rich 14.1 draws one per logged line), so a state also holds the
+random state from before that batch. With ``--persistent_data_loader_workers`` the random state of the workers, which live
 across epochs, is not restored.
 """
 
@@ -63,11 +65,12 @@ class Snapshot:
     batch: int
     finished: bool
     began: dict[str, Any]
+    loaded: dict[str, Any] | None
     random: dict[str, Any]
 
     def part(self) -> dict[str, Any]:
         """Return this process's part of a saved position."""
-        return {"random": self.random, "began": self.began}
+        return {"random": self.random, "began": self.began, "loaded": self.loaded}
 
 
 @dataclass
@@ -88,6 +91,8 @@ class Position(TrainingCallback):
     """Whether all batches of this epoch were trained."""
     _began: dict[str, Any] = field(default_factory=dict)
     """The random state and the dataset's counters at the start of this epoch."""
+    _loaded: dict[str, Any] | None = None
+    """The host's random state before the newest batch was loaded; None with workers, which have their own."""
     _ranks: list[dict[str, Any]] | None = None
     """With several processes, the random state of each after this step: see :meth:`gather`."""
     _fixed: dict[str, Any] | None = None
@@ -128,7 +133,7 @@ class Position(TrainingCallback):
         if self.accelerator.num_processes > 1:
             from accelerate.utils import gather_object
 
-            self._ranks = gather_object([{"random": random_state(), "began": self._began}])
+            self._ranks = gather_object([self.snapshot().part()])
 
     def fix_random_state(self) -> None:
         """Write the current random state into every state from now on.
@@ -151,7 +156,7 @@ class Position(TrainingCallback):
 
     def snapshot(self) -> Snapshot:
         """Return the current position and random state."""
-        return Snapshot(self.step, self.epoch, self.batch, self.finished, self._began, random_state())
+        return Snapshot(self.step, self.epoch, self.batch, self.finished, self._began, self._loaded, random_state())
 
     def restore(self, snapshot: Snapshot, ranks: list[dict[str, Any]] | None = None) -> None:
         """Restore an earlier position and random state, to save a state of that step later.
@@ -160,7 +165,7 @@ class Position(TrainingCallback):
         """
         self._ranks = ranks
         self.step, self.epoch, self.batch = snapshot.step, snapshot.epoch, snapshot.batch
-        self.finished, self._began = snapshot.finished, snapshot.began
+        self.finished, self._began, self._loaded = snapshot.finished, snapshot.began, snapshot.loaded
         set_random_state(snapshot.random)
 
     def on_state_save(self, folder: Path) -> None:
@@ -170,7 +175,7 @@ class Position(TrainingCallback):
 
             counters = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
             accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
-            ranks = self._ranks or [{"random": self._fixed or random_state(), "began": self._began}]
+            ranks = self._ranks or [{**self.snapshot().part(), "random": self._fixed or random_state()}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
             torch.save({**counters, **accumulated, **processes}, folder / FILE)
             if self._fixed is None:
@@ -219,7 +224,7 @@ class Position(TrainingCallback):
         accumulated = getattr(self.args, "gradient_accumulation_steps", 1)
         target["batch"] = target["batch"] * accumulated // target["accumulated"]
         rank = self._rank_state(target, folder)
-        target.update(rank["began"])
+        target.update(rank["began"], loaded=rank.get("loaded"))
         next_random, index = folder / RANDOM_FILE, self.accelerator.process_index
         states = torch.load(next_random, weights_only=True) if next_random.is_file() else []
         self._random = states[index] if index < len(states) else rank["random"]
@@ -252,18 +257,48 @@ class Position(TrainingCallback):
                 self._finish_resume(target, loop)
             self.batch, self.finished = 0, False
             self._began = {"random": random_state(), **_dataset_state(loader)}
-            yield from self._after_each(batches())
+            with self._watched(loader):
+                yield from self._after_each(batches())
         else:
             self._began = {name: target[name] for name in ("random", "counters", "seeds", "generator")}
             _set_dataset_state(loader, target)
             set_random_state(target["random"])
-            drawn = batches()
-            for _ in itertools.islice(drawn, target["batch"]):
-                pass
-            self.batch, self.finished = target["batch"], False
-            self._finish_resume(target, loop)
-            yield from self._after_each(drawn)
+            with self._watched(loader, target["batch"], target["loaded"]):
+                drawn = batches()
+                for _ in itertools.islice(drawn, target["batch"]):
+                    pass
+                self.batch, self.finished = target["batch"], False
+                self._finish_resume(target, loop)
+                yield from self._after_each(drawn)
         self.finished = True
+
+    @contextlib.contextmanager
+    def _watched(self, loader: Any, skipped: int = 0, loaded: dict[str, Any] | None = None) -> Iterator[None]:
+        """Keep the random state from before each batch is loaded; set it to ``loaded`` before the first that is not skipped."""
+        base = getattr(loader, "base_dataloader", None)
+        if base is None or base.num_workers:
+            self._loaded = None
+            yield
+            return
+        load = base.__iter__
+
+        def watch() -> Iterator[Any]:
+            batches = load()
+            for number in itertools.count():
+                if loaded is not None and number == skipped:
+                    _set_host_random_state(loaded)
+                self._loaded = _host_random_state()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                yield batch
+
+        base.__iter__ = watch
+        try:
+            yield
+        finally:
+            del base.__iter__
 
     def _after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -351,28 +386,25 @@ def _set_local(frame: FrameType, name: str, value: int) -> bool:
 
 def random_state() -> dict[str, Any]:
     """Return the random state of Python, numpy, torch and every CUDA device, in types that ``weights_only`` loads."""
+    import torch
+
+    return {**_host_random_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def _host_random_state() -> dict[str, Any]:
     import numpy
     import torch
 
     state: Any = numpy.random.get_state(legacy=True)
     kind, keys, *rest = state
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
+    return {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore a random state. Warns when the number of GPUs differs, because the result will too."""
-    import numpy
     import torch
 
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-    torch.set_rng_state(state["torch"])
+    _set_host_random_state(state)
     if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all(state["cuda"])
     elif state["cuda"] or torch.cuda.is_available():
@@ -380,6 +412,16 @@ def set_random_state(state: dict[str, Any]) -> None:
             f"the state was saved with {len(state['cuda'])} GPUs, but there are {torch.cuda.device_count()}: "
             "the result will differ from an uninterrupted run"
         )
+
+
+def _set_host_random_state(state: dict[str, Any]) -> None:
+    import numpy
+    import torch
+
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(state["torch"])
 
 
 # --- finding states --------------------------------------------------------------------------------------------------

@@ -144,6 +144,42 @@ def test_every_process_restores_its_own_random_state(torch, tmp_path, capsys):
     assert "holds the random state of 2 of 2 processes, but this run has 1" in capsys.readouterr().err
 
 
+def test_a_batch_that_was_loaded_before_the_save_is_loaded_again_with_the_same_random_numbers(torch, tmp_path):
+    """Between loads, a script's own saves may draw random numbers, which a resumed run that skips batches does not."""
+    loaders = pytest.importorskip("accelerate.data_loader")
+
+    class Captions(torch.utils.data.Dataset):
+        seed = 7
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return random.random()
+
+    def train(running, folder):
+        loader = loaders.DataLoaderShard(Captions())
+        random.seed(0)
+        global_step, drawn = 0, {}
+        batches = running.batches(loader, lambda: loaders.DataLoaderShard.__iter__(loader), sys._getframe())
+        for batch in batches:
+            global_step += 1
+            drawn[global_step] = batch.item()
+            running.after_batch(SimpleNamespace(num_processes=1, sync_gradients=True))
+            if global_step in (2, 3):
+                (folder / f"{global_step}").mkdir()
+                running.on_state_save(folder / f"{global_step}")
+                random.random()  # as rich 14.1 does for each line logged about the save
+        return drawn
+
+    expected = train(position(epoch=-1), tmp_path)
+    resumed = position()
+    resumed.epoch, resumed.args.resume, resumed.accelerator.log = -1, tmp_path / "3", None
+    resumed.on_state_load(tmp_path / "3")
+    (tmp_path / "resumed").mkdir()
+    assert train(resumed, tmp_path / "resumed") == {step: value for step, value in expected.items() if step > 3}
+
+
 def describe(**more):
     given = {"train_data_dir": "cats", "network_dim": 4, "seed": 1, **more}
     return run_record.describe("sdxl_train_network.py", Namespace(**given))
