@@ -163,7 +163,7 @@ def test_a_batch_that_was_loaded_before_the_save_is_loaded_again_with_the_same_r
         global_step, drawn = 0, {}
         batches = running.batches(loader, lambda: loaders.DataLoaderShard.__iter__(loader), sys._getframe())
         for batch in batches:
-            global_step += 1
+            global_step += 1  # noqa: SIM113, a resume sets it
             drawn[global_step] = batch.item()
             running.after_batch(SimpleNamespace(num_processes=1, sync_gradients=True))
             if global_step in (2, 3):
