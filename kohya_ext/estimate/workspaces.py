@@ -1,19 +1,23 @@
 """Memory that operators use on CUDA while they run, in addition to their results.
 
 Their sizes and whether they are allocated before or after the results are those of traces of PyTorch's allocator
-(tests/cuda/test_operator_copies.py). Sources: group_norm, layer_norm, Convolution, UpSample and SoftMax in
+(tests/cuda/test_operator_memory.py). Sources: group_norm, layer_norm, Convolution, UpSample and SoftMax in
 https://github.com/pytorch/pytorch/tree/main/aten/src/ATen/native, and _flash_attention_backward in
 aten/src/ATen/native/transformers/cuda/attention_backward.cu.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 _aten = torch.ops.aten
+
+#: Multiprocessors of the GPU and threads of each: an RTX 4090. A GPU with fewer needs less.
+PROCESSORS, THREADS = 128, 1536
 
 #: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
 FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -61,8 +65,40 @@ def _flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence
     if kwargs.get("attn_mask") is not None:
         return ()
     batch, heads, length, width = args[1].shape
-    rows = batch * heads * -(-length // 128) * 128
-    return 4 * rows, 4 * rows * -(-width // 32) * 32
+    rows = batch * heads * _rounded(length, 128)
+    return 4 * rows, 4 * rows * _rounded_width(width)
+
+
+def _flash_attention_in_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the sums and outputs of the parts of keys that blocks share, where queries alone would leave most of a GPU idle.
+
+    ``num_splits_heuristic`` and ``set_params_splitkv`` of the same file.
+    """
+    if kwargs.get("attn_mask") is not None:
+        return ()
+    batch, heads, length, width = args[0].shape
+    keys = -(-args[1].shape[2] // (256 if width <= 64 else 128 if width <= 128 else 64))  # blocks
+    blocks, places = batch * heads * -(-length // 64), 2 * PROCESSORS
+    parts = 1 if blocks >= 0.8 * places else _parts(blocks, places, keys)
+    rows = 4 * parts * batch * heads * length
+    return (rows, rows * _rounded_width(width)) if parts > 1 else ()
+
+
+def _parts(blocks: int, places: int, keys: int) -> int:
+    """Return the smallest number of parts that uses 85% of the places that the best one uses."""
+    possible = [
+        count for count in range(1, min(128, places, keys) + 1) if count == 1 or -(-keys // count) != -(-keys // (count - 1))
+    ]
+    used = {count: (waves := blocks * count / places) / math.ceil(waves) for count in possible}
+    return next(count for count in possible if used[count] >= 0.85 * max(used.values()))
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _rounded_width(width: int) -> int:
+    return _rounded(width, 32 if width <= 128 else 64)
 
 
 def _softmax_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
@@ -71,9 +107,6 @@ def _softmax_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequenc
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------
-
-#: Multiprocessors of the GPU and threads of each: an RTX 4090. A GPU with fewer needs less.
-PROCESSORS, THREADS = 128, 1536
 
 #: Threads of a block; bytes of an accumulator; numbers that a thread adds before more blocks share an output.
 BLOCK_THREADS, ACCUMULATOR, MIN_VALUES, MAX_VALUES = 512, 4, 16, 256
@@ -134,6 +167,7 @@ _BEFORE: Mapping[Any, Workspace] = {
 }
 
 _AFTER: Mapping[Any, Workspace] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention_in_parts,
     FLASH_ATTENTION_BACKWARD: _flash_attention,
     _aten.convolution_backward.default: _copies(0),
     _aten.native_group_norm.default: _copies(0),

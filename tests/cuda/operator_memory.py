@@ -1,6 +1,6 @@
-"""Operators on tensors that are not contiguous, and the memory that they allocate on the virtual GPU, printed as JSON.
+"""Operators that copy their inputs or add parts of results, and the memory that they allocate on the virtual GPU, as JSON.
 
-Without a GPU the same operators run under the estimate's tracker (test_operator_copies).
+Without a GPU the same operators run under the estimate's tracker (test_operator_memory).
 """
 
 import json
@@ -63,6 +63,9 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             yield f"native_layer_norm_backward {given} {other}", _aten.native_layer_norm_backward, arguments
             arguments = (token, tokens(other), -1, torch.bfloat16)
             yield f"_softmax_backward_data {given} {other}", _aten._softmax_backward_data, arguments
+    for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 256, 160), (256, 77, 160)):
+        query, key = (torch.empty(BATCH, count, 8, width, dtype=torch.bfloat16).transpose(1, 2) for count in (length, keys))
+        yield f"attention {length} {keys} {width}", torch.nn.functional.scaled_dot_product_attention, (query, key, key)
     for given in ("whole", "part", "permuted"):
         for other in ("whole", "part"):
             arguments = (images(given), images(other), statistics, statistics, scale, *group, every)
