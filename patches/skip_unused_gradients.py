@@ -21,7 +21,7 @@ from functools import wraps
 from typing import Any
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.patching.checkpointed_blocks import embeddings_without_need_of_gradients, reentrant_loses_gradients
+from kohya_ext.patching.checkpointed_blocks import reentrant_loses_gradients
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
@@ -112,9 +112,26 @@ def _untrained_embeddings(accelerator: Accelerator) -> Iterator[Any]:
     if not trained:  # an optimizer whose weights are unknown
         return
     for model in accelerator._models:
-        for weight in embeddings_without_need_of_gradients(accelerator.unwrap_model(model)):
+        for weight in _embeddings(accelerator.unwrap_model(model)):
             if weight.requires_grad and id(weight) not in trained:
                 yield weight
+
+
+def _embeddings(model: Any) -> Iterator[Any]:
+    """Yield the embedding weights of a transformers model, unless its checkpointing would lose gradients without theirs."""
+    import torch
+
+    parts = list(model.modules())
+    kinds = [part._gradient_checkpointing_func for part in parts if hasattr(part, "_gradient_checkpointing_func")]
+    if kinds and (not reentrant_loses_gradients() or all(_is_non_reentrant(kind) for kind in kinds)):
+        for part in parts:
+            if isinstance(part, torch.nn.Embedding):
+                yield part.weight
+
+
+def _is_non_reentrant(checkpoint: Any) -> bool:
+    """Return whether the checkpointing function of a transformers model is called with ``use_reentrant=False``."""
+    return getattr(checkpoint, "keywords", {}).get("use_reentrant") is False
 
 
 PATCH = Patch(
@@ -133,4 +150,5 @@ PATCH = Patch(
     facts=_facts,
     stage=Stage.COMPUTE,
     on_start=_start,
+    freezes=_embeddings,
 )

@@ -210,8 +210,7 @@ def _measure_step(
     from kohya_ext.estimate.replay import replay, replay_steps, tensor_peak
 
     steps.configure(config, arguments, trainer)
-    skips_gradients = any(patch.name == "skip_unused_gradients" for patch in patcher.active())
-    step = steps.measure(config, arguments, trainer, skips_gradients)
+    step = steps.measure(config, arguments, trainer, [patch.freezes for patch in patcher.active() if patch.freezes is not None])
     caching = _caching(checkout, config, arguments, trainer)
     logs = {**caching, "step": step, **step.between}
     memory = replay(caching, step)

@@ -33,7 +33,6 @@ from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import Counter
 from kohya_ext.patching.attributes import replaced
-from kohya_ext.patching.checkpointed_blocks import embeddings_without_need_of_gradients
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 
 CACHING, SAMPLING = "caching", "sampling"
@@ -114,11 +113,16 @@ def configure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTraine
     importlib.import_module("library.strategy_base").TextEncodingStrategy.set_strategy(strategy)
 
 
-def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer, skips_gradients: bool = False) -> Log:
+def measure(
+    config: MemoryConfig,
+    arguments: Namespace,
+    trainer: NetworkTrainer,
+    frozen: Iterable[Callable[[Any], Iterator[Any]]] = (),
+) -> Log:
     """Run one step and return its log.
 
-    ``config`` is normalized, ``arguments`` the namespace it was read from, ``trainer`` the family's network trainer,
-    ``skips_gradients`` whether untrained embeddings have none (patches/skip_unused_gradients.py).
+    ``config`` is normalized, ``arguments`` the namespace it was read from, ``trainer`` the family's network trainer. ``frozen``
+    return the weights of a model that patches freeze unless they are trained.
     Raises UserError for a run that cannot be estimated.
     """
     tracker = Tracker()
@@ -130,8 +134,8 @@ def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer,
         if config.cuda_graphs:
             stack.enter_context(passes.of(models.unet))
         training = prepare(config, arguments, trainer, models)
-        if skips_gradients:
-            _freeze_untrained_embeddings(training)
+        for weights in frozen:
+            _freeze_untrained(training, weights)
         passes.trained = training.trained
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
@@ -625,11 +629,11 @@ def _run_passes(training: Training, tracker: Tracker) -> None:
         training.accelerator.backward(training.loss)
 
 
-def _freeze_untrained_embeddings(training: Training) -> None:
+def _freeze_untrained(training: Training, weights: Callable[[Any], Iterator[Any]]) -> None:
     trained = {id(weight) for weight in training.trained}
-    for encoder in training.models.text_encoders:
-        for weight in embeddings_without_need_of_gradients(training.accelerator.unwrap_model(encoder)):
-            weight.requires_grad_(id(weight) in trained)
+    for model in (training.models.unet, *training.models.text_encoders):
+        for weight in weights(training.accelerator.unwrap_model(model)):
+            weight.requires_grad_(weight.requires_grad and id(weight) in trained)
 
 
 def _compile(training: Training) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kohya_ext.config.settings import Settings
@@ -24,23 +24,6 @@ def reentrant_loses_gradients() -> bool:
     """Return whether ``use_reentrant=True`` still loses the gradients of a block without an input that requires grad."""
     checkpoint = sys.modules.get("torch.utils.checkpoint")
     return not hasattr(getattr(checkpoint, "CheckpointFunction", None), KEEPS_GRADIENTS)
-
-
-def embeddings_without_need_of_gradients(model: Any) -> Iterator[Any]:
-    """Yield the embedding weights of a transformers model, unless its checkpointing would lose gradients without theirs."""
-    import torch
-
-    parts = list(model.modules())
-    kinds = [part._gradient_checkpointing_func for part in parts if hasattr(part, "_gradient_checkpointing_func")]
-    if kinds and (not reentrant_loses_gradients() or all(_is_non_reentrant(kind) for kind in kinds)):
-        for part in parts:
-            if isinstance(part, torch.nn.Embedding):
-                yield part.weight
-
-
-def _is_non_reentrant(checkpoint: Any) -> bool:
-    """Return whether the checkpointing function of a transformers model is called with ``use_reentrant=False``."""
-    return getattr(checkpoint, "keywords", {}).get("use_reentrant") is False
 
 
 def enable_checkpointing_targets(replace: Callable[[Any, Settings], Any]) -> tuple[Target, ...]:

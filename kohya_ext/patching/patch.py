@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
@@ -123,6 +123,8 @@ class Patch:
     """Creates its callback when a training run starts."""
     on_undo: Callable[[], None] | None = None
     """Reverts changes of its replacements to objects of the run."""
+    freezes: Callable[[Any], Iterator[Any]] | None = None
+    """(model) -> weights that the patch freezes when training starts, unless they are trained. Estimates freeze them too."""
 
     def __post_init__(self) -> None:
         if self.on_start is not None and self.stage is None:
