@@ -25,7 +25,7 @@ from kohya_ext.estimate.autocast import cuda_rules
 from kohya_ext.estimate.compiled import logging_to, traceable
 from kohya_ext.estimate.events import Event, Kind
 from kohya_ext.estimate.linear import bias_in_place
-from kohya_ext.estimate.memory_config import MemoryConfig, size
+from kohya_ext.estimate.memory_config import FP8, MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
 from kohya_ext.estimate.recording import RecordedPasses, Recording
 from kohya_ext.estimate.seconds import Work
@@ -551,7 +551,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
 
 def _cast_in_gpu_memory(training: Training, tracker: Tracker) -> None:
     """Log text encoders that are in GPU memory in 16 bits, are cast to 8 as a whole, and some of their layers back."""
-    encoders = [[*dict.fromkeys(_tensors(encoder))] for encoder in training.models.text_encoders]
+    cast_here = training.models.text_encoders[: -1 if training.config.t5xxl == FP8 else None]  # T5, the last one, is in 8 bits
+    encoders = [[*dict.fromkeys(_tensors(encoder))] for encoder in cast_here]
     wide = [torch.empty(tensor.shape, dtype=training.weight_dtype) for tensors in encoders for tensor in tensors]
     tracker.mark(wide, Kind.TEMPORARY)
     for tensors in encoders:

@@ -175,7 +175,7 @@ class Position(TrainingCallback):
 
             counters = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
             accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
-            ranks = self._ranks or [{**self.snapshot().part(), "random": self._fixed or random_state()}]
+            ranks = self._ranks or [{"random": self._fixed or random_state(), "began": self._began, "loaded": self._loaded}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
             torch.save({**counters, **accumulated, **processes}, folder / FILE)
             if self._fixed is None:
@@ -298,7 +298,7 @@ class Position(TrainingCallback):
         try:
             yield
         finally:
-            del base.__iter__
+            vars(base).pop("__iter__", None)
 
     def _after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
