@@ -170,6 +170,20 @@ def gpu_environment(gpu_libraries: Path) -> Callable[..., dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
+def printed_on_gpu(gpu_environment: Callable[..., dict[str, str]]) -> Callable[[str], Any]:
+    """(name of a script in this folder) -> what it prints last as JSON, run on the virtual GPU."""
+
+    def run(name: str) -> Any:
+        environ = {**gpu_environment(), "PYTHONPATH": str(ROOT)}
+        script = str(Path(__file__).with_name(name))
+        done = subprocess.run([sys.executable, script], env=environ, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def server(gpu_environment: Callable[..., dict[str, str]], models: Callable[[str], Models]) -> Iterator[subprocess.Popen[str]]:  # noqa: F811
     variables = environment.variables(models("sdxl").tokenizers)
     process = subprocess.Popen(

@@ -1,16 +1,9 @@
 """The estimate knows what operators allocate on CUDA while they run, and whether before or after their results."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kohya_ext.estimate.tracker import Tracker
 from tests.cuda import operator_memory
-
-ROOT = Path(__file__).parents[2]
 
 
 def logged() -> dict[str, list[list[object]]]:
@@ -28,11 +21,7 @@ def logged() -> dict[str, list[list[object]]]:
     return rows
 
 
-def test_allocations_of_operators_are_those_of_the_allocator(gpu_environment):
-    script = Path(__file__).with_name("operator_memory.py")
-    environ = {**gpu_environment(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=environ, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    real = json.loads(done.stdout.splitlines()[-1])
+def test_allocations_of_operators_are_those_of_the_allocator(printed_on_gpu):
+    real = printed_on_gpu("operator_memory.py")
     assert any(not kept for row in real.values() for _, kept in row)
     assert {name: row for name, row in logged().items() if row != real[name]} == {}
