@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import wrapt
+from torch._dynamo.utils import counters
 
 import virtual_gpu
 from kohya_ext.estimate.models import HUNYUAN_CAPTION_TOKENS
@@ -57,6 +58,8 @@ def main() -> None:
             "out_of_memory": statistics.get("num_ooms"),
             "steps": steps,
         }
+        if (graphs := counters["stats"]["unique_graphs"]) > 0:
+            row["compiled"] = {"graphs": graphs, "graph_breaks": sum(counters["graph_break"].values())}
         if allocations:
             row["at_peak"] = at_peak(torch.cuda.memory._snapshot()["device_traces"][0])
         result.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")

@@ -45,7 +45,9 @@ class CachingAllocator:
     limit: int | None = None
     """Bytes available for segments; None for no limit."""
     reserved: int = 0
-    """Bytes in segments. Without a limit they only grow, to ``torch.cuda.max_memory_reserved``."""
+    """Bytes in segments, ``torch.cuda.memory_reserved``."""
+    most_reserved: int = 0
+    """The most bytes in segments so far, ``torch.cuda.max_memory_reserved``."""
     allocated: int = 0
     """Bytes in blocks that are in use, ``torch.cuda.memory_allocated``: tensors with what the allocator rounds up."""
     peaks: dict[str, int] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class CachingAllocator:
                 raise MemoryError
         self._next_address += length
         self.reserved += length
+        self.most_reserved = max(self.most_reserved, self.reserved)
         return block
 
     def release_unused(self) -> None:

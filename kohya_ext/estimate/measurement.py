@@ -213,9 +213,7 @@ def _measure_step(
     step = steps.measure(config, arguments, trainer, [patch.freezes for patch in patcher.active() if patch.freezes is not None])
     caching = _caching(checkout, config, arguments, trainer)
     logs = {**caching, "step": step, **step.between}
-    memory = replay(caching, step)
-    for name, log in step.between.items():
-        memory |= replay({name: log})
+    memory = replay(caching, step, step.between)
     highest = max(memory, key=lambda name: memory[name].reserved)
     reserved = memory[highest].reserved
     allocated = max(memory[highest].allocated.values())

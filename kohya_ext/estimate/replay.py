@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from types import MappingProxyType
 
 from kohya_ext.estimate.allocator import CachingAllocator
 from kohya_ext.estimate.events import Event, Kind, Peak, peak
@@ -25,15 +26,18 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Memory:
-    """The allocator's peaks in one part of a run, in bytes."""
+    """The allocator's peaks, in bytes."""
 
     reserved: int
+    """From the start of the run to the end of a part."""
     allocated: Mapping[str, int]
-    """By phase, in order of the phases."""
+    """In a part, by phase in order of the phases."""
 
 
-def replay(caching: Mapping[str, Log], step: Log | None = None) -> dict[str, Memory]:
-    """Return the memory of each log of caching, and of the steps that follow, as ``step``."""
+def replay(
+    caching: Mapping[str, Log], step: Log | None = None, between: Mapping[str, Log] = MappingProxyType({})
+) -> dict[str, Memory]:
+    """Return the memory of each log of caching, of the steps that follow, as ``step``, and of each log between later steps."""
     allocator = CachingAllocator()
     memory = {}
     numbers = 0  # of the storages in the logs so far
@@ -41,7 +45,7 @@ def replay(caching: Mapping[str, Log], step: Log | None = None) -> dict[str, Mem
     late: set[int] = set()
     for name, log in caching.items():
         allocator.replay(_numbered(_without(log.events, _workspaces(log) if workspace else ()), numbers))
-        memory[name] = Memory(allocator.reserved, {name: max(allocator.peaks.values())})
+        memory[name] = Memory(allocator.most_reserved, {name: max(allocator.peaks.values())})
         workspace = workspace or [numbers + number for number in _workspaces(log)]
         late = {numbers + event.storage for event in log.events[: log.start]} if log.leaves_late else set()
         numbers += len(log.kinds)
@@ -50,7 +54,14 @@ def replay(caching: Mapping[str, Log], step: Log | None = None) -> dict[str, Mem
     if step is None:
         return memory
     replay_steps(allocator, step, bool(workspace), numbers, late)
-    return {**memory, "step": Memory(allocator.reserved, allocator.peaks)}
+    memory["step"] = Memory(allocator.most_reserved, {**allocator.peaks})
+    unused = numbers + (STEPS + 1) * len(step.kinds)
+    for name, log in between.items():
+        allocator.peaks.clear()
+        allocator.replay(_numbered(log.events[log.start :], unused))
+        memory[name] = Memory(allocator.most_reserved, {name: max(allocator.peaks.values())})
+        unused += len(log.kinds)
+    return memory
 
 
 def replay_steps(

@@ -647,7 +647,7 @@ def _compile(training: Training) -> None:
 def _log_sampling(training: Training, tracker: Tracker) -> Log:
     """Return the log of sampling the largest image: one forward without gradients, and the VAE's decoding.
 
-    A sampler's other tensors are as small as the latents.
+    A sampler's other tensors are as small as the latents. Every script empties the allocator's cache between the two.
     """
     config, models = training.config, training.models
     start = tracker.compact()
@@ -660,13 +660,16 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
         if config.cache_latents and training.trainer.cast_vae(training.arguments):
             with tracker.paused():  # upstream casts it before it moves it to the host
                 cast(models.vae, training.vae_dtype)
-        tracker.mark(_tensors(models.vae), Kind.VAE)
+        if sampler.moves_vae_first:
+            tracker.mark(_tensors(models.vae), Kind.VAE)
         forward(replace(training, config=sampling), is_train=False)
+        tracker.release_unused()
+        tracker.mark(_tensors(models.vae), Kind.VAE)
         latents = torch.zeros(1, channels, height // scale, width // scale, dtype=next(models.vae.parameters()).dtype)
         decode = getattr(models.vae, "decode_to_pixels", models.vae.decode)
         with training.accelerator.autocast() if sampler.decodes_under_autocast else contextlib.nullcontext():
             decode(latents)
-    return Log(tracker.events, tracker.kinds, start, 0)
+    return Log([*tracker.events], tracker.kinds, start, 0)
 
 
 def _make_gradients(training: Training) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 _aten = torch.ops.aten
 
@@ -31,6 +32,13 @@ def before(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
     return _BEFORE[operator](args, kwargs) if operator in _BEFORE else ()
 
 
+def contiguous(operator: Any, result: Any) -> Any:
+    """Return an operator's results as CUDA lays them out: those of some operators do not have their input's strides."""
+    if operator not in _CONTIGUOUS:
+        return result
+    return tuple(tensor if tensor is None else tensor.contiguous() for tensor in result)
+
+
 def after(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
     """Return the bytes of each tensor that an operator allocates after its results, and frees."""
     return _AFTER[operator](args, kwargs) if operator in _AFTER else ()
@@ -44,6 +52,42 @@ def _copies(*indexes: int) -> Workspace:
 def _copied_bytes(tensor: Any) -> int:
     """Return the bytes of a tensor's contiguous copy; 0 if it is contiguous."""
     return 0 if tensor.is_contiguous() else _bytes(tensor)
+
+
+def _copies_in_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the copy of an input that is contiguous neither as it is nor with its channels last."""
+    return (_bytes_in_layout(args[0], suggest_memory_format(args[0])),)
+
+
+def _bytes_in_layout(tensor: Any, layout: torch.memory_format) -> int:
+    """Return the bytes of a tensor's copy in a layout; 0 if it has it."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else _bytes(tensor)
+
+
+def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the copies of input and weight in the layout that cuDNN computes in."""
+    layout = _layout(*args[:2])
+    return [_bytes_in_layout(tensor, layout) for tensor in args[:2]]
+
+
+def _convolution_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the copies of a gradient in another layout than the input's, and of the input for the weight's gradient."""
+    gradient, image, weight, *_, computed = args
+    is_other = suggest_memory_format(gradient) is not suggest_memory_format(image)
+    for_weight = _bytes_in_layout(image, _layout(image, weight)) if computed[1] else 0
+    return for_weight, _bytes(gradient) if is_other else 0
+
+
+def _convolution_backward_after(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return the copy of a gradient in the input's layout that is a part of another tensor."""
+    layout = suggest_memory_format(args[1])
+    return (_bytes_in_layout(args[0], layout) if suggest_memory_format(args[0]) is layout else 0,)
+
+
+def _layout(*tensors: Any) -> torch.memory_format:
+    """Return the layout in which cuDNN computes with some tensors: channels last if one of them has it."""
+    has_channels_last = any(suggest_memory_format(tensor) is torch.channels_last for tensor in tensors)
+    return torch.channels_last if has_channels_last else torch.contiguous_format
 
 
 def _bytes(tensor: Any) -> int:
@@ -159,9 +203,13 @@ def _power_of_2(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
+#: Operators whose results are contiguous on CUDA, where a CPU's have the strides of an input.
+_CONTIGUOUS = frozenset((_aten.native_group_norm_backward.default,))
+
 _BEFORE: Mapping[Any, Workspace] = {
     FLASH_ATTENTION_BACKWARD: _copies_for_flash_attention,
-    _aten.convolution.default: _copies(0),
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
     _aten.native_group_norm_backward.default: _copies(0),
     _aten.native_layer_norm.default: _copies(0),
     _aten.native_layer_norm_backward.default: _copies(1),
@@ -170,11 +218,11 @@ _BEFORE: Mapping[Any, Workspace] = {
 _AFTER: Mapping[Any, Workspace] = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention_in_parts,
     FLASH_ATTENTION_BACKWARD: _flash_attention,
-    _aten.convolution_backward.default: _copies(0),
+    _aten.convolution_backward.default: _convolution_backward_after,
     _aten.native_group_norm.default: _copies(0),
     _aten.native_layer_norm_backward.default: _copies(0),
-    _aten.upsample_nearest2d.default: _copies(0),
-    _aten.upsample_nearest2d_backward.default: _copies(0),
+    _aten.upsample_nearest2d.default: _copies_in_layout,
+    _aten.upsample_nearest2d_backward.default: _copies_in_layout,
     _aten._softmax.default: _copies(0),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten.sum.dim_IntList: _partial_sums,

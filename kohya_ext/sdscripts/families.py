@@ -46,6 +46,8 @@ class Sampler:
 
     guided_together: bool = False
     """Whether the prompt and the empty prompt are in one batch."""
+    moves_vae_first: bool = False
+    """Whether the VAE is in GPU memory while the latents are denoised."""
     decodes_under_autocast: bool = False
     side: int = 512
     """Default width and height of a sample image, in pixels."""
@@ -142,7 +144,7 @@ FAMILIES: tuple[Family, ...] = (
         unet=True,
         bucket_steps=(32, 32),
         offloads_checkpoints=False,
-        sampler=Sampler(guided_together=True),
+        sampler=Sampler(guided_together=True, moves_vae_first=True),
     ),
     Family(
         name="sd15",
@@ -162,7 +164,7 @@ FAMILIES: tuple[Family, ...] = (
         side=512,
         bucket_steps=(64, 64),
         offloads_checkpoints=False,
-        sampler=Sampler(guided_together=True),
+        sampler=Sampler(guided_together=True, moves_vae_first=True),
     ),
     # Must precede FLUX, because a Chroma checkpoint also has FLUX's tensors.
     Family(

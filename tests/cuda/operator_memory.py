@@ -1,4 +1,4 @@
-"""Operators that copy their inputs or add parts of results, and the memory that they allocate on the virtual GPU, as JSON.
+"""Operators that copy their inputs or add parts of results, and what they allocate and return on the virtual GPU, as JSON.
 
 Without a GPU the same operators run under the estimate's tracker (test_operator_memory).
 """
@@ -48,14 +48,20 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     sums = torch.empty(BATCH, 1024, 1)
     sizes = ([SIDE, SIDE], [BATCH, CHANNELS, SIDE // 2, SIDE // 2])
     every = [True, True, True]
-    for given in ("whole", "part"):
-        image, token = images(given), tokens(given)
+    for given in ("whole", "part", "permuted"):
+        image = images(given)
         yield f"convolution {given}", _aten.convolution, (image, weight, None, *window)
-        of_input = (image, images("whole"), weight, [0], *window, [True, False, False])
-        yield f"convolution_backward {given}", _aten.convolution_backward, of_input
+        for other in ("whole", "part", "permuted"):
+            for part, computed in (("input", [True, False, False]), ("weight", [False, True, False])):
+                of_part = (image, images(other), weight, [0], *window, computed)
+                yield f"convolution_backward {given} {other} {part}", _aten.convolution_backward, of_part
         yield f"upsample_nearest2d {given}", _aten.upsample_nearest2d, (image, None, [2.0, 2.0])
         yield f"upsample_nearest2d_backward {given}", _aten.upsample_nearest2d_backward, (image, *sizes)
         yield f"group_norm {given}", torch.group_norm, (image, 32, scale, scale, 1e-5)
+        wide = torch.empty(512, 512, 3, 3, dtype=torch.bfloat16)
+        yield f"convolution {given} with a large weight", _aten.convolution, (images(given, 512, 8), wide, None, *window)
+    for given in ("whole", "part"):
+        token = tokens(given)
         yield f"native_layer_norm {given}", _aten.native_layer_norm, (token, [WIDTH], vector, vector, 1e-5)
         yield f"_softmax {given}", _aten._softmax, (token, -1, False)
         for other in ("whole", "part"):
@@ -64,8 +70,8 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             arguments = (token, tokens(other), -1, torch.bfloat16)
             yield f"_softmax_backward_data {given} {other}", _aten._softmax_backward_data, arguments
     # torch 2.6 rounds a width of 160 to itself, later ones to 192.
-    wide = () if version.parse(torch.__version__).release < (2, 7) else ((256, 256, 160), (256, 77, 160))
-    for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 4096, 64), *wide):
+    widths = () if version.parse(torch.__version__).release < (2, 7) else ((256, 256, 160), (256, 77, 160))
+    for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 4096, 64), *widths):
         query, key = (torch.empty(BATCH, count, 8, width, dtype=torch.bfloat16).transpose(1, 2) for count in (length, keys))
         yield f"attention {length} {keys} {width}", torch.nn.functional.scaled_dot_product_attention, (query, key, key)
     image = images("whole").requires_grad_()
@@ -74,15 +80,26 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         yield f"gradient of group_norm {given}", torch.autograd.grad, (normalized, image, images(given), True)
 
 
-def run(call: Callable[[], Any]) -> list[tuple[int, bool]]:
-    """Return the bytes of each large allocation of a call, and whether it is a result."""
+def run(call: Callable[[], Any]) -> tuple[list[tuple[int, bool]], list[tuple[int, ...]]]:
+    """Return the bytes of each large allocation of a call and whether it is a result, and the strides of the results."""
     call()  # libraries allocate in a first call
     torch.cuda.memory._record_memory_history(max_entries=1000, context=None)
     results = call()
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(enabled=None)
-    kept = {value.data_ptr() for value in (results if isinstance(results, tuple) else (results,)) if value is not None}
-    return [(event["size"], event["addr"] in kept) for event in trace if event["action"] == "alloc" and event["size"] >= LEAST]
+    kept = {value.data_ptr() for value in tensors(results)}
+    large = [event for event in trace if event["action"] == "alloc" and event["size"] >= LEAST]
+    return [(event["size"], event["addr"] in kept) for event in large], strides(results)
+
+
+def strides(results: Any) -> list[tuple[int, ...]]:
+    """Return the strides of an operator's results."""
+    return [value.stride() for value in tensors(results)]
+
+
+def tensors(results: Any) -> list[torch.Tensor]:
+    """Return the tensors that an operator returns."""
+    return [value for value in (results if isinstance(results, tuple) else (results,)) if value is not None]
 
 
 if __name__ == "__main__":

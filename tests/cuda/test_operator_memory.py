@@ -6,8 +6,8 @@ from kohya_ext.estimate.tracker import Tracker
 from tests.cuda import operator_memory
 
 
-def logged() -> dict[str, list[list[object]]]:
-    """Return the large allocations of each case as the estimate logs them, and whether they are results."""
+def logged() -> dict[str, list[object]]:
+    """Return each case's large allocations as the estimate logs them, whether they are results, and the results' strides."""
     rows = {}
     with FakeTensorMode(), Tracker() as tracker:
         for name, call in operator_memory.cases():
@@ -16,12 +16,13 @@ def logged() -> dict[str, list[list[object]]]:
             events = tracker.events[start:]
             freed = {event.storage for event in events if event.bytes < 0}
             large = [event for event in events if event.bytes >= operator_memory.LEAST]
-            rows[name] = [[event.bytes, event.storage not in freed] for event in large]
+            strides = [[*stride] for stride in operator_memory.strides(result)]
+            rows[name] = [[[event.bytes, event.storage not in freed] for event in large], strides]
             del result
     return rows
 
 
 def test_allocations_of_operators_are_those_of_the_allocator(printed_on_gpu):
     real = printed_on_gpu("operator_memory.py")
-    assert any(not kept for row in real.values() for _, kept in row)
-    assert {name: row for name, row in logged().items() if row != real[name]} == {}
+    assert any(not kept for allocated, _ in real.values() for _, kept in allocated)
+    assert {name: (row, real[name]) for name, row in logged().items() if row != real[name]} == {}
