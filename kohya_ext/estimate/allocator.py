@@ -86,6 +86,10 @@ class CachingAllocator:
                 block = _merged(*((neighbour, block) if neighbour is block.before else (block, neighbour)))
         self._put_back(block)
 
+    def holds(self, storage: int) -> bool:
+        """Return whether a storage has a block."""
+        return storage in self._used
+
     def replay(self, events: Iterable[Event]) -> None:
         """Replay a log of events."""
         for event in events:

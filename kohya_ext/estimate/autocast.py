@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-#: Operators of a training step that CUDA's autocast runs in fp32, unlike the CPU's.
+#: Operators of training and sampling that CUDA's autocast runs in fp32, unlike the CPU's.
 FP32_INPUT = (
     "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp",
     "expm1", "rsqrt", "norm.Scalar", "norm.ScalarOpt_dim", "softplus", "log", "log10", "log2", "log1p", "reciprocal",
     "cosine_similarity", "cdist", "logsumexp", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d",
+    "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
 )  # fmt: skip
 
 #: Operators whose result CUDA's autocast returns in fp32, without casting their input.
-FP32_RESULT = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "cumsum", "cumprod")
+FP32_RESULT = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "cumsum", "cumprod", "linalg_vector_norm")
 
 
 @contextmanager

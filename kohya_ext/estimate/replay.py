@@ -13,7 +13,7 @@ from itertools import chain, islice
 from types import MappingProxyType
 
 from kohya_ext.estimate.allocator import CachingAllocator
-from kohya_ext.estimate.events import Event, Kind, Peak, peak
+from kohya_ext.estimate.events import RELEASE, Event, Kind, Peak, peak
 from kohya_ext.estimate.step import Log
 from kohya_ext.estimate.tracker import BACKWARD
 
@@ -55,13 +55,25 @@ def replay(
         return memory
     replay_steps(allocator, step, bool(workspace), numbers, late)
     memory["step"] = Memory(allocator.most_reserved, {**allocator.peaks})
-    unused = numbers + (STEPS + 1) * len(step.kinds)
     for name, log in between.items():
         allocator.peaks.clear()
-        allocator.replay(_numbered(log.events[log.start :], unused))
+        allocator.replay(_after_steps(log, allocator, numbers, len(step.kinds)))
         memory[name] = Memory(allocator.most_reserved, {name: max(allocator.peaks.values())})
-        unused += len(log.kinds)
     return memory
+
+
+def _after_steps(log: Log, allocator: CachingAllocator, first: int, storages: int) -> Iterator[Event]:
+    """Yield the events of a log after the replayed steps, whose storages are numbered from ``first``."""
+    unused = first + STEPS * storages
+    live: dict[int, int] = {}  # number in the log -> in the allocator
+    for event in log.events[log.start :]:
+        if event.phase == RELEASE:
+            yield event
+            continue
+        if event.bytes < 0 and event.storage not in live:
+            of_steps = (first + step * storages + event.storage for step in range(STEPS))
+            live[event.storage] = next(number for number in of_steps if allocator.holds(number))
+        yield Event(live.setdefault(event.storage, unused + event.storage), event.bytes, event.phase)
 
 
 def replay_steps(
@@ -108,6 +120,8 @@ class _Parts:
     once: Collection[int]
     """The storages that only the first step creates."""
     workspaces: Collection[int]
+    storages: int
+    """The number of storages in the log."""
 
     @property
     def loaded(self) -> list[Event]:
@@ -118,7 +132,7 @@ class _Parts:
     def steps(self, count: int) -> Iterator[Event]:
         """Yield the events of the first steps without the recorded passes."""
         resident = {event.storage: event for event in self.loading if event.bytes > 0}
-        return repeated([*self.before, *self.after], resident, self.once, count)
+        return repeated([*self.before, *self.after], resident, self.once, count, self.storages)
 
 
 def _parts(step: Log, has_workspace: bool) -> _Parts:
@@ -127,7 +141,7 @@ def _parts(step: Log, has_workspace: bool) -> _Parts:
     known = _workspaces(step) if has_workspace else set()
     if recording is None:
         loading, before = ([*_without(part, known)] for part in (events[: step.start], events[step.start :]))
-        return _Parts(loading, before, (), (), workspaces, workspaces)
+        return _Parts(loading, before, (), (), workspaces, workspaces, len(step.kinds))
     inside = {event.storage for event in events[recording.start : recording.end] if event.bytes > 0}
     static = [*events[recording.inputs : recording.start], *events[recording.end : recording.staged]]
     # The staging buffers are allocated before the recording.
@@ -135,7 +149,7 @@ def _parts(step: Log, has_workspace: bool) -> _Parts:
     loading, before, after = ([*_without(part, inside | known)] for part in (*outside, events[recording.staged :]))
     passes = [event for event in events[recording.start : recording.end] if event.storage in inside]
     once = workspaces | {event.storage for event in static if event.bytes > 0}
-    return _Parts(loading, before, passes, after, once, workspaces)
+    return _Parts(loading, before, passes, after, once, workspaces, len(step.kinds))
 
 
 def _record(allocator: CachingAllocator, passes: Sequence[Event], workspaces: Collection[int]) -> None:
@@ -160,28 +174,29 @@ def _kept(passes: Iterable[Event]) -> set[int]:
     return kept
 
 
-def repeated(events: Collection[Event], resident: Mapping[int, Event], once: Collection[int], count: int) -> Iterator[Event]:
-    """Yield the events of a run's first ``count`` steps from those of a later one.
+def repeated(
+    events: Collection[Event], resident: Mapping[int, Event], once: Collection[int], count: int, storages: int
+) -> Iterator[Event]:
+    """Yield the events of a run's first ``count`` steps from those of a later one, which has ``storages``.
 
-    ``resident`` are the allocations before the step, by storage. The first step creates the optimizer state at its first use
+    A storage of step n has its number plus n times ``storages``. ``resident`` are the allocations before the step, by storage. The first step creates the optimizer state at its first use
     and the storages in ``once``. Any other storage that a step does not free replaces that of the step before, and those from
     before the step that it frees (accumulated gradients) are allocated again for the next one.
     """
     freed = {event.storage for event in events if event.bytes < 0}
-    numbers = 1 + max((event.storage for event in (*resident.values(), *events)), default=0)
     for index in range(count):
         if index:
-            yield from _numbered((resident[storage] for storage in freed & resident.keys()), index * numbers)
+            yield from _numbered((resident[storage] for storage in freed & resident.keys()), index * storages)
         for event in events:
             if event.bytes == 0:
                 if index == 0:
                     yield Event(event.storage, resident[event.storage].bytes, event.phase)
             elif event.storage in freed:
-                yield Event(event.storage + index * numbers, event.bytes, event.phase)
+                yield Event(event.storage + index * storages, event.bytes, event.phase)
             elif event.storage not in once:
-                yield Event(event.storage + index * numbers, event.bytes, event.phase)
+                yield Event(event.storage + index * storages, event.bytes, event.phase)
                 if index:
-                    yield Event(event.storage + (index - 1) * numbers, -event.bytes, event.phase)
+                    yield Event(event.storage + (index - 1) * storages, -event.bytes, event.phase)
             elif index == 0:
                 yield event
 

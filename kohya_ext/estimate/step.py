@@ -647,7 +647,7 @@ def _compile(training: Training) -> None:
 def _log_sampling(training: Training, tracker: Tracker) -> Log:
     """Return the log of sampling the largest image: one forward without gradients, and the VAE's decoding.
 
-    A sampler's other tensors are as small as the latents. Every script empties the allocator's cache between the two.
+    A sampler's other tensors are as small as the latents.
     """
     config, models = training.config, training.models
     start = tracker.compact()
@@ -656,19 +656,26 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
     sampling = replace(config, resolution=config.sample_prompts, train_batch_size=batch)
     channels, scale = models.latents
     width, height = size(sampling)
-    with tracker.during(SAMPLING), torch.no_grad():
+    autocast = training.accelerator.autocast
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracker.during(SAMPLING))
+        stack.enter_context(torch.no_grad())
         if config.cache_latents and training.trainer.cast_vae(training.arguments):
             with tracker.paused():  # upstream casts it before it moves it to the host
                 cast(models.vae, training.vae_dtype)
         if sampler.moves_vae_first:
             tracker.mark(_tensors(models.vae), Kind.VAE)
+        if sampler.autocast == "whole":
+            stack.enter_context(autocast())
+        if sampler.empties_cache_first:
+            tracker.release_unused()
         forward(replace(training, config=sampling), is_train=False)
         tracker.release_unused()
         tracker.mark(_tensors(models.vae), Kind.VAE)
         latents = torch.zeros(1, channels, height // scale, width // scale, dtype=next(models.vae.parameters()).dtype)
-        decode = getattr(models.vae, "decode_to_pixels", models.vae.decode)
-        with training.accelerator.autocast() if sampler.decodes_under_autocast else contextlib.nullcontext():
-            decode(latents)
+        if sampler.autocast == "apart":
+            stack.enter_context(autocast())
+        getattr(models.vae, "decode_to_pixels", models.vae.decode)(latents)
     return Log([*tracker.events], tracker.kinds, start, 0)
 
 

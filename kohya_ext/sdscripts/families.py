@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,12 @@ class Sampler:
 
     guided_together: bool = False
     """Whether the prompt and the empty prompt are in one batch."""
+    empties_cache_first: bool = False
+    """Whether the script empties the allocator's cache before denoising; each does so before decoding."""
     moves_vae_first: bool = False
     """Whether the VAE is in GPU memory while the latents are denoised."""
-    decodes_under_autocast: bool = False
+    autocast: Literal["denoising", "apart", "whole"] = "whole"
+    """What runs under autocast: denoising alone, denoising and decoding apart, or all, so that cast weights stay for decoding."""
     side: int = 512
     """Default width and height of a sample image, in pixels."""
 
@@ -144,7 +147,7 @@ FAMILIES: tuple[Family, ...] = (
         unet=True,
         bucket_steps=(32, 32),
         offloads_checkpoints=False,
-        sampler=Sampler(guided_together=True, moves_vae_first=True),
+        sampler=Sampler(guided_together=True, moves_vae_first=True, autocast="denoising"),
     ),
     Family(
         name="sd15",
@@ -164,7 +167,7 @@ FAMILIES: tuple[Family, ...] = (
         side=512,
         bucket_steps=(64, 64),
         offloads_checkpoints=False,
-        sampler=Sampler(guided_together=True, moves_vae_first=True),
+        sampler=Sampler(guided_together=True, moves_vae_first=True, autocast="denoising"),
     ),
     # Must precede FLUX, because a Chroma checkpoint also has FLUX's tensors.
     Family(
@@ -181,7 +184,6 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=34,
         caches_t5_alone=True,
         t5_tokens=512,
-        sampler=Sampler(decodes_under_autocast=True),
     ),
     Family(
         name="flux",
@@ -201,7 +203,6 @@ FAMILIES: tuple[Family, ...] = (
         finetune_in_16_bits=True,
         caches_t5_alone=True,
         t5_tokens=512,
-        sampler=Sampler(decodes_under_autocast=True),
     ),
     Family(
         name="sd3",
@@ -220,7 +221,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune_in_16_bits=True,
         caches_t5_alone=True,
         t5_tokens=256,
-        sampler=Sampler(guided_together=True),
+        sampler=Sampler(guided_together=True, empties_cache_first=True),
     ),
     Family(
         name="lumina",
@@ -237,7 +238,7 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=0,  # lumina_train.py accepts --blocks_to_swap but ignores it
         finetune_in_16_bits=True,
         assumed="captions as long as --gemma2_max_token_length allows",
-        sampler=Sampler(decodes_under_autocast=True, side=1024),
+        sampler=Sampler(autocast="apart", side=1024),
     ),
     Family(
         name="anima",
@@ -256,6 +257,7 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=26,  # 28 blocks; two stay on the GPU
         fp8="",
         caches_empty_caption=True,
+        sampler=Sampler(empties_cache_first=True),
     ),
     Family(
         name="hunyuan-image",

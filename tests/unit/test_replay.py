@@ -22,20 +22,20 @@ def alive(events: list[Event]) -> dict[int, int]:
 def test_the_first_step_creates_the_optimizer_state_where_it_is_used() -> None:
     weight, state = Event(0, 8, FORWARD), Event(1, 16, FORWARD)
     step = [Event(2, 4, FORWARD), Event(2, -4, BACKWARD), Event(1, 0, STEP)]
-    events = [*repeated(step, {0: weight, 1: state}, once=(), count=2)]
+    events = [*repeated(step, {0: weight, 1: state}, once=(), count=2, storages=3)]
     assert events[:3] == [Event(2, 4, FORWARD), Event(2, -4, BACKWARD), Event(1, 16, STEP)]
     assert [event.bytes for event in events[3:]] == [4, -4], "the second step uses the same state"
 
 
 def test_what_a_step_keeps_replaces_that_of_the_step_before() -> None:
     workspace, norms = Event(0, 8, BACKWARD), Event(1, 4, STEP)
-    events = [*repeated([workspace, norms], {}, once={0}, count=3)]
+    events = [*repeated([workspace, norms], {}, once={0}, count=3, storages=2)]
     assert [event.bytes for event in events] == [8, 4, 4, -4, 4, -4]
     assert sum(alive(events).values()) == 12
 
 
 def test_accumulated_gradients_are_allocated_again_for_the_next_step() -> None:
-    events = [*repeated([Event(0, -8, STEP)], {0: Event(0, 8, FORWARD)}, once=(), count=3)]
+    events = [*repeated([Event(0, -8, STEP)], {0: Event(0, 8, FORWARD)}, once=(), count=3, storages=1)]
     assert [event.bytes for event in events] == [-8, 8, -8, 8, -8]
 
 
