@@ -169,27 +169,37 @@ def run(
     row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, arguments: list[str], passes: int, tokens: int
 ) -> dict[str, Any]:
     """Run a command line on the virtual GPU for some backward passes, and return the worker's result."""
+    worker = ["benchmarks.full_size_worker", str(passes), str(tokens), str(int(given.allocations))]
+    words = ["--sd-scripts", str(checkout.path), row.script, *arguments]
+    return run_worker(given, scratch, row.card, worker, words, environment.variables(scratch / "models" / "tokenizers"), passes)
+
+
+def run_worker(
+    given: argparse.Namespace,
+    scratch: Path,
+    card: int,
+    worker: list[str],
+    words: list[str],
+    variables: dict[str, str],
+    passes: int,
+) -> dict[str, Any]:
+    """Run a ``worker``, a module and its arguments after the result's file, on a virtual GPU of ``card`` bytes.
+
+    Return its result, with ``failed`` if it has not counted ``passes``.
+    """
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
-    launcher = shlex.split(given.launcher.format(python=shlex.quote(given.python), memory=f"{row.card // 2**20}MiB"))
-    words = [
-        given.python,
-        "-m",
-        "benchmarks.full_size_worker",
-        str(result),
-        str(passes),
-        str(tokens),
-        str(int(given.allocations)),
-    ]
-    variables = environment.variables(scratch / "models" / "tokenizers") | {
+    launcher = shlex.split(given.launcher.format(python=shlex.quote(given.python), memory=f"{card // 2**20}MiB"))
+    variables = variables | {
         "PYTHONPATH": environment.python_path(results.ROOT),
         "KOHYA_EXT_CACHE": str(scratch / "cache"),
         "TQDM_DISABLE": "1",
     }
+    module, *options = worker
     log = scratch / "log.txt"
     with log.open("w", encoding="utf-8") as file:
         code = subprocess.run(
-            [*launcher, *words, "--sd-scripts", str(checkout.path), row.script, *arguments],
+            [*launcher, given.python, "-m", module, str(result), *options, *words],
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=scratch,

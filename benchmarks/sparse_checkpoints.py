@@ -51,9 +51,15 @@ def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool =
     return paths
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor], floats: tuple[str, int] = _16_BITS) -> None:
+def write_file(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    floats: tuple[str, int] = _16_BITS,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write a sparse safetensors file that has zeros for every tensor; ``floats`` is the type of floating-point ones."""
-    header, end = {}, 0
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
     for name, tensor in tensors.items():
         kind, width = _INTEGERS.get(tensor.dtype, floats)
         size = math.prod(tensor.shape) * width
