@@ -1,12 +1,14 @@
 """Measure what a training step of other trainers costs the host at full size, as host_time.py does for sd-scripts.
 
-    python -m benchmarks.peers --diffusers FOLDER [--only diffusers/flux] [--rounds 2] [--scratch FOLDER]
+    python -m benchmarks.peers --diffusers FOLDER --musubi-tuner FOLDER [--only diffusers/flux] [--rounds 2] [--scratch FOLDER]
 
-A folder is a checkout of the trainer, at a version that fits the installed packages; trainers without a folder are left out.
+A folder is a git checkout of the trainer, at a version that fits the installed packages; trainers without one are left out.
 Their unchanged scripts train a LoRA of rank 16 on a virtual GPU (see benchmarks/full_size.py) with batch size 1, 1024x1024,
 bf16 and AdamW, with and without gradient checkpointing. Launches and waits are exact. Seconds are the processor time of a step:
 kernels take none, and neither does NVIDIA's driver, which the virtual GPU replaces. Other work on the machine lengthens single
 steps, so the fastest step of each round counts. Rounds are added to those in the output file.
+
+Besides torch and diffusers, diffusers' scripts import peft and datasets, and musubi-tuner imports av and easydict.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import diffusers_folders, full_size, results
-from kohya_ext.tiny import environment
+from benchmarks import diffusers_folders, full_size, results, sparse_checkpoints
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.estimate import cache, memory_config
+from kohya_ext.sdscripts.checkouts import find_or_fetch
+from kohya_ext.tiny import environment, tokenizers
 from kohya_ext.units import GIB
 
 OUTPUT = results.FOLDER / "peers.json"
@@ -35,12 +40,30 @@ IMAGES = FIRST_STEPS + MEASURED_STEPS + 2
 CARD = 160 * GIB
 RESOLUTION = 1024
 CAPTION = "a photo of a sks dog"
+PACKAGES = ("torch", "accelerate", "diffusers", "transformers", "peft")
 
-COMMON = [
+DIFFUSERS = [
     *("--resolution", str(RESOLUTION), "--train_batch_size", "1", "--mixed_precision", "bf16", "--rank", "16"),
     *("--learning_rate", "1e-4", "--max_train_steps", "1000", "--checkpointing_steps", "1000", "--seed", "1"),
 ]
-DREAMBOOTH = ["--instance_prompt", CAPTION, *COMMON]
+MUSUBI = [
+    *("--sdpa", "--mixed_precision", "bf16", "--timestep_sampling", "flux_shift", "--weighting_scheme", "none"),
+    *("--network_module", "networks.lora_flux", "--network_dim", "16", "--network_alpha", "16", "--optimizer_type", "AdamW"),
+    *("--learning_rate", "1e-4", "--max_train_steps", "1000", "--max_data_loader_n_workers", "0", "--seed", "1"),
+]
+
+#: musubi-tuner's dataset: one image, which is also the control image.
+DATASET = """[general]
+resolution = [{size}, {size}]
+caption_extension = ".txt"
+batch_size = 1
+
+[[datasets]]
+image_directory = "{images}"
+control_directory = "{images}"
+cache_directory = "{cache}"
+num_repeats = {repeats}
+"""
 
 
 @dataclass(frozen=True)
@@ -56,54 +79,88 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Yield each trainer's scripts with and without checkpointing."""
-    for checkpointing in (["--gradient_checkpointing"], []):
-        suffix = " ".join(["", *checkpointing])
-        script = "examples/text_to_image/train_text_to_image_lora_sdxl.py"
-        yield Row(f"diffusers/sdxl text to image{suffix}", "diffusers", "sdxl", script, [*COMMON, *checkpointing])
-        script = "examples/dreambooth/train_dreambooth_lora_sdxl.py"
-        yield Row(f"diffusers/sdxl dreambooth{suffix}", "diffusers", "sdxl", script, [*DREAMBOOTH, *checkpointing])
-        script = "examples/dreambooth/train_dreambooth_lora_flux.py"
-        cached = [*DREAMBOOTH, "--optimizer", "AdamW", "--cache_latents", *checkpointing]
-        yield Row(f"diffusers/flux dreambooth{suffix}", "diffusers", "flux", script, cached)
+    prompt = ["--instance_prompt", CAPTION]
+    scripts = [
+        ("sdxl text to image", "sdxl", "text_to_image/train_text_to_image_lora_sdxl.py", []),
+        ("sdxl dreambooth", "sdxl", "dreambooth/train_dreambooth_lora_sdxl.py", prompt),
+        ("flux dreambooth", "flux", "dreambooth/train_dreambooth_lora_flux.py", [*prompt, "--cache_latents"]),
+    ]
+    for option in ([], ["--gradient_checkpointing"]):
+        for name, model, script, words in scripts:
+            arguments = [*words, *DIFFUSERS, *option]
+            yield Row(" ".join([f"diffusers/{name}", *option]), "diffusers", model, f"examples/{script}", arguments)
+        name = " ".join(["musubi-tuner/flux kontext", *option])
+        yield Row(name, "musubi_tuner", "flux", "src/musubi_tuner/flux_kontext_train_network.py", [*MUSUBI, *option])
 
 
-def paths(row: Row, scratch: Path) -> list[str]:
-    """Write a row's model and images to ``scratch``, and return the arguments that name them."""
+def diffusers_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namespace) -> list[str]:
+    """Write a row's model, in diffusers' layout, and images to ``scratch``; return the arguments that name them."""
     model = scratch / "models" / f"diffusers-{row.model}"
     if not model.exists():
         diffusers_folders.WRITERS[row.model](model)
     images = scratch / "images"
-    write_images(images)
-    option = "--train_data_dir" if "--instance_prompt" not in row.arguments else "--instance_data_dir"
-    words = ["--pretrained_model_name_or_path", str(model), option, str(images), "--output_dir", str(scratch / "output")]
-    if option == "--train_data_dir":
-        captions = (json.dumps({"file_name": file.name, "text": CAPTION}) for file in images.iterdir())
+    write_images(images, IMAGES)
+    option = "--instance_data_dir"
+    if "--instance_prompt" not in row.arguments:
+        option = "--train_data_dir"
+        captions = [json.dumps({"file_name": file.name, "text": CAPTION}) for file in images.iterdir()]
         (images / "metadata.jsonl").write_text("\n".join(captions) + "\n", encoding="utf-8")
-    return words
+    return ["--pretrained_model_name_or_path", str(model), option, str(images), "--output_dir", str(scratch / "output")]
 
 
-def write_images(folder: Path) -> None:
-    """Write an image for each step, so that a run is one epoch. Other images are deleted."""
+def musubi_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namespace) -> list[str]:
+    """Write sd-scripts' FLUX models and an image to ``scratch``, and run the scripts that write the caches of both."""
+    sd_scripts = find_or_fetch(given.sd_scripts)
+    command = CommandLine(sd_scripts.script("flux_train_network.py"), ["--preset", "flux-lora/base"], {})
+    config = memory_config.normalized(memory_config.read(command)[0])
+    models = sparse_checkpoints.write(sd_scripts, config, scratch / "models")
+    tokenizers.write(models.tokenizers)
+    paths = {option: str(path) for option, path in models.files.items()}
+    images, latents, dataset = scratch / "images", scratch / "latents", scratch / "dataset.toml"
+    write_images(images, 1)
+    (images / "0.txt").write_text(CAPTION, encoding="utf-8")
+    dataset.write_text(
+        DATASET.format(size=RESOLUTION, images=images, cache=latents, repeats=IMAGES),
+        encoding="utf-8",
+    )
+    data = ["--dataset_config", str(dataset)]
+    encoders = ["--text_encoder1", paths["t5xxl"], "--text_encoder2", paths["clip_l"]]
+    if not latents.exists():
+        scripts = (checkout / row.script).parent
+        start(scripts / "flux_kontext_cache_latents.py", [*data, "--vae", paths["ae"]], 0, scratch, given)
+        # An assertion that the values are finite fails on the virtual GPU, where comparisons are false.
+        script = scripts / "flux_kontext_cache_text_encoder_outputs.py"
+        start(script, [*data, *encoders], 0, scratch, given, PYTHONOPTIMIZE="1")
+    output = ["--output_dir", str(scratch / "output"), "--output_name", "peers"]
+    return ["--dit", paths["pretrained_model_name_or_path"], "--vae", paths["ae"], *data, *output]
+
+
+#: Each trainer writes a row's files to the scratch folder, and returns the arguments that name them.
+FILES = {"diffusers": diffusers_files, "musubi_tuner": musubi_files}
+
+
+def write_images(folder: Path, count: int) -> None:
+    """Write ``count`` images. Other images are deleted."""
     from PIL import Image
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for index in range(IMAGES):
+    for index in range(count):
         Image.effect_noise((RESOLUTION, RESOLUTION), 64).convert("RGB").save(folder / f"{index}.png", compress_level=1)
 
 
-def run(row: Row, checkout: Path, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Run a row's script once, and return the worker's result."""
-    passes = FIRST_STEPS + MEASURED_STEPS
-    words = [str(checkout / row.script), *row.arguments, *paths(row, scratch)]
-    variables = environment.variables(scratch / "models" / "tokenizers") | {"HF_HOME": str(scratch / "cache")}
-    return full_size.run_worker(given, scratch, CARD, ["benchmarks.peers_worker", str(passes)], words, variables, passes)
+def start(
+    script: Path, words: list[str], passes: int, scratch: Path, given: argparse.Namespace, **variables: str
+) -> dict[str, Any]:
+    """Run a script until the backward pass after ``passes``, or to its end; return the worker's result."""
+    variables |= environment.variables(scratch / "models" / "tokenizers") | {"HF_HOME": str(scratch / "cache")}
+    worker = ["benchmarks.peers_worker", str(passes)]
+    return full_size.run_worker(given, scratch, CARD, worker, [str(script), *words], variables, passes)
 
 
 def add_round(cost: dict[str, Any], used: dict[str, Any]) -> None:
-    """Add a run's measured steps to a row's ``cost``; a failed run replaces it."""
+    """Add a run's measured steps to a row's ``cost``."""
     if "failed" in used:
-        cost.clear()
         cost["failed"] = used["failed"]
         return
     steps = used["steps"][FIRST_STEPS:]
@@ -113,10 +170,13 @@ def add_round(cost: dict[str, Any], used: dict[str, Any]) -> None:
     cost["seconds"] = min(cost["rounds"])
 
 
-def version(checkout: Path) -> str:
-    """Return the nearest tag of a checkout, or its commit."""
-    words = ["git", "-C", str(checkout), "describe", "--tags", "--always", "--dirty"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+def commit(checkout: Path) -> dict[str, str]:
+    """Return a checkout's version, its nearest tag, and its commit."""
+    commands = {"version": ["describe", "--tags", "--always", "--dirty"], "commit": ["rev-parse", "HEAD"]}
+    return {
+        name: subprocess.run(["git", "-C", str(checkout), *words], check=True, capture_output=True, text=True).stdout.strip()
+        for name, words in commands.items()
+    }
 
 
 def main() -> int:
@@ -124,7 +184,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
     )
-    parser.add_argument("--diffusers", type=Path, metavar="FOLDER")
+    for peer in FILES:
+        parser.add_argument(f"--{peer.replace('_', '-')}", type=Path, metavar="FOLDER")
     parser.add_argument("--only", default="", help="measure only rows whose name begins with this text")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, default=OUTPUT)
@@ -136,11 +197,14 @@ def main() -> int:
             checkout = getattr(given, row.peer)
             if checkout is None or not row.name.startswith(given.only):
                 continue
+            words = [*row.arguments, *FILES[row.peer](row, checkout, scratch, given)]
             cost = document["rows"].setdefault(row.name, {"arguments": " ".join([row.script, *row.arguments])})
+            cost |= commit(checkout)
             for _ in range(given.rounds):
-                add_round(cost, run(row, checkout, scratch, given))
+                used = start(checkout / row.script, words, FIRST_STEPS + MEASURED_STEPS, scratch, given)
+                add_round(cost, used)
                 print(f"{row.name}: {cost}", file=sys.stderr, flush=True)
-            document |= results.kohya_ext_commit()
+            document |= {"packages": {name: cache.version(name) for name in PACKAGES}, **results.kohya_ext_commit()}
             given.output.parent.mkdir(parents=True, exist_ok=True)
             given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any("failed" in cost for cost in document["rows"].values()))
