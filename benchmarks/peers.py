@@ -193,17 +193,16 @@ def main() -> int:
     document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}}
     with tempfile.TemporaryDirectory() as temporary:
         scratch = given.scratch or Path(temporary)
-        for row in rows():
+        for row in [*rows()] * given.rounds:
             checkout = getattr(given, row.peer)
             if checkout is None or not row.name.startswith(given.only):
                 continue
             words = [*row.arguments, *FILES[row.peer](row, checkout, scratch, given)]
-            cost = document["rows"].setdefault(row.name, {"arguments": " ".join([row.script, *row.arguments])})
-            cost |= commit(checkout)
-            for _ in range(given.rounds):
-                used = start(checkout / row.script, words, FIRST_STEPS + MEASURED_STEPS, scratch, given)
-                add_round(cost, used)
-                print(f"{row.name}: {cost}", file=sys.stderr, flush=True)
+            used = start(checkout / row.script, words, FIRST_STEPS + MEASURED_STEPS, scratch, given)
+            cost = document["rows"].setdefault(row.name, {})
+            cost |= {"arguments": " ".join([row.script, *row.arguments]), **commit(checkout)}
+            add_round(cost, used)
+            print(f"{row.name}: {cost}", file=sys.stderr, flush=True)
             document |= {"packages": {name: cache.version(name) for name in PACKAGES}, **results.kohya_ext_commit()}
             given.output.parent.mkdir(parents=True, exist_ok=True)
             given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
