@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,6 +60,7 @@ def sdxl(folder: Path) -> None:
     schedule = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
     diffusers.DDPMScheduler(**schedule).save_config(folder / "scheduler")
     _write_tokenizers(folder, tokenizers.CLIP_L, tokenizers.CLIP_G)
+    _write_index(folder, "StableDiffusionXLPipeline")
 
 
 def flux(folder: Path) -> None:
@@ -73,6 +75,7 @@ def flux(folder: Path) -> None:
     schedule = {"shift": 3.0, "use_dynamic_shifting": True}
     diffusers.FlowMatchEulerDiscreteScheduler(**schedule).save_config(folder / "scheduler")
     _write_tokenizers(folder, tokenizers.CLIP_L, tokenizers.T5)
+    _write_index(folder, "FluxPipeline")
 
 
 WRITERS: Mapping[str, Callable[[Path], None]] = {"sdxl": sdxl, "flux": flux}
@@ -102,3 +105,13 @@ def _write_tokenizers(folder: Path, *models: str) -> None:
     tokenizers.write(cache)
     for name, model in zip(("tokenizer", "tokenizer_2"), models, strict=True):
         shutil.copytree(cache / model.replace("/", "_"), folder / name, dirs_exist_ok=True)
+
+
+def _write_index(folder: Path, pipeline: str) -> None:
+    """Write the list of a folder's models with their libraries and classes."""
+    index: dict[str, Any] = {"_class_name": pipeline}
+    for file in sorted(folder.glob("*/*config.json")):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        name = config.get("_class_name") or config.get("tokenizer_class") or config["architectures"][0]
+        index[file.parent.name] = ["diffusers" if "_class_name" in config else "transformers", name]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
