@@ -1,6 +1,7 @@
 """Measure what a training step of other trainers costs the host at full size, as host_time.py does for sd-scripts.
 
-    python -m benchmarks.peers --diffusers FOLDER --musubi-tuner FOLDER [--only diffusers/flux] [--rounds 2] [--scratch FOLDER]
+    python -m benchmarks.peers --diffusers FOLDER [--only diffusers/flux] [--rounds 2] [--scratch FOLDER]
+    python -m benchmarks.peers --musubi-tuner FOLDER --onetrainer FOLDER
 
 A folder is a git checkout of the trainer, at a version that fits the installed packages; trainers without one are left out.
 Their unchanged scripts train a LoRA of rank 16 on a virtual GPU (see benchmarks/full_size.py) with batch size 1, 1024x1024,
@@ -8,7 +9,8 @@ bf16 and AdamW, with and without gradient checkpointing. Launches and waits are 
 kernels take none, and neither does NVIDIA's driver, which the virtual GPU replaces. Other work on the machine lengthens single
 steps, so the fastest step of each round counts. Rounds are added to those in the output file.
 
-Besides torch and diffusers, diffusers' scripts import peft and datasets, and musubi-tuner imports av and easydict.
+Besides what sd-scripts needs, diffusers' scripts import peft and datasets, and musubi-tuner av and easydict. OneTrainer needs
+other versions of diffusers and transformers, so it runs in an environment of its own.
 """
 
 from __future__ import annotations
@@ -52,6 +54,14 @@ MUSUBI = [
     *("--learning_rate", "1e-4", "--max_train_steps", "1000", "--max_data_loader_n_workers", "0", "--seed", "1"),
 ]
 
+#: OneTrainer's presets with the settings of the others; fused is the choice of its user interface for AdamW.
+ONETRAINER = [
+    *("resolution=1024", "batch_size=1", "epochs=1", "train_dtype=BFLOAT_16", "text_encoder.weight_dtype=BFLOAT_16"),
+    *("text_encoder_2.weight_dtype=BFLOAT_16", "lora_rank=16", "lora_alpha=16", "learning_rate=1e-4", "tensorboard=false"),
+    *("optimizer.optimizer=ADAMW", "optimizer.fused=true", "optimizer.stochastic_rounding=false"),
+]
+PRESETS = {"sdxl": "training_presets/SDXL/#sdxl 1.0 LoRA.json", "flux": "training_presets/Flux Dev.1/#flux LoRA.json"}
+
 #: musubi-tuner's dataset: one image, which is also the control image.
 DATASET = """[general]
 resolution = [{size}, {size}]
@@ -91,13 +101,15 @@ def rows() -> Iterator[Row]:
             yield Row(" ".join([f"diffusers/{name}", *option]), "diffusers", model, f"examples/{script}", arguments)
         name = " ".join(["musubi-tuner/flux kontext", *option])
         yield Row(name, "musubi_tuner", "flux", "src/musubi_tuner/flux_kontext_train_network.py", [*MUSUBI, *option])
+        for model, part, layers in (("sdxl", "unet", ["layer_filter=attentions"]), ("flux", "transformer", [])):
+            checkpointing = f"{part}.gradient_checkpointing={'true' if option else 'false'}"
+            values = [*ONETRAINER, *layers, f"{part}.weight_dtype=BFLOAT_16", checkpointing]
+            words = [word for value in values for word in ("--config-value", value)]
+            yield Row(" ".join([f"onetrainer/{model}", *option]), "onetrainer", model, "scripts/train.py", words)
 
 
 def diffusers_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namespace) -> list[str]:
     """Write a row's model, in diffusers' layout, and images to ``scratch``; return the arguments that name them."""
-    model = scratch / "models" / f"diffusers-{row.model}"
-    if not model.exists():
-        diffusers_folders.WRITERS[row.model](model)
     images = scratch / "images"
     write_images(images, IMAGES)
     option = "--instance_data_dir"
@@ -105,7 +117,8 @@ def diffusers_files(row: Row, checkout: Path, scratch: Path, given: argparse.Nam
         option = "--train_data_dir"
         captions = [json.dumps({"file_name": file.name, "text": CAPTION}) for file in images.iterdir()]
         (images / "metadata.jsonl").write_text("\n".join(captions) + "\n", encoding="utf-8")
-    return ["--pretrained_model_name_or_path", str(model), option, str(images), "--output_dir", str(scratch / "output")]
+    model = str(diffusers_folder(row.model, scratch))
+    return ["--pretrained_model_name_or_path", model, option, str(images), "--output_dir", str(scratch / "output")]
 
 
 def musubi_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namespace) -> list[str]:
@@ -135,8 +148,34 @@ def musubi_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namesp
     return ["--dit", paths["pretrained_model_name_or_path"], "--vae", paths["ae"], *data, *output]
 
 
+def onetrainer_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namespace) -> list[str]:
+    """Write a row's model, in diffusers' layout, an image and a configuration to ``scratch``; return the arguments."""
+    images = scratch / "images"
+    write_images(images, 1)
+    (images / "0.txt").write_text(CAPTION, encoding="utf-8")
+    config = {
+        "base_model_name": str(diffusers_folder(row.model, scratch)),
+        "workspace_dir": str(scratch / "workspace"),
+        "cache_dir": str(scratch / "onetrainer-cache"),
+        "output_model_destination": str(scratch / "output" / "peers.safetensors"),
+        "samples": [],
+        "concepts": [{"name": "sks", "path": str(images), "seed": 1, "balancing": IMAGES}],
+    }
+    file = scratch / "onetrainer.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return ["--preset-path", str(checkout / PRESETS[row.model]), "--config-path", str(file)]
+
+
 #: Each trainer writes a row's files to the scratch folder, and returns the arguments that name them.
-FILES = {"diffusers": diffusers_files, "musubi_tuner": musubi_files}
+FILES = {"diffusers": diffusers_files, "musubi_tuner": musubi_files, "onetrainer": onetrainer_files}
+
+
+def diffusers_folder(model: str, scratch: Path) -> Path:
+    """Write a model in diffusers' layout to ``scratch``, unless it is there, and return its folder."""
+    folder = scratch / "models" / f"diffusers-{model}"
+    if not folder.exists():
+        diffusers_folders.WRITERS[model](folder)
+    return folder
 
 
 def write_images(folder: Path, count: int) -> None:
@@ -200,10 +239,11 @@ def main() -> int:
             words = [*row.arguments, *FILES[row.peer](row, checkout, scratch, given)]
             used = start(checkout / row.script, words, FIRST_STEPS + MEASURED_STEPS, scratch, given)
             cost = document["rows"].setdefault(row.name, {})
-            cost |= {"arguments": " ".join([row.script, *row.arguments]), **commit(checkout)}
+            packages = {name: cache.version(name) for name in PACKAGES}
+            cost |= {"arguments": " ".join([row.script, *row.arguments]), **commit(checkout), "packages": packages}
             add_round(cost, used)
             print(f"{row.name}: {cost}", file=sys.stderr, flush=True)
-            document |= {"packages": {name: cache.version(name) for name in PACKAGES}, **results.kohya_ext_commit()}
+            document |= results.kohya_ext_commit()
             given.output.parent.mkdir(parents=True, exist_ok=True)
             given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any("failed" in cost for cost in document["rows"].values()))
