@@ -182,8 +182,9 @@ def run_worker(
     words: list[str],
     variables: dict[str, str],
     passes: int,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Run a ``worker``, a module and its arguments after the result's file, on a virtual GPU of ``card`` bytes.
+    """Run a ``worker``, a module and its arguments after the result's file, on a virtual GPU of ``card`` bytes, in ``folder``.
 
     Return its result, with ``failed`` if it has not counted ``passes``.
     """
@@ -202,7 +203,7 @@ def run_worker(
             [*launcher, given.python, "-m", module, str(result), *options, *words],
             stdout=file,
             stderr=subprocess.STDOUT,
-            cwd=scratch,
+            cwd=folder or scratch,
             env=os.environ | variables,
             timeout=given.patience,
         ).returncode

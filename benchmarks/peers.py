@@ -139,11 +139,11 @@ def musubi_files(row: Row, checkout: Path, scratch: Path, given: argparse.Namesp
     data = ["--dataset_config", str(dataset)]
     encoders = ["--text_encoder1", paths["t5xxl"], "--text_encoder2", paths["clip_l"]]
     if not latents.exists():
-        scripts = (checkout / row.script).parent
-        start(scripts / "flux_kontext_cache_latents.py", [*data, "--vae", paths["ae"]], 0, scratch, given)
+        script = "src/musubi_tuner/flux_kontext_cache_latents.py"
+        start(checkout, script, [*data, "--vae", paths["ae"]], 0, scratch, given)
         # An assertion that the values are finite fails on the virtual GPU, where comparisons are false.
-        script = scripts / "flux_kontext_cache_text_encoder_outputs.py"
-        start(script, [*data, *encoders], 0, scratch, given, PYTHONOPTIMIZE="1")
+        script = "src/musubi_tuner/flux_kontext_cache_text_encoder_outputs.py"
+        start(checkout, script, [*data, *encoders], 0, scratch, given, PYTHONOPTIMIZE="1")
     output = ["--output_dir", str(scratch / "output"), "--output_name", "peers"]
     return ["--dit", paths["pretrained_model_name_or_path"], "--vae", paths["ae"], *data, *output]
 
@@ -189,12 +189,13 @@ def write_images(folder: Path, count: int) -> None:
 
 
 def start(
-    script: Path, words: list[str], passes: int, scratch: Path, given: argparse.Namespace, **variables: str
+    checkout: Path, script: str, words: list[str], passes: int, scratch: Path, given: argparse.Namespace, **variables: str
 ) -> dict[str, Any]:
-    """Run a script until the backward pass after ``passes``, or to its end; return the worker's result."""
+    """Run a checkout's script until the backward pass after ``passes``, or to its end; return the worker's result."""
     variables |= environment.variables(scratch / "models" / "tokenizers") | {"HF_HOME": str(scratch / "cache")}
     worker = ["benchmarks.peers_worker", str(passes)]
-    return full_size.run_worker(given, scratch, CARD, worker, [str(script), *words], variables, passes)
+    words = [str(checkout / script), *words]
+    return full_size.run_worker(given, scratch, CARD, worker, words, variables, passes, checkout)
 
 
 def add_round(cost: dict[str, Any], used: dict[str, Any]) -> None:
@@ -231,13 +232,13 @@ def main() -> int:
     given = parser.parse_args()
     document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}}
     with tempfile.TemporaryDirectory() as temporary:
-        scratch = given.scratch or Path(temporary)
+        scratch = (given.scratch or Path(temporary)).resolve()
         for row in [*rows()] * given.rounds:
-            checkout = getattr(given, row.peer)
-            if checkout is None or not row.name.startswith(given.only):
+            if getattr(given, row.peer) is None or not row.name.startswith(given.only):
                 continue
+            checkout = getattr(given, row.peer).resolve()
             words = [*row.arguments, *FILES[row.peer](row, checkout, scratch, given)]
-            used = start(checkout / row.script, words, FIRST_STEPS + MEASURED_STEPS, scratch, given)
+            used = start(checkout, row.script, words, FIRST_STEPS + MEASURED_STEPS, scratch, given)
             cost = document["rows"].setdefault(row.name, {})
             packages = {name: cache.version(name) for name in PACKAGES}
             cost |= {"arguments": " ".join([row.script, *row.arguments]), **commit(checkout), "packages": packages}
