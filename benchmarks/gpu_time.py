@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import full_size, launches, results
+from benchmarks import full_size, host_time, results
 from benchmarks.full_size import Row
 from benchmarks.processes import last_line
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
@@ -32,14 +32,14 @@ from kohya_ext.tiny import environment
 
 OUTPUT = results.FOLDER / "gpu_time.json"
 
-#: Options of a variant; see launches.py.
+#: Options of a variant; see host_time.py.
 VARIANTS = {
-    "upstream": launches.VARIANTS["upstream"],
-    "default": launches.VARIANTS["default"],
+    "upstream": host_time.VARIANTS["upstream"],
+    "default": host_time.VARIANTS["default"],
     "graphs": ["--cuda_graphs"],
-    "fused": launches.VARIANTS["fused"],
+    "fused": host_time.VARIANTS["fused"],
     "graphs-fused": ["--cuda_graphs", "--fused_operations"],
-    "compiled": launches.VARIANTS["compiled"],
+    "compiled": host_time.VARIANTS["compiled"],
     "compiled-graphs": ["--selective_torch_compile", "--cuda_graphs"],
     "compiled-graphs-fused": ["--selective_torch_compile", "--cuda_graphs", "--fused_operations"],
 }
@@ -64,7 +64,7 @@ class Job:
 
 def jobs(given: argparse.Namespace) -> Iterator[list[Job]]:
     """Yield the jobs of each row: all variants in turn, in each round. The first round is profiled."""
-    for row in launches.rows():
+    for row in host_time.rows():
         chosen = [name for name in VARIANTS if re.search(given.only, f"{row.name} {name}")]
         if chosen:
             yield [Job(row, name, turn == 0) for turn in range(given.rounds) for name in chosen]

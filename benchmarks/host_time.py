@@ -49,16 +49,14 @@ def rows() -> Iterator[Row]:
 
 
 def add_round(cost: dict[str, Any], used: dict[str, Any]) -> None:
-    """Add a run's measured steps to a variant's ``cost``; a failed run replaces it."""
+    """Add a run's measured steps to the ``cost`` of a variant."""
     if "failed" in used:
-        cost.clear()
         cost["failed"] = used["failed"]
         return
     steps = used["steps"][FIRST_STEPS:]
-    fastest = min(steps, key=lambda step: step["processor_seconds"])
     cost.pop("failed", None)
     cost |= {name: min(step[name] for step in steps) for name in ("launches", "syncs")}
-    cost.setdefault("rounds", []).append(round(fastest["processor_seconds"], 4))
+    cost.setdefault("rounds", []).append(round(min(step["processor_seconds"] for step in steps), 4))
     cost["seconds"] = min(cost["rounds"])
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import diffusers_folders, full_size, results, sparse_checkpoints
+from benchmarks.host_time import FIRST_STEPS, MEASURED_STEPS, add_round
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.sdscripts.checkouts import find_or_fetch
@@ -35,9 +36,6 @@ from kohya_ext.units import GIB
 
 OUTPUT = results.FOLDER / "peers.json"
 
-#: Steps of a run that are not measured: the first creates optimizer state, the second searches paths in the graph.
-FIRST_STEPS = 2
-MEASURED_STEPS = 12
 IMAGES = FIRST_STEPS + MEASURED_STEPS + 2
 CARD = 160 * GIB
 RESOLUTION = 1024
@@ -198,18 +196,6 @@ def start(
     return full_size.run_worker(given, scratch, CARD, worker, words, variables, passes, checkout)
 
 
-def add_round(cost: dict[str, Any], used: dict[str, Any]) -> None:
-    """Add a run's measured steps to a row's ``cost``."""
-    if "failed" in used:
-        cost["failed"] = used["failed"]
-        return
-    steps = used["steps"][FIRST_STEPS:]
-    cost.pop("failed", None)
-    cost |= {"trained": used["trained"], **{name: min(step[name] for step in steps) for name in ("launches", "syncs")}}
-    cost.setdefault("rounds", []).append(round(min(step["processor_seconds"] for step in steps), 4))
-    cost["seconds"] = min(cost["rounds"])
-
-
 def commit(checkout: Path) -> dict[str, str]:
     """Return a checkout's version, its nearest tag, and its commit."""
     commands = {"version": ["describe", "--tags", "--always", "--dirty"], "commit": ["rev-parse", "HEAD"]}
@@ -243,6 +229,8 @@ def main() -> int:
             packages = {name: cache.version(name) for name in PACKAGES}
             cost |= {"arguments": " ".join([row.script, *row.arguments]), **commit(checkout), "packages": packages}
             add_round(cost, used)
+            if "trained" in used:
+                cost["trained"] = used["trained"]
             print(f"{row.name}: {cost}", file=sys.stderr, flush=True)
             document |= results.kohya_ext_commit()
             given.output.parent.mkdir(parents=True, exist_ok=True)

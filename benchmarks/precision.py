@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import full_size, launches, results
+from benchmarks import full_size, host_time, results
 from benchmarks.processes import last_line
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
 from kohya_ext.tiny import environment
@@ -28,12 +28,12 @@ STEPS = 4
 ROW = "sdxl-lora --gradient_checkpointing"
 SMALL = ["--resolution", "256,256", "--min_bucket_reso", "64", "--max_bucket_reso", "512"]
 
-VARIANTS = {**launches.VARIANTS, "float32": [*launches.VARIANTS["upstream"], "--mixed_precision", "no"]}
+VARIANTS = {**host_time.VARIANTS, "float32": [*host_time.VARIANTS["upstream"], "--mixed_precision", "no"]}
 
 
 def losses(name: str, checkout: Checkout, scratch: Path) -> list[float]:
     """Train a variant and return the loss of each step. Raises RuntimeError if the script fails."""
-    row = next(row for row in launches.rows() if row.name == ROW)
+    row = next(row for row in host_time.rows() if row.name == ROW)
     row = replace(row, arguments=[*row.arguments, *SMALL])
     arguments, _ = full_size.training_arguments(row, checkout, scratch, STEPS, random=True)
     values, log = scratch / f"{name}.json", scratch / f"{name}.txt"
