@@ -5,8 +5,8 @@ backward, so upstream moves all of them back before each denoising step of FLUX,
 collects garbage and empties PyTorch's cache (sd-scripts#2056). Upstream's offloader can rotate the blocks instead, as it does
 for Anima and HunyuanImage: while a block runs, the next ones are copied, and at the end the first ones are on the GPU again.
 
-Rotation copies every block once in a step; upstream copies the swapped ones twice. So fewer swapped blocks than half are left
-to upstream. A block runs on the same weights in both cases.
+Fewer swapped blocks than half are left to upstream, which copies fewer bytes then. A block runs on the same weights in both
+cases.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
+from kohya_ext.sdscripts.families import rotates
 
 _PREPARE = "prepare_block_swap_before_forward"
 
@@ -27,7 +28,7 @@ def rotating(model: Any) -> Iterator[None]:
     """Rotate a model's swapped blocks inside the block, in which its method to move them back does nothing."""
     offloaders = [value for value in vars(model).values() if hasattr(value, "set_forward_only")]
     swapped, blocks = (sum(getattr(each, name) for each in offloaders) for name in ("blocks_to_swap", "num_blocks"))
-    if not swapped or 2 * swapped < blocks:
+    if not rotates(swapped, blocks):
         yield
         return
     prepare = getattr(model, _PREPARE)

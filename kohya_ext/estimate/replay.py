@@ -179,9 +179,10 @@ def repeated(
 ) -> Iterator[Event]:
     """Yield the events of a run's first ``count`` steps from those of a later one, which has ``storages``.
 
-    A storage of step n has its number plus n times ``storages``. ``resident`` are the allocations before the step, by storage. The first step creates the optimizer state at its first use
-    and the storages in ``once``. Any other storage that a step does not free replaces that of the step before, and those from
-    before the step that it frees (accumulated gradients) are allocated again for the next one.
+    A storage of step n has its number plus n times ``storages``. ``resident`` are the allocations before the step, by storage.
+    The first step creates the optimizer state at its first use and the storages in ``once``. Any other storage that a step does
+    not free replaces that of the step before, and those from before the step that it frees (accumulated gradients) are
+    allocated again for the next one.
     """
     freed = {event.storage for event in events if event.bytes < 0}
     for index in range(count):

@@ -34,6 +34,7 @@ from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import Counter
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
+from kohya_ext.sdscripts.families import rotates
 
 CACHING, SAMPLING = "caching", "sampling"
 
@@ -516,8 +517,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
                 if block in swapped:
                     # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's
                     # weights (custom_offloading_utils.py).
-                    weights = (getattr(part, "weight", None) for part in block.modules())
-                    tracker.offload(weight for weight in weights if isinstance(weight, torch.Tensor))
+                    tracker.offload(_weights([block]))
             tracker.release_unused()
     loaded = len(tracker.events)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
@@ -571,8 +571,13 @@ def _copied_bytes(training: Training) -> int:
     One block leaves and another replaces it, in forward and again in backward (custom_offloading_utils.py).
     """
     blocks = training.models.blocks(training.config.blocks_to_swap or 0)
+    return 4 * sum(int(weight.nbytes) for weight in _weights(blocks))
+
+
+def _weights(blocks: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors of blocks that upstream swaps: what their modules have as ``weight``."""
     weights = (getattr(part, "weight", None) for block in blocks for part in block.modules())
-    return 4 * sum(int(weight.nbytes) for weight in weights if isinstance(weight, torch.Tensor))
+    return [weight for weight in weights if isinstance(weight, torch.Tensor)]
 
 
 def _lists_of(swapped: Sequence[Any], unet: Any) -> list[Any]:
@@ -669,7 +674,7 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
             stack.enter_context(autocast())
         if sampler.empties_cache_first:
             tracker.release_unused()
-        forward(replace(training, config=sampling), is_train=False)
+        _moved = _log_denoising(replace(training, config=sampling), tracker)
         tracker.release_unused()
         tracker.mark(_tensors(models.vae), Kind.VAE)
         latents = torch.zeros(1, channels, height // scale, width // scale, dtype=next(models.vae.parameters()).dtype)
@@ -677,6 +682,32 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
             stack.enter_context(autocast())
         getattr(models.vae, "decode_to_pixels", models.vae.decode)(latents)
     return Log([*tracker.events], tracker.kinds, start, 0)
+
+
+def _log_denoising(training: Training, tracker: Tracker) -> list[list[torch.Tensor]]:
+    """Log a step of denoising; two where the script moves swapped blocks back before and after each.
+
+    It moves each swapped block to the GPU and back. After a step the first blocks are on the host, and return before the last
+    ones leave (custom_offloading_utils.py, prepare_block_devices_before_forward). Return the weights that have returned.
+    """
+    swapped = training.models.blocks(training.config.blocks_to_swap or 0)
+    lists = _lists_of(swapped, training.models.unet)
+    if not training.config.family.sampler.moves_blocks_back or rotates(len(swapped), sum(map(len, lists))):
+        lists = []
+    for blocks in lists:
+        for block in blocks:
+            if block in swapped:
+                tracker.mark([torch.empty_like(weight) for weight in _weights([block])], Kind.WEIGHT)
+        tracker.release_unused()
+    first = [_weights(blocks[: sum(block in swapped for block in blocks)]) for blocks in lists]
+    for _ in range(2 if lists else 1):
+        forward(training, is_train=False)
+        for index, weights in enumerate(first):
+            first[index] = [torch.empty_like(weight) for weight in weights]
+            tracker.mark(first[index], Kind.WEIGHT)
+            tracker.offload(weights)
+            tracker.release_unused()
+    return first
 
 
 def _make_gradients(training: Training) -> None:

@@ -50,10 +50,20 @@ class Sampler:
     """Whether the script empties the allocator's cache before denoising; each does so before decoding."""
     moves_vae_first: bool = False
     """Whether the VAE is in GPU memory while the latents are denoised."""
+    moves_blocks_back: bool = False
+    """Whether the script moves swapped blocks back before each denoising step, instead of rotating them."""
     autocast: Literal["denoising", "apart", "whole"] = "whole"
-    """What runs under autocast: denoising alone, denoising and decoding apart, or all, so that cast weights stay for decoding."""
+    """What runs under autocast: denoising alone, denoising and decoding apart, or all, so that cast weights stay to the end."""
     side: int = 512
     """Default width and height of a sample image, in pixels."""
+
+
+def rotates(swapped: int, blocks: int) -> bool:
+    """Return whether sampling rotates swapped blocks where upstream would move them back before each step.
+
+    Rotation copies every block once in a step; moving back copies the swapped ones twice.
+    """
+    return 0 < blocks <= 2 * swapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +194,7 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=34,
         caches_t5_alone=True,
         t5_tokens=512,
+        sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
         name="flux",
@@ -203,6 +214,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune_in_16_bits=True,
         caches_t5_alone=True,
         t5_tokens=512,
+        sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
         name="sd3",
@@ -221,7 +233,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune_in_16_bits=True,
         caches_t5_alone=True,
         t5_tokens=256,
-        sampler=Sampler(guided_together=True, empties_cache_first=True),
+        sampler=Sampler(guided_together=True, empties_cache_first=True, moves_blocks_back=True),
     ),
     Family(
         name="lumina",
@@ -238,7 +250,7 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=0,  # lumina_train.py accepts --blocks_to_swap but ignores it
         finetune_in_16_bits=True,
         assumed="captions as long as --gemma2_max_token_length allows",
-        sampler=Sampler(autocast="apart", side=1024),
+        sampler=Sampler(moves_blocks_back=True, autocast="apart", side=1024),
     ),
     Family(
         name="anima",
