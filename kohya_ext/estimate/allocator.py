@@ -47,11 +47,11 @@ class CachingAllocator:
     reserved: int = 0
     """Bytes in segments, ``torch.cuda.memory_reserved``."""
     most_reserved: int = 0
-    """The most bytes in segments so far, ``torch.cuda.max_memory_reserved``."""
+    """The most bytes in segments since :meth:`forget_peaks`, ``torch.cuda.max_memory_reserved``."""
     allocated: int = 0
     """Bytes in blocks that are in use, ``torch.cuda.memory_allocated``: tensors with what the allocator rounds up."""
     peaks: dict[str, int] = field(default_factory=dict)
-    """Most bytes allocated in each phase of the replayed log, in order of the phases."""
+    """Most bytes allocated in each phase since :meth:`forget_peaks`, in order of the phases."""
     pool: int = 0
     """The pool that tensors are allocated in. Private pools, of CUDA graphs, are other than 0 and keep their segments."""
     _free: defaultdict[tuple[int, bool], list[tuple[int, int, _Block]]] = field(default_factory=lambda: defaultdict(list))
@@ -101,6 +101,11 @@ class CachingAllocator:
             elif event.bytes < 0:
                 self.free(event.storage)
             self.peaks[event.phase] = max(self.peaks.get(event.phase, 0), self.allocated)
+
+    def forget_peaks(self) -> None:
+        """Measure peaks from now on: ``torch.cuda.reset_peak_memory_stats``."""
+        self.peaks.clear()
+        self.most_reserved = self.reserved
 
     def keep(self, storages: Collection[int]) -> None:
         """Free all storages but these."""

@@ -26,12 +26,11 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Memory:
-    """The allocator's peaks, in bytes."""
+    """The allocator's peaks in one part of a run, in bytes."""
 
     reserved: int
-    """From the start of the run to the end of a part."""
     allocated: Mapping[str, int]
-    """In a part, by phase in order of the phases."""
+    """By phase, in order of the phases."""
 
 
 def replay(
@@ -51,12 +50,13 @@ def replay(
         numbers += len(log.kinds)
         allocator.keep({*workspace, *late})
         allocator.release_unused()
+        allocator.forget_peaks()
     if step is None:
         return memory
     replay_steps(allocator, step, bool(workspace), numbers, late)
     memory["step"] = Memory(allocator.most_reserved, {**allocator.peaks})
     for name, log in between.items():
-        allocator.peaks.clear()
+        allocator.forget_peaks()
         allocator.replay(_after_steps(log, allocator, numbers, len(step.kinds)))
         memory[name] = Memory(allocator.most_reserved, {name: max(allocator.peaks.values())})
     return memory
@@ -89,7 +89,7 @@ def replay_steps(
     for storage in late:
         allocator.free(storage)
     allocator.release_unused()
-    allocator.peaks.clear()
+    allocator.forget_peaks()
     events = _numbered(parts.steps(STEPS), first)
     allocator.replay(islice(events, len(parts.before)))
     if parts.passes:

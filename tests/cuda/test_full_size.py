@@ -11,8 +11,11 @@ ROOT = Path(__file__).parents[2]
 
 LORA = "--network_dim 16 --mixed_precision bf16 --sdpa --gradient_checkpointing --cache_latents"
 
+SAMPLES = "--sample_prompts {prompts} --sample_every_n_steps 1"
+
 #: Each differs from the presets in what its memory depends on: order of loading, trained text encoders and their embeddings,
-#: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, and upstream's block swap.
+#: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, upstream's block swap, and sampling
+#: with decoding under autocast, with blocks that move back, and with the VAE in memory.
 COMMANDS = (
     f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
     "--resolution 832,1216 --network_train_unet_only",
@@ -25,15 +28,25 @@ COMMANDS = (
     "train_network.py --network_module networks.lora --network_dim 32 --network_args conv_dim=8 --optimizer_type Lion "
     "--train_batch_size 5 --resolution 640,512 --mixed_precision bf16 --sdpa",
     "hunyuan_image_train_network.py --preset hunyuan-image-lora/8gb",
+    f"anima_train_network.py --preset anima-lora/12gb {SAMPLES}",
+    f"flux_train_network.py --preset flux-lora/12gb {SAMPLES}",
+    f"sdxl_train_network.py --preset sdxl-lora/8gb {SAMPLES}",
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_predicted_reserved_memory_is_within_half_a_percent(gpu_environment, checkout, tmp_path, command):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat --w 1024 --h 1024 --s 3 --d 1", encoding="utf-8")
     words = ["-m", "benchmarks.full_size", "--sd-scripts", str(checkout.path), "--scratch", str(tmp_path), "--fresh"]
+    words += ["--command", command.format(prompts=prompts)]
     done = subprocess.run(
-        [sys.executable, *words, "--command", command], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [sys.executable, *words, "--command", command.format(prompts=prompts)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     row = json.loads(done.stdout[done.stdout.index("{") :])

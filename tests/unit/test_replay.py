@@ -5,7 +5,7 @@ from dataclasses import replace
 from kohya_ext.estimate.events import RELEASE, Event, Kind
 from kohya_ext.estimate.recording import Recording
 from kohya_ext.estimate.replay import repeated, replay, tensor_peak
-from kohya_ext.estimate.step import Log
+from kohya_ext.estimate.step import SAMPLING, Log
 from kohya_ext.estimate.tracker import BACKWARD, FORWARD, STEP
 
 MIB = 2**20
@@ -107,3 +107,15 @@ def test_recording_with_less_memory_than_later_steps() -> None:
     log = Log(events, [Kind.OPTIMIZER_STATE, Kind.ACTIVATION, Kind.TEMPORARY], 1, 0, recording=Recording(1, 1, 3, 3, 2))
     assert tensor_peak(log).bytes == 60 * MIB
     assert tensor_peak(log).parts == {Kind.OPTIMIZER_STATE: 10 * MIB, Kind.TEMPORARY: 50 * MIB}
+
+
+def test_sampling_runs_in_what_the_steps_have_reserved_and_moves_their_weights() -> None:
+    weight, gradient = Event(0, 12 * MIB, FORWARD), [Event(1, 40 * MIB, BACKWARD), Event(1, -40 * MIB, STEP)]
+    kinds = [Kind.WEIGHT, Kind.GRADIENT]
+    # The first tensor fits the gradient's segment; the weight leaves; after the release the second needs a segment of its own.
+    sampled = [Event(2, 30 * MIB, SAMPLING), Event(0, -12 * MIB, SAMPLING), Event(2, -30 * MIB, SAMPLING), Event(1, 0, RELEASE)]
+    log = Log([weight, *sampled, Event(3, 60 * MIB, SAMPLING)], [*kinds, *kinds], 1, 0)
+    memory = replay({}, Log([weight, *gradient], kinds, 1, 0), {SAMPLING: log})
+    assert memory["step"].reserved == (12 + 40) * MIB
+    assert memory[SAMPLING].reserved == 60 * MIB
+    assert memory[SAMPLING].allocated == {SAMPLING: 60 * MIB}
