@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from kohya_ext.commands import options, presets
 from kohya_ext.config import preset_files
@@ -40,7 +41,7 @@ def generated() -> Mapping[Path, str]:
         "options.md": [_options()],
         "patches.md": [_patches()],
         "presets.md": [_presets()],
-        "speed.md": [_gpu_time(), _launches()],
+        "speed.md": [_gpu_time(), _host_time(), _peers(), _cold_compile()],
     }
     files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
     return {**files, DOCS / "presets.svg": _image()}
@@ -100,16 +101,45 @@ def _gpu_time() -> str:
     return _table(("LoRA", "checkpointing", *variants), rows)
 
 
-def _launches() -> str:
-    """Return a table of the launches and syncs of a step, from the results of benchmarks/launches.py."""
-    measured = json.loads((RESULTS / "launches.json").read_text(encoding="utf-8"))["rows"]
+def _host_time() -> str:
+    """Return a table of what a step costs the host, from the results of benchmarks/host_time.py."""
+    measured = json.loads((RESULTS / "host_time.json").read_text(encoding="utf-8"))["rows"]
     variants = list(dict.fromkeys(name for row in measured.values() for name in row if name != "arguments"))
     rows = []
     for name, row in measured.items():
-        costs = (row[variant] for variant in variants)
-        cells = (f"{cost['launches']:,.0f} / {cost['syncs']:.0f}" if "launches" in cost else "" for cost in costs)
-        rows.append([*_lora(name), *cells])
-    return _table(("LoRA", "checkpointing", *variants), rows)
+        waits = f"{row['upstream']['syncs']:.0f} / {row['default']['syncs']:.0f}"
+        ratio = f"{row['default']['seconds'] / row['upstream']['seconds']:.2f}"
+        rows.append([*_lora(name), *(_cost(row.get(variant, {})) for variant in variants), ratio, waits])
+    return _table(("LoRA", "checkpointing", *variants, "default / upstream", "waits"), rows)
+
+
+def _peers() -> str:
+    """Return a table of what a step of other trainers costs the host, from the results of benchmarks/peers.py."""
+    measured = json.loads((RESULTS / "peers.json").read_text(encoding="utf-8"))["rows"]
+    rows: dict[str, dict[str, str]] = {name.partition(" --")[0]: {} for name in measured}
+    for name, cost in measured.items():
+        trainer, _, option = name.partition(" --")
+        rows[trainer] |= {"layers": str(cost["trained"]["tensors"] // 2), option: _cost(cost), "waits": str(cost["syncs"])}
+    cells = ([name, *(row[key] for key in ("layers", "gradient_checkpointing", "", "waits"))] for name, row in rows.items())
+    return _table(("trainer and script", "LoRA layers", "checkpointing", "no checkpointing", "waits"), cells)
+
+
+def _cost(cost: Mapping[str, Any]) -> str:
+    return f"{cost['seconds']:.2f} s, {cost['launches']:,.0f}" if "launches" in cost else ""
+
+
+def _cold_compile() -> str:
+    """Return a table of what compilation adds to the start of a run, from the results of benchmarks/cold_compile.py."""
+    measured = json.loads((RESULTS / "cold_compile.json").read_text(encoding="utf-8"))["rows"]
+    rows = []
+    for name, row in measured.items():
+        eager = row["eager"]["second"]["seconds"]
+        for variant in ("upstream", "selective"):
+            first, second = row[variant]["first"], row[variant]["second"]
+            seconds = (f"{start['seconds'] - eager:.0f} s" for start in (first, second))
+            step = f"{first['launches']:,}", f"{first['reserved'] / 1e9:.1f} GB"
+            rows.append([name, variant, *seconds, str(first["kernels"]), *step])
+    return _table(("LoRA", "compiled", "first start", "second start", "Triton kernels", "launches", "reserved"), rows)
 
 
 def _lora(row: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kohya_ext.compiling.support import reason_not_to_compile, reason_not_to_record
+from kohya_ext.config import sample_prompts
 from kohya_ext.config.arguments import find_problem
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import FAMILIES
@@ -25,7 +26,6 @@ from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import negated_flags
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import prompt_sizes
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
@@ -325,7 +325,7 @@ def _largest_sample(config: MemoryConfig) -> str | None:
         return config.sample_prompts
     width = height = _default_sample_size(config)
     with contextlib.suppress(UserError):  # see sample_size_problem
-        width, height = prompt_sizes.largest(config.sample_prompts, default=width)
+        width, height = sample_prompts.largest(config.sample_prompts, default=width)
     return f"{width},{height}"
 
 
@@ -335,7 +335,7 @@ def sample_size_problem(config: MemoryConfig) -> str | None:
         return None
     side = _default_sample_size(config)
     try:
-        prompt_sizes.largest(str(config.sample_prompts), side)
+        sample_prompts.largest(str(config.sample_prompts), side)
     except UserError as error:
         return f"{error}; assuming {side}x{side} images"
     return None

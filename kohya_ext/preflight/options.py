@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.compiling.support import ignored_dynamo_backend
+from kohya_ext.config import sample_prompts
 from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.preflight import Findings, given, numbers
@@ -268,11 +269,22 @@ class _Run:
         self.scheduler = str(get("lr_scheduler_type") or get("lr_scheduler"))
         self.own_rate = self.scheduler.startswith("adafactor")
         fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.own_rate
+        samples = any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"))
+        needs_seeds = family is not None and family.sampler.needs_seed and samples and self.has("sample_prompts")
+        self.without_seed = _without_seed(str(args.sample_prompts)) if needs_seeds else ""
         self.refuses_warmup = fixed and not _is_schedule_free(args)
 
     def has(self, name: str) -> bool:
         """Return whether an argument has a true value."""
         return bool(getattr(self.args, name, None))
+
+
+def _without_seed(file: str) -> str:
+    """Return the positions of a file's prompts without a seed, as text; nothing for a file that cannot be read."""
+    try:
+        return ", ".join(map(str, sample_prompts.without_seed(file)))
+    except UserError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -337,6 +349,8 @@ _RULES = (
     _together("v_pred_like_loss", "v_parameterization", because="the model predicts v already"),
     _Rule(("pretrained_model_name_or_path",), lambda run: run.sdxl and run.has("v2"),
           "--v2 and --{option} cannot be combined: SDXL has no v2"),
+    _Rule(("sample_prompts",), lambda run: run.without_seed,
+          "--{option}: {run.script} fails at a prompt without a seed (number {run.without_seed}); add --d 1 to it"),
     _Rule((), lambda run: run.own_rate and not run.adafactor,
           "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
 )

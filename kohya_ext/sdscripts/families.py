@@ -54,6 +54,8 @@ class Sampler:
     """Whether the script moves swapped blocks back before each denoising step, instead of rotating them."""
     autocast: Literal["denoising", "apart", "whole"] = "whole"
     """What runs under autocast: denoising alone, denoising and decoding apart, or all, so that cast weights stay to the end."""
+    needs_seed: bool = False
+    """Whether a prompt without a seed is an error."""
     side: int = 512
     """Default width and height of a sample image, in pixels."""
 
@@ -287,6 +289,7 @@ FAMILIES: tuple[Family, ...] = (
         fp8="fp8_scaled",
         trains_text_encoders=False,
         assumed="captions of 256 tokens and 128 bytes of quoted text",
+        sampler=Sampler(needs_seed=True),
     ),
 )
 

@@ -512,6 +512,22 @@ def test_contradicting_options_of_one_subset_are_an_error(tmp_path):
     assert "--color_aug" in errors[1]
 
 
+def test_prompt_without_a_seed_is_an_error_for_hunyuan_image_only(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("# of two\na cat --w 512 --d 7\na dog --w 512\n", encoding="utf-8")
+
+    def problems(script, every=9):
+        errors = check(options.check, script, sample_prompts=str(prompts), sample_every_n_steps=every).errors
+        return [error for error in errors if "seed" in error]
+
+    (error,) = problems("hunyuan_image_train_network.py")
+    assert "a prompt without a seed (number 2); add --d 1" in error
+    assert not problems("hunyuan_image_train_network.py", every=None)
+    assert not problems("flux_train_network.py")
+    prompts.write_text("a cat --d 7\n", encoding="utf-8")
+    assert not problems("hunyuan_image_train_network.py")
+
+
 def test_valid_options_are_accepted():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
