@@ -107,8 +107,9 @@ def _host_time() -> str:
     variants = list(dict.fromkeys(name for row in measured.values() for name in row if name != "arguments"))
     rows = []
     for name, row in measured.items():
-        waits = f"{row['upstream']['syncs']:.0f} / {row['default']['syncs']:.0f}"
-        ratio = f"{row['default']['seconds'] / row['upstream']['seconds']:.2f}"
+        upstream, default = row["upstream"], row["default"]
+        ratio = "" if "failed" in upstream else f"{default['seconds'] / upstream['seconds']:.2f}"
+        waits = f"{upstream.get('syncs', '')} / {default['syncs']}"
         rows.append([*_lora(name), *(_cost(row.get(variant, {})) for variant in variants), ratio, waits])
     return _table(("LoRA", "checkpointing", *variants, "default / upstream", "waits"), rows)
 
