@@ -1,4 +1,4 @@
-"""Time what compilation adds to the start of a run at full size, with Triton and ptxas, beside upstream's whole-model compile.
+"""Time what compilation adds to the start of a run at full size, with Triton and ptxas, and what upstream's adds.
 
     python -m benchmarks.cold_compile [--only sdxl-lora] [--variants selective] [--scratch FOLDER]
 

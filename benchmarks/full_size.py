@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ LAUNCHER = "{python} -m virtual_gpu 4090 --memory {memory} --"
 OUTPUT = results.FOLDER / "full_size.json"
 STEPS = 3
 LARGE_CARD = 160 * GIB
+
+#: Width over height of the images with ``--buckets``: as many bucket sizes.
+SHAPES = (1.0, 0.68, 1.46, 1.29)
 
 #: Families whose step reads lengths or a timestep's index from the GPU, where a virtual one has only zeros.
 READS_INTEGERS = ("chroma", "flux", "lumina", "hunyuan-image")
@@ -113,7 +116,7 @@ def measure(
     row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, used: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a row's prediction and what its run used, in bytes: ``used``, or measured now."""
-    arguments, config = training_arguments(row, checkout, scratch, given.steps + 1)
+    arguments, config = training_arguments(row, checkout, scratch, given.steps + 1, shapes=SHAPES if given.buckets else (1.0,))
     predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
     # The estimate's own figure is that of the phase with the most reserved memory.
     memory = {"allocated": max(predicted.phase_peaks.values()), "reserved": predicted.reserved}
@@ -129,18 +132,20 @@ def measure(
 
 
 def training_arguments(
-    row: Row, checkout: Checkout, scratch: Path, steps: int, random: bool = False
+    row: Row, checkout: Checkout, scratch: Path, steps: int, random: bool = False, shapes: Sequence[float] = (1.0,)
 ) -> tuple[list[str], memory_config.MemoryConfig]:
     """Write a row's models and images to ``scratch``; return its arguments for ``steps`` steps, and its configuration.
 
-    The models' weights are zeros, or ``random``.
+    The models' weights are zeros, or ``random``. ``shapes`` multiply the width and divide the height of images of equal areas.
     """
     command = CommandLine(checkout.script(row.script), row.arguments, {})
     config = memory_config.normalized(memory_config.read(command)[0])
     files = sparse_checkpoints.write(checkout, config, scratch / "models", random)
     tokenizers.write(files.tokenizers)
     images = scratch / "images"
-    write_images(images, config.train_batch_size * config.gradient_accumulation_steps, memory_config.size(config), steps)
+    count = config.train_batch_size * config.gradient_accumulation_steps
+    sizes = [_of_shape(memory_config.size(config), shape) for shape in shapes]
+    write_images(images, count, sizes, steps if len(sizes) == 1 else 1)  # with several, an epoch has each once
     option = config.family.checkpoints[0].option
     return [
         *row.arguments,
@@ -150,6 +155,12 @@ def training_arguments(
         *("--max_train_steps", str(steps), "--max_data_loader_n_workers", "0", "--seed", "1"),
         *option_words({} if option is None else dict([option])),
     ], config
+
+
+def _of_shape(size: tuple[int, int], shape: float) -> tuple[int, int]:
+    """Return a size of about the same area, of another shape; the size itself for the shape 1."""
+    width, height = (round(side * factor / 64) * 64 for side, factor in zip(size, (shape**0.5, shape**-0.5), strict=True))
+    return size if shape == 1 else (width, height)
 
 
 def passes(config: memory_config.MemoryConfig, steps: int) -> int:
@@ -213,14 +224,14 @@ def run_worker(
     return used if len(used["steps"]) == passes else {**used, "failed": f"exit code {code}: {last_line(log)}"}
 
 
-def write_images(folder: Path, count: int, size: tuple[int, int], repeats: int) -> None:
-    """Write ``count`` images of one size and their captions. Other images are deleted."""
+def write_images(folder: Path, count: int, sizes: Sequence[tuple[int, int]], repeats: int) -> None:
+    """Write ``count`` images of each size and their captions. Other images are deleted."""
     from PIL import Image
 
     shutil.rmtree(folder, ignore_errors=True)
     images = folder / f"{repeats}_sks"
     images.mkdir(parents=True)
-    for index in range(count):
+    for index, size in enumerate([*sizes] * count):
         Image.effect_noise(size, 64).convert("RGB").save(images / f"{index}.png", compress_level=1)
         (images / f"{index}.txt").write_text(CAPTION, encoding="utf-8")
 
@@ -247,6 +258,7 @@ def main() -> int:
     parser.add_argument("--planned", action="store_true", help="also answers of plan")
     parser.add_argument("--command", metavar="WORDS", help="run only this script and its arguments, without models and images")
     parser.add_argument("--gpu_memory", default="80GiB", metavar="SIZE", type=read_card, help="the GPU's size for --command")
+    parser.add_argument("--buckets", action="store_true", help="images of four bucket sizes instead of one, each once an epoch")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="train this many steps, default: %(default)s")
     parser.add_argument("--fresh", action="store_true", help="measure the estimates instead of reading the package's table")
     parser.add_argument("--again", action="store_true", help="run rows that are in the output file again")
