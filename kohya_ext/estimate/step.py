@@ -674,7 +674,7 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
             stack.enter_context(autocast())
         if sampler.empties_cache_first:
             tracker.release_unused()
-        _moved = _log_denoising(replace(training, config=sampling), tracker)
+        _moved = _log_denoising(replace(training, config=sampling), tracker)  # in GPU memory while decoding
         tracker.release_unused()
         tracker.mark(_tensors(models.vae), Kind.VAE)
         latents = torch.zeros(1, channels, height // scale, width // scale, dtype=next(models.vae.parameters()).dtype)
