@@ -7,7 +7,7 @@ limited by memory bandwidth.
 
 A factor of 1 is skipped. A power of two only changes exponents, so it commutes with ``lora_up`` and is applied before it, to
 a tensor with as many channels as the rank. Other factors, and all factors in fp16, whose exponent range is too small, are
-applied where upstream applies them. Rank dropout, module dropout and GGPO run upstream's code.
+applied where upstream applies them, but in place. Rank dropout, module dropout and GGPO run upstream's code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _scale_before_up(original: Any, settings: Settings) -> Any:
         change = torch.cat(wide, dim=-1) if split else wide[0]
         for factor in factors:
             if factor not in before:
-                change = change * factor
+                change *= factor  # in place: backward reads no product, and a copy would be as wide as the layer's output
         if not torch.compiler.is_compiling():
             _skipped["passes"] += sum(factor in before for factor in factors)
         return unchanged + change

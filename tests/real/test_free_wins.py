@@ -138,7 +138,7 @@ class _Multiplications(torch.utils._python_dispatch.TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten.mul.Tensor and args[0].shape[-1] == WIDTH
+        self.count += func in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor) and args[0].shape[-1] == WIDTH
         return func(*args, **(kwargs or {}))
 
 
