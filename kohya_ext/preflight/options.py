@@ -75,6 +75,7 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
         _read_pairs(getattr(args, option, None), f"--{option}", findings)
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
         findings.notes.append(ignored)
+    _check_samples(script, args, findings)
     findings.errors.extend(numbers.problems(script, args))
     findings.errors.extend(_impossible(script, args))
 
@@ -191,6 +192,25 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
                 )
 
 
+def _check_samples(script: Path, args: Namespace, findings: Findings) -> None:
+    """Check that the prompts of sample images can be read, and that they have a seed where the script needs one."""
+    if not any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")):
+        return
+    file = getattr(args, "sample_prompts", None)
+    if not file:
+        return
+    try:
+        seedless = ", ".join(map(str, sample_prompts.without_seed(file)))
+    except UserError as error:
+        findings.warnings.append(str(error))
+        return
+    family = families.of(script.name, vars(args))
+    if seedless and family is not None and family.sampler.needs_seed:
+        findings.errors.append(
+            f"--sample_prompts: {script.name} fails at a prompt without a seed (number {seedless}); add --d 1 to it"
+        )
+
+
 def _words_of(folder: Path, module: str) -> set[str]:
     """Return every word in the source of a network, which accepts any argument and looks up the known ones."""
     file = folder.joinpath(*module.split(".")).with_suffix(".py")
@@ -269,22 +289,11 @@ class _Run:
         self.scheduler = str(get("lr_scheduler_type") or get("lr_scheduler"))
         self.own_rate = self.scheduler.startswith("adafactor")
         fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.own_rate
-        samples = any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"))
-        needs_seeds = family is not None and family.sampler.needs_seed and samples and self.has("sample_prompts")
-        self.without_seed = _without_seed(str(args.sample_prompts)) if needs_seeds else ""
         self.refuses_warmup = fixed and not _is_schedule_free(args)
 
     def has(self, name: str) -> bool:
         """Return whether an argument has a true value."""
         return bool(getattr(self.args, name, None))
-
-
-def _without_seed(file: str) -> str:
-    """Return the positions of a file's prompts without a seed, as text; nothing for a file that cannot be read."""
-    try:
-        return ", ".join(map(str, sample_prompts.without_seed(file)))
-    except UserError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -349,8 +358,6 @@ _RULES = (
     _together("v_pred_like_loss", "v_parameterization", because="the model predicts v already"),
     _Rule(("pretrained_model_name_or_path",), lambda run: run.sdxl and run.has("v2"),
           "--v2 and --{option} cannot be combined: SDXL has no v2"),
-    _Rule(("sample_prompts",), lambda run: run.without_seed,
-          "--{option}: {run.script} fails at a prompt without a seed (number {run.without_seed}); add --d 1 to it"),
     _Rule((), lambda run: run.own_rate and not run.adafactor,
           "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
 )

@@ -528,6 +528,17 @@ def test_prompt_without_a_seed_is_an_error_for_hunyuan_image_only(tmp_path):
     assert not problems("hunyuan_image_train_network.py")
 
 
+@pytest.mark.parametrize(("name", "text"), [("none.txt", None), ("p.toml", "width = 640\n"), ("p.json", "[")])
+def test_prompts_that_cannot_be_read_are_a_warning(tmp_path, name, text):
+    prompts = tmp_path / name
+    if text is not None:
+        prompts.write_text(text, encoding="utf-8")
+    sampling = {"sample_prompts": str(prompts), "sample_every_n_epochs": 1}
+    (warning,) = check(options.check, "sdxl_train.py", **sampling).warnings
+    assert f"--sample_prompts {prompts}" in warning
+    assert not check(options.check, "sdxl_train.py", sample_prompts=str(prompts)).warnings, "prompts alone are not sampled"
+
+
 def test_valid_options_are_accepted():
     args = {"optimizer_type": "AdamW", "optimizer_args": ["weight_decay=0.1", "betas=(0.9,0.99)"], "lr_scheduler": "cosine"}
     pytest.importorskip("torch")
