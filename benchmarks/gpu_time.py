@@ -42,6 +42,10 @@ VARIANTS = {
     "compiled": host_time.VARIANTS["compiled"],
     "compiled-graphs": ["--selective_torch_compile", "--cuda_graphs"],
     "compiled-graphs-fused": ["--selective_torch_compile", "--cuda_graphs", "--fused_operations"],
+    "int8-graphs": ["--base_precision", "int8", "--cuda_graphs"],
+    "fp8-graphs": ["--base_precision", "fp8", "--cuda_graphs"],
+    "compiled-int8-graphs": ["--base_precision", "int8", "--selective_torch_compile", "--cuda_graphs"],
+    "compiled-fp8-graphs": ["--base_precision", "fp8", "--selective_torch_compile", "--cuda_graphs"],
 }
 FIRST_STEPS = 4
 MEASURED_STEPS = 12
@@ -71,8 +75,22 @@ def jobs(given: argparse.Namespace) -> Iterator[list[Job]]:
 
 
 def train(job: Job, arguments: list[str], checkout: Checkout, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Run a job's worker, and return its result with the SHA-256 of the trained weights."""
-    result, log, output = scratch / "result.json", scratch / "log.txt", scratch / "output"
+    """Return a job's measurements and the SHA-256 of its trained weights; with ``--resume`` those of a resumed run, too."""
+    output = scratch / "output"
+    halfway = (given.first + given.measured) // 2
+    saving = ["--save_state", "--save_every_n_steps", str(halfway)] if given.resume else []
+    values = _run(job, [*arguments, *saving], output, checkout, scratch, given)
+    state = output / f"trained-step{halfway:08d}-state"
+    if given.resume and "failed" not in values:
+        again = _run(job, [*arguments, "--resume", str(state)], scratch / "resumed", checkout, scratch, given)
+        values |= {f"resumed_{name}": again[name] for name in ("weights", "losses", "failed") if name in again}
+    return values
+
+
+def _run(
+    job: Job, arguments: list[str], output: Path, checkout: Checkout, scratch: Path, given: argparse.Namespace
+) -> dict[str, Any]:
+    result, log = scratch / "result.json", scratch / "log.txt"
     result.unlink(missing_ok=True)
     shutil.rmtree(output, ignore_errors=True)
     specification = {
@@ -135,8 +153,8 @@ def measured(document: dict[str, Any], turn: list[Job], checkout: Checkout, scra
         result = train(job, arguments, checkout, scratch, given)
         failed |= "failed" in result
         about = results.begin("gpu_time", checkout, result.pop("device", {}), False)
-        document["rows"].setdefault(job.name, []).append(result)
-        document |= {"machine": about.machine, "versions": about.versions, "commits": about.commits}
+        document["rows"].setdefault(job.name, []).append({"commit": about.commits["kohya_ext"], **result})
+        document |= {"machine": about.machine, "versions": about.versions, "sd_scripts": checkout.version}
         given.output.parent.mkdir(parents=True, exist_ok=True)
         given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         busy = result.get("profile", {}).get("busy_seconds")
@@ -147,7 +165,8 @@ def measured(document: dict[str, Any], turn: list[Job], checkout: Checkout, scra
             result.get("reserved"),
             result.get("until_first_backward"),
         )
-        print(f"{job.name}: {parts} {result.get('weights', '')[:8]} {result.get('failed', '')}", file=sys.stderr, flush=True)
+        hashes = " ".join(result.get(name, "")[:8] for name in ("weights", "resumed_weights"))
+        print(f"{job.name}: {parts} {hashes} {result.get('failed', '')}", file=sys.stderr, flush=True)
     return failed
 
 
@@ -160,6 +179,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=FIRST_STEPS, help="steps that are not measured")
     parser.add_argument("--measured", type=int, default=MEASURED_STEPS, help="steps that are measured")
     parser.add_argument("--deterministic", action="store_true", help="compare weights: deterministic kernels, no profile")
+    parser.add_argument("--resume", action="store_true", help="train again from the state in the middle of each run")
     parser.add_argument("--minutes", type=float, default=600, help="start no run after this time")
     parser.add_argument("--patience", type=float, default=300, help="seconds after which a run is ended")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints, images and outputs")

@@ -25,7 +25,7 @@ from benchmarks.full_size_worker import skip_checkpoint_hashes
 from benchmarks.worker import describe_device
 
 #: The kernels that the result lists, those with the most time first.
-KERNELS = 150
+KERNELS = 40
 
 
 def main() -> None:

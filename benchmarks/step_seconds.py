@@ -1,10 +1,10 @@
 """Compare the predicted seconds of a step with published ones and with those measured on an H100, and fit the constants.
 
-    python -m benchmarks.step_seconds [--count] [--fit]
+    python -m benchmarks.step_seconds [--count [REGEX]] [--fit]
 
-``--count`` counts the kernels of each row of published_seconds.tsv, 20 seconds each, and writes them to
-results/step_seconds.json, which the other passes read. The table compares each figure with a prediction whose constants are
-fitted without its source. ``--fit`` also prints the constants fitted on all of them.
+``--count`` counts the kernels of each row of published_seconds.tsv whose command line matches, 20 seconds each, and writes
+them to results/step_seconds.json, which the other passes read. The table compares each figure with a prediction whose
+constants are fitted without its source. ``--fit`` also prints the constants fitted on all of them.
 
 Figures are facts from public pages, named in the first column of published_seconds.tsv. ``assumed`` is what a page leaves open.
 Hosts differ, so each trainer has one factor of the host's seconds, and so has Windows, fitted on its other figures.
@@ -17,6 +17,7 @@ import csv
 import json
 import math
 import random
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from benchmarks import results
 from kohya_ext.config.command_line import CommandLine
@@ -100,12 +102,14 @@ class Figure:
         return flags("cuda_graphs")[0] in self.arguments
 
 
-def count() -> None:
-    """Count the kernels of every figure and write the output file."""
-    rows = {}
+def count(only: str) -> None:
+    """Count the kernels of the figures whose command line matches a regular expression, and write the output file."""
+    rows: dict[str, Any] = json.loads(OUTPUT.read_text(encoding="utf-8"))
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == LAYOUT)
     with FIGURES.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            if not re.search(only, f"{row['script']} {row['arguments']}"):
+                continue
             command = CommandLine(checkout.script(row["script"]), shlex.split(row["arguments"]), {})
             estimate = predict.estimate(checkout, command, timed=True)
             micro = memory_config.read(command)[0].gradient_accumulation_steps
@@ -240,11 +244,11 @@ def report(title: str, predicted: Sequence[tuple[Figure, Prediction]], each: boo
 def main() -> int:
     """Run the passes that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", action="store_true", help="count the kernels of each figure first")
+    parser.add_argument("--count", nargs="?", const="", metavar="REGEX", help="count the kernels of the matching figures first")
     parser.add_argument("--fit", action="store_true", help="print the constants fitted on all figures")
     given = parser.parse_args()
-    if given.count:
-        count()
+    if given.count is not None:
+        count(given.count)
     rows = figures()
     without_source = [*cross_validate(rows)]
     report("without its source", without_source, each=True)

@@ -95,10 +95,11 @@ def _gpu_time() -> str:
     for name, runs in rounds.items():
         row, _, variant = name.rpartition(" ")
         seconds, busy = median(run["seconds"] for run in runs), median(run["profile"]["busy_seconds"] for run in runs)
-        cells.setdefault(row, {})[variant] = f"{seconds:.2f} ({busy:.3f})"
-    variants = list(dict.fromkeys(variant for row in cells.values() for variant in row))
-    rows = ([*_lora(name), *(row.get(variant, "") for variant in variants)] for name, row in cells.items())
-    return _table(("LoRA", "checkpointing", *variants), rows)
+        cells.setdefault(variant, {})[row] = f"{seconds:.2f} ({busy:.3f})"
+    columns = list(dict.fromkeys(name.rpartition(" ")[0] for name in rounds))
+    heads = (f"{name}, {'no ' if option == 'no' else ''}checkpointing" for name, option in map(_lora, columns))
+    ordered = sorted(cells, key=lambda variant: variant.count("-"))  # single options first
+    return _table(("", *heads), ([variant, *(cells[variant].get(column, "") for column in columns)] for variant in ordered))
 
 
 def _host_time() -> str:

@@ -19,11 +19,14 @@ def kernels_obstacle(device: Any, kind: torch.dtype) -> str | None:
     if capability < OLDEST[kind]:
         have, need = (".".join(map(str, each)) for each in (capability, OLDEST[kind]))
         return f"the GPU has compute capability {have}, and 8-bit products need {need}"
-    layer = torch.nn.Linear(BLOCK, BLOCK, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    # Random weights would advance the generator from which the run draws its noise.
+    layer = torch.nn.utils.skip_init(torch.nn.Linear, BLOCK, BLOCK, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    for weight in layer.parameters():
+        weight.zero_()
     convert(layer, kind, "kernels", device)
     x = torch.zeros(BLOCK, BLOCK, device=device, dtype=torch.bfloat16, requires_grad=True)
     try:
-        layer(x).sum().backward()
+        torch.autograd.grad(layer(x).sum(), x)
     except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
         return f"Triton's kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None

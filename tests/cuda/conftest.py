@@ -39,6 +39,8 @@ class Step:
     """The number of times that the host waits for the GPU."""
     bytes: int
     """Bytes of the tensors that exist at its end."""
+    random_state: str
+    """The seed and the offset of the GPU's random numbers at its end."""
     sync_places: dict[str, int]
     """file:line -> the number of syncs there, as PyTorch's debug mode reports them."""
 

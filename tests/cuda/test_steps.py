@@ -40,6 +40,11 @@ def test_extension_waits_once_per_step_to_read_its_values(pair):
         assert max(step.own_syncs.values(), default=0) <= 1, f"step {number}"
 
 
+def test_random_numbers_are_those_of_upstream(pair):
+    for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
+        assert ours.random_state == theirs.random_state, f"step {number}"
+
+
 @WITHOUT_ADDED_WORK
 def test_no_step_launches_more_than_upstream(pair):
     for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):

@@ -51,7 +51,8 @@ def begin_step():
     now = counters()
     if last:
         counted = {name: now[name] - last[name] for name in COUNTERS}
-        steps.append({**counted, "bytes": now["bytes"], "sync_places": dict(syncs)})
+        random_state = bytes(torch.cuda.get_rng_state()).hex()
+        steps.append({**counted, "bytes": now["bytes"], "random_state": random_state, "sync_places": dict(syncs)})
     last.update(now)
     syncs.clear()
     number = len(steps) + 1
