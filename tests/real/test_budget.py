@@ -11,6 +11,8 @@ from kohya_ext.compiling.budget import set_budget  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.estimate import activation_budgets, compiled  # noqa: E402
 from kohya_ext.estimate.events import Kind, peak  # noqa: E402
+from kohya_ext.estimate.gpus import FP32  # noqa: E402
+from kohya_ext.estimate.seconds import MEMORY  # noqa: E402
 from kohya_ext.estimate.step import fake_tensors  # noqa: E402
 from kohya_ext.estimate.tracker import BACKWARD, FORWARD, Tracker  # noqa: E402
 from kohya_ext.tiny import environment  # noqa: E402
@@ -85,6 +87,28 @@ def test_the_estimated_peak_equals_a_compiled_steps(compile_with, budget, kept, 
     # activation is computed in place unless its input is kept, and so is the sum.
     assert forward == kept * inner + outer + held * inner + outer
     assert sum(event.bytes for event in events) == 0, "all memory must be freed"
+
+
+@pytest.mark.parametrize("package", ["triton", "cpp"])
+def test_generated_code_runs_on_fake_tensors(compile_with, monkeypatch, package):
+    """Without Triton it is C++, of which no kernel is compiled either."""
+    if package == "cpp":
+        monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    else:
+        pytest.importorskip("triton")
+    compile_with(compiled.BACKEND)
+    mode, tracker = compiled.traceable(), Tracker()
+    with fake_tensors(mode), compiled.logging_to(mode, tracker):
+        model, x = Block(), torch.randn(ROWS, WIDTH, requires_grad=True)
+        with tracker:
+            out = model(x)
+    assert out.shape == x.shape
+    # Two products with their biases, gelu, and the sum in the memory of the second product.
+    groups = tracker.work.work().batch
+    assert {kind: sum(group.count for group in groups if group.kind == kind) for kind in (FP32, MEMORY)} == {FP32: 2, MEMORY: 2}
+    assert tracker.kernels == 2
+    inner, outer = 4 * ROWS * 4 * WIDTH, 4 * ROWS * WIDTH
+    assert sum(group.bytes for group in groups if group.kind == MEMORY) == 2 * inner + 3 * outer
 
 
 @pytest.mark.slow

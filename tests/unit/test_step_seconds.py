@@ -10,12 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kohya_ext.patches import step_times
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks import step_seconds
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, seconds
-from kohya_ext.estimate.compiled import _written
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MEMORY, Kernels, Work, predict
 from kohya_ext.estimate.tracker import STEP, Tracker
@@ -216,13 +214,3 @@ def test_a_run_keeps_the_ratio_of_its_steps_once_it_ends(rtx_3090: str, monkeypa
         clock.after_batch(SimpleNamespace(sync_gradients=True))
     clock.on_end()
     assert machine.correction(rtx_3090) == 1.5
-
-
-def test_a_compiled_graph_has_one_kernel_for_a_fused_chain_and_none_for_its_view() -> None:
-    def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (x.sin() + 1).view(-1, 4).mm(weight)
-
-    graph = make_fx(chain)(torch.zeros(2, 2, 4), torch.zeros(4, 4)).graph
-    nodes = list(graph.nodes)
-    (source,) = _written(nodes)[1]
-    assert source.target is torch.ops.aten.add.Tensor
