@@ -1,13 +1,14 @@
 """Run the shipped tiers at full size on a virtual GPU of each tier's size, and compare their memory with the estimates.
 
-    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--planned] [--fresh] [--allocations]
+    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--compiled] [--planned] [--fresh]
     python -m benchmarks.full_size --command "sdxl_train_network.py --preset 8gb --network_dim 64" --gpu_memory 8
 
 Each row is a preset of the table of estimates: the real script trains three steps from sparse checkpoints (zeros that take no
 disk space). PyTorch's CUDA path and its caching allocator are real; a virtual GPU only computes nothing. A row takes 20 to 90 s
 and 2 to 6 GB of host memory. Rows in the output file are only predicted again, unless ``--again`` is given, so that an
 interrupted run continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of
-160 GB as well, and with ``--planned`` some answers of ``plan``. ``--command`` runs another command line, and writes no file.
+160 GB as well, with ``--compiled`` each family's LoRA with compiled blocks, and with ``--planned`` some answers of ``plan``.
+``--command`` runs another command line, and writes no file.
 """
 
 from __future__ import annotations
@@ -79,6 +80,18 @@ def rows(with_faster: bool) -> Iterator[Row]:
             yield Row(f"{tier.name} {' '.join(changed)}", script, [*preset, *changed], LARGE_CARD)
 
 
+def compiled() -> Iterator[Row]:
+    """Yield each family's LoRA with compiled blocks, with and without checkpointing, and two with CUDA graphs."""
+    for name in dict.fromkeys(tier.family for tier in tiers() if tier.family.endswith("-lora")):
+        for option in ("--gradient_checkpointing", "--no-gradient_checkpointing"):
+            words = ["--preset", f"{name}/base", option, "--selective_torch_compile"]
+            graphs = [["--cuda_graphs"]] if name in ("sdxl-lora", "flux-lora") else []
+            for more in ([], *graphs):
+                yield Row(
+                    " ".join(["compiled:", *words[1:], *more]), preset_files.scripts(name)[0], [*words, *more], LARGE_CARD
+                )
+
+
 #: Questions to ``plan``: the GPU's size in GB, the script, and the user's own options.
 QUESTIONS = (
     (6, "sdxl_train_network.py", "--network_dim 16"),
@@ -99,7 +112,8 @@ def chosen(given: argparse.Namespace, checkout: Checkout) -> Iterator[Row]:
         script, *arguments = shlex.split(given.command)
         yield Row(given.command, script, arguments, given.gpu_memory)
         return
-    every = itertools.chain(rows(given.faster), planned(checkout) if given.planned else ())
+    more = itertools.chain(compiled() if given.compiled else (), planned(checkout) if given.planned else ())
+    every = itertools.chain(rows(given.faster), more)
     yield from (row for row in every if row.name.startswith(given.only))
 
 
@@ -255,6 +269,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="run only rows whose name begins with this text, such as flux-lora/")
     parser.add_argument("--faster", action="store_true", help="also the next faster choice of each tier")
+    parser.add_argument("--compiled", action="store_true", help="also each family's LoRA with compiled blocks")
     parser.add_argument("--planned", action="store_true", help="also answers of plan")
     parser.add_argument("--command", metavar="WORDS", help="run only this script and its arguments, without models and images")
     parser.add_argument("--gpu_memory", default="80GiB", metavar="SIZE", type=read_card, help="the GPU's size for --command")

@@ -1,14 +1,11 @@
 """Compare the estimate of a step with its allocations on real tensors, measured by torch's profiler.
 
-    python -m benchmarks.vram_accuracy --sd-scripts FOLDER [--width 96] [--size 256] [--compiled] [--output NAME.json]
+    python -m benchmarks.vram_accuracy --sd-scripts FOLDER [--width 96] [--size 256] [--output NAME.json]
 
 A reduced SDXL on the CPU, for LoRA and full fine-tuning, and LoRAs of a reduced SD1.5 and Lumina 2, with and without
 checkpointing. The estimate is made from fake tensors as always; the measured figure is the sum of the allocations and frees
 that the CPU allocator reports to torch.profiler while the step runs on real ones. Weights and optimizer state
 have known sizes and are added to both, so the error above the weights is the most informative figure.
-
-With ``--compiled`` the blocks of the measured step are compiled by inductor, once without checkpointing, once with, and once
-with half an activation memory budget.
 """
 
 from __future__ import annotations
@@ -48,13 +45,9 @@ CASES = {
     "Lumina lora": f"lumina_train_network.py {CACHED} {LORA}_lumina --model_prediction_type raw",
 }
 
-_CHECKPOINTING, _COMPILE = ["--gradient_checkpointing"], ["--selective_torch_compile"]
-PLAIN: dict[str, list[str]] = {"": [], ", checkpointing": _CHECKPOINTING, ", fused operations": ["--fused_operations"]}
-COMPILED: dict[str, list[str]] = {
-    ", compiled": _COMPILE,
-    ", compiled, budget 0.5": [*_COMPILE, "--activation_memory_budget", "0.5"],
-    ", compiled, checkpointing": [*_COMPILE, *_CHECKPOINTING],
-}
+OPTIONS: dict[str, list[str]] = {
+    "": [], ", checkpointing": ["--gradient_checkpointing"], ", fused operations": ["--fused_operations"]
+}  # fmt: skip
 
 
 def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
@@ -64,27 +57,26 @@ def compare(checkout: Checkout, script: str, argv: list[str]) -> dict[str, Any]:
     command = CommandLine(checkout.script(script), argv, {})
     choices, arguments, trainer = measurement.read(checkout, command)
     configure(choices, arguments, trainer)
-    with measurement.patched(checkout, measurement.tracing(command.settings, choices)):
+    with measurement.patched(checkout, measurement.eager(command.settings)):
         log = measure(choices, arguments, trainer)
     estimated = _peak(log.events, log.kinds)
     before = sum(event.bytes for event in log.events[: log.start])
-    with measurement.patched(checkout, command.settings.with_(compile_dynamic="false", activation_memory_budget=None)):
+    with measurement.patched(checkout, command.settings):
         above, tensors = _measured(choices, arguments, trainer)
     return {
         "before the step": before,
         "estimated": estimated,
         "measured": before + above,
-        **({} if tensors is None else {"measured, tensors alone": before + tensors}),
+        "measured, tensors alone": before + tensors,
         "error_percent": round(100 * (estimated / (before + above) - 1), 3),
         "error_percent_above_the_weights": round(100 * ((estimated - before) / above - 1), 3),
     }
 
 
-def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int | None]:
+def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any) -> tuple[int, int]:
     """Return the peak of real allocations in one step above those before it, in bytes, and the peak of its tensors.
 
-    The difference is the workspace of CPU kernels, which has no counterpart on a GPU. The second is None for compiled code,
-    whose allocations no operator shows.
+    The difference is the workspace of CPU kernels, which has no counterpart on a GPU.
     """
     import torch
 
@@ -99,13 +91,9 @@ def _measured(choices: MemoryConfig, arguments: argparse.Namespace, trainer: Any
         training = prepare(choices, arguments, trainer)
         unused = Tracker()  # never entered: it sees no operator
         allocate_resident(training, unused)
-        if choices.selective_torch_compile:
-            run_step(training, unused)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             run_step(training, unused)
         most = peak_of(profile)
-        if choices.selective_torch_compile:
-            return most, None
         tracker = Tracker()
         with tracker:
             for module, kind in training.resident:
@@ -134,7 +122,6 @@ def main() -> int:
     parser.add_argument("--sd-scripts", type=Path, metavar="FOLDER")
     parser.add_argument("--width", type=int, default=96, help="channels of the U-Net's first level; SDXL has 320")
     parser.add_argument("--size", type=int, default=512, help="pixels along a side")
-    parser.add_argument("--compiled", action="store_true", help="with compiled blocks, which takes minutes a case")
     parser.add_argument("--only", default="", help="run only cases whose name begins with this text")
     parser.add_argument("--limit", type=float, default=5.0, help="largest error above the weights, in percent")
     parser.add_argument("--output", type=Path)
@@ -146,13 +133,13 @@ def main() -> int:
     checkout = find_or_fetch(given.sd_scripts)
     cases = {}
     for name, case in CASES.items():
-        for suffix, more in (COMPILED if given.compiled else PLAIN).items():
+        for suffix, more in OPTIONS.items():
             if f"{name}{suffix}".startswith(given.only):
                 script, *argv = [*case.split(), *more, "--resolution", str(given.size)]
                 with importable(checkout):
                     cases[f"{name}{suffix}"] = compare(checkout, script, argv)
                 print(f"{name}{suffix}: {cases[f'{name}{suffix}']}", file=sys.stderr, flush=True)
-    more = (" --compiled" if given.compiled else "") + (f" --only '{given.only}'" if given.only else "")
+    more = f" --only '{given.only}'" if given.only else ""
     report = {
         "what": f"reduced models, U-Nets of {given.width} channels, {given.size}x{given.size} pixels, CPU; bytes and percent",
         "command": f"python -m benchmarks.vram_accuracy --width {given.width} --size {given.size}{more}",

@@ -85,45 +85,45 @@ def logging_to(mode: Any, tracker: Tracker) -> Iterator[None]:
 
     def inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         load = partial(_Code, tracker, bool(kwargs.get("is_backward")))
-        with tracing_in(mode), _disable_current_modes(), _generating(load):  # backward may be compiled later
+        # The backward pass is compiled when it first runs, after compile_graph() has returned.
+        with tracing_in(mode), _disable_current_modes(), _generating(load):
             return compile_fx_inner(graph_module, inputs, **kwargs)
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Any:
-        with tracing_in(mode), torch._inductor.config.patch(_options()):
+        with tracing_in(mode):
             return compile_fx(traced, inputs, inner_compile=inner)
 
     with registered_backend(BACKEND, compile_graph):
         yield
 
 
-def _options() -> dict[str, Any]:
-    return {
-        "cpu_backend": "triton" if find_spec("triton") is not None else "cpp",
-        "cpp.simdlen": 1,  # else it compiles a program to see what the processor can do
-        "compile_threads": 1,
-        "force_disable_caches": True,
-    }
-
-
 @contextmanager
 def _generating(load: Callable[[str], Any]) -> Iterator[None]:
     """Let inductor load its generated code with ``load(source)`` inside the block, and compile no kernels."""
+    from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
 
-    def load_by_key_path(cls: Any, key: str, path: str, linemap: Any = None, attrs: Any = None, **_: Any) -> Any:
+    def load_by_key_path(cls: Any, /, key: str, path: str, linemap: Any = None, attrs: Any = None, **_: Any) -> Any:
         code = load(Path(path).read_text(encoding="utf-8"))
         code.__dict__.update(attrs or {})
         code.__file__ = path
         return code
 
+    options = {
+        "cpu_backend": "triton" if find_spec("triton") is not None else "cpp",
+        "cpp.simdlen": 1,  # else it compiles a program to see what the processor can do
+        "compile_threads": 1,
+        "force_disable_caches": True,
+    }
     kernels = importlib.import_module("torch.utils._triton")
     with ExitStack() as stack:
+        stack.enter_context(config.patch(options))
         # It asks for a GPU's driver.
         stack.enter_context(replaced(kernels, "triton_hash_with_backend", lambda: ""))
         stack.enter_context(replaced(PyCodeCache, "load_by_key_path", classmethod(load_by_key_path)))
         stack.enter_context(replaced(AsyncCompile, "triton", lambda _, __, source, *___, **____: _Kernel(source)))
-        stack.enter_context(replaced(AsyncCompile, "cpp_pybinding", lambda _, __, source: _Kernel(source)))
+        stack.enter_context(replaced(AsyncCompile, "cpp_pybinding", lambda _, __, source, *___, **____: _Kernel(source)))
         yield
 
 
@@ -149,16 +149,19 @@ class _Code(types.ModuleType):
     def __init__(self, tracker: Tracker, is_backward: bool, source: str) -> None:
         super().__init__("generated")
         self._tracker, self._is_backward = tracker, is_backward
-        exec(compile(source, "generated", "exec"), self.__dict__)
-        for name, value in [*self.__dict__.items()]:
+        names = self.__dict__
+        exec(compile(source, "generated", "exec"), names)
+        for name, value in [*names.items()]:
             if isinstance(value, _Kernel):
                 value.tracker = tracker
             elif name.startswith("assert_"):
-                setattr(self, name, _ignore)
-        self.empty_strided_cpu = self._empty
-        self.reinterpret_tensor = self._view
-        self.extern_kernels = _Products(tracker, self.extern_kernels)
-        self.get_raw_stream = _ignore
+                names[name] = _ignore
+        names |= {
+            "empty_strided_cpu": self._empty,
+            "reinterpret_tensor": self._view,
+            "extern_kernels": _Products(tracker, names["extern_kernels"]),
+            "get_raw_stream": _ignore,
+        }
 
     def _empty(self, size: Any, stride: Any, dtype: Any) -> Any:
         tracker = self._tracker

@@ -62,7 +62,7 @@ def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
 
 
 def tracing(settings: Settings, config: MemoryConfig) -> Settings:
-    """Return a run's settings with its blocks traced and partitioned by the budget, without code generation."""
+    """Return a run's settings with its blocks compiled as for the run, by the estimate's backend."""
     if not config.selective_torch_compile:
         return eager(settings)
     if (backend := settings["compile_backend"]) != DEFAULT_BACKEND:
@@ -206,14 +206,15 @@ def _measure_step(
     checkout: Checkout, patcher: Patcher, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer
 ) -> Estimate:
     from kohya_ext.estimate import step as steps
-    from kohya_ext.estimate.allocator import CachingAllocator, minimum_reserved
+    from kohya_ext.estimate.allocator import CachingAllocator, ExpandableAllocator, minimum_reserved
     from kohya_ext.estimate.replay import replay, replay_steps, tensor_peak
 
     steps.configure(config, arguments, trainer)
     step = steps.measure(config, arguments, trainer, [patch.freezes for patch in patcher.active() if patch.freezes is not None])
     caching = _caching(checkout, config, arguments, trainer)
     logs = {**caching, "step": step, **step.between}
-    memory = replay(caching, step, step.between)
+    kind = ExpandableAllocator if config.expandable_segments else CachingAllocator
+    memory = replay(caching, step, step.between, kind)
     highest = max(memory, key=lambda name: memory[name].reserved)
     reserved = memory[highest].reserved
     allocated = max(memory[highest].allocated.values())
@@ -231,7 +232,7 @@ def _measure_step(
         config=config.key(),
         allocated=allocated,
         reserved=reserved,
-        minimum_reserved=minimum_reserved(run, allocated, reserved),
+        minimum_reserved=minimum_reserved(run, allocated, reserved, kind),
         peak_phase=tensors.phase if highest == "step" else highest,
         parts={kind.value: size for kind, size in tensors.parts.items()} | {"rounding": allocated - tensors.bytes},
         phase_peaks={phase: size for part in memory.values() for phase, size in part.allocated.items()},

@@ -47,6 +47,7 @@ OWN = (
     "activation_memory_budget",
     "fused_operations",
     "cuda_graphs",
+    "expandable_segments",
     "ema",
     "ema_device",
 )
@@ -152,6 +153,7 @@ class MemoryConfig:
     fused_operations: bool = False
     cuda_graphs: bool = False
     """Once normalized, whether the model is recorded."""
+    expandable_segments: bool = False
     ema: bool = False
     """Once normalized, whether the averaged weights are in GPU memory."""
     ema_device: str = "cpu"

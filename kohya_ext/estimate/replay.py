@@ -34,10 +34,13 @@ class Memory:
 
 
 def replay(
-    caching: Mapping[str, Log], step: Log | None = None, between: Mapping[str, Log] = MappingProxyType({})
+    caching: Mapping[str, Log],
+    step: Log | None = None,
+    between: Mapping[str, Log] = MappingProxyType({}),
+    kind: type[CachingAllocator] = CachingAllocator,
 ) -> dict[str, Memory]:
     """Return the memory of each log of caching, of the steps that follow, as ``step``, and of each log between later steps."""
-    allocator = CachingAllocator()
+    allocator = kind()
     memory = {}
     numbers = 0  # of the storages in the logs so far
     workspace: list[int] = []

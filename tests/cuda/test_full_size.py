@@ -33,14 +33,20 @@ COMMANDS = (
     f"sdxl_train_network.py --preset sdxl-lora/8gb {SAMPLES}",
 )
 
+#: The generated code of a GPU's blocks differs a little from that of the estimate: dynamic shapes, other kernels of attention.
+COMPILED = (
+    "sdxl_train_network.py --preset sdxl-lora/base --no-gradient_checkpointing --selective_torch_compile",
+    "flux_train_network.py --preset flux-lora/base --gradient_checkpointing --selective_torch_compile --cuda_graphs",
+    "lumina_train_network.py --preset lumina-lora/base --gradient_checkpointing --selective_torch_compile",
+)
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_predicted_reserved_memory_is_within_half_a_percent(gpu_environment, checkout, tmp_path, command):
+@pytest.mark.parametrize(("command", "percent"), [*((each, 0.5) for each in COMMANDS), *((each, 2) for each in COMPILED)])
+def test_predicted_reserved_memory_is_near(gpu_environment, checkout, tmp_path, command, percent):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat --w 1024 --h 1024 --s 3 --d 1", encoding="utf-8")
     words = ["-m", "benchmarks.full_size", "--sd-scripts", str(checkout.path), "--scratch", str(tmp_path), "--fresh"]
-    words += ["--command", command.format(prompts=prompts)]
     done = subprocess.run(
         [sys.executable, *words, "--command", command.format(prompts=prompts)],
         cwd=ROOT,
@@ -51,4 +57,4 @@ def test_predicted_reserved_memory_is_within_half_a_percent(gpu_environment, che
     assert done.returncode == 0, done.stderr[-3000:]
     row = json.loads(done.stdout[done.stdout.index("{") :])
     assert "failed" not in row["used"]
-    assert abs(row["error_percent"]["reserved"]) < 0.5
+    assert abs(row["error_percent"]["reserved"]) < percent

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kohya_ext.config.preset_files import load
-from kohya_ext.estimate.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, minimum_reserved
+from kohya_ext.estimate.allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, ExpandableAllocator, minimum_reserved
 from kohya_ext.estimate.events import Event, Kind, peak
 from kohya_ext.units import AUTO, gigabytes, label, read_budget, read_card
 
@@ -135,6 +135,56 @@ def test_private_pools_share_no_segments_and_keep_theirs() -> None:
     assert allocator.reserved == 30 * MIB
     allocator.allocate(2, 30 * MIB)
     assert allocator.reserved == 60 * MIB
+
+
+def test_expandable_segments_grow_in_pages_and_fill_their_gaps() -> None:
+    fixed, expandable = CachingAllocator(), ExpandableAllocator()
+    for allocator in (fixed, expandable):
+        for size in (30, 50, 70):  # images of growing sizes
+            allocator.replay([Event(size, size * MIB, "forward"), Event(size, -size * MIB, "forward")])
+    assert (fixed.reserved, expandable.reserved) == (150 * MIB, 80 * MIB)  # the 70 in pages of 20
+    for number, size in enumerate((25, 45, 25)):
+        expandable.allocate(number, size * MIB)
+    expandable.free(1)
+    expandable.allocate(3, 50 * MIB)  # the gap of 45 is too small, and the segment grows at its end
+    assert (expandable.allocated, expandable.reserved) == (100 * MIB, 160 * MIB)
+    expandable.release_unused()
+    assert expandable.reserved == 140 * MIB  # the gap, from 25 to 70, contains one whole page
+    expandable.allocate(4, 45 * MIB)
+    assert expandable.reserved == 160 * MIB  # the gap again, with a page
+
+
+def test_small_tensors_have_expandable_segments_of_their_own() -> None:
+    allocator = ExpandableAllocator()
+    allocator.allocate(0, MIB)
+    allocator.allocate(1, 3 * MIB)
+    assert allocator.reserved == SMALL_SEGMENT + LARGE_SEGMENT
+    with pytest.raises(MemoryError):
+        ExpandableAllocator(limit=SMALL_SEGMENT).allocate(0, 3 * MIB)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_expandable_segments_hold_any_log(seed: int) -> None:
+    generator = random.Random(seed)
+    allocator = ExpandableAllocator()
+    used: dict[int, int] = {}
+    for number in range(600):
+        if used and generator.random() < 0.48:
+            storage = generator.choice([*used])
+            allocator.free(storage)
+            del used[storage]
+        else:
+            used[number] = generator.choice((512, 2**18, 2**20, 3 * 2**20, 11 * 2**20, 50 * 2**20))
+            allocator.allocate(number, used[number])
+        if generator.random() < 0.05:
+            allocator.release_unused()
+        assert allocator.allocated == sum(used.values()) <= allocator.reserved
+    blocks = sorted(allocator._used.values(), key=lambda block: (block.pool, block.address))
+    assert all(a.pool != b.pool or a.address + a.size <= b.address for a, b in itertools.pairwise(blocks))
+    for storage in used:
+        allocator.free(storage)
+    allocator.release_unused()
+    assert allocator.reserved == 0
 
 
 def test_a_full_gpu_releases_unused_segments_before_failing() -> None:

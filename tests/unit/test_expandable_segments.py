@@ -1,0 +1,24 @@
+"""--expandable_segments: PyTorch's allocator is told once, where it has them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kohya_ext.config.settings import Settings
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.patches import expandable_segments  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("device", "system", "told"), [("cuda", "Linux", ["expandable_segments:True"]), ("cuda", "Windows", []), ("cpu", "Linux", [])]
+)
+def test_the_allocator_is_told_on_linux(monkeypatch, capsys, device, system, told):
+    settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(expandable_segments.platform, "system", lambda: system)
+    accelerator = SimpleNamespace(device=SimpleNamespace(type=device))
+    expandable_segments._start(SimpleNamespace(), accelerator, Settings(expandable_segments=True))
+    assert settings == told
+    assert ("does nothing on Windows" in capsys.readouterr().err) == (system == "Windows")
