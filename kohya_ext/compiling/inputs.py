@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def require_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the activations that do not require a gradient, by name, as copies that require one.
+    """Return the activations that do not require a gradient, by name, as tensors that require one.
 
     Empty if the block has no trained weights, because its backward would then be wasted. The additional gradient is
     discarded; the gradients of the weights do not change.
@@ -68,7 +69,28 @@ def require_gradients(inputs: Inputs, block: Any, arguments: Mapping[str, Any]) 
     if not lacking or not _is_trained(block):
         return {}
     # Contiguous, as the outputs of blocks are. Dynamo guards on strides, and a slice of a longer text is not contiguous.
-    return {name: value.detach().contiguous().requires_grad_() for name, value in lacking.items()}
+    requiring = torch.zeros((), device="cpu", requires_grad=True)
+    return {name: _without_gradient().apply(value.contiguous(), requiring) for name, value in lacking.items()}
+
+
+@functools.cache
+def _without_gradient() -> Any:
+    """Return an operation on two tensors that returns the first, and discards its gradient.
+
+    A leaf would keep itself and its gradient as long as the loss exists, which the scripts keep until the next step's.
+    """
+    import torch
+
+    class WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, value: Any, requiring: Any) -> Any:
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return None, None
+
+    return WithoutGradient
 
 
 def _is_trained(block: Any) -> bool:

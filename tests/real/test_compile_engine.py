@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kohya_ext.compiling import blocks, budget, configuration, support
 from kohya_ext.compiling.fallback import with_fallback
-from kohya_ext.compiling.inputs import Inputs
+from kohya_ext.compiling.inputs import Inputs, require_gradients
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import registry
 
@@ -146,6 +147,19 @@ def test_the_first_block_shares_the_graph_of_the_others(run: blocks.Run, unified
     assert block.graphs == (1 if unified else 2)
     assert x.grad is None
     assert not x.requires_grad
+
+
+def test_a_first_blocks_input_is_freed_while_the_loss_exists(run: blocks.Run) -> None:
+    block, x = block_class()(), torch.ones(1, 4, 8)
+    x = require_gradients(Inputs(activations=("x",)), block, {"x": x})["x"]
+    loss = block(x).sum()
+    loss.backward()
+    assert x.requires_grad
+    assert x.grad is None
+    freed = weakref.ref(x)
+    del x
+    assert freed() is None
+    assert loss.grad_fn is not None
 
 
 def test_frozen_blocks_have_no_backward(run: blocks.Run) -> None:

@@ -12,7 +12,8 @@ from kohya_ext.patches import expandable_segments  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("device", "system", "told"), [("cuda", "Linux", ["expandable_segments:True"]), ("cuda", "Windows", []), ("cpu", "Linux", [])]
+    ("device", "system", "told"),
+    [("cuda", "Linux", ["expandable_segments:True"]), ("cuda", "Windows", []), ("cpu", "Linux", [])],
 )
 def test_the_allocator_is_told_on_linux(monkeypatch, capsys, device, system, told):
     settings = []
