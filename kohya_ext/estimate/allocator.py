@@ -171,7 +171,7 @@ class ExpandableAllocator(CachingAllocator):
     def __init__(self, limit: int | None = None) -> None:
         super().__init__(limit)
         self._unmapped: dict[tuple[int, bool], list[_Block]] = {}
-        """The ranges without memory of each pool, by address. The last one has no end."""
+        """The ranges without memory of each pool, by address. The last is endless."""
 
     def _best_fit(self, free: Sequence[_Row], size: int) -> int:
         index = super()._best_fit(free, size)

@@ -1,4 +1,4 @@
-"""--expandable_segments: PyTorch's allocator is told once, where it has them."""
+"""`--expandable_segments` reaches PyTorch's allocator on Linux with a GPU."""
 
 from types import SimpleNamespace
 
