@@ -12,14 +12,14 @@ from kohya_ext.patches import expandable_segments  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("device", "system", "told"),
+    ("device", "system", "expected"),
     [("cuda", "Linux", ["expandable_segments:True"]), ("cuda", "Windows", []), ("cpu", "Linux", [])],
 )
-def test_the_allocator_is_told_on_linux(monkeypatch, capsys, device, system, told):
+def test_the_allocator_is_configured_on_linux(monkeypatch, capsys, device, system, expected):
     settings = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
     monkeypatch.setattr(expandable_segments.platform, "system", lambda: system)
     accelerator = SimpleNamespace(device=SimpleNamespace(type=device))
     expandable_segments._start(SimpleNamespace(), accelerator, Settings(expandable_segments=True))
-    assert settings == told
+    assert settings == expected
     assert ("does nothing on Windows" in capsys.readouterr().err) == (system == "Windows")
