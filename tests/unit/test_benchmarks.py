@@ -234,9 +234,13 @@ def test_full_size_runs_one_command_line_or_the_chosen_presets():
     from benchmarks.full_size import Row, chosen
 
     words = "sdxl_train_network.py --preset 8gb --network_dim 64"
-    options = {"only": "sdxl-lora/", "faster": False, "planned": False, "gpu_memory": 8 * 2**30}
+    options = {"only": "sdxl-lora/", "faster": False, "compiled": False, "planned": False, "gpu_memory": 8 * 2**30}
     row = Row(words, "sdxl_train_network.py", ["--preset", "8gb", "--network_dim", "64"], 8 * 2**30)
     assert [*chosen(Namespace(command=words, **options), None)] == [row]
     names = [row.name for row in chosen(Namespace(command=None, **options), None)]
     assert len(names) > 3
     assert all(name.startswith("sdxl-lora/") for name in names)
+    options |= {"only": "compiled: flux", "compiled": True}
+    compiled = [row.arguments for row in chosen(Namespace(command=None, **options), None)]
+    assert len(compiled) == 4  # with and without checkpointing, with and without CUDA graphs
+    assert all("--selective_torch_compile" in arguments for arguments in compiled)

@@ -49,7 +49,7 @@ def test_the_report_lists_every_patch_in_few_lines(rendered_lines):
     ]
     on = [outcome for outcome in ALL if outcome["patch"] not in ("ema", "spill_watch")]
     lines = rendered_lines(doctor._show_patches, on + off)
-    assert len(lines) < 15
+    assert len(lines) < len(registry()) / 3
     printed = " ".join(" ".join(lines).split())
     assert f"{len(registry()) - 2} patches on activation_memory_budget, " in printed
     assert "2 off not enabled: ema, spill_watch" in printed
