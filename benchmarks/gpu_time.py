@@ -77,13 +77,15 @@ def jobs(given: argparse.Namespace) -> Iterator[list[Job]]:
 def train(job: Job, arguments: list[str], checkout: Checkout, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Return a job's measurements and the SHA-256 of its trained weights; with ``--resume`` those of a resumed run, too."""
     output = scratch / "output"
-    halfway = (given.first + given.measured) // 2
+    halfway = int(arguments[arguments.index("--max_train_steps") + 1]) // 2
     saving = ["--save_state", "--save_every_n_steps", str(halfway)] if given.resume else []
     values = _run(job, [*arguments, *saving], output, checkout, scratch, given)
     state = output / f"trained-step{halfway:08d}-state"
     if given.resume and "failed" not in values:
         again = _run(job, [*arguments, "--resume", str(state)], scratch / "resumed", checkout, scratch, given)
-        values |= {f"resumed_{name}": again[name] for name in ("weights", "losses", "failed") if name in again}
+        values |= {f"resumed_{name}": again[name] for name in ("weights", "losses") if name in again}
+        if "failed" in again:
+            values["failed"] = f"resumed: {again['failed']}"
     return values
 
 

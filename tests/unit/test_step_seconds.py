@@ -146,13 +146,13 @@ def test_a_range_is_wider_where_the_host_limits_and_narrower_after_calibrating()
 
 
 def test_the_gpus_busy_seconds_are_those_measured_on_an_h100() -> None:
-    """The eager rows of benchmarks/results/gpu_time.json; the worst is 14 % off. With compiled blocks it is 20 %."""
-    measured = [figure for figure in step_seconds.figures() if figure.busy is not None]
-    rows = [figure for figure in measured if "compile" not in figure.arguments]
+    """The rows of benchmarks/results/gpu_time.json: the worst is 14 % off, and with compiled blocks 20 %."""
+    rows = [figure for figure in step_seconds.figures() if figure.busy is not None]
     shipped = step_seconds.Fit(CONSTANTS, {})
-    assert len(rows) >= 10
+    assert len(rows) >= 18
     for figure in rows:
-        assert shipped.busy(figure) == pytest.approx(figure.busy, rel=0.15), figure.comment
+        error = 0.21 if "--selective_torch_compile" in figure.arguments else 0.15
+        assert shipped.busy(figure) == pytest.approx(figure.busy, rel=error), figure.comment
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
