@@ -6,6 +6,7 @@ one range of addresses, to which memory is added in pages of 20 MiB.
 
 from __future__ import annotations
 
+import os
 import platform
 from argparse import Namespace
 
@@ -32,7 +33,9 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Non
         return
     import torch
 
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # PyTorch resets every setting that is not named, also those of the environment.
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    torch.cuda.memory._set_allocator_settings(",".join(filter(None, (given, "expandable_segments:True"))))
 
 
 PATCH = Patch(
