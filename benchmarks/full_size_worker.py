@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 
 import virtual_gpu
 from kohya_ext.estimate.models import HUNYUAN_CAPTION_TOKENS
+from virtual_gpu import integers
 
 #: Tensors on the host with fewer elements are cast and copied as usual.
 LARGE = 2**16
@@ -44,7 +45,7 @@ def main() -> None:
     skip_checkpoint_hashes()
     shorten_captions()
     if tokens:
-        assume_lengths(tokens)
+        integers.assume(tokens)
     steps = end_after(passes)
     try:
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
@@ -102,29 +103,6 @@ def shorten_captions() -> None:
         module.TOKENIZER_MAX_LENGTH = HUNYUAN_CAPTION_TOKENS
 
     wrapt.register_post_import_hook(replace, "library.hunyuan_image_text_encoder")
-
-
-def assume_lengths(tokens: int) -> None:
-    """Let every integer on the GPU have the value ``tokens``, two of them be equal, and ``nonzero`` return one index."""
-
-    def is_length(tensor: Any) -> bool:
-        return bool(tensor.is_cuda and tensor.dtype in (torch.int32, torch.int64))
-
-    item, as_list = torch.Tensor.item, torch.Tensor.tolist
-    torch.Tensor.item = lambda self: tokens if is_length(self) else item(self)
-    torch.Tensor.tolist = lambda self: torch.full(self.shape, tokens).tolist() if is_length(self) else as_list(self)
-    index, equal, truth = torch.Tensor.__index__, torch.Tensor.__eq__, torch.Tensor.__bool__
-
-    def compare(self: Any, other: Any) -> Any:
-        result = equal(self, other)
-        result.compares_lengths = is_length(self) and self.dim() == 0
-        return result
-
-    torch.Tensor.__index__ = lambda self: tokens if is_length(self) else index(self)
-    torch.Tensor.__eq__ = compare
-    torch.Tensor.__bool__ = lambda self: getattr(self, "compares_lengths", False) or truth(self)
-    nonzero = torch.Tensor.nonzero
-    torch.Tensor.nonzero = lambda self: self.new_zeros(1, self.dim(), dtype=torch.long) if self.is_cuda else nonzero(self)
 
 
 def end_after(passes: int) -> list[dict[str, Any]]:

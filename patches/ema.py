@@ -6,6 +6,8 @@ metadata are therefore the script's. The average is float32 for any weight dtype
 
 decay = min(--ema_decay, n / (n + 9)) at update n, counted from 0, so that the first weights do not dominate. TensorFlow's
 ExponentialMovingAverage with ``num_updates`` and diffusers' EMAModel do the same.
+
+On the CPU a thread computes the average. Training only queues copies of its weights to pinned memory, and waits for neither.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -31,6 +34,9 @@ FILE = "kohya_ext_ema.safetensors"
 
 _CHUNK = 8
 """Number of weights averaged in one call, which bounds the copies for another dtype or device."""
+
+_STAGED = 2**29
+"""Bytes of pinned memory for the copies of weights. More weights are copied in several groups, each after the one before."""
 
 EMA = Option(
     "ema",
@@ -55,6 +61,67 @@ EMA_DEVICE = Option(
 )
 
 
+def _update(averages: list[Any], weights: list[Any], share: float) -> None:
+    """Move averages towards weights by a share of the difference."""
+    import torch
+
+    with torch.no_grad():
+        for start in range(0, len(averages), _CHUNK):
+            chunk = averages[start : start + _CHUNK]
+            latest = [weight.detach().to(chunk[0].device, torch.float32) for weight in weights[start : start + _CHUNK]]
+            torch._foreach_lerp_(chunk, latest, share)
+
+
+class _HostUpdates:
+    """Copies weights to pinned memory and updates averages on the host, in a thread, while training goes on."""
+
+    def __init__(self, weights: Mapping[str, Any]) -> None:
+        import torch
+
+        sizes = {name: -(-weight.nbytes // 64) * 64 for name, weight in weights.items()}
+        limit = max(_STAGED, *sizes.values())
+        buffer = torch.empty(min(limit, sum(sizes.values())), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._weights = weights
+        self._groups: list[dict[str, Any]] = [{}]
+        """Name -> its place in the buffer, for weights that are copied together."""
+        self._thread = ThreadPoolExecutor(1, "kohya_ext-ema")
+        self._running: Future[None] | None = None
+        start = 0
+        for name, weight in weights.items():
+            if start + sizes[name] > limit:
+                start = 0
+                self._groups.append({})
+            part = buffer[start : start + weight.nbytes]
+            self._groups[-1][name] = part.view(weight.dtype).view(weight.shape)
+            start += sizes[name]
+
+    def begin(self, averages: Mapping[str, Any], share: float) -> None:
+        """Queue an update of the averages with the current weights."""
+        import torch
+
+        for group in self._groups:
+            self.finish()
+            for name, place in group.items():
+                place.copy_(self._weights[name].detach(), non_blocking=True)
+            copied = None
+            if torch.cuda.is_available():
+                copied = torch.cuda.Event()
+                copied.record()
+            self._running = self._thread.submit(self._run, copied, [averages[name] for name in group], [*group.values()], share)
+
+    def finish(self) -> None:
+        """Wait until the last update is complete."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    @staticmethod
+    def _run(copied: Any, averages: list[Any], weights: list[Any], share: float) -> None:
+        if copied is not None and not copied.query():
+            copied.synchronize()
+        _update(averages, weights, share)
+
+
 @dataclass
 class _Average(TrainingCallback):
     """The average of the trained weights, in the main process only, because only that one saves models."""
@@ -71,6 +138,8 @@ class _Average(TrainingCallback):
     """Model file or folder -> file or folder of its average, if saved by this process."""
     replaced: list[Replacement] = field(default_factory=list)
     """Replaced ``save_weights`` methods of the networks."""
+    on_host: _HostUpdates | None = None
+    """What updates ``values`` on the CPU; None before the first update and with an average on the GPU."""
 
     def before_batch(self, accelerator: Accelerator) -> None:
         if self.weights:
@@ -94,18 +163,21 @@ class _Average(TrainingCallback):
     def after_batch(self, accelerator: Accelerator) -> None:
         if not accelerator.sync_gradients or accelerator.optimizer_step_was_skipped:
             return
-        import torch
-
         decay = min(self.decay, self.updates / (self.updates + 9))
         self.updates += 1
-        with torch.no_grad():
-            if not self.values:
-                self.values = {name: weight.float().to(self.device, copy=True) for name, weight in self.weights.items()}
-            names = list(self.weights)
-            for start in range(0, len(names), _CHUNK):
-                chunk = names[start : start + _CHUNK]
-                latest = [self.weights[name].detach().to(self.device, torch.float32) for name in chunk]
-                torch._foreach_lerp_([self.values[name] for name in chunk], latest, 1 - decay)
+        if not self.values:
+            self.values = {name: weight.detach().float().to(self.device, copy=True) for name, weight in self.weights.items()}
+        if self.device == "cpu":
+            self.on_host = self.on_host or _HostUpdates(self.weights)
+            self.on_host.begin(self.values, 1 - decay)
+        else:
+            _update([self.values[name] for name in self.weights], [*self.weights.values()], 1 - decay)
+
+    def complete(self) -> Mapping[str, Any]:
+        """Return the averages after the last update."""
+        if self.on_host is not None:
+            self.on_host.finish()
+        return self.values
 
     def saving_average(self, save: Callable[..., Any], average_path: Callable[[str], str]) -> Callable[..., Any]:
         """Return a function that saves the model and then its average, with the signature of ``save(path, ...)``."""
@@ -124,10 +196,11 @@ class _Average(TrainingCallback):
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
+        averages = self.complete()
         originals = {name: weight.data for name, weight in self.weights.items()}
         try:
             for name, weight in self.weights.items():
-                average = self.values[name]
+                average = averages[name]
                 # Converted averages are copies, which may not fit in GPU memory during training.
                 weight.data = average if average.dtype == weight.dtype else average.to("cpu", weight.dtype)
             yield
@@ -144,7 +217,8 @@ class _Average(TrainingCallback):
                     average.unlink()
 
     def on_end(self) -> None:
-        """Restore the networks' methods."""
+        """Complete the average and restore the networks' methods."""
+        self.complete()
         while self.replaced:
             self.replaced.pop().undo()
 
@@ -153,7 +227,7 @@ class _Average(TrainingCallback):
         if self.values:
             from safetensors.torch import save_file
 
-            save_file(self.values, str(folder / FILE), {"updates": str(self.updates)})
+            save_file(dict(self.complete()), str(folder / FILE), {"updates": str(self.updates)})
 
     def on_state_load(self, folder: Path) -> None:
         """Read the average from the state."""

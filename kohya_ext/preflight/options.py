@@ -59,6 +59,10 @@ SCHEDULERS = (
 
 _RATES = ("learning_rate", "unet_lr", "text_encoder_lr")
 
+#: Scripts that cast the weights they train to the type of --mixed_precision. PyTorch's gradient scaler refuses fp16 weights,
+#: which upstream changes with --full_fp16 alone.
+CASTS_WEIGHTS = ("flux_train.py", "flux_train_control_net.py", "lumina_train.py", "sdxl_train_control_net_lllite.py")
+
 _NETWORK = "network"
 """Part of the file name of every script that trains a network."""
 
@@ -351,6 +355,8 @@ _RULES = (
           "--bucket_reso_steps must be a multiple of {run.bucket_steps} for {run.script}"),
     _Rule(("full_bf16",), lambda run: run.precision != "bf16", "--{option} needs --mixed_precision bf16, not {run.precision}"),
     _Rule(("full_fp16",), lambda run: run.precision != "fp16", "--{option} needs --mixed_precision fp16, not {run.precision}"),
+    _Rule((), lambda run: run.precision == "fp16" and run.script in CASTS_WEIGHTS and not run.has("full_fp16"),
+          "{run.script} fails at its first step with --mixed_precision fp16; use --mixed_precision bf16, or add --full_fp16"),
     _Rule(("fp8_base", "fp8_base_unet"), lambda run: run.precision == "no", "--{option} needs --mixed_precision bf16 or fp16"),
     _Rule(("adaptive_noise_scale",), lambda run: not run.has("noise_offset"), "--{option} needs --noise_offset"),
     _Rule(("scale_v_pred_loss_like_noise_pred",), lambda run: not run.has("v_parameterization"),

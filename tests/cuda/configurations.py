@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kohya_ext.preflight.options import CASTS_WEIGHTS
 from kohya_ext.tiny import arguments
 
 _ADAFACTOR = ("--optimizer_args", "scale_parameter=False", "relative_step=False", "warmup_init=False")
@@ -34,7 +35,7 @@ class Configuration:
     family: str | None = None
     extension_options: tuple[str, ...] = ()
     reached: frozenset[str] = frozenset()
-    """Patches whose code must run in a step."""
+    """Patches and other files of the extension whose code must run in a step."""
     adds_work: bool = False
     """Whether the extension's options need launches or memory of their own."""
 
@@ -58,29 +59,29 @@ def _named() -> Iterator[tuple[str, Configuration]]:
     yield "sdxl-finetune-fused", Configuration(FINE_TUNE, (*mixed, *fused), reached=IN_EVERY_SDXL_STEP)
 
     for name, (options, reached) in _EXTENSION_OPTIONS.items():
-        of_step = IN_EVERY_LORA_STEP | reached
+        of_step = IN_EVERY_STEP | reached
         yield name, Configuration(LORA, mixed, extension_options=options, reached=of_step, adds_work=True)
     for name, options in _SCRIPT_OPTIONS.items():
         yield name, Configuration(LORA, (*mixed, *options))
     for script, trained in arguments.SCRIPTS.items():
-        # Chroma takes the length of its text from the attention mask, which the virtual GPU has not computed.
-        for family in (family for family in trained if family != "chroma"):
+        for family in trained:
             for optimizer, options in OPTIMIZERS.items():
                 kind = ("--optimizer_type", optimizer, *options)
                 for precision in ("bf16", "fp16"):
+                    whole = ("--full_fp16",) if precision == "fp16" and script in CASTS_WEIGHTS else ()
                     name = f"{script.removesuffix('.py')}-{family}-{optimizer}-{precision}"
-                    yield name, Configuration(script, ("--mixed_precision", precision, *kind), family)
+                    yield name, Configuration(script, ("--mixed_precision", precision, *whole, *kind), family)
 
 
-#: Name -> options of the extension, and the patches whose code they run in a step.
+#: Name -> options of the extension, and the patches or files whose code they run in a step.
 _EXTENSION_OPTIONS = {
     "adaptive-lr": (("--adaptive_lr",), {"adaptive_lr"}),
-    "ema": (("--ema_decay", "0.99"), {"ema"}),
+    "ema": (("--ema", "--ema_decay", "0.99"), {"ema"}),
     "fused-operations": (("--fused_operations",), {"fused_operations"}),
-    "compiled": (("--selective_torch_compile",), {"selective_torch_compile"}),
+    "compiled": (("--selective_torch_compile",), {"kohya_ext/compiling/blocks"}),
     "vram-budget": (("--vram_budget", "12GB"), {"vram_budget"}),
     "on-oom": (("--on_oom", "retry"), set()),
-    "checkpointing-ratio": (("--gradient_checkpointing_ratio", "0.5"), {"selective_checkpointing"}),
+    "checkpointing-ratio": (("--gradient_checkpointing_ratio", "0.5"), set()),
 }
 
 _SCRIPT_OPTIONS = {

@@ -24,6 +24,9 @@ from virtual_gpu import build
 SITE = Path(__file__).parent / "site"
 ROOT = Path(__file__).parents[2]
 
+#: Family whose model reads lengths of captions from the GPU -> their value.
+INTEGERS = {"chroma": 16, "hunyuan-image": 16}
+
 #: The reason for a missing virtual GPU, or None.
 _REASON = build.missing()
 
@@ -80,7 +83,7 @@ class Run:
 
     @property
     def reached(self) -> set[str]:
-        """The patches whose code ran in the second step."""
+        """The patches, and the other files of the extension, whose code ran in the second step."""
         return set(self.record["reached"])
 
     @property
@@ -229,6 +232,7 @@ def train_on_gpu(
             **environment.variables(tiny.tokenizers),
             "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
             "SPY_FILE": str(folder / "record.json"),
+            "SPY_INTEGERS": str(INTEGERS.get(tiny.family, 0)),
             "COLUMNS": "200",
             **(env or {}),
         }

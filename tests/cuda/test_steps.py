@@ -28,7 +28,9 @@ def test_patches_are_reached(pair):
 def test_no_step_waits_more_often_than_upstream(pair):
     for number, (ours, theirs) in enumerate(zip(pair.ours.later_steps, pair.upstream.later_steps, strict=True), 2):
         more = {place: count for place, count in ours.sync_places.items() if count > theirs.sync_places.get(place, 0)}
-        assert ours.syncs <= theirs.syncs, f"step {number}: waits more often at {more}"
+        # Weights are checked before they are saved.
+        checks = 1 if pair.configuration.saves and set(more) & set(ours.own_syncs) else 0
+        assert ours.syncs <= theirs.syncs + checks, f"step {number}: waits more often at {more}"
 
 
 @pytest.mark.configurations(lambda configuration: not configuration.saves)  # the weights are checked before they are saved
@@ -48,14 +50,21 @@ def test_random_numbers_are_those_of_upstream(pair):
 @WITHOUT_ADDED_WORK
 def test_no_step_launches_more_than_upstream(pair):
     for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
-        assert ours.launches <= theirs.launches, f"step {number}"
+        # Prodigy's sums are stacked before they are read, instead of a wait for each.
+        stacks = (theirs.syncs - ours.syncs) // 64
+        assert ours.launches <= theirs.launches + stacks, f"step {number}"
 
 
 @WITHOUT_ADDED_WORK
 def test_no_step_leaves_more_memory_than_upstream(pair):
     for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
         assert ours.bytes <= theirs.bytes, f"step {number}"
-    assert pair.ours.peak <= pair.upstream.peak
+    assert pair.ours.peak <= pair.upstream.peak + 1024  # scalars
+
+
+@pytest.mark.configurations(lambda configuration: "--gradient_checkpointing_ratio" in configuration.extension_options)
+def test_checkpointing_fewer_blocks_launches_less(pair):
+    assert all(ours.launches < theirs.launches for ours, theirs in zip(pair.ours.steps, pair.upstream.steps, strict=True))
 
 
 def test_progress_bar_shows_reserved_memory(pair):

@@ -422,6 +422,21 @@ def test_clip_skip_is_checked_for_sd15_only():
 
 
 @pytest.mark.parametrize(
+    ("script", "args", "fails"),
+    [
+        ("flux_train.py", {"mixed_precision": "fp16"}, True),
+        ("lumina_train.py", {"mixed_precision": "fp16"}, True),
+        ("flux_train.py", {"mixed_precision": "fp16", "full_fp16": True}, False),
+        ("flux_train.py", {"mixed_precision": "bf16"}, False),
+        ("sdxl_train.py", {"mixed_precision": "fp16"}, False),
+    ],
+)
+def test_fp16_weights_without_full_fp16_are_an_error(script, args, fails):
+    errors = check(options.check, script, **args).errors
+    assert any("use --mixed_precision bf16, or add --full_fp16" in error for error in errors) == fails
+
+
+@pytest.mark.parametrize(
     "args",
     [
         {"learning_rate": 0.0, "unet_lr": 1e-4},

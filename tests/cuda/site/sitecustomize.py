@@ -1,7 +1,8 @@
 """Shrink the models and record what every step of a real script costs on the virtual GPU. Python runs this at startup.
 
 A step extends from one ``Accelerator.accumulate`` to the next, so the last one of a run is not recorded. The environment
-variable SPY_FILE names the record. With SPY_NOT_FINITE_AT, the numbers that the host reads in that step are NaN.
+variable SPY_FILE names the record. With SPY_NOT_FINITE_AT, the numbers that the host reads in that step are NaN. With
+SPY_INTEGERS, the integers that it reads have this value.
 """
 
 import atexit
@@ -18,9 +19,11 @@ import wrapt
 
 import virtual_gpu
 from kohya_ext.tiny import shrink
+from virtual_gpu import integers
 
 shrink.install()
 NOT_FINITE = int(os.environ.get("SPY_NOT_FINITE_AT", 0))
+INTEGERS = int(os.environ.get("SPY_INTEGERS", 0))
 
 #: The step whose calls are traced: the second one, because the first also sets up what later steps reuse.
 TRACED = 2
@@ -28,7 +31,6 @@ TRACED = 2
 COUNTERS = ("launches", "launches_in_graphs", "syncs")
 
 ROOT = str(Path(shrink.__file__).parents[2]) + os.sep
-PATCHES = ROOT + "patches" + os.sep
 
 steps = []
 reached = set()
@@ -75,12 +77,14 @@ def count_place(message, category, filename, lineno, file=None, line=None):
 
 def record_call(frame, event, argument):
     file = frame.f_code.co_filename
-    if event == "call" and file.startswith(PATCHES):
-        reached.add(file.removeprefix(PATCHES).removesuffix(".py"))
+    if event == "call" and file.startswith(ROOT):
+        reached.add(file.removeprefix(ROOT).removeprefix("patches/").removesuffix(".py"))
 
 
 @wrapt.when_imported("accelerate.accelerator")
 def measure(module):
+    if INTEGERS:
+        integers.assume(INTEGERS)
     original = module.Accelerator.accumulate
 
     @contextlib.contextmanager

@@ -1,0 +1,27 @@
+"""The average of ``--ema`` on the host."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("staged", [1, 300, 2**20], ids=["each alone", "two groups", "together"])
+def test_weights_are_averaged_in_groups_that_fit_the_buffer(monkeypatch, staged):
+    from kohya_ext.patches import ema
+
+    monkeypatch.setattr(ema, "_STAGED", staged)
+    torch.manual_seed(0)
+    weights = {
+        str(size): torch.randn(size, size, dtype=kind)
+        for size, kind in ((5, torch.float32), (9, torch.bfloat16), (3, torch.float32))
+    }
+    averages = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()}
+    expected = {name: average.clone() for name, average in averages.items()}
+    updates = ema._HostUpdates(weights)
+    for _ in range(3):
+        updates.begin(averages, 0.25)
+        for name, weight in weights.items():
+            expected[name].lerp_(weight.float(), 0.25)
+            weight.add_(1)  # the next step
+    updates.finish()
+    assert all(torch.equal(averages[name], expected[name]) for name in weights)

@@ -1,0 +1,29 @@
+"""Give the integers on the virtual GPU a value, for models that read lengths or indices from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def assume(value: int) -> None:
+    """Let every integer on the GPU be ``value`` for the host, two of them be equal, and ``nonzero`` return one index."""
+    import torch
+
+    def is_length(tensor: Any) -> bool:
+        return bool(tensor.is_cuda and tensor.dtype in (torch.int32, torch.int64))
+
+    item, as_list = torch.Tensor.item, torch.Tensor.tolist
+    torch.Tensor.item = lambda self: value if is_length(self) else item(self)
+    torch.Tensor.tolist = lambda self: torch.full(self.shape, value).tolist() if is_length(self) else as_list(self)
+    index, equal, truth = torch.Tensor.__index__, torch.Tensor.__eq__, torch.Tensor.__bool__
+
+    def compare(self: Any, other: Any) -> Any:
+        result = equal(self, other)
+        result.compares_lengths = is_length(self) and self.dim() == 0
+        return result
+
+    torch.Tensor.__index__ = lambda self: value if is_length(self) else index(self)
+    torch.Tensor.__eq__ = compare
+    torch.Tensor.__bool__ = lambda self: getattr(self, "compares_lengths", False) or truth(self)
+    nonzero = torch.Tensor.nonzero
+    torch.Tensor.nonzero = lambda self: self.new_zeros(1, self.dim(), dtype=torch.long) if self.is_cuda else nonzero(self)
