@@ -1,6 +1,7 @@
 """Run the shipped tiers at full size on a virtual GPU of each tier's size, and compare their memory with the estimates.
 
     python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--compiled] [--planned] [--fresh]
+    python -m benchmarks.full_size --random 20 --seed 1
     python -m benchmarks.full_size --command "sdxl_train_network.py --preset 8gb --network_dim 64" --gpu_memory 8
 
 Each row is a preset of the table of estimates: the real script trains three steps from sparse checkpoints (zeros that take no
@@ -8,7 +9,7 @@ disk space). PyTorch's CUDA path and its caching allocator are real; a virtual G
 and 2 to 6 GB of host memory. Rows in the output file are only predicted again, unless ``--again`` is given, so that an
 interrupted run continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of
 160 GB as well, with ``--compiled`` each family's LoRA with compiled blocks, and with ``--planned`` some answers of ``plan``.
-``--command`` runs another command line, and writes no file.
+``--command`` runs another command line, and writes no file. ``--random`` runs random ones (command_lines.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results, sparse_checkpoints
+from benchmarks import command_lines, results, sparse_checkpoints
 from benchmarks.processes import last_line
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
@@ -44,6 +45,7 @@ from kohya_ext.units import GIB, read_card
 LAUNCHER = "{python} -m virtual_gpu 4090 --memory {memory} --"
 
 OUTPUT = results.FOLDER / "full_size.json"
+RANDOM_OUTPUT = results.FOLDER / "full_size_random.json"
 STEPS = 3
 LARGE_CARD = 160 * GIB
 
@@ -111,6 +113,10 @@ def chosen(given: argparse.Namespace, checkout: Checkout) -> Iterator[Row]:
     if given.command:
         script, *arguments = shlex.split(given.command)
         yield Row(given.command, script, arguments, given.gpu_memory)
+        return
+    if given.random:
+        for script, arguments in itertools.islice(command_lines.draw(given.seed), given.random):
+            yield Row(" ".join([script, *arguments]), script, arguments, LARGE_CARD)
         return
     more = itertools.chain(compiled() if given.compiled else (), planned(checkout) if given.planned else ())
     every = itertools.chain(rows(given.faster), more)
@@ -272,14 +278,19 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="also each family's LoRA with compiled blocks")
     parser.add_argument("--planned", action="store_true", help="also answers of plan")
     parser.add_argument("--command", metavar="WORDS", help="run only this script and its arguments, without models and images")
+    parser.add_argument("--random", type=int, metavar="N", help="run only N random command lines")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of --random, default: %(default)s")
     parser.add_argument("--gpu_memory", default="80GiB", metavar="SIZE", type=read_card, help="the GPU's size for --command")
     parser.add_argument("--buckets", action="store_true", help="images of four bucket sizes instead of one, each once an epoch")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="train this many steps, default: %(default)s")
     parser.add_argument("--fresh", action="store_true", help="measure the estimates instead of reading the package's table")
     parser.add_argument("--again", action="store_true", help="run rows that are in the output file again")
     parser.add_argument("--allocations", action="store_true", help="record the tensors at the peak by lines of code")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument(
+        "--output", type=Path, help="default: full_size.json of the results; for --random full_size_random.json"
+    )
     given = parser.parse_args()
+    given.output = given.output or (RANDOM_OUTPUT if given.random else OUTPUT)
     checkout = find_or_fetch(given.sd_scripts)
     exists = given.output.is_file() and not given.command
     document = json.loads(given.output.read_text(encoding="utf-8")) if exists else {"rows": {}}
