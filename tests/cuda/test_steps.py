@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 #: Leaves out the options of the extension that need launches and memory of their own.
 WITHOUT_ADDED_WORK = pytest.mark.configurations(lambda configuration: not configuration.adds_work)
 
-#: The files of the extension that wait for values.
-READING = ("kohya_ext/patching/step_values.py", "patches/optimizer_syncs.py")
+#: The file of the extension that reads values by a copy, which waits. Others read them after waiting for the stream.
+READING = "patches/optimizer_syncs.py"
 
 
 def test_gpu_knows_every_call(pair):
@@ -92,8 +92,8 @@ def test_trackers_get_the_journals_memory(pair):
 
 def test_memory_does_not_grow(pair):
     """What a step leaves differs by its batch and its place in the accumulation. It must not differ more than upstream's."""
-    ours, theirs = ([step.bytes - run.later_steps[0].bytes for step in run.later_steps] for run in (pair.ours, pair.upstream))
-    assert all(growth <= allowed + 2**16 for growth, allowed in zip(ours, theirs, strict=True)), (ours, theirs)
+    more = [ours.bytes - theirs.bytes for ours, theirs in zip(pair.ours.later_steps, pair.upstream.later_steps, strict=True)]
+    assert max(more) <= more[0] + 2**12, more
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl-lora-bf16", "sdxl-lora-fp16", "flux-lora-bf16")]
