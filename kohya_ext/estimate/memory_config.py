@@ -236,7 +236,7 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
 def normalized(config: MemoryConfig) -> MemoryConfig:
     """Return a configuration with the same memory, in which options of equal memory have one value.
 
-    For example, fp16 is replaced by bf16, and a dataset file by its largest batch.
+    For example, a dataset file is replaced by its largest batch.
     """
     width, height, batch = _largest_batch(config)
     lora = config.trains_network
@@ -251,7 +251,6 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         min_bucket_reso=defaults.min_bucket_reso,
         max_bucket_reso=defaults.max_bucket_reso,
         bucket_reso_steps=defaults.bucket_reso_steps,
-        mixed_precision="bf16" if config.mixed_precision == "fp16" else config.mixed_precision,
         full_bf16=config.full_bf16 or config.full_fp16,
         full_fp16=False,
         # The transformers always use PyTorch's own attention.

@@ -839,14 +839,17 @@ def _accelerator(config: MemoryConfig) -> Accelerator:
     accelerate = importlib.import_module("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     on_cpu = torch.get_default_device().type == "cpu"
-    accelerator: Accelerator = accelerate.Accelerator(
-        cpu=on_cpu, mixed_precision=config.mixed_precision, device_placement=False
-    )
+    # On a CPU, accelerate knows no fp16. Its autocast reads the precision from this state.
+    fp16_on_cpu = on_cpu and config.mixed_precision == "fp16"
+    precision = "bf16" if fp16_on_cpu else config.mixed_precision
+    accelerator: Accelerator = accelerate.Accelerator(cpu=on_cpu, mixed_precision=precision, device_placement=False)
+    if fp16_on_cpu:
+        accelerator.state._mixed_precision = "fp16"
     return accelerator
 
 
 def _dtypes(config: MemoryConfig) -> tuple[torch.dtype, torch.dtype]:
-    dtype = torch.float32 if config.mixed_precision == "no" else torch.bfloat16
+    dtype = {"no": torch.float32, "fp16": torch.float16}.get(config.mixed_precision, torch.bfloat16)
     return dtype, torch.float32 if config.no_half_vae else dtype
 
 

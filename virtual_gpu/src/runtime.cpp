@@ -151,13 +151,13 @@ EXPORT cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   CHECK(check_unsafe("cudaMalloc"));
   return result(allocate(pointer, bytes, current_device()));
 }
-EXPORT cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return cudaMalloc(pointer, bytes); }
 EXPORT cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
   return result(allocate(pointer, bytes, current_device()));
 }
 
 EXPORT cudaError_t cudaFree(void* pointer) {
   CHECK(check_unsafe("cudaFree"));
+  if (is_pinned(pointer)) return cudaFreeHost(pointer);
   return result(release(pointer));
 }
 EXPORT cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return result(release(pointer)); }
@@ -181,6 +181,14 @@ EXPORT cudaError_t cudaFreeHost(void* pointer) {
   free(pointer);
   return cudaSuccess;
 }
+
+// Managed memory is the host's here, and is not counted: its pages move to a GPU when they are used.
+EXPORT cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return cudaHostAlloc(pointer, bytes, 0); }
+#if CUDART_VERSION >= 13000
+EXPORT cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned, cudaStream_t) { return cudaSuccess; }
+#else
+EXPORT cudaError_t cudaMemPrefetchAsync(const void*, size_t, int, cudaStream_t) { return cudaSuccess; }
+#endif
 
 EXPORT cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   CHECK(check_unsafe("cudaHostRegister"));
