@@ -27,8 +27,8 @@ _UNETS = ("sdxl-lora", "sd15-lora")
 _SWAPPED = {"flux-lora": 28, "sd3-lora": 20, "lumina-lora": 20, "chroma-lora": 28, "anima-lora": 24, "hunyuan-image-lora": 30}
 #: Kinds whose base can be loaded in 8 bits.
 _FP8 = ("sdxl-lora", "flux-lora", "sd3-lora", "lumina-lora")
-#: Kinds whose text encoders run in every step if their outputs are not cached.
-_ENCODES = ("sdxl-lora", "sd15-lora", "flux-lora", "sd3-lora")
+#: Kinds whose text encoders run in every step unless their outputs are cached, as the preset does.
+_ENCODES = ("sdxl-lora", "flux-lora", "sd3-lora")
 
 
 def draw(seed: int) -> Iterator[tuple[str, list[str]]]:

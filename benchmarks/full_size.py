@@ -32,6 +32,7 @@ from benchmarks import command_lines, results, sparse_checkpoints
 from benchmarks.processes import last_line
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
+from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, memory_config, models, predict
 from kohya_ext.estimate.step import fake_tensors
 from kohya_ext.planning.plan import plan
@@ -298,7 +299,11 @@ def main() -> int:
         scratch = given.scratch or Path(temporary)
         for row in chosen(given, checkout):
             used = None if given.again else document["rows"].get(row.name, {}).get("used")
-            document["rows"][row.name] = measured = measure(row, checkout, scratch, given, used)
+            try:
+                measured = measure(row, checkout, scratch, given, used)
+            except UserError as error:
+                measured = {"error_percent": {}, "used": {"failed": f"not estimated: {error}"}}
+            document["rows"][row.name] = measured
             print(f"{row.name}: {measured['error_percent']} {measured['used'].get('failed', '')}", file=sys.stderr, flush=True)
             if given.command:
                 print(json.dumps(measured, indent=1))

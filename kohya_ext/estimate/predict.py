@@ -40,8 +40,11 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False, time
 def known(checkout: Checkout, args: Namespace, command: CommandLine) -> Estimate | None:
     """Return the estimate of a run's final arguments from the package's table or the cache; None without one."""
     config = configuration(args, command)
-    row = cache.find(checkout, config, command.settings.disable_patch) if config is not None else None
-    return Estimate(**row) if row is not None else None
+    for each in (config, memory_config.with_bf16(config)) if config is not None else ():
+        row = cache.find(checkout, each, command.settings.disable_patch)
+        if row is not None:
+            return Estimate(**row)
+    return None
 
 
 def configuration(args: Namespace, command: CommandLine) -> MemoryConfig | None:

@@ -38,6 +38,9 @@ from kohya_ext.sdscripts.families import rotates
 
 CACHING, SAMPLING = "caching", "sampling"
 
+#: Fewest elements of a parameter whose state a paged optimizer pages.
+PAGED_ELEMENTS = 100_000
+
 #: Layers of a text encoder in 8 bits that stay in 16 (``prepare_text_encoder_fp8`` of the scripts).
 KEPT_IN_16_BITS = ("CLIPTextEmbeddings", "Embedding", "T5LayerNorm")
 
@@ -235,13 +238,17 @@ def prepare(
     unet = (models.unet, Kind.WEIGHT)
     encodes = not config.cache_text_encoder_outputs and not config.text_encoder_cpu
     encoders = [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders] if encodes else []
-    # The scripts that train a network move the text encoders into GPU memory before the U-Net, the others after it.
-    resident = [unet, *encoders] if network is None else [*encoders, unet, (network, Kind.TRAINED_WEIGHT)]
+    # Fine-tunes of SDXL and SD 1.5 move the text encoders into GPU memory after the U-Net, all others before their model.
+    unet_first = network is None and config.family.unet
+    resident = [unet, *encoders] if unet_first else [*encoders, unet]
+    if network is not None:
+        resident.append((network, Kind.TRAINED_WEIGHT))
     if not config.cache_latents:
         if trainer.cast_vae(arguments):
             cast(models.vae, vae_dtype)
         models.vae.requires_grad_(False).eval()
-        resident.append((models.vae, Kind.VAE))
+        # Fine-tunes move the VAE first, networks last.
+        resident.insert(0 if network is None else len(resident), (models.vae, Kind.VAE))
     return Training(
         config, arguments, trainer, accelerator, models, network, trained, optimizer, train_text_encoder, weight_dtype,
         vae_dtype, resident,
@@ -512,12 +519,13 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     for module, kind in training.resident:
         tracker.mark(_tensors(module, lists), kind)
         for blocks in lists if module is training.models.unet else ():
-            for block in blocks:
+            first = next(index for index, block in enumerate(blocks) if block in swapped)
+            for index, block in enumerate(blocks):
                 tracker.mark(_tensors(block), kind)
-                if block in swapped:
+                if index >= first:
                     # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's
                     # weights (custom_offloading_utils.py).
-                    tracker.offload(_weights([block]))
+                    tracker.offload(_exchanged(block, blocks[index - first]))
             tracker.release_unused()
     loaded = len(tracker.events)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
@@ -542,11 +550,19 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if config.steps_in_backward:
         step_in_backward(training)
     gc.collect()
-    paged = config.optimizer_type.lower().startswith("paged")
-    start = tracker.compact(loaded, (value for tensors in states for value in tensors) if paged else ())
-    for part in () if paged else optimizer.parts if isinstance(optimizer, MultipleOptimizers) else (optimizer,):
-        tracker.expect_first_use(part)
+    parts = optimizer.parts if isinstance(optimizer, MultipleOptimizers) else (optimizer,)
+    paged = [*_paged(parts)] if config.optimizer_type.lower().startswith("paged") else []
+    start = tracker.compact(loaded, paged)
+    for part in parts:
+        tracker.expect_first_use(part, paged)
     return start
+
+
+def _paged(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the state that bitsandbytes' paged optimizers keep in memory that moves to the host (``get_state_buffer``)."""
+    for weight, state in (row for optimizer in optimizers for row in optimizer.state.items()):
+        if weight.numel() >= PAGED_ELEMENTS:
+            yield from (state[name] for name in ("state1", "state2") if name in state)
 
 
 def _cast_in_gpu_memory(training: Training, tracker: Tracker) -> None:
@@ -578,6 +594,16 @@ def _weights(blocks: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors of blocks that upstream swaps: what their modules have as ``weight``."""
     weights = (getattr(part, "weight", None) for block in blocks for part in block.modules())
     return [weight for weight in weights if isinstance(weight, torch.Tensor)]
+
+
+def _exchanged(block: Any, leaving: Any) -> list[torch.Tensor]:
+    """Return the weights of a block that are exchanged for those of a leaving one: of the same name and shape.
+
+    The others come into GPU memory with the first exchange and stay: in Stable Diffusion 3, blocks differ.
+    """
+    others = {name: getattr(part, "weight", None) for name, part in leaving.named_modules()}
+    pairs = ((getattr(part, "weight", None), others.get(name)) for name, part in block.named_modules())
+    return [own for own, other in pairs if own is not None and other is not None and own.shape == other.shape]
 
 
 def _lists_of(swapped: Sequence[Any], unet: Any) -> list[Any]:
@@ -765,8 +791,9 @@ def forward(training: Training, batch: Batch | None = None, scheduler: Any = Non
     network = training.network
     arguments = training.arguments
     if network is None:
-        # For reentrant checkpointing the network trainer sets requires_grad on its inputs; a fine-tune's script does not.
-        arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False})
+        # For reentrant checkpointing the network trainer sets requires_grad on its inputs; a fine-tune's script does not. It
+        # encodes a batch of images at once.
+        arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False, "vae_batch_size": None})
     if scheduler is None:
         with unset_fake_temporarily():  # deepcopy of its tensors needs data
             scheduler = trainer.get_noise_scheduler(arguments, torch.get_default_device())
@@ -844,7 +871,7 @@ def _accelerator(config: MemoryConfig) -> Accelerator:
     precision = "bf16" if fp16_on_cpu else config.mixed_precision
     accelerator: Accelerator = accelerate.Accelerator(cpu=on_cpu, mixed_precision=precision, device_placement=False)
     if fp16_on_cpu:
-        accelerator.state._mixed_precision = "fp16"
+        accelerate.state.AcceleratorState()._mixed_precision = "fp16"
     return accelerator
 
 

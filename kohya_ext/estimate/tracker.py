@@ -160,12 +160,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self._record(self.workspaces[handle], Kind.WORKSPACE)
         return result
 
-    def expect_first_use(self, optimizer: Any) -> None:
-        """Log the first use of an optimizer's state from now on: when the optimizer reads a parameter's."""
+    def expect_first_use(self, optimizer: Any, offloaded: Iterable[Any] = ()) -> None:
+        """Log the first use of an optimizer's state from now on, but of ``offloaded``: when it reads a parameter's."""
         optimizer.state = _State(self, optimizer.state)
+        elsewhere = {id(tensor.untyped_storage()) for tensor in offloaded}
         for values in optimizer.state.values():
-            keys = (id(tensor.untyped_storage()) for tensor in values.values() if isinstance(tensor, torch.Tensor))
-            self._unused |= {key: self._live[key].number for key in keys if key in self._live}
+            keys = {id(tensor.untyped_storage()) for tensor in values.values() if isinstance(tensor, torch.Tensor)}
+            self._unused |= {key: self._live[key].number for key in keys - elsewhere if key in self._live}
 
     def log_use(self, tensors: Iterable[Any]) -> None:
         """Log the first use of a parameter's state, if this is it."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine, quoted, restart_line
-from kohya_ext.estimate import cache, predict
-from kohya_ext.estimate.result import Estimate
+from kohya_ext.estimate import predict
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -75,14 +74,12 @@ def usage(device: Any) -> str:
 
 def prediction(checkout: Checkout, args: Namespace, command: CommandLine) -> str:
     """Return the known estimate of this command line, or the command that makes one, as one line; empty if there is none."""
-    config = predict.configuration(args, command)
-    if config is None:
+    if predict.configuration(args, command) is None:
         return ""
-    known = cache.find(checkout, config, command.settings.disable_patch)
-    if known is None:
+    estimate = predict.known(checkout, args, command)
+    if estimate is None:
         words = ("python", "-m", "kohya_ext", "estimate", str(command.script), *command.with_environment().argv)
         return f"for an estimate by part, run: {quoted(words)}"
-    estimate = Estimate(**known)
     largest = sorted(estimate.parts.items(), key=lambda row: -row[1])
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size >= GB / 100)
     return (

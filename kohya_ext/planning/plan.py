@@ -160,7 +160,7 @@ def _eager(command: CommandLine) -> CommandLine:
 
 
 def _config(command: CommandLine) -> MemoryConfig:
-    return memory_config.normalized(memory_config.read(_eager(command))[0])
+    return memory_config.with_bf16(memory_config.normalized(memory_config.read(_eager(command))[0]))
 
 
 def _known_tiers(checkout: Checkout, command: CommandLine) -> list[Candidate]:

@@ -41,7 +41,6 @@ def test_a_value_of_the_wrong_type_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (("--mixed_precision", "fp16"), ("--mixed_precision", "bf16")),
         (("--xformers",), ("--sdpa",)),
         (("--cache_latents_to_disk",), ("--cache_latents",)),
         (("--learning_rate", "1e-4"), ("--learning_rate", "3e-5")),
