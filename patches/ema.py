@@ -73,7 +73,7 @@ def _update(averages: list[Any], weights: list[Any], share: float) -> None:
 
 
 class _HostUpdates:
-    """Copies weights to pinned memory and updates averages on the host, in a thread, while training goes on."""
+    """Copies weights to pinned memory and updates averages on the host, in a thread, during training."""
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
         import torch

@@ -791,8 +791,8 @@ def forward(training: Training, batch: Batch | None = None, scheduler: Any = Non
     network = training.network
     arguments = training.arguments
     if network is None:
-        # For reentrant checkpointing the network trainer sets requires_grad on its inputs; a fine-tune's script does not. It
-        # encodes a batch of images at once.
+        # For reentrant checkpointing the network trainer sets requires_grad on its inputs; a fine-tune's script does not, and
+        # encodes the images of a batch together.
         arguments = Namespace(**{**vars(arguments), "gradient_checkpointing": False, "vae_batch_size": None})
     if scheduler is None:
         with unset_fake_temporarily():  # deepcopy of its tensors needs data

@@ -14,8 +14,9 @@ LORA = "--network_dim 16 --mixed_precision bf16 --sdpa --gradient_checkpointing 
 SAMPLES = "--sample_prompts {prompts} --sample_every_n_steps 1"
 
 #: Each differs from the presets in what its memory depends on: order of loading, trained text encoders and their embeddings,
-#: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, upstream's block swap, and sampling
-#: with decoding under autocast, with blocks that move back, and with the VAE in memory.
+#: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, upstream's block swap, fp16, a
+#: paged optimizer, blocks that differ, images that a fine-tune encodes, and sampling with decoding under autocast, with blocks
+#: that move back, and with the VAE in memory.
 COMMANDS = (
     f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
     "--resolution 832,1216 --network_train_unet_only",
@@ -28,6 +29,10 @@ COMMANDS = (
     "train_network.py --network_module networks.lora --network_dim 32 --network_args conv_dim=8 --optimizer_type Lion "
     "--train_batch_size 5 --resolution 640,512 --mixed_precision bf16 --sdpa",
     "hunyuan_image_train_network.py --preset hunyuan-image-lora/8gb",
+    "train_network.py --preset sd15-lora/base --mixed_precision fp16 --resolution 1152,896 --network_dim 128",
+    "sdxl_train_network.py --preset sdxl-lora/base --gradient_checkpointing --optimizer_type PagedAdamW8bit --network_dim 24",
+    "sd3_train_network.py --preset sd3-lora/base --resolution 640,960 --optimizer_type AdamW8bit --blocks_to_swap 8",
+    "flux_train.py --preset flux-finetune/base --no-cache_latents --train_batch_size 3 --resolution 512 --optimizer_type Lion",
     f"anima_train_network.py --preset anima-lora/12gb {SAMPLES}",
     f"flux_train_network.py --preset flux-lora/12gb {SAMPLES}",
     f"sdxl_train_network.py --preset sdxl-lora/8gb {SAMPLES}",

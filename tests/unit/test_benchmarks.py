@@ -4,11 +4,12 @@ import json
 import re
 import shlex
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from benchmarks import caching, families, report, run
+from benchmarks import caching, command_lines, families, report, run
 from benchmarks.plan import Plan
 from benchmarks.processes import Bench
 from benchmarks.ratios import quartiles, ratio
@@ -234,7 +235,14 @@ def test_full_size_runs_one_command_line_or_the_chosen_presets():
     from benchmarks.full_size import Row, chosen
 
     words = "sdxl_train_network.py --preset 8gb --network_dim 64"
-    options = {"only": "sdxl-lora/", "faster": False, "compiled": False, "planned": False, "gpu_memory": 8 * 2**30}
+    options = {
+        "only": "sdxl-lora/",
+        "faster": False,
+        "compiled": False,
+        "planned": False,
+        "random": None,
+        "gpu_memory": 8 * 2**30,
+    }
     row = Row(words, "sdxl_train_network.py", ["--preset", "8gb", "--network_dim", "64"], 8 * 2**30)
     assert [*chosen(Namespace(command=words, **options), None)] == [row]
     names = [row.name for row in chosen(Namespace(command=None, **options), None)]
@@ -244,3 +252,10 @@ def test_full_size_runs_one_command_line_or_the_chosen_presets():
     compiled = [row.arguments for row in chosen(Namespace(command=None, **options), None)]
     assert len(compiled) == 4  # with and without checkpointing, with and without CUDA graphs
     assert all("--selective_torch_compile" in arguments for arguments in compiled)
+
+
+def test_random_command_lines_are_those_of_their_seed_and_of_every_kind():
+    drawn = [*islice(command_lines.draw(1), len(command_lines.KINDS))]
+    assert drawn == [*islice(command_lines.draw(1), len(command_lines.KINDS))]
+    assert drawn != [*islice(command_lines.draw(2), len(command_lines.KINDS))]
+    assert {arguments[1] for _, arguments in drawn} == {f"{kind}/base" for kind in command_lines.KINDS}

@@ -9,7 +9,7 @@ import pytest
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
-from kohya_ext.estimate.memory_config import FP8, MemoryConfig, normalized, read, sample_size_problem, size
+from kohya_ext.estimate.memory_config import FP8, MemoryConfig, normalized, read, sample_size_problem, size, with_bf16
 
 LORA = "sdxl_train_network.py"
 
@@ -64,6 +64,12 @@ def test_options_of_equal_memory_have_the_same_key(first: tuple[str, ...], secon
 )  # fmt: skip
 def test_options_that_change_memory_change_the_key(more: tuple[str, ...]) -> None:
     assert parse("--resolution", "512").key() != parse("--resolution", "512", *more).key()
+
+
+def test_fp16_has_its_own_key_and_the_shipped_estimates_of_bf16() -> None:
+    half = parse("--preset", "8gb", "--mixed_precision", "fp16")
+    assert half.mixed_precision == "fp16"
+    assert with_bf16(half) == parse("--preset", "8gb", "--mixed_precision", "bf16")
 
 
 def test_learning_rate_0_is_kept() -> None:

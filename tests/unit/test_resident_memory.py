@@ -1,0 +1,26 @@
+"""What is in GPU memory before a step: weights that block swap leaves there, and state that paged optimizers keep there."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.estimate import step  # noqa: E402
+
+
+def block(width, **more):
+    layers = {"norm": torch.nn.LayerNorm(8), "modulation": torch.nn.Linear(8, width), "act": torch.nn.SiLU()}
+    return torch.nn.ModuleDict({**layers, **more})
+
+
+def test_only_weights_of_equal_name_and_shape_are_exchanged():
+    entering = block(16, other=torch.nn.Linear(8, 8))
+    assert step._exchanged(entering, block(16)) == [entering["norm"].weight, entering["modulation"].weight]
+    assert step._exchanged(entering, block(24)) == [entering["norm"].weight]  # the others stay in GPU memory
+
+
+def test_paged_optimizers_page_the_state_of_large_parameters_only():
+    large, small = torch.zeros(step.PAGED_ELEMENTS), torch.zeros(step.PAGED_ELEMENTS - 1)
+    state = {weight: {"step": 1, "state1": weight + 1, "absmax1": weight + 2} for weight in (large, small)}
+    assert [*step._paged([SimpleNamespace(state=state)])] == [state[large]["state1"]]
