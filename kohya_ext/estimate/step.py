@@ -274,10 +274,11 @@ def _prepare_network(
     encoders = models.text_encoders[0] if config.family.name == "sd15" else models.text_encoders
     options: dict[str, Any] = dict(word.split("=", 1) for word in config.network_args or ())
     options.setdefault("dropout", config.network_dropout)
-    network = module.create_network(
-        1.0, config.network_dim, arguments.network_alpha, models.vae, encoders, models.unet,
-        neuron_dropout=config.network_dropout, **options,
-    )  # fmt: skip
+    with _restored_lists(module):
+        network = module.create_network(
+            1.0, config.network_dim, arguments.network_alpha, models.vae, encoders, models.unet,
+            neuron_dropout=config.network_dropout, **options,
+        )  # fmt: skip
     train_unet = not config.network_train_text_encoder_only
     train_text_encoder = bool(trainer.is_train_text_encoder(arguments))
     trainer.post_process_network(arguments, accelerator, network, models.text_encoders, models.unet)
@@ -318,6 +319,21 @@ def _prepare_network(
     network.prepare_grad_etc(encoders, models.unet)
     network.on_epoch_start(encoders, models.unet)
     return network, groups, list(network.get_trainable_params()), train_text_encoder
+
+
+@contextlib.contextmanager
+def _restored_lists(module: Any) -> Iterator[None]:
+    """Restore the lists of a network's classes after the block.
+
+    With conv_dim, networks.lora adds to a list of its class, so that every later network in this process trains convolutions.
+    """
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+    before = [(value, [*value]) for kind in kinds for value in vars(kind).values() if isinstance(value, list)]
+    try:
+        yield
+    finally:
+        for value, items in before:
+            value[:] = items
 
 
 def _casts_text_encoders_to_8_bits(config: MemoryConfig) -> bool:

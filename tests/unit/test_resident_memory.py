@@ -1,4 +1,4 @@
-"""What is in GPU memory before a step: weights that block swap leaves there, and state that paged optimizers keep there."""
+"""What is in GPU memory before a step: networks, weights that block swap leaves there, state that paged optimizers keep there."""
 
 from types import SimpleNamespace
 
@@ -24,3 +24,17 @@ def test_paged_optimizers_page_the_state_of_large_parameters_only():
     large, small = torch.zeros(step.PAGED_ELEMENTS), torch.zeros(step.PAGED_ELEMENTS - 1)
     state = {weight: {"step": 1, "state1": weight + 1, "absmax1": weight + 2} for weight in (large, small)}
     assert [*step._paged([SimpleNamespace(state=state)])] == [state[large]["state1"]]
+
+
+def test_a_network_does_not_change_later_ones():
+    class Network:
+        TARGETS = ["Linear"]
+
+        def __init__(self):
+            targets = Network.TARGETS
+            targets += ["Conv2d"]  # as networks.lora with conv_dim
+
+    with step._restored_lists(SimpleNamespace(Network=Network)):
+        Network()
+        assert Network.TARGETS == ["Linear", "Conv2d"]
+    assert Network.TARGETS == ["Linear"]
