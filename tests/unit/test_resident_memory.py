@@ -1,6 +1,7 @@
-"""What is in GPU memory before a step: networks, weights that block swap leaves there, state that paged optimizers keep there."""
+"""What is in GPU memory before a step: the network, weights that block swap leaves, state that paged optimizers keep."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_paged_optimizers_page_the_state_of_large_parameters_only():
 
 def test_a_network_does_not_change_later_ones():
     class Network:
-        TARGETS = ["Linear"]
+        TARGETS: ClassVar = ["Linear"]
 
         def __init__(self):
             targets = Network.TARGETS
