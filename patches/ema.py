@@ -101,8 +101,8 @@ class _HostUpdates:
 
         for group in self._groups:
             self.finish()
-            for name, place in group.items():
-                place.copy_(self._weights[name].detach(), non_blocking=True)
+            with torch.no_grad():
+                torch._foreach_copy_([*group.values()], [self._weights[name] for name in group], non_blocking=True)
             copied = None
             if torch.cuda.is_available():
                 copied = torch.cuda.Event()
