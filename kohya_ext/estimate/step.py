@@ -571,6 +571,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     start = tracker.compact(loaded, paged)
     for part in parts:
         tracker.expect_first_use(part, paged)
+    tracker.expect_use(training.average)  # created after the first step
     return start
 
 

@@ -164,9 +164,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         """Log the first use of an optimizer's state from now on, but of ``offloaded``: when it reads a parameter's."""
         optimizer.state = _State(self, optimizer.state)
         elsewhere = {id(tensor.untyped_storage()) for tensor in offloaded}
-        for values in optimizer.state.values():
-            keys = {id(tensor.untyped_storage()) for tensor in values.values() if isinstance(tensor, torch.Tensor)}
-            self._unused |= {key: self._live[key].number for key in keys - elsewhere if key in self._live}
+        values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+        self.expect_use(value for value in values if id(value.untyped_storage()) not in elsewhere)
+
+    def expect_use(self, tensors: Iterable[Any]) -> None:
+        """Log the first use of tensors from now on, at the latest in :meth:`log_unused`."""
+        keys = (id(tensor.untyped_storage()) for tensor in tensors)
+        self._unused |= {key: self._live[key].number for key in keys if key in self._live}
 
     def log_use(self, tensors: Iterable[Any]) -> None:
         """Log the first use of a parameter's state, if this is it."""
@@ -175,7 +179,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
                 self._use(id(tensor.untyped_storage()))
 
     def log_unused(self) -> None:
-        """Log the first use of all optimizer state that has none yet."""
+        """Log the first use of all expected tensors that have none yet."""
         for key in [*self._unused]:
             self._use(key)
 

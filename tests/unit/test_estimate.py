@@ -92,6 +92,15 @@ def test_a_preset_is_estimated_from_the_table_without_torch(checkout):
     assert output["calibrated_on_cuda"] is False
 
 
+@pytest.mark.parametrize(
+    ("more", "printed"),
+    [([], True), (["--no-enable_bucket"], False), (["--expandable_segments"], False)],
+)
+def test_images_of_several_sizes_are_mentioned_where_they_reserve_more(checkout, capsys, formula_estimates, more, printed):
+    main(["estimate", "sdxl_train_network.py", "--preset", "8gb", "--sd-scripts", str(checkout), *more])
+    assert ("--expandable_segments prevents it" in capsys.readouterr().out) == printed
+
+
 def test_exit_code_1_when_the_run_does_not_fit(checkout, capsys):
     arguments = ["estimate", "sdxl_train.py", "--preset", "24gb", "--sd-scripts", str(checkout)]
     assert main(arguments) == 0
