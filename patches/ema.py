@@ -111,9 +111,9 @@ class _HostUpdates:
 
     def finish(self) -> None:
         """Wait until the last update is complete."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        if self._running is not None:
+            self._running.result()  # an interrupted wait leaves the update for the next call
+            self._running = None
 
     @staticmethod
     def _run(copied: Any, averages: list[Any], weights: list[Any], share: float) -> None:

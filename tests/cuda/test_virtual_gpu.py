@@ -68,3 +68,9 @@ def test_other_system_is_the_reason(monkeypatch):
 def test_torch_without_cuda_is_the_reason(monkeypatch):
     monkeypatch.setattr(build, "_packages", lambda: [ROOT])
     assert "CUDA build of torch" in build.missing()
+
+
+def test_only_managed_host_memory_is_freed_as_device_memory(printed_on_gpu):
+    codes = printed_on_gpu("managed.py")
+    assert codes.pop("pinned freed as device memory") != 0
+    assert set(codes.values()) == {0}

@@ -1,5 +1,7 @@
 """The average of ``--ema`` on the host."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -25,3 +27,24 @@ def test_weights_are_averaged_in_groups_that_fit_the_buffer(monkeypatch, staged)
             weight.add_(1)  # the next step
     updates.finish()
     assert all(torch.equal(averages[name], expected[name]) for name in weights)
+
+
+def test_an_interrupted_wait_does_not_forget_the_update():
+    from kohya_ext.patches import ema
+
+    updates = ema._HostUpdates({"a": torch.ones(2)})
+    averages = {"a": torch.zeros(2)}
+    updates.begin(averages, 1.0)
+    update = updates._running
+    updates._running = SimpleNamespace(result=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        updates.finish()
+    assert updates._running is not None
+    updates._running = update
+    updates.finish()
+    assert updates._running is None
+    assert torch.equal(averages["a"], torch.ones(2))
+
+
+def interrupt():
+    raise KeyboardInterrupt

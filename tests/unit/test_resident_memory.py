@@ -1,4 +1,4 @@
-"""What is in GPU memory before a step: the network, weights that block swap leaves, state that paged optimizers keep."""
+"""Check the GPU memory in use before a training step: network, swapped blocks and paged optimizer state."""
 
 from types import SimpleNamespace
 from typing import ClassVar

@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <set>
 
 #include "state.h"
 
@@ -155,9 +157,17 @@ EXPORT cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
   return result(allocate(pointer, bytes, current_device()));
 }
 
+static std::mutex managed_lock;
+static std::set<void*> managed;
+
+static bool forget_managed(void* pointer) {
+  std::lock_guard<std::mutex> lock(managed_lock);
+  return managed.erase(pointer) > 0;
+}
+
 EXPORT cudaError_t cudaFree(void* pointer) {
   CHECK(check_unsafe("cudaFree"));
-  if (is_pinned(pointer)) return cudaFreeHost(pointer);
+  if (forget_managed(pointer)) return cudaFreeHost(pointer);
   return result(release(pointer));
 }
 EXPORT cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return result(release(pointer)); }
@@ -183,7 +193,12 @@ EXPORT cudaError_t cudaFreeHost(void* pointer) {
 }
 
 // Managed memory is the host's here, and is not counted: its pages move to a GPU when they are used.
-EXPORT cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return cudaHostAlloc(pointer, bytes, 0); }
+EXPORT cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
+  CHECK(cudaHostAlloc(pointer, bytes, 0));
+  std::lock_guard<std::mutex> lock(managed_lock);
+  managed.insert(*pointer);
+  return cudaSuccess;
+}
 #if CUDART_VERSION >= 13000
 EXPORT cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned, cudaStream_t) { return cudaSuccess; }
 #else
