@@ -1,72 +1,133 @@
 """Random command lines of every model family, drawn from a seed, for comparing estimates with real runs.
 
-A command line takes its family's base preset and changes the options on which memory depends most: size and number of images,
-optimizer, rank, precision, checkpointing, caches, block swap and the extension's own.
+A command line takes its family's base preset, if there is one, and changes the options on which memory depends: size and number
+of images, optimizer, network, rank, precision, checkpointing, caches, block swap and the extension's own.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kohya_ext.config import preset_files
 
-KINDS = (
-    *("sdxl-lora", "sd15-lora", "flux-lora", "sd3-lora", "lumina-lora", "chroma-lora", "anima-lora", "hunyuan-image-lora"),
-    *("sdxl-finetune", "flux-finetune"),
-)
+#: Kinds with presets -> their scripts.
+_WITH_PRESETS = {
+    kind: preset_files.scripts(kind)[0]
+    for kind in (
+        *("sdxl-lora", "sd15-lora", "flux-lora", "sd3-lora", "lumina-lora", "chroma-lora", "anima-lora", "hunyuan-image-lora"),
+        *("sdxl-finetune", "flux-finetune"),
+    )
+}
+#: Kinds without presets -> their scripts and options.
+_WITHOUT_PRESETS = {
+    "sd15-finetune": "train_db.py --sdpa",
+    "sd3-finetune": "sd3_train.py --cache_text_encoder_outputs",
+    "lumina-finetune": "lumina_train.py --cache_text_encoder_outputs",
+    "anima-finetune": "anima_train.py --cache_text_encoder_outputs",
+}
+KINDS = (*_WITH_PRESETS, *_WITHOUT_PRESETS)
 
 _ADAFACTOR = "Adafactor --optimizer_args scale_parameter=False relative_step=False warmup_init=False"
 _LORA_OPTIMIZERS = ("AdamW", "AdamW8bit", "PagedAdamW8bit", "Lion", "Prodigy", "SGDNesterov", _ADAFACTOR)
 _FINE_TUNE_OPTIMIZERS = ("AdamW8bit", "Lion8bit", _ADAFACTOR)
+#: Precisions of a LoRA: half of them the preset's bf16.
+_PRECISIONS: tuple[tuple[str, ...], ...] = ((), (), ("--full_bf16",), ("--mixed_precision", "fp16"))
 _SIZES = ("512", "640,960", "768", "832,1216", "896", "1024", "1280,768", "1152,896")
 
-#: Kinds whose U-Net has convolutions.
+#: Kinds with U-Nets, which have convolutions, and may keep text encoders out of host memory.
 _UNETS = ("sdxl-lora", "sd15-lora")
+#: Kinds -> networks instead of a LoRA's.
+_NETWORKS = {
+    "sdxl-lora": ("lora_fa", "dylora", "loha", "lokr"),
+    "sd15-lora": ("lora_fa", "dylora", "loha", "lokr"),
+    "flux-lora": ("oft_flux",),
+    "anima-lora": ("loha", "lokr"),
+}
 #: Kinds that can swap blocks -> the most blocks.
-_SWAPPED = {"flux-lora": 28, "sd3-lora": 20, "lumina-lora": 20, "chroma-lora": 28, "anima-lora": 24, "hunyuan-image-lora": 30}
+_SWAPPED = {
+    "flux-lora": 28,
+    "sd3-lora": 20,
+    "lumina-lora": 20,
+    "chroma-lora": 28,
+    "anima-lora": 24,
+    "hunyuan-image-lora": 30,
+    "flux-finetune": 28,
+    "sd3-finetune": 18,
+    "anima-finetune": 20,
+}
 #: Kinds whose base can be loaded in 8 bits.
 _FP8 = ("sdxl-lora", "flux-lora", "sd3-lora", "lumina-lora")
 #: Kinds whose text encoders run in every step unless their outputs are cached, as the preset does.
 _ENCODES = ("sdxl-lora", "flux-lora", "sd3-lora")
+#: Kinds whose models CUDA graphs record.
+_RECORDED = ("sdxl-lora", "sd15-lora", "flux-lora")
 
 
-def draw(seed: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield scripts and their arguments without end, the kinds in turn."""
+def draw(seed: int, networks: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield scripts and their arguments without end, the kinds in turn, with the ``networks`` of sd-scripts (``loha``)."""
     generator = random.Random(seed)
     while True:
         for kind in generator.sample(KINDS, len(KINDS)):
-            yield preset_files.scripts(kind)[0], ["--preset", f"{kind}/base", *_options(kind, generator)]
+            if kind in _WITH_PRESETS:
+                script, base = _WITH_PRESETS[kind], ["--preset", f"{kind}/base"]
+            else:
+                script, *base = _WITHOUT_PRESETS[kind].split()
+                base += ["--mixed_precision", "bf16", "--cache_latents"]
+            options = _lora(kind, generator, networks) if kind.endswith("-lora") else _finetune(kind, generator)
+            yield script, [*base, *_common(generator), *options]
 
 
-def _options(kind: str, generator: random.Random) -> list[str]:
-    def sometimes(*words: str, chance: float = 0.3) -> list[str]:
-        return [*words] if generator.random() < chance else []
+def _sometimes(generator: random.Random, *words: str, chance: float = 0.3) -> list[str]:
+    return [*words] if generator.random() < chance else []
 
-    lora = kind.endswith("-lora")
-    optimizer = generator.choice(_LORA_OPTIMIZERS if lora else _FINE_TUNE_OPTIMIZERS).split()
-    checkpointing = "--gradient_checkpointing" if not lora or generator.random() < 0.6 else "--no-gradient_checkpointing"
-    words = [
+
+def _common(generator: random.Random) -> list[str]:
+    return [
         *("--resolution", generator.choice(_SIZES), "--train_batch_size", str(generator.randint(1, 4))),
-        *("--optimizer_type", *optimizer),
-        checkpointing,
-        *sometimes("--gradient_accumulation_steps", "3"),
-        *sometimes("--no-cache_latents"),
-        *sometimes("--max_grad_norm", generator.choice(("0", "1")), chance=0.5),
+        *_sometimes(generator, "--gradient_accumulation_steps", "3"),
+        *_sometimes(generator, "--no-cache_latents"),
+        *_sometimes(generator, "--vae_batch_size", "4"),
+        *_sometimes(generator, "--max_grad_norm", generator.choice(("0", "1")), chance=0.5),
+        *_sometimes(generator, "--min_snr_gamma", "5", "--noise_offset", "0.05", chance=0.1),
+        *_sometimes(generator, "--save_every_n_steps", "1", "--save_state", chance=0.2),
+        *_sometimes(generator, "--ema", "--ema_device", "gpu"),
     ]
-    if not lora:
-        return [*words, *sometimes("--full_bf16", chance=0.5)]
-    swaps = kind in _SWAPPED and generator.random() < 0.3
-    words += ["--network_dim", str(generator.choice((4, 8, 24, 48, 128))), *sometimes("--fused_operations")]
+
+
+def _finetune(kind: str, generator: random.Random) -> list[str]:
+    words = ["--gradient_checkpointing", "--optimizer_type", *generator.choice(_FINE_TUNE_OPTIMIZERS).split()]
+    if kind in _SWAPPED:
+        words += _sometimes(generator, "--blocks_to_swap", str(generator.randint(2, _SWAPPED[kind])))
+    if kind == "sdxl-finetune":
+        words += _sometimes(generator, "--no-cache_text_encoder_outputs", "--train_text_encoder")
+    return [*words, *_sometimes(generator, "--full_bf16", chance=0.5)]
+
+
+def _lora(kind: str, generator: random.Random, networks: Collection[str]) -> list[str]:
+    checkpoints = generator.random() < 0.6
+    words = [
+        *("--optimizer_type", *generator.choice(_LORA_OPTIMIZERS).split()),
+        "--gradient_checkpointing" if checkpoints else "--no-gradient_checkpointing",
+        *("--network_dim", str(generator.choice((4, 8, 24, 48, 128)))),
+        *_sometimes(generator, "--fused_operations"),
+        *_sometimes(generator, "--network_dropout", "0.1", chance=0.2),
+        *generator.choice(_PRECISIONS),
+        *_sometimes(generator, "--expandable_segments"),
+    ]
+    others = [name for name in _NETWORKS.get(kind, ()) if name in networks]
+    if others and generator.random() < 0.4:
+        words += ["--network_module", f"networks.{generator.choice(others)}"]
+    else:
+        words += _sometimes(generator, "--scale_weight_norms", "1", chance=0.2)
     if kind in _UNETS:
-        words += sometimes("--network_args", "conv_dim=8")
+        words += [*_sometimes(generator, "--network_args", "conv_dim=8"), *_sometimes(generator, "--lowram", chance=0.2)]
     if kind in _ENCODES and generator.random() < 0.4:
-        words += ["--no-cache_text_encoder_outputs", *sometimes("--no-network_train_unet_only", chance=0.5)]
-    if checkpointing == "--gradient_checkpointing":
-        words += sometimes("--gradient_checkpointing_ratio", "0.5")
-    if swaps:
-        words += ["--blocks_to_swap", str(generator.randint(2, _SWAPPED[kind]))]
-    elif kind in _FP8:
-        words += sometimes("--fp8_base")
-    words += [*sometimes("--ema", "--ema_device", "gpu"), *sometimes("--mixed_precision", "fp16")]
-    return [*words, *sometimes("--expandable_segments")]
+        words += ["--no-cache_text_encoder_outputs", *_sometimes(generator, "--no-network_train_unet_only", chance=0.5)]
+    if kind in _RECORDED:
+        words += _sometimes(generator, "--cuda_graphs", chance=0.2)
+    if checkpoints:
+        words += _sometimes(generator, "--gradient_checkpointing_ratio", "0.5")
+    if kind in _SWAPPED and generator.random() < 0.3:
+        return [*words, "--blocks_to_swap", str(generator.randint(2, _SWAPPED[kind]))]
+    return [*words, *(_sometimes(generator, "--fp8_base") if kind in _FP8 else [])]

@@ -116,7 +116,8 @@ def chosen(given: argparse.Namespace, checkout: Checkout) -> Iterator[Row]:
         yield Row(given.command, script, arguments, given.gpu_memory)
         return
     if given.random:
-        for script, arguments in itertools.islice(command_lines.draw(given.seed), given.random):
+        networks = {file.stem for file in (checkout.path / "networks").glob("*.py")}
+        for script, arguments in itertools.islice(command_lines.draw(given.seed, networks), given.random):
             yield Row(" ".join([script, *arguments]), script, arguments, LARGE_CARD)
         return
     more = itertools.chain(compiled() if given.compiled else (), planned(checkout) if given.planned else ())

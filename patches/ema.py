@@ -72,15 +72,25 @@ def _update(averages: list[Any], weights: list[Any], share: float) -> None:
             torch._foreach_lerp_(chunk, latest, share)
 
 
+def _staging_memory(size: int) -> Any:
+    """Return bytes on the host to which the GPU can copy without waiting, if there are any."""
+    import torch
+
+    if torch.cuda.is_available():
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # WSL limits pinned memory
+            warn(f"--ema found no pinned memory ({str(error).splitlines()[0]}); each step waits for its copy of the weights")
+    return torch.empty(size, dtype=torch.uint8)
+
+
 class _HostUpdates:
     """Copies weights to pinned memory and updates averages on the host, in a thread, during training."""
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
-        import torch
-
         sizes = {name: -(-weight.nbytes // 64) * 64 for name, weight in weights.items()}
         limit = max(_STAGED, *sizes.values())
-        buffer = torch.empty(min(limit, sum(sizes.values())), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        buffer = _staging_memory(min(limit, sum(sizes.values())))
         self._weights = weights
         self._groups: list[dict[str, Any]] = [{}]
         """Name -> its place in the buffer, for weights that are copied together."""

@@ -46,5 +46,19 @@ def test_an_interrupted_wait_does_not_forget_the_update():
     assert torch.equal(averages["a"], torch.ones(2))
 
 
+def test_averages_work_without_pinned_memory(monkeypatch, capsys):
+    from kohya_ext.patches import ema
+
+    def no_pinned_memory(*sizes, pin_memory=False, empty=torch.empty, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", no_pinned_memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ema._staging_memory(64).shape == (64,)
+    assert "no pinned memory (CUDA error: out of memory)" in capsys.readouterr().err
+
+
 def interrupt():
     raise KeyboardInterrupt
