@@ -40,18 +40,18 @@ _UNETS = ("sdxl-lora", "sd15-lora")
 #: Kinds -> networks instead of a LoRA's.
 _NETWORKS = {
     "sdxl-lora": ("lora_fa", "dylora", "loha", "lokr"),
-    "sd15-lora": ("lora_fa", "dylora", "loha", "lokr"),
+    "sd15-lora": ("lora_fa", "dylora"),
     "flux-lora": ("oft_flux",),
     "anima-lora": ("loha", "lokr"),
 }
-#: Kinds that can swap blocks -> the most blocks.
+#: Kinds that can swap blocks -> the most blocks, which are in host memory.
 _SWAPPED = {
     "flux-lora": 28,
     "sd3-lora": 20,
     "lumina-lora": 20,
     "chroma-lora": 28,
     "anima-lora": 24,
-    "hunyuan-image-lora": 30,
+    "hunyuan-image-lora": 10,
     "flux-finetune": 28,
     "sd3-finetune": 18,
     "anima-finetune": 20,
@@ -90,15 +90,17 @@ def _common(generator: random.Random) -> list[str]:
         *_sometimes(generator, "--vae_batch_size", "4"),
         *_sometimes(generator, "--max_grad_norm", generator.choice(("0", "1")), chance=0.5),
         *_sometimes(generator, "--min_snr_gamma", "5", "--noise_offset", "0.05", chance=0.1),
-        *_sometimes(generator, "--save_every_n_steps", "1", "--save_state", chance=0.2),
         *_sometimes(generator, "--ema", "--ema_device", "gpu"),
     ]
 
 
 def _finetune(kind: str, generator: random.Random) -> list[str]:
-    words = ["--gradient_checkpointing", "--optimizer_type", *generator.choice(_FINE_TUNE_OPTIMIZERS).split()]
-    if kind in _SWAPPED:
-        words += _sometimes(generator, "--blocks_to_swap", str(generator.randint(2, _SWAPPED[kind])))
+    swapped = str(generator.randint(2, _SWAPPED[kind])) if kind in _SWAPPED and generator.random() < 0.3 else None
+    # The optimizer must not find weights of swapped blocks.
+    optimizer = _ADAFACTOR if swapped else generator.choice(_FINE_TUNE_OPTIMIZERS)
+    words = ["--gradient_checkpointing", "--optimizer_type", *optimizer.split()]
+    if swapped:
+        words += ["--blocks_to_swap", swapped, "--fused_backward_pass", "--gradient_accumulation_steps", "1"]
     if kind == "sdxl-finetune":
         words += _sometimes(generator, "--no-cache_text_encoder_outputs", "--train_text_encoder")
     return [*words, *_sometimes(generator, "--full_bf16", chance=0.5)]
@@ -111,6 +113,7 @@ def _lora(kind: str, generator: random.Random, networks: Collection[str]) -> lis
         "--gradient_checkpointing" if checkpoints else "--no-gradient_checkpointing",
         *("--network_dim", str(generator.choice((4, 8, 24, 48, 128)))),
         *_sometimes(generator, "--fused_operations"),
+        *_sometimes(generator, "--save_every_n_steps", "1", "--save_state", chance=0.2),
         *_sometimes(generator, "--network_dropout", "0.1", chance=0.2),
         *generator.choice(_PRECISIONS),
         *_sometimes(generator, "--expandable_segments"),

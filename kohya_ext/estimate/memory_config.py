@@ -238,10 +238,11 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
 
     For example, a dataset file is replaced by its largest batch.
     """
+    defaults = MemoryConfig(config.script)
+    config = replace(config, **{name: getattr(defaults, name) for name in config.family.ignores(config.script)})
     width, height, batch = _largest_batch(config)
     lora = config.trains_network
     compiled = config.selective_torch_compile and reason_not_to_compile(config) is None
-    defaults = MemoryConfig(config.script)
     return replace(
         config,
         resolution=f"{width},{height}",

@@ -40,6 +40,8 @@ _MODES = {"xformers": "xformers.ops", "flash": "flash_attn", "sageattn": "sageat
 """Value of --attn_mode -> the module that it needs."""
 
 _SDPA = "sdpa"
+_TORCH = "torch"
+"""PyTorch's attention as a value of --attn_mode."""
 
 
 @dataclass(frozen=True)
@@ -111,26 +113,31 @@ def implementation(family: Family, args: Namespace) -> str:
         return next(chosen, "none")
     if hasattr(args, "attn_mode"):
         mode = args.attn_mode or ("xformers" if getattr(args, "xformers", False) else _SDPA)
-        return _SDPA if mode == "torch" else str(mode)
+        return _SDPA if mode == _TORCH else str(mode)
     if getattr(args, "use_sage_attn", False):
         return "sageattn"
     return "flash" if getattr(args, "use_flash_attn", False) else _SDPA
 
 
 def use_installed(script: str, args: Namespace) -> list[str]:
-    """Select PyTorch's attention where the package of the selected one cannot be imported; return a line for each option."""
+    """Select PyTorch's attention where the package of the selected one cannot be imported; return a line for each option.
+
+    Without any selection, --attn_mode becomes PyTorch's, as in Anima's LoRA script. Its other scripts fail at their first step.
+    """
     family = families.of(script, vars(args))
     if family is None:
         return []
     lines = []
     chosen = implementation(family, args)
+    if hasattr(args, "attn_mode") and args.attn_mode is None:
+        args.attn_mode = _TORCH if chosen == _SDPA else chosen
     if chosen in _MODES and (problem := _import_problem(_MODES[chosen])):
         lines.append(f"attention: {chosen} cannot be imported ({problem}); using PyTorch's")
         for name in ("xformers", "use_flash_attn", "use_sage_attn"):
             if hasattr(args, name):
                 setattr(args, name, False)
         if hasattr(args, "attn_mode"):
-            args.attn_mode = "torch"
+            args.attn_mode = _TORCH
         if family.unet:
             args.sdpa = True
     if getattr(args, "diffusers_xformers", False) and (problem := _import_problem(_MODES["xformers"])):

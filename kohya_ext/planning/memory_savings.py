@@ -210,8 +210,8 @@ def _adafactor(run: Attempt) -> Changes:
 
 
 def _saves_in_finetune(run: Attempt) -> bool:
-    """Return whether the run is a fine-tune whose script reads --fused_backward_pass and --full_bf16; SD1.5's ignores both."""
-    return run.family is not None and run.family.name != "sd15" and not run.trains_network
+    """Return whether the run is a fine-tune whose script reads --fused_backward_pass and --full_bf16."""
+    return run.family is not None and not run.trains_network and "full_bf16" not in run.family.finetune_ignores
 
 
 def _fused(run: Attempt) -> Changes:

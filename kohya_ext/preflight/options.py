@@ -80,6 +80,9 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
     if not getattr(args, "torch_compile", False) and (ignored := ignored_dynamo_backend(os.environ)) is not None:
         findings.notes.append(ignored)
     _check_samples(script, args, findings)
+    family = families.of(script.name, vars(args))
+    for option in given(args, *family.ignores(script.name)) if family is not None else ():
+        findings.warnings.append(f"{script.name} does not read --{option}, which changes nothing; remove it")
     findings.errors.extend(numbers.problems(script, args))
     findings.errors.extend(_impossible(script, args))
 
@@ -282,6 +285,7 @@ class _Run:
         self.args, self.script, self.network = args, script.name, _NETWORK in script.name
         self.sdxl = family is not None and family.name == "sdxl"
         self.empty_caption_cached = family is not None and family.caches_empty_caption
+        self.swaps_trained = family is not None and script.name in family.finetune and family.max_blocks_to_swap > 0
         self.offloads = family is None or script.name != family.lora or family.offloads_checkpoints
         self.bucket_steps = 1 if family is None else family.bucket_steps[script.name != family.lora]
         self.bucket_rest = (get("bucket_reso_steps") or self.bucket_steps) % self.bucket_steps
@@ -344,6 +348,9 @@ _RULES = (
     _together(*_FUSED, because="choose one"),
     _together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it"),
     _Rule(_FUSED[:1], lambda run: not run.adafactor, "--{option} works with --optimizer_type Adafactor only"),
+    _Rule(("blocks_to_swap",), lambda run: run.swaps_trained and not any(map(run.has, _FUSED)),
+          "{run.script} fails at its first step with --{option}, because the optimizer finds weights in host memory; add "
+          "--fused_backward_pass, which needs --optimizer_type Adafactor"),
     _Rule(_FUSED, lambda run: run.accumulation > 1,
           "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
     _Rule(("cpu_offload_checkpointing",), lambda run: run.has("gradient_checkpointing") and not run.offloads,

@@ -114,6 +114,9 @@ class Family:
     finetune_in_16_bits: bool = False
     """Whether the fine-tuning script loads the model in 16 bits without --full_bf16."""
 
+    finetune_ignores: tuple[str, ...] = ()
+    """Options that the fine-tuning scripts accept and do not read."""
+
     trains_text_encoders: bool = True
     """Whether the LoRA script can train text encoders."""
     caches_t5_alone: bool = False
@@ -139,6 +142,10 @@ class Family:
     def presets(self, script: str) -> str | None:
         """Return the presets folder of a script: ``sdxl-finetune``; None for a script without presets."""
         return f"{self.name}-lora" if script == self.lora else f"{self.name}-finetune" if script in self.finetune else None
+
+    def ignores(self, script: str) -> tuple[str, ...]:
+        """Return the options that a script accepts and does not read."""
+        return self.finetune_ignores if script in self.finetune else ()
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -179,6 +186,7 @@ FAMILIES: tuple[Family, ...] = (
         side=512,
         bucket_steps=(64, 64),
         offloads_checkpoints=False,
+        finetune_ignores=("full_bf16", "fused_backward_pass"),
         sampler=Sampler(guided_together=True, moves_vae_first=True, autocast="denoising"),
     ),
     # Must precede FLUX, because a Chroma checkpoint also has FLUX's tensors.
@@ -249,8 +257,9 @@ FAMILIES: tuple[Family, ...] = (
         first_input="x",
         blocks=Blocks("library.lumina_models", ("JointTransformerBlock",), "_forward"),
         bucket_steps=(16, 16),
-        max_blocks_to_swap=0,  # lumina_train.py accepts --blocks_to_swap but ignores it
+        max_blocks_to_swap=0,  # not in lumina_train.py
         finetune_in_16_bits=True,
+        finetune_ignores=("blocks_to_swap",),
         assumed="captions as long as --gemma2_max_token_length allows",
         sampler=Sampler(moves_blocks_back=True, autocast="apart", side=1024),
     ),

@@ -50,6 +50,16 @@ def test_missing_package_is_replaced_by_pytorchs_attention(monkeypatch, script, 
     assert len(lines) == bool(changed)
 
 
+@pytest.mark.parametrize(
+    ("selected", "mode"), [({}, "torch"), ({"xformers": True}, "xformers"), ({"attn_mode": "flash"}, "flash")]
+)
+def test_anima_without_an_attention_uses_pytorchs(monkeypatch, selected, mode):
+    monkeypatch.setattr(attention, "_import_problem", lambda module: "")
+    arguments = Namespace(**{"attn_mode": None, "xformers": False} | selected)
+    assert use_installed("anima_train.py", arguments) == []
+    assert arguments.attn_mode == mode
+
+
 def test_masks_of_the_families():
     masked = [name for name, family in BY_NAME.items() if shapes(family, Namespace(train_batch_size=2))[0].masked]
     assert masked == ["lumina", "hunyuan-image"]

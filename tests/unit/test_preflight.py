@@ -367,7 +367,13 @@ def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
         ("sdxl_train.py", {"lr_scheduler": "cosin"}, "Did you mean cosine?"),
         ("sdxl_train.py", {"optimizer_args": ["weight_decay"]}, "name=value"),
         ("sdxl_train.py", {"v2": True, "pretrained_model_name_or_path": "x"}, "--v2"),
-        ("flux_train.py", {"blocks_to_swap": 5, "cpu_offload_checkpointing": True}, "--cpu_offload_checkpointing"),
+        (
+            "flux_train.py",
+            {"blockwise_fused_optimizers": True, "blocks_to_swap": 5, "cpu_offload_checkpointing": True},
+            "--cpu_offload_checkpointing",
+        ),
+        ("flux_train.py", {"blocks_to_swap": 5}, "add --fused_backward_pass"),
+        ("anima_train.py", {"blocks_to_swap": 5, "fused_backward_pass": False}, "finds weights in host memory"),
         ("sdxl_train.py", {"enable_bucket": True, "bucket_reso_steps": 16}, "multiple of 32"),
         ("fine_tune.py", {"enable_bucket": True, "bucket_reso_steps": 32}, "multiple of 64"),
         ("flux_train.py", {"enable_bucket": True, "bucket_reso_steps": 8}, "multiple of 16"),
@@ -377,6 +383,28 @@ def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
 def test_options_that_contradict_are_an_error(script, args, expected):
     (error,) = check(options.check, script, **args).errors
     assert expected in error
+
+
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [
+        ("flux_train.py", {"blocks_to_swap": 5, "blockwise_fused_optimizers": True}),
+        ("flux_train.py", {"blocks_to_swap": 0}),
+        ("flux_train_control_net.py", {"blocks_to_swap": 5}),
+        ("lumina_train.py", {"blocks_to_swap": 5}),
+    ],
+)
+def test_swapped_blocks_that_the_optimizer_finds_are_no_error(script, args):
+    assert check(options.check, script, **args).errors == []
+
+
+@pytest.mark.parametrize(
+    ("script", "option", "warned"),
+    [("train_db.py", "full_bf16", True), ("lumina_train.py", "blocks_to_swap", True), ("sdxl_train.py", "full_bf16", False)],
+)
+def test_option_that_the_script_does_not_read_is_a_warning(script, option, warned):
+    warnings = check(options.check, script, **{option: True, "mixed_precision": "bf16"}).warnings
+    assert [f"{script} does not read --{option}" in line for line in warnings] == [True] * warned
 
 
 @pytest.mark.parametrize(
