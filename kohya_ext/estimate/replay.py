@@ -50,6 +50,7 @@ def replay(
         memory[name] = Memory(allocator.most_reserved, {name: max(allocator.peaks.values())})
         workspace = workspace or [numbers + number for number in _workspaces(log)]
         late = {numbers + event.storage for event in log.events[: log.start]} if log.leaves_late else set()
+        late = {storage for storage in late if allocator.holds(storage)}
         numbers += len(log.kinds)
         allocator.keep({*workspace, *late})
         allocator.release_unused()

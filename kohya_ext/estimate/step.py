@@ -156,36 +156,57 @@ def measure(
 
 
 def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:
-    """Return the logs of the work before the first step: caching latents and text encoder outputs."""
-    logs = {}
-    loaded: list[tuple[Any, Kind]]
+    """Return the logs of the work before the first step: caching latents and text encoder outputs.
+
+    With ``lowram`` the scripts load all models into GPU memory and cast them there. The first log then begins with it.
+    """
+    logs: dict[str, Log] = {}
     with fake_tensors() as assumptions:
         models = build(config)
         assumptions.integer = models.caption_tokens
         dtype, vae_dtype = _dtypes(config)
         accelerator = _accelerator(config)
-        if config.lowram:  # all models are loaded into GPU memory
-            for module in (models.unet, *models.text_encoders):
+        unet, vae = (models.unet, Kind.WEIGHT), (models.vae, Kind.VAE)
+        encoders = [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders]
+        loaded = [unet, *encoders, vae]
+        if config.lowram and config.family.name == "sdxl":  # a file in 16 bits, which SD 1.5's scripts load on the host
+            for module, _ in loaded:
                 cast(module, dtype)
+
+        def log(name: str, resident: Sequence[tuple[Any, Kind]], prepare: Callable[[], None], work: Callable[[], Any]) -> None:
+            def prepare_and_work(tracker: Tracker) -> None:
+                if not logs:
+                    _cast_to_float32(config, models)
+                    tracker.release_unused()
+                prepare()
+                work()
+
+            if config.lowram:
+                logs[name] = _log_caching(resident if logs else loaded, prepare_and_work)
+            else:
+                prepare()  # on the host
+                logs[name] = _log_caching(resident, lambda tracker: work())
+
+        def prepare_encoders() -> None:
+            for encoder in models.text_encoders:
+                if trainer.cast_text_encoder(arguments):
+                    cast(encoder, dtype)
+                encoder.requires_grad_(False).eval()
+
         if config.cache_latents:
-            if trainer.cast_vae(arguments):
-                cast(models.vae, vae_dtype)
-            models.vae.requires_grad_(False).eval()
             batch = max(config.vae_batch_size, 1)
+
+            def prepare_vae() -> None:
+                if trainer.cast_vae(arguments):
+                    cast(models.vae, vae_dtype)
+                models.vae.requires_grad_(False).eval()
 
             def encode_images() -> Any:
                 images = _images(config, batch, next(models.vae.parameters()).dtype)  # cast on the host
                 return trainer.encode_images_to_latents(arguments, models.vae, images)
 
-            loaded = [(models.vae, Kind.VAE)]
-            if config.lowram:
-                loaded += [(models.unet, Kind.WEIGHT), *((encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders)]
-            logs["caching latents"] = _log_caching(loaded, encode_images)
+            log("caching latents", [vae], prepare_vae, encode_images)
         if config.cache_text_encoder_outputs and not config.text_encoder_cpu:
-            for encoder in models.text_encoders:
-                if trainer.cast_text_encoder(arguments):
-                    cast(encoder, dtype)
-                encoder.requires_grad_(False).eval()
             strategy = trainer.get_text_encoding_strategy(arguments)
             ids = models.token_ids(config.text_encoder_batch_size or config.train_batch_size)
 
@@ -193,22 +214,37 @@ def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: Network
                 with accelerator.autocast():
                     return strategy.encode_tokens(models.tokenizers, models.text_encoders, ids)
 
-            loaded = [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders]
-            if config.lowram:
-                # Upstream moves the VAE to the host after caching latents.
-                loaded += [(models.unet, Kind.WEIGHT), *([] if config.cache_latents else [(models.vae, Kind.VAE)])]
-            caching = _log_caching(loaded, encode_captions)
+            # Upstream moves the VAE to the host after caching latents.
+            log(
+                "caching text encoder outputs",
+                [*encoders, *([unet] if config.lowram else [])],
+                prepare_encoders,
+                encode_captions,
+            )
             # sdxl_train.py moves the text encoders to the host after it has prepared the U-Net.
+            caching = logs["caching text encoder outputs"]
             logs["caching text encoder outputs"] = replace(caching, leaves_late=config.script == "sdxl_train.py")
+        if config.lowram and not logs:
+            log("loading", loaded, prepare_encoders, lambda: None)
     return logs
 
 
-def _log_caching(resident: Sequence[tuple[Any, Kind]], work: Callable[[], Any]) -> Log:
+def _cast_to_float32(config: MemoryConfig, models: Models) -> None:
+    """Cast models in GPU memory, as the scripts do when they load them.
+
+    With the extension, a LoRA of SDXL keeps the precision of its U-Net.
+    """
+    keeps = config.family.name == "sdxl" and config.trains_network and config.network_module in config.family.networks
+    for module in (*([] if keeps else [models.unet]), *models.text_encoders, models.vae):
+        cast(module, torch.float32)
+
+
+def _log_caching(resident: Sequence[tuple[Any, Kind]], work: Callable[[Tracker], Any]) -> Log:
     with Tracker() as tracker, tracker.during(CACHING), torch.no_grad():
         for module, kind in resident:
             tracker.mark(_tensors(module), kind)
         start = len(tracker.events)
-        work()
+        work(tracker)
         events = [*tracker.events]  # without the models' own frees
     return Log(events, tracker.kinds, start, tracker.flops)
 
