@@ -92,12 +92,19 @@ def reason_not_to_record(args: Any) -> str | None:
     for name in _NOT_RECORDED:
         if getattr(args, name, None):
             return f"--{name} is not supported"
-    return None
+    drops = getattr(args, "network_dropout", None) or _network_args(args).get("rank_dropout", "").strip("0.")
+    if drops and getattr(args, "gradient_checkpointing", None):
+        return "dropout with gradient checkpointing restores random states, which cannot be recorded"
+    return _random_structure(args)
+
+
+def _network_args(args: Any) -> dict[str, str]:
+    return dict(option.split("=", 1) for option in getattr(args, "network_args", None) or () if "=" in option)
 
 
 def _random_structure(args: Any) -> str | None:
     """Return why the user's network cannot be traced: its structure is random in every call; None if it can."""
-    given = dict(option.split("=", 1) for option in getattr(args, "network_args", None) or () if "=" in option)
+    given = _network_args(args)
     if getattr(args, "network_module", None) == "networks.dylora" or given.get("algo") == "dylora":
         return "DyLoRA draws a random rank in every call of every layer, which breaks the graph"
     if given.get("module_dropout", "").strip("0."):

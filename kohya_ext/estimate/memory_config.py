@@ -298,10 +298,7 @@ def with_bf16(config: MemoryConfig) -> MemoryConfig:
 
 def _is_recorded(config: MemoryConfig) -> bool:
     """Return whether --cuda_graphs records the model. What breaks a compiled block's graph breaks a recording, too."""
-    if reason_not_to_record(config) is not None or reason_not_to_compile(config) is not None:
-        return False
-    restores_random_states = bool(config.network_dropout and config.gradient_checkpointing)
-    return config.family.name in RECORDED and not restores_random_states
+    return reason_not_to_record(config) is None and reason_not_to_compile(config) is None and config.family.name in RECORDED
 
 
 def _none_if(value: Value | None, default: Value | None) -> Value | None:

@@ -20,11 +20,12 @@ import torch
 
 from kohya_ext.console import note, warn
 from kohya_ext.estimate.tracker import Allocations
+from kohya_ext.gpu.batch_sizes import largest_batch, pixels_of
 from kohya_ext.gpu.memory_meter import MemoryMeter
 from kohya_ext.gpu.out_of_memory import is_out_of_memory
 from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks, recomputed_methods
-from kohya_ext.patching.training_loop import current_batch, data_sets
-from kohya_ext.patching.types import Accelerator, Batch
+from kohya_ext.patching.training_loop import current_batch
+from kohya_ext.patching.types import Accelerator
 from kohya_ext.units import format_size
 
 #: Below this share compiled blocks recompute nearly everything; single blocks are freed instead, as without compiling.
@@ -280,31 +281,3 @@ def _set_random_state(state: Sequence[torch.Tensor]) -> None:
     torch.set_rng_state(state[0])
     for on_gpu in state[1:]:
         torch.cuda.set_rng_state(on_gpu)
-
-
-# --- batch sizes -----------------------------------------------------------------------------------------------------
-
-
-def pixels_of(batch: Batch, accelerator: Accelerator) -> int:
-    """Return the pixels of all images of an sd-scripts batch; 0 if unknown.
-
-    Cached latents are smaller by a factor that depends on the VAE: the right factor leads to a bucket of the dataset.
-    """
-    for name, factors in (("images", (1,)), ("latents", (8, 16, 32))):
-        values = batch.get(name)
-        if isinstance(values, torch.Tensor) and values.dim() >= 4:
-            height, width = values.shape[-2:]
-            sizes = {size for dataset in data_sets(accelerator) for size in dataset.bucket_manager.resos}
-            factor = next((factor for factor in factors if (width * factor, height * factor) in sizes), 0)
-            return int(values.shape[0] * width * height * factor**2)
-    return 0
-
-
-def largest_batch(accelerator: Accelerator) -> int:
-    """Return the pixels of the largest batch of the dataset; 0 if unknown."""
-    sizes = [
-        width * height * min(int(dataset.batch_size), len(bucket))
-        for dataset in data_sets(accelerator)
-        for (width, height), bucket in zip(dataset.bucket_manager.resos, dataset.bucket_manager.buckets, strict=True)
-    ]
-    return max(sizes, default=0)

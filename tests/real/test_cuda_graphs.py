@@ -57,7 +57,7 @@ CASES = {
         LORA,
         (*BF16, "--network_module", "networks.dylora", "--network_args", "unit=1"),
         without=("--gradient_checkpointing",),
-        reason="the model draws random numbers on the CPU",
+        reason="DyLoRA draws a random rank",
     ),
 }
 

@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.estimate.tracker import Allocations  # noqa: E402
 from kohya_ext.gpu import budget_controller  # noqa: E402
-from kohya_ext.gpu.budget_controller import Block, BudgetController, Phase, largest_batch, pixels_of  # noqa: E402
+from kohya_ext.gpu.batch_sizes import image_sizes, largest_batch, pixels_of  # noqa: E402
+from kohya_ext.gpu.budget_controller import Block, BudgetController, Phase  # noqa: E402
 from kohya_ext.gpu.memory_meter import HostMemoryMeter  # noqa: E402
 from kohya_ext.patching.checkpointed_blocks import checkpointed_blocks  # noqa: E402
 
@@ -66,6 +67,7 @@ def test_pixels_are_counted_from_latents_and_the_largest_batch_from_the_buckets(
     assert pixels_of({"latents": None, "images": torch.zeros(1, 3, 256, 256)}, accelerator()) == 256 * 256
     assert pixels_of({"latents": torch.zeros(2, 4, 9, 16)}, accelerator()) == 0
     assert largest_batch(accelerator()) == 256 * 256
+    assert image_sizes(accelerator()) == {(128, 64), (256, 256)}
 
 
 def test_blocks_with_the_most_flops_per_byte_are_freed_within_the_limit_of_the_largest_batch():
