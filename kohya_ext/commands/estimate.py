@@ -35,8 +35,8 @@ NO_GPU = 'For seconds per step, give --gpu with the name of a GPU: --gpu "RTX 40
 
 #: Measured: docs/memory.md.
 BUCKETS = (
-    "This is for images of one size. Several sizes (--enable_bucket) can reserve 3 to 6% more, which PyTorch frees before "
-    "it is out of memory. Under Linux, --expandable_segments prevents it."
+    "This is for images of one size. With accumulated gradients, several sizes (--enable_bucket) can reserve 3% more. Under "
+    "Linux, --expandable_segments prevents it."
 )
 
 ACCURACY = "compared with PyTorch's CUDA allocator on a virtual GPU and an H100, not on a GeForce GPU"
@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console()
         console.print(_table(prediction))
         seconds = step_time.lines(time, gpu) if time is not None and gpu is not None else [NO_GPU]
-        fragments = config.enable_bucket and not config.expandable_segments
+        accumulates = config.gradient_accumulation_steps > 1 and config.enable_bucket
+        fragments = accumulates and not config.expandable_segments
         more = [*([BUCKETS] if fragments else []), *([budget.words] if budget is not None else [])]
         for line in [*_lines(prediction, card), *seconds, *more]:
             console.print(line, highlight=False, soft_wrap=True)

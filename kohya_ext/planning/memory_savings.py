@@ -239,7 +239,11 @@ def _swap(run: Attempt) -> Changes:
     now = run.number("blocks_to_swap", 0)
     if now >= most or run.has("cpu_offload_checkpointing", "unsloth_offload_checkpointing"):
         return {}
-    return {"blocks_to_swap": most // 2 if now < most // 2 else most}
+    # A separate optimizer step would find trained weights in host memory.
+    fused = {} if run.trains_network or run.has(*_FUSED) else _fused(run)
+    if not (run.trains_network or run.has(*_FUSED) or fused):
+        return {}
+    return {"blocks_to_swap": most // 2 if now < most // 2 else most, **fused}
 
 
 def _network_only(run: Attempt) -> Changes:

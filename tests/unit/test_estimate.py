@@ -94,10 +94,16 @@ def test_a_preset_is_estimated_from_the_table_without_torch(checkout):
 
 @pytest.mark.parametrize(
     ("more", "printed"),
-    [([], True), (["--no-enable_bucket"], False), (["--expandable_segments"], False)],
+    [
+        ([], True),
+        (["--gradient_accumulation_steps", "1"], False),
+        (["--no-enable_bucket"], False),
+        (["--expandable_segments"], False),
+    ],
 )
 def test_images_of_several_sizes_are_mentioned_where_they_reserve_more(checkout, capsys, formula_estimates, more, printed):
-    main(["estimate", "sdxl_train_network.py", "--preset", "8gb", "--sd-scripts", str(checkout), *more])
+    words = ["--preset", "8gb", "--gradient_accumulation_steps", "2", *more]
+    main(["estimate", "sdxl_train_network.py", "--sd-scripts", str(checkout), *words])
     assert ("--expandable_segments prevents it" in capsys.readouterr().out) == printed
 
 

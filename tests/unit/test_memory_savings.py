@@ -50,6 +50,19 @@ def test_flux_uses_fp8_first_and_then_swaps_more_blocks() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("fused", "changes"),
+    [
+        ({}, {"blocks_to_swap": 17, "fused_backward_pass": True}),
+        ({"fused_backward_pass": True}, {"blocks_to_swap": 17}),
+        ({"blockwise_fused_optimizers": True, "optimizer_type": "AdamW"}, {"blocks_to_swap": 17}),
+    ],
+)
+def test_a_fine_tune_swaps_blocks_only_if_the_optimizer_steps_within_the_backward_pass(fused, changes) -> None:
+    run = attempt("flux_train.py", **{"optimizer_type": "Adafactor", **fused})
+    assert changes in [step.changes for step in steps(run) if step.saving.name == "block swap"]
+
+
 def test_the_effective_batch_is_kept() -> None:
     run = attempt(LORA, train_batch_size=6, gradient_accumulation_steps=2)
     sizes = [(6, 2)]
@@ -80,6 +93,7 @@ def test_the_effective_batch_is_kept() -> None:
         (attempt(LORA, mixed_precision="bf16"), "block swap"),
         (attempt("lumina_train_network.py", mixed_precision="bf16"), "block swap"),
         (attempt(FLUX, cpu_offload_checkpointing=True), "block swap"),
+        (attempt("flux_train.py", optimizer_type="AdamW8bit"), "block swap"),  # its step would find weights in host memory
         (attempt("anima_train_network.py", mixed_precision="bf16"), "fp8 base"),
         (attempt(LORA, network_train_unet_only=True), "text encoders frozen"),
         (attempt(LORA, resolution="512"), "resolution"),
