@@ -27,6 +27,10 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GAPS = 1.02
 """Reserved bytes divided by the tensors' peak, above which a step has gaps."""
 
+_LARGER = 1.1
+"""Pixels of the largest batch divided by the first step's, above which the segment is larger than the first step's memory.
+Buckets of one resolution differ by less, for which the gaps between other tensors are enough."""
+
 _SMALLEST = 2**28
 """Bytes of activations below which a segment for them would not be worth the call."""
 
@@ -103,7 +107,7 @@ class _Segment(TrainingCallback):
 
         needed = peak - self.resident if peak > self.earlier else unused
         larger = largest_batch(accelerator) / self.pixels if self.pixels else 1.0
-        return int(needed * max(larger, 1.0))
+        return int(needed * larger) if larger > _LARGER else needed
 
     def _stats(self) -> Mapping[str, Any]:
         """Return the allocator's counters, which it keeps on the host."""

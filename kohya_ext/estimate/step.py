@@ -282,6 +282,8 @@ def prepare(
     if not config.cache_latents:
         if trainer.cast_vae(arguments):
             cast(models.vae, vae_dtype)
+        else:
+            vae_dtype = next(models.vae.parameters()).dtype
         models.vae.requires_grad_(False).eval()
         # Fine-tunes move the VAE first, networks last.
         resident.insert(0 if network is None else len(resident), (models.vae, Kind.VAE))
