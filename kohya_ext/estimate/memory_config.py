@@ -102,6 +102,7 @@ class MemoryConfig:
     network_dim: int | None = None
     network_args: tuple[str, ...] | None = None
     network_dropout: float | None = None
+    scale_weight_norms: float | None = None
     network_train_unet_only: bool = False
     network_train_text_encoder_only: bool = False
     train_text_encoder: bool = False
@@ -261,7 +262,8 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         cache_latents_to_disk=False,
         cache_text_encoder_outputs=config.cache_text_encoder_outputs or config.cache_text_encoder_outputs_to_disk,
         cache_text_encoder_outputs_to_disk=False,
-        gradient_accumulation_steps=min(config.gradient_accumulation_steps, 2),
+        gradient_accumulation_steps=min(config.gradient_accumulation_steps, 3),
+        scale_weight_norms=1.0 if config.scale_weight_norms and lora else None,
         stop_text_encoder_training=None if (config.stop_text_encoder_training or 0) >= 0 else -1,
         max_grad_norm=float(config.max_grad_norm != 0),
         t5xxl=FP8 if _keeps_fp8(config) and _is_fp8(config.t5xxl) else None,

@@ -682,10 +682,10 @@ def _hook_where_blocks_move(lists: Iterable[Any], swapped: Sequence[Any]) -> Non
 def run_step(training: Training, tracker: Tracker) -> int:
     """Run one step and return the FLOPs of all its micro-steps.
 
-    With gradient accumulation two micro-steps are logged: gradients are allocated in the first and added to in the others. Work
-    is counted in the last one. CUDA graphs record the passes of a single one.
+    With gradient accumulation up to three micro-steps are logged: gradients are allocated in the first and added to in the
+    others. Work is counted in the last one. CUDA graphs record the passes of a single one.
     """
-    if training.config.gradient_accumulation_steps > 1 and not training.config.cuda_graphs:
+    for _ in range(0 if training.config.cuda_graphs else training.config.gradient_accumulation_steps - 1):
         _run_passes(training, tracker)
         tracker.work = Counter()
     before = tracker.flops
@@ -703,6 +703,8 @@ def run_step(training: Training, tracker: Tracker) -> int:
                 network.update_norms()
             training.optimizer.step()
             training.optimizer.zero_grad(set_to_none=True)
+        if training.config.scale_weight_norms and hasattr(network, "apply_max_norm_regularization"):
+            network.apply_max_norm_regularization(1.0, training.accelerator.device)
         tracker.log_unused()
         gc.collect()
     return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
