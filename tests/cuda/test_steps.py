@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 #: Leaves out the options of the extension that need launches and memory of their own.
 WITHOUT_ADDED_WORK = pytest.mark.configurations(lambda configuration: not configuration.adds_work)
 
-#: The file of the extension that reads values by a copy, which waits. Others read them after waiting for the stream.
-READING = "patches/optimizer_syncs.py"
+#: The files of the extension that read values by a copy, which waits. Others read them after waiting for the stream.
+READING = ("patches/optimizer_syncs.py", "patches/weight_norm_limit.py")
 
 
 def test_gpu_knows_every_call(pair):
@@ -60,6 +60,12 @@ def test_no_step_leaves_more_memory_than_upstream(pair):
     for number, (ours, theirs) in enumerate(zip(pair.ours.steps, pair.upstream.steps, strict=True), 1):
         assert ours.bytes <= theirs.bytes, f"step {number}"
     assert pair.ours.peak <= pair.upstream.peak + 1024  # scalars
+
+
+@pytest.mark.configurations(lambda configuration: "--scale_weight_norms" in configuration.options)
+def test_norms_of_all_modules_are_read_at_once(pair):
+    for ours, theirs in zip(pair.ours.later_steps, pair.upstream.later_steps, strict=True):
+        assert ours.syncs < theirs.syncs / 5
 
 
 @pytest.mark.configurations(lambda configuration: "--gradient_checkpointing_ratio" in configuration.extension_options)
