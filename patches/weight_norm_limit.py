@@ -1,7 +1,7 @@
 """Limit the norms of a LoRA's weights (``--scale_weight_norms``) without waiting for the GPU at each module.
 
 Upstream computes the norm of each module's change of the base weights after every step, and reads three values of each: 2,166
-waits for an SDXL U-Net. Here the norms of all modules are read at once, and only modules above the limit are scaled.
+waits for an SDXL U-Net. Here the norms of all modules are read together, and only modules above the limit are scaled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
 _limited = 0
-"""Number of steps whose norms were read at once."""
+"""Number of steps whose norms were read together."""
 
 
 def _facts() -> Mapping[str, object]:
@@ -35,7 +35,7 @@ def _change(down: Any, up: Any, scale: Any) -> Any:
     return change.mul_(scale)
 
 
-def _read_at_once(original: Any, settings: Settings) -> Any:
+def _read_together(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def apply_max_norm_regularization(self: Any, max_norm_value: float, device: Any) -> tuple[int, float, float]:
         global _limited
@@ -66,12 +66,12 @@ def _read_at_once(original: Any, settings: Settings) -> Any:
 
 PATCH = Patch(
     name="weight_norm_limit",
-    summary="--scale_weight_norms: read the norms of all modules at once, instead of waiting for the GPU at each",
+    summary="--scale_weight_norms: read the norms of all modules together, instead of waiting for the GPU at each",
     targets=tuple(
         Target(
             f"networks.{name}",
             "LoRANetwork.apply_max_norm_regularization",
-            _read_at_once,
+            _read_together,
             takes("self", "max_norm_value", "device", exactly=True),
             body=known_bodies("2e2f4d8a4fc7"),
         )

@@ -63,7 +63,7 @@ def test_no_step_leaves_more_memory_than_upstream(pair):
 
 
 @pytest.mark.configurations(lambda configuration: "--scale_weight_norms" in configuration.options)
-def test_norms_of_all_modules_are_read_at_once(pair):
+def test_norms_of_all_modules_are_read_together(pair):
     for ours, theirs in zip(pair.ours.later_steps, pair.upstream.later_steps, strict=True):
         assert ours.syncs < theirs.syncs / 5
 

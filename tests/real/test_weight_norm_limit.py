@@ -1,4 +1,4 @@
-"""`--scale_weight_norms` with all norms read at once gives upstream's weights and norms."""
+"""`--scale_weight_norms` with all norms read together gives upstream's weights and norms."""
 
 import pytest
 

@@ -21,6 +21,7 @@ OTHERS = {f"--{name}" for name in (
     "vae_batch_size", "lr_scheduler", "log_with", "fp8_base", "fp8_base_unet", "fp8_scaled", "base_weights",
     "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", "ddp_timeout", "train_batch_size",
     "max_train_steps", "gradient_accumulation_steps", "persistent_data_loader_workers",
+    "attn_mode", "full_bf16", "lowram", "scale_weight_norms",
     "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "signal",  # SLURM's
 )}  # fmt: skip
 
