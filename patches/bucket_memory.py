@@ -57,8 +57,6 @@ class _Segment(TrainingCallback):
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Measure the memory before the first step; reserve the segment again before a later one if it was returned."""
-        from kohya_ext.gpu.batch_sizes import image_sizes, pixels_of
-
         if self.ended:
             return
         stats = self._stats()
@@ -66,6 +64,8 @@ class _Segment(TrainingCallback):
             if stats["reserved_bytes"]["all"]["current"] < self.reserved - self.size // 2:
                 self._reserve(stats)
             return
+        from kohya_ext.gpu.batch_sizes import image_sizes, pixels_of
+
         if not self.resident:
             allocated = stats["allocated_bytes"]["all"]
             self.resident, self.earlier = allocated["current"], allocated["peak"]

@@ -1,7 +1,7 @@
 """Limit the norms of a LoRA's weights (``--scale_weight_norms``) without waiting for the GPU at each module.
 
-Upstream computes the norm of each module's change of the base weights after every step, and reads three values of each: 2,166
-waits for an SDXL U-Net. Here the norms of all modules are read together, and only modules above the limit are scaled.
+Upstream computes the norm of each module's change of the base weights after every step, and waits three times for each. Here
+the norms of all modules are read together, and only modules above the limit are scaled.
 """
 
 from __future__ import annotations
