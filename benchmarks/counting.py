@@ -74,7 +74,7 @@ def count(checkout: Checkout, command: CommandLine, without: Sequence[str]) -> d
             with tracker:
                 step.allocate_resident(training, tracker)
                 with Traffic(tracker) as traffic:
-                    flops = step.run_step(training, tracker)
+                    flops, _ = step.run_step(training, tracker)
     operators = {name: {"kernels": traffic.kernels[name], "moved_bytes": size} for name, size in traffic.moved.most_common()}
     return {
         "kernels": traffic.kernels.total(),

@@ -17,6 +17,7 @@ _READS = frozenset(
     for name in (
         *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim"),
         *("unique_consecutive", "unique_dim_consecutive", "bincount"),
+        "_linalg_check_errors",  # torch.inverse and its kin
     )
 )
 _INDEXED = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})

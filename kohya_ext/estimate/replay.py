@@ -126,6 +126,8 @@ class _Parts:
     workspaces: Collection[int]
     storages: int
     """The number of storages in the log."""
+    replaces: Mapping[int, int]
+    """As :attr:`Log.replaces`."""
 
     @property
     def loaded(self) -> list[Event]:
@@ -136,7 +138,7 @@ class _Parts:
     def steps(self, count: int) -> Iterator[Event]:
         """Yield the events of the first steps without the recorded passes."""
         resident = {event.storage: event for event in self.loading if event.bytes > 0}
-        return repeated([*self.before, *self.after], resident, self.once, count, self.storages)
+        return repeated([*self.before, *self.after], resident, self.once, count, self.storages, self.replaces)
 
 
 def _parts(step: Log, has_workspace: bool) -> _Parts:
@@ -145,7 +147,7 @@ def _parts(step: Log, has_workspace: bool) -> _Parts:
     known = _workspaces(step) if has_workspace else set()
     if recording is None:
         loading, before = ([*_without(part, known)] for part in (events[: step.start], events[step.start :]))
-        return _Parts(loading, before, (), (), workspaces, workspaces, len(step.kinds))
+        return _Parts(loading, before, (), (), workspaces, workspaces, len(step.kinds), step.replaces)
     inside = {event.storage for event in events[recording.start : recording.end] if event.bytes > 0}
     static = [*events[recording.inputs : recording.start], *events[recording.end : recording.staged]]
     # The staging buffers are allocated before the recording.
@@ -153,7 +155,7 @@ def _parts(step: Log, has_workspace: bool) -> _Parts:
     loading, before, after = ([*_without(part, inside | known)] for part in (*outside, events[recording.staged :]))
     passes = [event for event in events[recording.start : recording.end] if event.storage in inside]
     once = workspaces | {event.storage for event in static if event.bytes > 0}
-    return _Parts(loading, before, passes, after, once, workspaces, len(step.kinds))
+    return _Parts(loading, before, passes, after, once, workspaces, len(step.kinds), step.replaces)
 
 
 def _record(allocator: CachingAllocator, passes: Sequence[Event], workspaces: Collection[int]) -> None:
@@ -179,16 +181,25 @@ def _kept(passes: Iterable[Event]) -> set[int]:
 
 
 def repeated(
-    events: Collection[Event], resident: Mapping[int, Event], once: Collection[int], count: int, storages: int
+    events: Collection[Event],
+    resident: Mapping[int, Event],
+    once: Collection[int],
+    count: int,
+    storages: int,
+    replaces: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[Event]:
     """Yield the events of a run's first ``count`` steps from those of a later one, which has ``storages``.
 
     A storage of step n has its number plus n times ``storages``. ``resident`` are the allocations before the step, by storage.
     The first step creates the optimizer state at its first use and the storages in ``once``. Any other storage that a step does
-    not free replaces that of the step before, and those from before the step that it frees (accumulated gradients) are
-    allocated again for the next one.
+    not free replaces that of the step before, or is replaced by another one of the next step in ``replaces``. Those from before
+    the step that it frees (accumulated gradients) are allocated again for the next one.
     """
     freed = {event.storage for event in events if event.bytes < 0}
+    left = {event.storage for event in events if event.bytes > 0} - freed - {*once}
+    replaced = {storage: storage for storage in left - {*replaces.values()}} | {
+        new: old for new, old in replaces.items() if old in left
+    }
     for index in range(count):
         if index:
             yield from _numbered((resident[storage] for storage in freed & resident.keys()), index * storages)
@@ -196,14 +207,13 @@ def repeated(
             if event.bytes == 0:
                 if index == 0:
                     yield Event(event.storage, resident[event.storage].bytes, event.phase)
-            elif event.storage in freed:
+            elif event.storage in once and event.storage not in freed:
+                if index == 0:
+                    yield event
+            else:
                 yield Event(event.storage + index * storages, event.bytes, event.phase)
-            elif event.storage not in once:
-                yield Event(event.storage + index * storages, event.bytes, event.phase)
-                if index:
-                    yield Event(event.storage + (index - 1) * storages, -event.bytes, event.phase)
-            elif index == 0:
-                yield event
+                if index and event.bytes > 0 and event.storage in replaced:
+                    yield Event(replaced[event.storage] + (index - 1) * storages, -event.bytes, event.phase)
 
 
 def _workspaces(log: Log) -> set[int]:

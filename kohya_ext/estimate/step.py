@@ -61,6 +61,9 @@ class Log:
     """Logs of work between steps, by phase."""
     recording: Recording | None = None
     """The passes that CUDA graphs record; None without them."""
+    replaces: Mapping[int, int] = field(default_factory=dict)
+    """Storages of a step -> those that they replace, which the step before has left: the batch and the loss of its last
+    micro-step."""
     leaves_late: bool = False
     """Whether the models of caching leave GPU memory only after the trained model is loaded."""
 
@@ -147,12 +150,12 @@ def measure(
         with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _clipping_as_on_cuda():
             start = allocate_resident(training, tracker)
             tracker.work = Counter()
-            flops = run_step(training, tracker)
+            flops, replaces = run_step(training, tracker)
             work = tracker.work.work(_copied_bytes(training))
             events = [*tracker.events]
             between = {SAMPLING: _log_sampling(training, tracker)} if config.sample_prompts else {}
     trainable = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
-    return Log(events, tracker.kinds, start, flops, work, trainable, between, passes.recording)
+    return Log(events, tracker.kinds, start, flops, work, trainable, between, passes.recording, replaces)
 
 
 def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:
@@ -321,6 +324,7 @@ def _prepare_network(
     train_text_encoder = bool(trainer.is_train_text_encoder(arguments))
     trainer.post_process_network(arguments, accelerator, network, models.text_encoders, models.unet)
     network.apply_to(encoders, models.unet, train_text_encoder, train_unet)
+    _leave_constants_on_host(network)
     flags = trainer.get_text_encoders_train_flags(arguments, models.text_encoders)
     checkpointing = config.gradient_checkpointing
     if checkpointing:
@@ -377,6 +381,24 @@ def _restored_lists(module: Any) -> Iterator[None]:
 def _casts_text_encoders_to_8_bits(config: MemoryConfig) -> bool:
     """Return whether the script of a network casts its text encoders to 8 bits, after it has moved them into GPU memory."""
     return config.trains_network and config.fp8_base and not config.fp8_base_unet and not config.text_encoder_cpu
+
+
+def _leave_constants_on_host(network: Any) -> None:
+    """Put tensors that are neither parameters nor buffers on another device, since ``Module.to`` leaves them there.
+
+    OFT's identity matrices are such tensors. Its first forward pass copies them into GPU memory. Numbers stay, since
+    operators of the GPU take them from the host.
+    """
+
+    def leave(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value
+
+    for module in network.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, leave(value))
+            elif isinstance(value, list):
+                value[:] = [leave(item) for item in value]
 
 
 def _network_groups(network: Any, arguments: Namespace) -> Any:
@@ -679,17 +701,19 @@ def _hook_where_blocks_move(lists: Iterable[Any], swapped: Sequence[Any]) -> Non
             blocks[index].register_full_backward_hook(lambda *_: None)
 
 
-def run_step(training: Training, tracker: Tracker) -> int:
-    """Run one step and return the FLOPs of all its micro-steps.
+def run_step(training: Training, tracker: Tracker) -> tuple[int, dict[int, int]]:
+    """Run one step; return the FLOPs of all its micro-steps, and which storages it replaces (:attr:`Log.replaces`).
 
     With gradient accumulation up to three micro-steps are logged: gradients are allocated in the first and added to in the
     others. Work is counted in the last one. CUDA graphs record the passes of a single one.
     """
-    for _ in range(0 if training.config.cuda_graphs else training.config.gradient_accumulation_steps - 1):
-        _run_passes(training, tracker)
+    micro_steps = 1 if training.config.cuda_graphs else training.config.gradient_accumulation_steps
+    inputs = []  # of each micro-step
+    for _ in range(micro_steps):
         tracker.work = Counter()
-    before = tracker.flops
-    _run_passes(training, tracker)
+        before = tracker.flops
+        _run_passes(training, tracker)
+        inputs.append(tracker.numbers((training.batch, training.loss)))
     network = training.network
     with tracker.during(STEP):
         if network is not None:
@@ -707,7 +731,8 @@ def run_step(training: Training, tracker: Tracker) -> int:
             network.apply_max_norm_regularization(1.0, training.accelerator.device)
         tracker.log_unused()
         gc.collect()
-    return int((tracker.flops - before) * training.arguments.gradient_accumulation_steps)
+    flops = (tracker.flops - before) * training.arguments.gradient_accumulation_steps
+    return int(flops), dict(zip(inputs[0], inputs[-1], strict=True))
 
 
 def _run_passes(training: Training, tracker: Tracker) -> None:

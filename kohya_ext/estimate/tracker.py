@@ -207,6 +207,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if isinstance(value, torch.Tensor):
                 self._record(value, kind)
 
+    def numbers(self, values: Any) -> list[int]:
+        """Return the numbers of the storages of some values that are in the log."""
+        storages = [value.untyped_storage() for value in tree_iter(values) if isinstance(value, torch.Tensor)]
+        return [self._live[id(storage)].number for storage in storages if id(storage) in self._live]
+
     def _kind_of(self, func: Any, args: Any) -> Kind:
         if self.phase == BACKWARD:
             # Inside backward, gradients are enabled only while checkpointing recomputes a forward.

@@ -23,6 +23,9 @@ PROCESSORS, THREADS = 128, 1536
 #: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
 FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+#: Largest width of a head in flash attention.
+WIDEST_FLASH = 256
+
 #: (arguments, keyword arguments) of an operator -> the bytes of each tensor that it uses; 0 for none.
 Workspace = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[int]]
 
@@ -113,14 +116,17 @@ def _flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence
     return 4 * rows, 4 * rows * _rounded_width(width)
 
 
-def _flash_attention_in_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+def _attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
     """Return the sums and outputs of the parts of keys that blocks share, where queries alone would leave most of a GPU idle.
 
-    ``num_splits_heuristic`` and ``set_params_splitkv`` of the same file.
+    ``num_splits_heuristic`` and ``set_params_splitkv`` of the same file. Memory-efficient attention, of wide heads (a VAE's),
+    has an output in fp32 (``kNeedsOutputAccumulatorBuffer``).
     """
     if kwargs.get("attn_mask") is not None:
         return ()
     batch, heads, length, width = args[0].shape
+    if width > WIDEST_FLASH:
+        return (4 * args[0].numel() if args[0].element_size() < 4 else 0,)
     keys = -(-args[1].shape[2] // (256 if width <= 64 else 128 if width <= 128 else 64))  # blocks
     blocks, places = batch * heads * -(-length // 64), 2 * PROCESSORS
     parts = 1 if blocks >= 0.8 * places else _parts(blocks, places, keys)
@@ -216,7 +222,7 @@ _BEFORE: Mapping[Any, Workspace] = {
 }
 
 _AFTER: Mapping[Any, Workspace] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention_in_parts,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     FLASH_ATTENTION_BACKWARD: _flash_attention,
     _aten.convolution_backward.default: _convolution_backward_after,
     _aten.native_group_norm.default: _copies(0),

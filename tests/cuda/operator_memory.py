@@ -71,7 +71,7 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             yield f"_softmax_backward_data {given} {other}", _aten._softmax_backward_data, arguments
     # torch 2.6 rounds a width of 160 to itself, later ones to 192.
     widths = () if version.parse(torch.__version__).release < (2, 7) else ((256, 256, 160), (256, 77, 160))
-    for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 4096, 64), *widths):
+    for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 4096, 64), (1024, 1024, 512), *widths):
         query, key = (torch.empty(BATCH, count, 8, width, dtype=torch.bfloat16).transpose(1, 2) for count in (length, keys))
         yield f"attention {length} {keys} {width}", torch.nn.functional.scaled_dot_product_attention, (query, key, key)
     image = images("whole").requires_grad_()
