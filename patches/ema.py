@@ -32,9 +32,6 @@ from kohya_ext.patching.types import Accelerator
 FILE = "kohya_ext_ema.safetensors"
 """The file in a state's folder."""
 
-_CHUNK = 8
-"""Number of weights averaged in one call, which bounds the copies for another dtype or device."""
-
 _STAGED = 2**29
 """Bytes of pinned memory for the copies of weights. More weights are copied in several groups, each after the one before."""
 
@@ -62,14 +59,16 @@ EMA_DEVICE = Option(
 
 
 def _update(averages: list[Any], weights: list[Any], share: float) -> None:
-    """Move averages towards weights by a share of the difference."""
+    """Move averages towards weights by a share of the difference. Weights of another dtype or device are copied one by one."""
     import torch
 
     with torch.no_grad():
-        for start in range(0, len(averages), _CHUNK):
-            chunk = averages[start : start + _CHUNK]
-            latest = [weight.detach().to(chunk[0].device, torch.float32) for weight in weights[start : start + _CHUNK]]
-            torch._foreach_lerp_(chunk, latest, share)
+        pairs = [*zip(averages, weights, strict=True)]
+        if all(weight.dtype is torch.float32 and weight.device == average.device for average, weight in pairs):
+            torch._foreach_lerp_(averages, [weight.detach() for weight in weights], share)
+            return
+        for average, weight in pairs:
+            average.lerp_(weight.detach().to(average.device, torch.float32), share)
 
 
 def _staging_memory(size: int) -> Any:
@@ -171,12 +170,16 @@ class _Average(TrainingCallback):
         note(f"--ema averages {len(self.weights)} tensors ({size / 1e9:.2f} GB on {self.device}) with decay {self.decay:g}")
 
     def after_batch(self, accelerator: Accelerator) -> None:
+        import torch
+
         if not accelerator.sync_gradients or accelerator.optimizer_step_was_skipped:
             return
         decay = min(self.decay, self.updates / (self.updates + 9))
         self.updates += 1
         if not self.values:
-            self.values = {name: weight.detach().float().to(self.device, copy=True) for name, weight in self.weights.items()}
+            self.values = {
+                name: weight.detach().to(self.device, torch.float32, copy=True) for name, weight in self.weights.items()
+            }
         if self.device == "cpu":
             self.on_host = self.on_host or _HostUpdates(self.weights)
             self.on_host.begin(self.values, 1 - decay)

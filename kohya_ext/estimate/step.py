@@ -730,9 +730,21 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, dict[int, int]]
         if training.config.scale_weight_norms and hasattr(network, "apply_max_norm_regularization"):
             network.apply_max_norm_regularization(1.0, training.accelerator.device)
         tracker.log_unused()
+        if training.config.ema:
+            _update_average(training)
         gc.collect()
     flops = (tracker.flops - before) * training.arguments.gradient_accumulation_steps
     return int(flops), dict(zip(inputs[0], inputs[-1], strict=True))
+
+
+def _update_average(training: Training) -> None:
+    """Move the averages towards the trained weights (patches' ``--ema_device gpu``)."""
+    weights = [weight.detach() for weight in training.trained if weight.requires_grad]
+    if all(weight.dtype is torch.float32 for weight in weights):
+        torch._foreach_lerp_(training.average, weights, 0.5)
+        return
+    for average, weight in zip(training.average, weights, strict=True):
+        average.lerp_(weight.to(torch.float32), 0.5)
 
 
 def _run_passes(training: Training, tracker: Tracker) -> None:

@@ -144,7 +144,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             return args[0].fake_device
         kwargs = kwargs or {}
         accumulated = self._accumulated(func, args)
-        result = workspaces.contiguous(func, self.run(func, args, kwargs))
+        result = workspaces.laid_out(func, args, kwargs, self.run(func, args, kwargs))
         self._count(func, args, kwargs, result)
         if accumulated is not None:
             self._take_over(accumulated, result)

@@ -20,7 +20,8 @@ _aten = torch.ops.aten
 #: Multiprocessors of the GPU and threads of each: an RTX 4090. A GPU with fewer needs less.
 PROCESSORS, THREADS = 128, 1536
 
-#: The CPU's backward pass of attention. Without a mask, CUDA uses flash attention.
+#: The CPU's attention and its backward pass. CUDA has flash attention and memory-efficient attention for them.
+FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 #: Largest width of a head in flash attention.
@@ -35,11 +36,13 @@ def before(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
     return _BEFORE[operator](args, kwargs) if operator in _BEFORE else ()
 
 
-def contiguous(operator: Any, result: Any) -> Any:
-    """Return an operator's results as CUDA lays them out: those of some operators do not have their input's strides."""
-    if operator not in _CONTIGUOUS:
-        return result
-    return tuple(tensor if tensor is None else tensor.contiguous() for tensor in result)
+def laid_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """Return an operator's results with the strides that they have on CUDA, where a CPU's have those of an input."""
+    if operator in _CONTIGUOUS:
+        return tuple(tensor if tensor is None else tensor.contiguous() for tensor in result)
+    if operator is FLASH_ATTENTION and not _uses_flash(args[0], kwargs):
+        return (result[0].transpose(1, 2).contiguous().transpose(1, 2), *result[1:])
+    return result
 
 
 def after(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
@@ -97,36 +100,60 @@ def _bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
+def _uses_flash(query: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether CUDA computes attention with flash attention: in 16 bits, without a mask, of heads that are not too wide.
+
+    ``can_use_flash_attention`` in
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+    """
+    return kwargs.get("attn_mask") is None and query.shape[-1] <= WIDEST_FLASH and query.element_size() == 2
+
+
 def _copies_for_flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
     """Return the copies of a gradient and an output whose (batch, length, heads, width) is not contiguous."""
-    if kwargs.get("attn_mask") is not None:
+    if not _uses_flash(args[1], kwargs):
         return ()
     return [_copied_bytes(tensor.transpose(1, 2)) for tensor in (args[0], args[4])]
 
 
-def _flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
-    """Return a sum per query and the query's gradient, in fp32, of rounded sizes.
+def _attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
+    """Return a sum per query and the gradients in fp32, of rounded sizes.
 
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
     """
-    if kwargs.get("attn_mask") is not None:
-        return ()
+    if not _uses_flash(args[1], kwargs):
+        return _memory_efficient_backward(*args[1:3])
     batch, heads, length, width = args[1].shape
     rows = batch * heads * _rounded(length, 128)
     return 4 * rows, 4 * rows * _rounded_width(width)
 
 
+def _memory_efficient_backward(query: Any, key: Any) -> Sequence[int]:
+    """Return what memory-efficient attention uses: a sum per query, and the gradients of a head that are sums of parts.
+
+    Those of keys and values are sums in 16 bits only, of heads wider than 96. The tiles are those of compute capability 8.0 and
+    newer. ``workspace_elements_gq`` and ``_gk`` in
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h
+    """
+    batch, heads, length, width = query.shape
+    halves = query.element_size() == 2
+    rows = 128 if halves and (64 < width <= 96 or width > 128) else 64  # of a tile
+    of_queries = -(-length // rows) * -(-width // 64) * (rows * 64 + 4)  # 4: a tile's lock and counter
+    keys = -(-key.shape[2] // 64)
+    parts = min(keys, max(1, 200 // (batch * heads)))
+    of_keys = 2 * parts * 64 * _rounded(width, rows) if halves and width > 96 else 0
+    return 4 * batch * heads * length, 4 * batch * heads * _rounded(of_queries + of_keys, 4)
+
+
 def _attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
     """Return the sums and outputs of the parts of keys that blocks share, where queries alone would leave most of a GPU idle.
 
-    ``num_splits_heuristic`` and ``set_params_splitkv`` of the same file. Memory-efficient attention, of wide heads (a VAE's),
-    has an output in fp32 (``kNeedsOutputAccumulatorBuffer``).
+    ``num_splits_heuristic`` and ``set_params_splitkv`` of the same file. Memory-efficient attention of wide heads has an output
+    in fp32 instead (``kNeedsOutputAccumulatorBuffer`` in mem_eff_attention/kernel_forward.h).
     """
-    if kwargs.get("attn_mask") is not None:
-        return ()
     batch, heads, length, width = args[0].shape
-    if width > WIDEST_FLASH:
-        return (4 * args[0].numel() if args[0].element_size() < 4 else 0,)
+    if not _uses_flash(args[0], kwargs):
+        return (4 * args[0].numel() if width > 128 and args[0].element_size() == 2 else 0,)
     keys = -(-args[1].shape[2] // (256 if width <= 64 else 128 if width <= 128 else 64))  # blocks
     blocks, places = batch * heads * -(-length // 64), 2 * PROCESSORS
     parts = 1 if blocks >= 0.8 * places else _parts(blocks, places, keys)
@@ -209,7 +236,7 @@ def _power_of_2(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-#: Operators whose results are contiguous on CUDA, where a CPU's have the strides of an input.
+#: Operators whose results are contiguous on CUDA.
 _CONTIGUOUS = frozenset((_aten.native_group_norm_backward.default,))
 
 _BEFORE: Mapping[Any, Workspace] = {
@@ -222,8 +249,8 @@ _BEFORE: Mapping[Any, Workspace] = {
 }
 
 _AFTER: Mapping[Any, Workspace] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    FLASH_ATTENTION_BACKWARD: _flash_attention,
+    FLASH_ATTENTION: _attention,
+    FLASH_ATTENTION_BACKWARD: _attention_backward,
     _aten.convolution_backward.default: _convolution_backward_after,
     _aten.native_group_norm.default: _copies(0),
     _aten.native_layer_norm_backward.default: _copies(0),

@@ -74,6 +74,13 @@ def _operators() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     for length, keys, width in ((4096, 4096, 40), (1024, 77, 80), (256, 4096, 64), (1024, 1024, 512), *widths):
         query, key = (torch.empty(BATCH, count, 8, width, dtype=torch.bfloat16).transpose(1, 2) for count in (length, keys))
         yield f"attention {length} {keys} {width}", torch.nn.functional.scaled_dot_product_attention, (query, key, key)
+    for length, keys, width in ((2048, 2048, 64), (1024, 2048, 96), (2048, 1000, 128), (1024, 1024, 160)):
+        query, key = (torch.empty(BATCH, 8, count, width, dtype=torch.bfloat16, requires_grad=True) for count in (length, keys))
+        mask = torch.zeros(BATCH, 1, 1, keys, dtype=torch.bfloat16).expand(-1, 8, length, -1)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        yield f"masked attention {length} {keys} {width}", attention, (query, key, key, mask)
+        output = attention(query, key, key, mask)
+        yield f"gradient of masked attention {length} {keys} {width}", torch.autograd.grad, (output, query, output, True)
     image = images("whole").requires_grad_()
     normalized = torch.group_norm(image, 32, scale, scale, 1e-5)
     for given in ("whole", "part", "permuted"):
