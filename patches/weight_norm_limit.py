@@ -53,10 +53,10 @@ def _read_together(original: Any, settings: Settings) -> Any:
         ).cpu()
         least = norms.clamp(min=max_norm_value / 2)
         ratios = least.clamp(max=max_norm_value) / least
-        above = (ratios != 1).nonzero().flatten().tolist()
-        for index in above:
-            for weight in pairs[index]:
-                weight.mul_(ratios[index] ** 0.5)
+        above = [(pair, ratio) for pair, ratio, is_above in zip(pairs, ratios, (ratios != 1).tolist(), strict=True) if is_above]
+        for pair, ratio in above:
+            for weight in pair:
+                weight.mul_(ratio**0.5)
         limited = (norms * ratios).tolist()
         _limited += 1
         return len(above), sum(limited) / len(limited), max(limited)

@@ -86,8 +86,8 @@ class Training:
     vae_dtype: torch.dtype
     resident: list[tuple[Any, Kind]]
     """Modules in GPU memory during the step."""
-    average: list[torch.Tensor] = field(default_factory=list)
-    """Averages of the trained weights, if they are in GPU memory (patches/ema.py)."""
+    averages: dict[Any, torch.Tensor] = field(default_factory=dict)
+    """Trained weight -> its average, if that is in GPU memory (--ema)."""
     batch: Batch | None = None
     """The last step's batch. Like its loss, it is in GPU memory until the next step's."""
     loss: torch.Tensor | None = None
@@ -615,8 +615,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     for tensors in states:
         tracker.mark(tensors, Kind.OPTIMIZER_STATE)
     if config.ema:
-        training.average = [torch.empty(weight.shape) for weight in training.trained if weight.requires_grad]
-        tracker.mark(training.average, Kind.AVERAGE)
+        training.averages = {weight: torch.empty(weight.shape) for weight in training.trained if weight.requires_grad}
+        tracker.mark(training.averages.values(), Kind.AVERAGE)
     if config.gradient_accumulation_steps > 1 and config.cuda_graphs:  # only its last micro-step is logged
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
@@ -631,7 +631,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     start = tracker.compact(loaded, paged)
     for part in parts:
         tracker.expect_first_use(part, paged)
-    tracker.expect_use(training.average)  # created after the first step
+    tracker.expect_use(training.averages.values())  # created after the first step
     return start
 
 
@@ -739,11 +739,11 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, dict[int, int]]
 
 def _update_average(training: Training) -> None:
     """Move the averages towards the trained weights (patches' ``--ema_device gpu``)."""
-    weights = [weight.detach() for weight in training.trained if weight.requires_grad]
+    averages, weights = [*training.averages.values()], [weight.detach() for weight in training.averages]
     if all(weight.dtype is torch.float32 for weight in weights):
-        torch._foreach_lerp_(training.average, weights, 0.5)
+        torch._foreach_lerp_(averages, weights, 0.5)
         return
-    for average, weight in zip(training.average, weights, strict=True):
+    for average, weight in zip(averages, weights, strict=True):
         average.lerp_(weight.to(torch.float32), 0.5)
 
 
