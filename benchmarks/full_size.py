@@ -165,7 +165,8 @@ def training_arguments(
     files = sparse_checkpoints.write(checkout, config, scratch / "models", random)
     tokenizers.write(files.tokenizers)
     images = scratch / "images"
-    count = config.train_batch_size * config.gradient_accumulation_steps
+    # Caching has full batches.
+    count = max(config.train_batch_size * config.gradient_accumulation_steps, config.vae_batch_size)
     sizes = [_of_shape(memory_config.size(config), shape) for shape in shapes]
     write_images(images, count, sizes, steps if len(sizes) == 1 else 1)  # with several, an epoch has each once
     option = config.family.checkpoints[0].option

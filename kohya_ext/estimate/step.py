@@ -147,7 +147,7 @@ def measure(
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
             _compile(training)
-        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _clipping_as_on_cuda():
+        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _functions_as_on_cuda():
             start = allocate_resident(training, tracker)
             tracker.work = Counter()
             flops, replaces = run_step(training, tracker)
@@ -196,37 +196,36 @@ def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: Network
                     cast(encoder, dtype)
                 encoder.requires_grad_(False).eval()
 
-        if config.cache_latents:
-            batch = max(config.vae_batch_size, 1)
+        def prepare_vae() -> None:
+            if trainer.cast_vae(arguments):
+                cast(models.vae, vae_dtype)
+            models.vae.requires_grad_(False).eval()
 
-            def prepare_vae() -> None:
-                if trainer.cast_vae(arguments):
-                    cast(models.vae, vae_dtype)
-                models.vae.requires_grad_(False).eval()
+        def encode_images() -> Any:
+            images = _images(config, max(config.vae_batch_size, 1), next(models.vae.parameters()).dtype)  # cast on the host
+            return trainer.encode_images_to_latents(arguments, models.vae, images)
 
-            def encode_images() -> Any:
-                images = _images(config, batch, next(models.vae.parameters()).dtype)  # cast on the host
-                return trainer.encode_images_to_latents(arguments, models.vae, images)
-
-            log("caching latents", [vae], prepare_vae, encode_images)
-        if config.cache_text_encoder_outputs and not config.text_encoder_cpu:
-            strategy = trainer.get_text_encoding_strategy(arguments)
+        def encode_captions() -> Any:
             ids = models.token_ids(config.text_encoder_batch_size or config.train_batch_size)
+            with accelerator.autocast():
+                return trainer.get_text_encoding_strategy(arguments).encode_tokens(models.tokenizers, models.text_encoders, ids)
 
-            def encode_captions() -> Any:
-                with accelerator.autocast():
-                    return strategy.encode_tokens(models.tokenizers, models.text_encoders, ids)
+        def cache_latents() -> None:
+            if config.cache_latents:
+                log("caching latents", [vae], prepare_vae, encode_images)
 
-            # Upstream moves the VAE to the host after caching latents.
-            log(
-                "caching text encoder outputs",
-                [*encoders, *([unet] if config.lowram else [])],
-                prepare_encoders,
-                encode_captions,
-            )
-            # sdxl_train.py moves the text encoders to the host after it has prepared the U-Net.
-            caching = logs["caching text encoder outputs"]
-            logs["caching text encoder outputs"] = replace(caching, leaves_late=config.script == "sdxl_train.py")
+        def cache_captions() -> None:
+            if config.cache_text_encoder_outputs and not config.text_encoder_cpu:
+                # Upstream moves the VAE to the host after caching latents.
+                resident = [*encoders, *([unet] if config.lowram else [])]
+                log("caching text encoder outputs", resident, prepare_encoders, encode_captions)
+                # sdxl_train.py moves the text encoders to the host after it has prepared the U-Net.
+                caching = logs["caching text encoder outputs"]
+                logs["caching text encoder outputs"] = replace(caching, leaves_late=config.script == "sdxl_train.py")
+
+        captions_first = config.family.finetune_caches_captions_first and not config.trains_network
+        for cache in (cache_captions, cache_latents) if captions_first else (cache_latents, cache_captions):
+            cache()
         if config.lowram and not logs:
             log("loading", loaded, prepare_encoders, lambda: None)
     return logs
@@ -556,10 +555,18 @@ def _bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _clipping_as_on_cuda() -> Iterator[None]:
-    """Clip gradients as on a GPU inside the block: with kernels over lists of tensors."""
-    module = importlib.import_module("torch.nn.utils.clip_grad")
-    with replaced(module, "_has_foreach_support", lambda *_: True):
+def _functions_as_on_cuda() -> Iterator[None]:
+    """Clip gradients with kernels over lists of tensors, and drop values with a mask of one byte each, as on a GPU."""
+    functional = torch.nn.functional
+    drop = functional.dropout
+
+    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:  # noqa: A002
+        if not training or inplace or not 0 < p < 1:
+            return drop(input, p, training, inplace)
+        return torch.native_dropout(input, p, training)[0]
+
+    clipping = importlib.import_module("torch.nn.utils.clip_grad")
+    with replaced(clipping, "_has_foreach_support", lambda *_: True), replaced(functional, "dropout", dropout):
         yield
 
 

@@ -113,10 +113,10 @@ class Family:
     """Whether the model's enable_gradient_checkpointing has the parameter ``cpu_offload``."""
     finetune_in_16_bits: bool = False
     """Whether the fine-tuning script loads the model in 16 bits without --full_bf16."""
-
+    finetune_caches_captions_first: bool = False
+    """Whether the fine-tuning scripts cache text encoder outputs before latents."""
     finetune_ignores: tuple[str, ...] = ()
     """Options that the fine-tuning scripts accept and do not read."""
-
     trains_text_encoders: bool = True
     """Whether the LoRA script can train text encoders."""
     caches_t5_alone: bool = False
@@ -241,6 +241,7 @@ FAMILIES: tuple[Family, ...] = (
         max_blocks_to_swap=22,  # the medium model has 24 blocks; two stay on the GPU
         offloads_checkpoints=False,
         finetune_in_16_bits=True,
+        finetune_caches_captions_first=True,
         caches_t5_alone=True,
         t5_tokens=256,
         sampler=Sampler(guided_together=True, empties_cache_first=True, moves_blocks_back=True),
@@ -268,6 +269,7 @@ FAMILIES: tuple[Family, ...] = (
         checkpoints=(Checkpoint("Anima", ("llm_adapter.",)),),
         lora="anima_train_network.py",
         finetune=("anima_train.py",),
+        finetune_caches_captions_first=True,
         others=("anima_train_control_net_lllite.py",),
         files=("qwen3", "vae"),
         networks=("networks.lora_anima",),

@@ -15,8 +15,8 @@ SAMPLES = "--sample_prompts {prompts} --sample_every_n_steps 1"
 
 #: Each differs from the presets in what its memory depends on: order of loading, trained text encoders and their embeddings,
 #: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, upstream's block swap, fp16, a
-#: paged optimizer, blocks that differ, images that a fine-tune encodes, and sampling with decoding under autocast, with blocks
-#: that move back, and with the VAE in memory.
+#: paged optimizer, blocks that differ, images that a fine-tune encodes, also over several micro-steps, OFT's constants, an
+#: average of 16-bit weights, and sampling with decoding under autocast, with blocks that move back, and with the VAE in memory.
 COMMANDS = (
     f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
     "--resolution 832,1216 --network_train_unet_only",
@@ -33,6 +33,11 @@ COMMANDS = (
     "sdxl_train_network.py --preset sdxl-lora/base --gradient_checkpointing --optimizer_type PagedAdamW8bit --network_dim 24",
     "sd3_train_network.py --preset sd3-lora/base --resolution 640,960 --optimizer_type AdamW8bit --blocks_to_swap 8",
     "flux_train.py --preset flux-finetune/base --no-cache_latents --train_batch_size 3 --resolution 512 --optimizer_type Lion",
+    "sdxl_train.py --preset sdxl-finetune/base --no-cache_latents --train_batch_size 2 --gradient_accumulation_steps 3 "
+    "--resolution 768 --optimizer_type AdamW8bit --gradient_checkpointing --full_bf16 --max_grad_norm 0",
+    "sdxl_train_network.py --preset sdxl-lora/base --network_module networks.oft --network_dim 4",
+    "lumina_train.py --sdpa --mixed_precision bf16 --full_bf16 --gradient_checkpointing --cache_latents --resolution 768 "
+    "--cache_text_encoder_outputs --optimizer_type Adafactor --ema --ema_device gpu",
     f"anima_train_network.py --preset anima-lora/12gb {SAMPLES}",
     f"flux_train_network.py --preset flux-lora/12gb {SAMPLES}",
     f"sdxl_train_network.py --preset sdxl-lora/8gb {SAMPLES}",

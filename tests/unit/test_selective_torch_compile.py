@@ -1,10 +1,10 @@
-"""Arguments with which selective compile is disabled."""
+"""Arguments with which selective compile and CUDA graphs are disabled."""
 
 from argparse import Namespace
 
 import pytest
 
-from kohya_ext.compiling.support import reason_not_to_compile
+from kohya_ext.compiling.support import reason_not_to_compile, reason_not_to_record
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,23 @@ def test_arguments_that_disable_compiling(given, reason):
 )
 def test_arguments_that_allow_compiling(given):
     assert reason_not_to_compile(Namespace(**given)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "only networks"),
+        ({"network_module": "networks.lora", "blocks_to_swap": 4}, "--blocks_to_swap"),
+        ({"network_module": "networks.oft"}, "OFT inverts matrices"),
+        ({"network_module": "lycoris.kohya", "network_args": ["algo=diag-oft"]}, "OFT inverts matrices"),
+        ({"network_module": "networks.dylora"}, "DyLoRA"),
+        ({"network_module": "networks.lora", "network_dropout": 0.1, "gradient_checkpointing": True}, "dropout with"),
+    ],
+    ids=str,
+)
+def test_arguments_that_disable_cuda_graphs(given, reason):
+    assert reason in reason_not_to_record(Namespace(**given))
+
+
+def test_a_lora_may_be_recorded():
+    assert reason_not_to_record(Namespace(network_module="networks.lora", network_dropout=0.1)) is None
