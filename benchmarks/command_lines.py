@@ -122,7 +122,9 @@ def _lora(kind: str, generator: random.Random, networks: Collection[str]) -> lis
     else:
         words += _sometimes(generator, "--scale_weight_norms", "1", chance=0.2)
     if kind in _UNETS:
-        words += [*_sometimes(generator, "--network_args", "conv_dim=8"), *_sometimes(generator, "--lowram", chance=0.2)]
+        convolutions = _sometimes(generator, "--network_args", "conv_dim=8")
+        words += [] if "networks.dylora" in words else convolutions  # all its layers have one rank
+        words += _sometimes(generator, "--lowram", chance=0.2)
     if kind in _ENCODES and generator.random() < 0.4:
         words += ["--no-cache_text_encoder_outputs", *_sometimes(generator, "--no-network_train_unet_only", chance=0.5)]
     if kind in _RECORDED:
