@@ -143,9 +143,9 @@ class CachingAllocator:
     def release_unused(self) -> None:
         """Return unused segments to the driver: ``torch.cuda.empty_cache``, and before an out-of-memory error."""
         for free in (self._free[0, True], self._free[0, False]):
-            unused = [row for row in free if row[2].before is None and row[2].after is None]
-            self.reserved -= sum(size for size, _, _ in unused)
-            free[:] = [row for row in free if row not in unused]
+            divided = [row for row in free if row[2].before is not None or row[2].after is not None]
+            self.reserved -= sum(size for size, _, _ in free) - sum(size for size, _, _ in divided)
+            free[:] = divided
 
     def _merge(self, block: _Block) -> _Block:
         """Make a block free, merged with its free neighbours, and return the result."""
