@@ -75,12 +75,13 @@ def test_replayed_training_is_bit_identical(checkout, train, case):
         for more in ((), ("--cuda_graphs",))
     )
     assert eager.code == replayed.code == 0, replayed.output[-4000:]
+    facts = replayed.report["facts"]["cuda_graphs"]
     if case.reason is None:
-        facts = replayed.report["facts"]["cuda_graphs"]
         assert "off" not in facts
         assert facts["recorded"] >= 1
         assert facts["replayed"] >= 4
     else:
         assert f"cuda_graphs: {case.reason}" in " ".join(replayed.output.split())
+        assert facts.get("off", case.reason).startswith(case.reason)  # a fact only where an attempt found it
         assert replayed.output.count("training continues without CUDA graphs") == 1
     assert all(torch.equal(replayed.tensors[name], expected) for name, expected in eager.tensors.items())
