@@ -20,8 +20,8 @@ from kohya_ext.estimate.tracker import BACKWARD
 #: The pool of recorded passes, and the eager runs before they are recorded.
 _POOL, _WARM_UPS = 1, 2
 
-#: Steps that are replayed: the first without optimizer state, and two that reuse what the ones before have freed.
-STEPS = 3
+#: Steps that are replayed: the first without optimizer state, and others that reuse what the ones before have freed.
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Parts:
     workspaces: Collection[int]
     storages: int
     """The number of storages in the log."""
-    replaces: Mapping[int, int]
+    replaces: Mapping[int, Sequence[int]]
     """As :attr:`Log.replaces`."""
 
     @property
@@ -186,19 +186,20 @@ def repeated(
     once: Collection[int],
     count: int,
     storages: int,
-    replaces: Mapping[int, int] = MappingProxyType({}),
+    replaces: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> Iterator[Event]:
     """Yield the events of a run's first ``count`` steps from those of a later one, which has ``storages``.
 
     A storage of step n has its number plus n times ``storages``. ``resident`` are the allocations before the step, by storage.
     The first step creates the optimizer state at its first use and the storages in ``once``. Any other storage that a step does
-    not free replaces that of the step before, or is replaced by another one of the next step in ``replaces``. Those from before
+    not free replaces that of the step before, or is replaced as ``replaces`` says (:attr:`Log.replaces`). Those from before
     the step that it frees (accumulated gradients) are allocated again for the next one.
     """
     freed = {event.storage for event in events if event.bytes < 0}
-    left = {event.storage for event in events if event.bytes > 0} - freed - {*once}
-    replaced = {storage: storage for storage in left - {*replaces.values()}} | {
-        new: old for new, old in replaces.items() if old in left
+    sizes = {event.storage: event.bytes for event in events if event.bytes > 0}
+    left = sizes.keys() - freed - {*once}
+    replaced = {storage: [storage] for storage in left - {*chain.from_iterable(replaces.values())}} | {
+        new: [storage for storage in old if storage in left] for new, old in replaces.items()
     }
     for index in range(count):
         if index:
@@ -212,8 +213,9 @@ def repeated(
                     yield event
             else:
                 yield Event(event.storage + index * storages, event.bytes, event.phase)
-                if index and event.bytes > 0 and event.storage in replaced:
-                    yield Event(replaced[event.storage] + (index - 1) * storages, -event.bytes, event.phase)
+                if index and event.bytes > 0:
+                    for storage in replaced.get(event.storage, ()):
+                        yield Event(storage + (index - 1) * storages, -sizes[storage], event.phase)
 
 
 def _workspaces(log: Log) -> set[int]:

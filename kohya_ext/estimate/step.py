@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from kohya_ext.errors import UserError
+from kohya_ext.estimate import finetune
 from kohya_ext.estimate.autocast import cuda_rules
 from kohya_ext.estimate.compiled import logging_to, traceable
 from kohya_ext.estimate.events import Event, Kind
@@ -61,9 +62,8 @@ class Log:
     """Logs of work between steps, by phase."""
     recording: Recording | None = None
     """The passes that CUDA graphs record; None without them."""
-    replaces: Mapping[int, int] = field(default_factory=dict)
-    """Storages of a step -> those that they replace, which the step before has left: the batch and the loss of its last
-    micro-step."""
+    replaces: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """A storage of a step -> those that it replaces, which the step before has left: those of its last micro-step."""
     leaves_late: bool = False
     """Whether the models of caching leave GPU memory only after the trained model is loaded."""
 
@@ -91,6 +91,8 @@ class Training:
     batch: Batch | None = None
     """The last step's batch. Like its loss, it is in GPU memory until the next step's."""
     loss: torch.Tensor | None = None
+    variables: finetune.Variables = field(default_factory=finetune.Variables)
+    """Of the last step of a fine-tune, whose script keeps them, too."""
 
 
 class _Dataset:
@@ -289,6 +291,8 @@ def prepare(
         models.vae.requires_grad_(False).eval()
         # Fine-tunes move the VAE first, networks last.
         resident.insert(0 if network is None else len(resident), (models.vae, Kind.VAE))
+    if network is None and config.family.finetune_casts_inputs:
+        weight_dtype = next(models.unet.parameters()).dtype
     return Training(
         config, arguments, trainer, accelerator, models, network, trained, optimizer, train_text_encoder, weight_dtype,
         vae_dtype, resident,
@@ -444,8 +448,8 @@ def _prepare_finetune(
         # The model only uses the output of the layer before the last.
         models.text_encoders[0].text_model.encoder.layers[-1].requires_grad_(False)
         models.text_encoders[0].text_model.final_layer_norm.requires_grad_(False)
-    parameters = [parameter for module in trained for parameter in module.parameters()]
-    groups = [{"params": list(module.parameters()), "lr": 1e-5} for module in trained]
+    groups = finetune.parameter_groups(config.family, arguments, trained)
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if train_unet:
         models.unet = accelerator.prepare(models.unet)
     models.text_encoders = [
@@ -708,19 +712,41 @@ def _hook_where_blocks_move(lists: Iterable[Any], swapped: Sequence[Any]) -> Non
             blocks[index].register_full_backward_hook(lambda *_: None)
 
 
-def run_step(training: Training, tracker: Tracker) -> tuple[int, dict[int, int]]:
+class _Kept:
+    """The storages that a micro-step leaves to the next one."""
+
+    def __init__(self, tracker: Tracker, training: Training) -> None:
+        self.batch = tracker.numbers(training.batch)
+        self.inputs = tracker.numbers(training.variables.inputs)
+        self.others = tracker.numbers((training.variables.images, training.variables.prediction, training.loss))
+
+    def replace(self, last: _Kept) -> dict[int, Sequence[int]]:
+        """Return which of them replace those of the ``last`` micro-step of the step before (:attr:`Log.replaces`).
+
+        A batch is replaced when the next one is complete, a variable when it is assigned. Captions are both: as variables they
+        are assigned after the latents.
+        """
+        pairs = zip((*self.inputs, *self.others), (*last.inputs, *last.others), strict=True)
+        replaced = {new: [old] for new, old in pairs if new not in self.batch}
+        captions = {*last.inputs} & {*last.batch}
+        replaced[max(self.batch)] = [storage for storage in last.batch if storage not in captions]
+        replaced[min(set(self.inputs) - set(self.batch), default=max(self.batch))] += captions
+        return replaced
+
+
+def run_step(training: Training, tracker: Tracker) -> tuple[int, dict[int, Sequence[int]]]:
     """Run one step; return the FLOPs of all its micro-steps, and which storages it replaces (:attr:`Log.replaces`).
 
     With gradient accumulation up to three micro-steps are logged: gradients are allocated in the first and added to in the
     others. Work is counted in the last one. CUDA graphs record the passes of a single one.
     """
     micro_steps = 1 if training.config.cuda_graphs else training.config.gradient_accumulation_steps
-    inputs = []  # of each micro-step
+    kept = []  # of each micro-step
     for _ in range(micro_steps):
         tracker.work = Counter()
         before = tracker.flops
         _run_passes(training, tracker)
-        inputs.append(tracker.numbers((training.batch, training.loss)))
+        kept.append(_Kept(tracker, training))
     network = training.network
     with tracker.during(STEP):
         if network is not None:
@@ -741,17 +767,18 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, dict[int, int]]
             _update_average(training)
         gc.collect()
     flops = (tracker.flops - before) * training.arguments.gradient_accumulation_steps
-    return int(flops), dict(zip(inputs[0], inputs[-1], strict=True))
+    return int(flops), kept[0].replace(kept[-1])
 
 
 def _update_average(training: Training) -> None:
     """Move the averages towards the trained weights (patches' ``--ema_device gpu``)."""
-    averages, weights = [*training.averages.values()], [weight.detach() for weight in training.averages]
-    if all(weight.dtype is torch.float32 for weight in weights):
-        torch._foreach_lerp_(averages, weights, 0.5)
+    swapped = {id(weight) for weight in _weights(training.models.blocks(training.config.blocks_to_swap or 0))}
+    weights = [weight.detach() for weight in training.averages]
+    if not swapped and all(weight.dtype is torch.float32 for weight in weights):
+        torch._foreach_lerp_([*training.averages.values()], weights, 0.5)
         return
-    for average, weight in zip(averages, weights, strict=True):
-        average.lerp_(weight.to(torch.float32), 0.5)
+    for weight, average in training.averages.items():
+        average.lerp_(weight.detach().to(torch.float32, copy=id(weight) in swapped), 0.5)
 
 
 def _run_passes(training: Training, tracker: Tracker) -> None:
@@ -898,23 +925,29 @@ def forward(training: Training, batch: Batch | None = None, scheduler: Any = Non
     if scheduler is None:
         with unset_fake_temporarily():  # deepcopy of its tensors needs data
             scheduler = trainer.get_noise_scheduler(arguments, torch.get_default_device())
-    return trainer.process_batch(
-        make_batch(training) if batch is None else batch,
-        training.models.text_encoders,
-        training.models.unet,
-        network if network is not None else SimpleNamespace(),
-        training.models.vae,
-        scheduler,
-        training.vae_dtype,
-        training.weight_dtype,
-        training.accelerator,
-        arguments,
-        trainer.get_text_encoding_strategy(arguments),
-        training.models.tokenizers,
-        is_train=is_train,
-        train_text_encoder=training.train_text_encoder,
-        train_unet=network is not None and not config.network_train_text_encoder_only,
-    )
+    with contextlib.ExitStack() as stack:
+        if network is None:
+            as_in_script = finetune.as_in_script(
+                trainer, config.family, training.models.unet, training.weight_dtype, training.variables
+            )
+            stack.enter_context(as_in_script)
+        return trainer.process_batch(
+            make_batch(training) if batch is None else batch,
+            training.models.text_encoders,
+            training.models.unet,
+            network if network is not None else SimpleNamespace(),
+            training.models.vae,
+            scheduler,
+            training.vae_dtype,
+            training.weight_dtype,
+            training.accelerator,
+            arguments,
+            trainer.get_text_encoding_strategy(arguments),
+            training.models.tokenizers,
+            is_train=is_train,
+            train_text_encoder=training.train_text_encoder,
+            train_unet=network is not None and not config.network_train_text_encoder_only,
+        )
 
 
 def make_batch(training: Training) -> Batch:
@@ -923,17 +956,17 @@ def make_batch(training: Training) -> Batch:
     batch = config.train_batch_size
     channels, scale = models.latents
     width, height = size(config)
-    inputs: Batch = {"loss_weights": torch.ones(batch), **models.extras(batch)}
+    inputs: Batch = {"loss_weights": torch.ones(batch)}  # in the dataset's order, in which they come into GPU memory
+    if config.cache_text_encoder_outputs:
+        inputs["text_encoder_outputs_list"] = models.conditions(batch)
+    else:
+        inputs["input_ids_list"] = models.token_ids(batch)
     if config.cache_latents:
         vae_dtype = training.vae_dtype if training.trainer.cast_vae(training.arguments) else next(models.vae.parameters()).dtype
         inputs["latents"] = torch.zeros(batch, channels, height // scale, width // scale, dtype=vae_dtype)
     else:
         inputs["images"] = _images(config, batch)
-    if config.cache_text_encoder_outputs:
-        inputs["text_encoder_outputs_list"] = models.conditions(batch)
-    else:
-        inputs["input_ids_list"] = models.token_ids(batch)
-    return inputs
+    return {**inputs, **models.extras(batch)}
 
 
 def _images(config: MemoryConfig, batch: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -30,9 +30,6 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 
 _aten = torch.ops.aten
 
-#: Operators that use cuBLAS.
-MATRIX_PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default))
-
 #: Bytes of cuBLAS's workspace, which each thread that multiplies matrices keeps: ``:4096:2:16:8``, PyTorch's default on GPUs
 #: before Hopper. https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
 WORKSPACE = (2 * 4096 + 8 * 16) * 2**10
@@ -155,7 +152,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.record(result, self._kind_of(func, args))
         used += self._log_allocated(*workspaces.after(func, args, kwargs)) if is_kernel else []
         self._log_freed(used)
-        if func in MATRIX_PRODUCTS and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
+        if workspaces.uses_cublas(func, args) and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
             self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8)
             self._record(self.workspaces[handle], Kind.WORKSPACE)
         return result

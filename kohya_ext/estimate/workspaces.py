@@ -17,6 +17,8 @@ from torch._prims_common import suggest_memory_format
 
 _aten = torch.ops.aten
 
+_MATRIX_PRODUCTS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default))
+
 #: Multiprocessors of the GPU and threads of each: an RTX 4090. A GPU with fewer needs less.
 PROCESSORS, THREADS = 128, 1536
 
@@ -34,6 +36,11 @@ Workspace = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[int]]
 def before(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
     """Return the bytes of each tensor that an operator allocates before its results, and frees."""
     return _BEFORE[operator](args, kwargs) if operator in _BEFORE else ()
+
+
+def uses_cublas(operator: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operator calls cuBLAS, which batched outer products do not: they are elementwise."""
+    return operator in _MATRIX_PRODUCTS and not (operator is _aten.bmm.default and args[0].shape[-1] == 1)
 
 
 def laid_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.configurations import CONFIGURATIONS
+from tests.cuda.configurations import CONFIGURATIONS, LORA
 
 torch = pytest.importorskip("torch")
 
@@ -49,6 +49,19 @@ def test_later_steps_replay_their_launches_and_wait_no_more(checkout, name, trai
     assert last.syncs <= max(step.syncs for step in eager.later_steps)
     assert last.own_syncs.keys() <= {place for step in eager.later_steps for place in step.own_syncs}
     assert last.bytes <= max(step.bytes for step in earlier) + 2**16
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["loha", "lokr"])
+def test_networks_of_the_newer_release_are_recorded(checkout, network, train_on_gpu):
+    if not (checkout.path / "networks" / f"{network}.py").exists():
+        pytest.skip("this release has no such network")
+    run = train_on_gpu(
+        checkout, LORA, "--mixed_precision", "bf16", "--network_module", f"networks.{network}", "--cuda_graphs"
+    )
+    assert "without CUDA graphs" not in run.output, run.output[-4000:]
+    assert run.steps[-1].launches_in_graphs > 0
 
 
 @pytest.mark.newest

@@ -37,7 +37,7 @@ def test_what_a_step_keeps_replaces_that_of_the_step_before() -> None:
 def test_the_batch_of_the_last_micro_step_is_replaced_by_that_of_the_next_step() -> None:
     first, last = Event(0, 8, FORWARD), Event(1, 8, FORWARD)
     step = [first, last, Event(0, -8, FORWARD), Event(2, 4, BACKWARD), Event(2, -4, BACKWARD)]
-    events = [*repeated(step, {}, once=(), count=2, storages=3, replaces={0: 1})]
+    events = [*repeated(step, {}, once=(), count=2, storages=3, replaces={0: [1]})]
     assert [(event.storage, event.bytes) for event in events[5:7]] == [(3, 8), (1, -8)], "at its first batch, not at its last"
     assert alive(events) == {4: 8}
 
