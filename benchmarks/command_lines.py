@@ -110,7 +110,7 @@ def _lora(kind: str, generator: random.Random, networks: Collection[str]) -> lis
     words = [
         *("--optimizer_type", *generator.choice(_LORA_OPTIMIZERS).split()),
         "--gradient_checkpointing" if checkpoints else "--no-gradient_checkpointing",
-        *("--network_dim", str(generator.choice((4, 8, 24, 48, 128)))),
+        *("--network_dim", rank := str(generator.choice((4, 8, 24, 48, 128)))),
         *_sometimes(generator, "--fused_operations"),
         *_sometimes(generator, "--network_dropout", "0.1", chance=0.2),
         *generator.choice(_PRECISIONS),
@@ -123,7 +123,9 @@ def _lora(kind: str, generator: random.Random, networks: Collection[str]) -> lis
         words += _sometimes(generator, "--scale_weight_norms", "1", chance=0.2)
     if kind in _UNETS:
         convolutions = _sometimes(generator, "--network_args", "conv_dim=8")
-        words += [] if "networks.dylora" in words else convolutions  # all its layers have one rank
+        # All layers of a DyLoRA have one rank. It trains a part of it in each step, and the optimizer's state grows until each
+        # had its turn, which a few steps do not show; with this unit a step trains all.
+        words += ["--network_args", f"unit={rank}"] if "networks.dylora" in words else convolutions
         words += _sometimes(generator, "--lowram", chance=0.2)
     if kind in _ENCODES and generator.random() < 0.4:
         words += ["--no-cache_text_encoder_outputs", *_sometimes(generator, "--no-network_train_unet_only", chance=0.5)]

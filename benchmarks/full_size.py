@@ -4,7 +4,7 @@
     python -m benchmarks.full_size --random 20 --seed 1
     python -m benchmarks.full_size --command "sdxl_train_network.py --preset 8gb --network_dim 64" --gpu_memory 8
 
-Each row is a preset of the table of estimates: the real script trains three steps from sparse checkpoints (zeros that take no
+Each row is a preset of the table of estimates: the real script trains four steps from sparse checkpoints (zeros that take no
 disk space). PyTorch's CUDA path and its caching allocator are real; a virtual GPU only computes nothing. A row takes 20 to 90 s
 and 2 to 6 GB of host memory. Rows in the output file are only predicted again, unless ``--again`` is given, so that an
 interrupted run continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
@@ -47,7 +48,7 @@ LAUNCHER = "{python} -m virtual_gpu 4090 --memory {memory} --"
 
 OUTPUT = results.FOLDER / "full_size.json"
 RANDOM_OUTPUT = results.FOLDER / "full_size_random.json"
-STEPS = 3
+STEPS = 4
 LARGE_CARD = 160 * GIB
 
 #: Width over height of the images with ``--buckets``: as many bucket sizes.
@@ -165,8 +166,8 @@ def training_arguments(
     files = sparse_checkpoints.write(checkout, config, scratch / "models", random)
     tokenizers.write(files.tokenizers)
     images = scratch / "images"
-    # Caching has full batches.
-    count = max(config.train_batch_size * config.gradient_accumulation_steps, config.vae_batch_size)
+    # Training and caching have full batches.
+    count = math.lcm(config.train_batch_size * config.gradient_accumulation_steps, max(config.vae_batch_size, 1))
     sizes = [_of_shape(memory_config.size(config), shape) for shape in shapes]
     write_images(images, count, sizes, steps if len(sizes) == 1 else 1)  # with several, an epoch has each once
     option = config.family.checkpoints[0].option

@@ -21,21 +21,33 @@ from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import NetworkTrainer
 from kohya_ext.sdscripts.families import Family
 
+#: Families whose script casts its inputs to the precision of the model's weights.
+_CAST_INPUTS = ("anima",)
+
+#: Families whose script weights the mean loss of each image, not the loss of each pixel.
+_WEIGHT_MEANS = ("anima", "sd3")
+
 
 @dataclass
 class Variables:
     """Tensors that a script's variables hold."""
 
     images: torch.Tensor | None = None
-    """The images in the VAE's precision; None in scripts where they are a part of an expression."""
+    """The images in the VAE's precision; None in scripts that do not keep them."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     """What was assigned before the model ran: latents, captions, noise."""
     prediction: Any = None
     """The model's output, what it should be, timesteps and their weights."""
 
 
+def input_precision(family: Family, model: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the precision of a model's inputs in a run with ``--mixed_precision`` ``dtype``."""
+    precision: torch.dtype = next(model.parameters()).dtype if family.name in _CAST_INPUTS else dtype
+    return precision
+
+
 def parameter_groups(family: Family, arguments: Namespace, trained: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: one for each trained model; Anima's for each kind of layer, some of which may be frozen."""
+    """Return the optimizer's groups: one for each trained model, with Anima one for each kind of layer. Some may be frozen."""
     if family.name == "anima" and trained:
         util = importlib.import_module("library.anima_train_utils")
         names = ("self_attn_lr", "cross_attn_lr", "mlp_lr", "mod_lr", "llm_adapter_lr")
@@ -53,7 +65,7 @@ def as_in_script(
     encode, shift, predict = trainer.encode_images_to_latents, trainer.shift_scale_latents, trainer.get_noise_pred_and_target
 
     def encode_images(arguments: Namespace, vae: Any, images: torch.Tensor) -> torch.Tensor:
-        if family.finetune_casts_inputs:
+        if family.name in _CAST_INPUTS:
             variables.images = images
         return encode(arguments, vae, images)
 
@@ -69,13 +81,25 @@ def as_in_script(
                 break
         variables.inputs = [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
 
-    def keep_prediction(*args: Any, **kwargs: Any) -> Any:
-        variables.prediction = prediction = predict(*args, **kwargs)
-        return prediction
+    def keep_prediction(arguments: Namespace, accelerator: Any, scheduler: Any, latents: Any, batch: Any, captions: Any,
+                        *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+        with _joined_first(captions) if family.name == "sd3" else contextlib.nullcontext():
+            variables.prediction = predict(arguments, accelerator, scheduler, latents, batch, captions, *args, **kwargs)
+        prediction, target, timesteps, weights = variables.prediction
+        return prediction, target, timesteps, None if family.name in _WEIGHT_MEANS else weights
 
     with contextlib.ExitStack() as stack:
         replacements = (encode_images, cast_and_shift, keep_prediction)
         for function, replacement in zip((encode, shift, predict), replacements, strict=True):
             stack.enter_context(replaced(trainer, function.__name__, replacement))
         stack.callback(unet.register_forward_pre_hook(keep_inputs).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _joined_first(captions: Sequence[Any]) -> Iterator[None]:
+    """Join the captions of Stable Diffusion 3 before the noise is drawn, not after."""
+    strategy = importlib.import_module("library.strategy_base").TextEncodingStrategy.get_strategy()
+    joined = strategy.concat_encodings(*captions[:3])
+    with replaced(strategy, "concat_encodings", lambda *_: joined):
         yield

@@ -291,8 +291,8 @@ def prepare(
         models.vae.requires_grad_(False).eval()
         # Fine-tunes move the VAE first, networks last.
         resident.insert(0 if network is None else len(resident), (models.vae, Kind.VAE))
-    if network is None and config.family.finetune_casts_inputs:
-        weight_dtype = next(models.unet.parameters()).dtype
+    if network is None:
+        weight_dtype = finetune.input_precision(config.family, models.unet, weight_dtype)
     return Training(
         config, arguments, trainer, accelerator, models, network, trained, optimizer, train_text_encoder, weight_dtype,
         vae_dtype, resident,
@@ -720,7 +720,7 @@ class _Kept:
         self.inputs = tracker.numbers(training.variables.inputs)
         self.others = tracker.numbers((training.variables.images, training.variables.prediction, training.loss))
 
-    def replace(self, last: _Kept) -> dict[int, Sequence[int]]:
+    def replace(self, last: _Kept) -> Mapping[int, Sequence[int]]:
         """Return which of them replace those of the ``last`` micro-step of the step before (:attr:`Log.replaces`).
 
         A batch is replaced when the next one is complete, a variable when it is assigned. Captions are both: as variables they
@@ -734,7 +734,7 @@ class _Kept:
         return replaced
 
 
-def run_step(training: Training, tracker: Tracker) -> tuple[int, dict[int, Sequence[int]]]:
+def run_step(training: Training, tracker: Tracker) -> tuple[int, Mapping[int, Sequence[int]]]:
     """Run one step; return the FLOPs of all its micro-steps, and which storages it replaces (:attr:`Log.replaces`).
 
     With gradient accumulation up to three micro-steps are logged: gradients are allocated in the first and added to in the

@@ -136,6 +136,9 @@ class NetworkTrainer(Protocol):
     def encode_images_to_latents(self, args: Namespace, vae: Module, images: torch.Tensor) -> torch.Tensor:
         """Return the latents of images, which have the shape (batch, 3, height, width)."""
 
+    def get_noise_pred_and_target(self, *args: Any, is_train: bool = True) -> tuple[Any, ...]:
+        """Return the model's output, what it should be, the timesteps and the weights of the loss, or None for these."""
+
     def get_noise_scheduler(self, args: Namespace, device: torch.device) -> Any:
         """Return the scheduler that adds noise to latents."""
 
@@ -175,3 +178,6 @@ class NetworkTrainer(Protocol):
         train_unet: bool = True,
     ) -> torch.Tensor:
         """Return the loss of a micro-batch."""
+
+    def shift_scale_latents(self, args: Namespace, latents: torch.Tensor) -> torch.Tensor:
+        """Return latents in the range that the model expects."""

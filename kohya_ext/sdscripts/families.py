@@ -113,8 +113,6 @@ class Family:
     """Whether the model's enable_gradient_checkpointing has the parameter ``cpu_offload``."""
     finetune_in_16_bits: bool = False
     """Whether the fine-tuning script loads the model in 16 bits without --full_bf16."""
-    finetune_casts_inputs: bool = False
-    """Whether the fine-tuning script casts latents and text encoder outputs to the precision of the model's weights."""
     finetune_caches_captions_first: bool = False
     """Whether the fine-tuning scripts cache text encoder outputs before latents."""
     finetune_ignores: tuple[str, ...] = ()
@@ -271,7 +269,6 @@ FAMILIES: tuple[Family, ...] = (
         checkpoints=(Checkpoint("Anima", ("llm_adapter.",)),),
         lora="anima_train_network.py",
         finetune=("anima_train.py",),
-        finetune_casts_inputs=True,
         finetune_caches_captions_first=True,
         others=("anima_train_control_net_lllite.py",),
         files=("qwen3", "vae"),
