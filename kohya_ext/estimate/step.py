@@ -729,8 +729,8 @@ class _Kept:
         pairs = zip((*self.inputs, *self.others), (*last.inputs, *last.others), strict=True)
         replaced = {new: [old] for new, old in pairs if new not in self.batch}
         captions = {*last.inputs} & {*last.batch}
-        replaced[max(self.batch)] = [storage for storage in last.batch if storage not in captions]
-        replaced[min(set(self.inputs) - set(self.batch), default=max(self.batch))] += captions
+        replaced[max(self.batch)] = [*{*last.batch} - captions]
+        replaced[min({*self.inputs} - {*self.batch}, default=max(self.batch))] += captions
         return replaced
 
 
