@@ -712,15 +712,17 @@ def _hook_where_blocks_move(lists: Iterable[Any], swapped: Sequence[Any]) -> Non
             blocks[index].register_full_backward_hook(lambda *_: None)
 
 
+@dataclass(frozen=True)
 class _Kept:
     """The storages that a micro-step leaves to the next one."""
 
-    def __init__(self, tracker: Tracker, training: Training) -> None:
-        self.batch = tracker.numbers(training.batch)
-        self.inputs = tracker.numbers(training.variables.inputs)
-        self.others = tracker.numbers((training.variables.images, training.variables.prediction, training.loss))
+    batch: Sequence[int]
+    inputs: Sequence[int]
+    """What the variables of a fine-tune's script hold when the model runs: latents, captions, noise."""
+    others: Sequence[int]
+    """Its other variables, and the loss."""
 
-    def replace(self, last: _Kept) -> Mapping[int, Sequence[int]]:
+    def replaces(self, last: _Kept) -> Mapping[int, Sequence[int]]:
         """Return which of them replace those of the ``last`` micro-step of the step before (:attr:`Log.replaces`).
 
         A batch is replaced when the next one is complete, a variable when it is assigned. Captions are both: as variables they
@@ -746,7 +748,9 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, Mapping[int, Se
         tracker.work = Counter()
         before = tracker.flops
         _run_passes(training, tracker)
-        kept.append(_Kept(tracker, training))
+        variables = training.variables
+        others = (variables.images, variables.prediction, training.loss)
+        kept.append(_Kept(*(tracker.numbers(tensors) for tensors in (training.batch, variables.inputs, others))))
     network = training.network
     with tracker.during(STEP):
         if network is not None:
@@ -767,7 +771,7 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, Mapping[int, Se
             _update_average(training)
         gc.collect()
     flops = (tracker.flops - before) * training.arguments.gradient_accumulation_steps
-    return int(flops), kept[0].replace(kept[-1])
+    return int(flops), kept[0].replaces(kept[-1])
 
 
 def _update_average(training: Training) -> None:
