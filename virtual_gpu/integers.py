@@ -15,15 +15,19 @@ def assume(value: int) -> None:
     item, as_list = torch.Tensor.item, torch.Tensor.tolist
     torch.Tensor.item = lambda self: value if is_length(self) else item(self)
     torch.Tensor.tolist = lambda self: torch.full(self.shape, value).tolist() if is_length(self) else as_list(self)
-    index, equal, truth = torch.Tensor.__index__, torch.Tensor.__eq__, torch.Tensor.__bool__
+    index, equal, truth, every = torch.Tensor.__index__, torch.Tensor.__eq__, torch.Tensor.__bool__, torch.all
 
     def compare(self: Any, other: Any) -> Any:
         result = equal(self, other)
-        result.compares_lengths = is_length(self) and self.dim() == 0
+        result.compares_lengths = is_length(self)
         return result
+
+    def all_of(values: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.tensor(True) if getattr(values, "compares_lengths", False) else every(values, *args, **kwargs)
 
     torch.Tensor.__index__ = lambda self: value if is_length(self) else index(self)
     torch.Tensor.__eq__ = compare
     torch.Tensor.__bool__ = lambda self: getattr(self, "compares_lengths", False) or truth(self)
+    torch.all = all_of
     nonzero = torch.Tensor.nonzero
     torch.Tensor.nonzero = lambda self: self.new_zeros(1, self.dim(), dtype=torch.long) if self.is_cuda else nonzero(self)
