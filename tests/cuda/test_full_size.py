@@ -16,7 +16,8 @@ SAMPLES = "--sample_prompts {prompts} --sample_every_n_steps 1"
 #: Each differs from the presets in what its memory depends on: order of loading, trained text encoders and their embeddings,
 #: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, upstream's block swap, fp16, a
 #: paged optimizer, blocks that differ, images that a fine-tune encodes, also over several micro-steps, OFT's constants, an
-#: average of 16-bit weights, and sampling with decoding under autocast, with blocks that move back, and with the VAE in memory.
+#: average of 16-bit weights, variables of a fine-tune's script, also with swapped blocks, and sampling with decoding under
+#: autocast, with blocks that move back, and with the VAE in memory.
 COMMANDS = (
     f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
     "--resolution 832,1216 --network_train_unet_only",
@@ -38,6 +39,12 @@ COMMANDS = (
     "sdxl_train_network.py --preset sdxl-lora/base --network_module networks.oft --network_dim 4",
     "lumina_train.py --sdpa --mixed_precision bf16 --full_bf16 --gradient_checkpointing --cache_latents --resolution 768 "
     "--cache_text_encoder_outputs --optimizer_type Adafactor --ema --ema_device gpu",
+    "anima_train.py --mixed_precision bf16 --cache_text_encoder_outputs --resolution 1024 --train_batch_size 3 --ema "
+    "--ema_device gpu --gradient_checkpointing --optimizer_type Adafactor --optimizer_args scale_parameter=False "
+    "relative_step=False warmup_init=False --blocks_to_swap 10 --fused_backward_pass",
+    "sd3_train.py --mixed_precision bf16 --cache_text_encoder_outputs --cache_latents --resolution 832,1216 --max_grad_norm 1 "
+    "--gradient_checkpointing --optimizer_type Adafactor --optimizer_args scale_parameter=False relative_step=False "
+    "warmup_init=False",
     f"anima_train_network.py --preset anima-lora/12gb {SAMPLES}",
     f"flux_train_network.py --preset flux-lora/12gb {SAMPLES}",
     f"sdxl_train_network.py --preset sdxl-lora/8gb {SAMPLES}",
