@@ -730,9 +730,10 @@ class _Kept:
         """
         pairs = zip((*self.inputs, *self.others), (*last.inputs, *last.others), strict=True)
         replaced = {new: [old] for new, old in pairs if new not in self.batch}
-        captions = {*last.inputs} & {*last.batch}
-        replaced[max(self.batch)] = [*{*last.batch} - captions]
-        replaced[min({*self.inputs} - {*self.batch}, default=max(self.batch))] += captions
+        if self.batch:  # a run on real tensors logs no batch
+            captions = {*last.inputs} & {*last.batch}
+            replaced[max(self.batch)] = [*{*last.batch} - captions]
+            replaced[min({*self.inputs} - {*self.batch}, default=max(self.batch))] += captions
         return replaced
 
 
