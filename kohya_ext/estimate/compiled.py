@@ -121,10 +121,36 @@ def _generating(load: Callable[[str], Any]) -> Iterator[None]:
         stack.enter_context(config.patch(options))
         # It asks for a GPU's driver.
         stack.enter_context(replaced(kernels, "triton_hash_with_backend", lambda: ""))
+        stack.enter_context(_joining_as_on_gpus())
         stack.enter_context(replaced(PyCodeCache, "load_by_key_path", classmethod(load_by_key_path)))
         stack.enter_context(replaced(AsyncCompile, "triton", lambda _, __, source, *___, **____: _Kernel(source)))
         stack.enter_context(replaced(AsyncCompile, "cpp_pybinding", lambda _, __, source, *___, **____: _Kernel(source)))
         yield
+
+
+@contextmanager
+def _joining_as_on_gpus() -> Iterator[None]:
+    """Let inductor fuse concatenations with their readers inside the block, as it does for a GPU and not for a CPU.
+
+    Its lowering first asks for the device of the first tensor. Only this answer differs.
+    https://github.com/pytorch/pytorch/blob/main/torch/_inductor/lowering.py (``cat``)
+    """
+    from torch._inductor.lowering import lowerings
+
+    lower = lowerings[_aten.cat.default]
+
+    def cat(inputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        kind = type(inputs[0])
+        answers = iter([torch.device("cuda")])
+        device = kind.get_device
+        with replaced(kind, "get_device", lambda box: next(answers, None) or device(box)):
+            return lower(inputs, *rest, **options)
+
+    lowerings[_aten.cat.default] = cat
+    try:
+        yield
+    finally:
+        lowerings[_aten.cat.default] = lower
 
 
 class _Kernel:

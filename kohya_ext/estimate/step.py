@@ -149,6 +149,7 @@ def measure(
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
             _compile(training)
+            tracker.forget()
         with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _functions_as_on_cuda():
             start = allocate_resident(training, tracker)
             tracker.work = Counter()

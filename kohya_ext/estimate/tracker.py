@@ -113,6 +113,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             self.events.append(Event(number, -storage.nbytes(), self.phase))
             self._live[id(storage)] = _Storage(number, weakref.ref(storage))
 
+    def forget(self) -> None:
+        """Drop everything logged so far. Compiled code logs its buffers outside this mode, too."""
+        self.events.clear()
+        self.kinds.clear()
+        self._live.clear()
+
     def release_unused(self) -> None:
         """Log that unused segments return to the driver now."""
         self.events.append(Event(len(self.kinds) - 1, 0, RELEASE))
