@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,10 @@ def breaks_the_graph(example: Callable[[], tuple[Callable[..., Any], tuple[Any, 
         # Without gradients, because this may run inside a checkpoint, which would count tensors saved here.
         with torch.no_grad():
             torch.compile(function, backend="eager", fullgraph=True)(*inputs)
-    except TorchDynamoException:
+    except TorchDynamoException as error:
+        # A frame of torch keeps the error in a variable, and the error all callers' frames with the tensors of the first step:
+        # a cycle, which stays until Python's next full garbage collection.
+        traceback.clear_frames(error.__traceback__)
         return True
     return False
 
