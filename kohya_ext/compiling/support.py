@@ -40,12 +40,21 @@ def find_obstacle(device: str, backend: str = DEFAULT_BACKEND) -> str | None:
     return f"torch.compile is untested on {device}"
 
 
+def missing_triton() -> str | None:
+    """Return that the package Triton is missing and how to install it; None if it is installed."""
+    from torch.utils import _triton
+
+    if _triton.has_triton_package():
+        return None
+    package = "triton-windows" if os.name == "nt" else "triton"
+    return f"Triton is not installed; run: pip install {package}"
+
+
 def _triton_obstacle() -> str | None:
     from torch.utils import _triton
 
-    if not _triton.has_triton_package():
-        package = "triton-windows" if os.name == "nt" else "triton"
-        return f"Triton is not installed; run: pip install {package}"
+    if (missing := missing_triton()) is not None:
+        return missing
     if not _triton.has_triton():
         return "Triton does not support this device; an NVIDIA GPU of compute capability 7.0 or newer is required"
     # Triton compiles its launchers at run time. Its Windows package includes a compiler.

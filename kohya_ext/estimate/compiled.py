@@ -1,11 +1,8 @@
 """Memory of compiled blocks on fake tensors: inductor's own code, run with kernels that do nothing.
 
-Dynamo traces the blocks as ``--selective_torch_compile`` compiles them, and inductor generates the code that it would run on a
-GPU: it partitions, fuses and reorders, and decides which buffers exist, when they are freed and which are written in place.
-The code then runs on fake tensors. Its Triton kernels are never compiled.
-
-The tensors are of the CPU, for which inductor can generate Triton code as well. Without the package Triton it generates C++
-instead, whose fusions and therefore temporaries differ.
+Dynamo traces the blocks as ``--selective_torch_compile`` compiles them, and inductor generates the code that it would run on
+an RTX 4090 (:mod:`kohya_ext.estimate.fake_gpu`): it partitions, fuses and reorders, and decides which buffers exist, when they
+are freed and which are written in place. The code then runs on fake tensors of the CPU. Its Triton kernels are never compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kohya_ext.console import silent
+from kohya_ext.errors import UserError
+from kohya_ext.estimate import fake_gpu
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
 from kohya_ext.patching.attributes import replaced
@@ -80,21 +78,52 @@ def tracing_in(mode: Any) -> Iterator[None]:
 
 @contextmanager
 def logging_to(mode: Any, tracker: Tracker) -> Iterator[None]:
-    """Register the backend inside the block: compiled blocks log to ``tracker`` the tensors that their code allocates."""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    """Register the backend inside the block: compiled blocks log to ``tracker`` the tensors that their code allocates.
+
+    Raises UserError after the block if one could not be compiled. It has run eager then, and its log is of no use.
+    """
+    from torch._inductor import compile_fx as inductor
+
+    improve, compile_inner = inductor._recursive_joint_graph_passes, inductor.compile_fx_inner
+    failures: list[Exception] = []
+
+    def improve_and_move(traced: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run inductor's passes over forward and backward together, which compute constants, and move the result to the GPU."""
+        improved = improve(traced, *args, **kwargs) or traced  # torch 2.6 improves it in place and returns nothing
+        with _disable_current_modes():
+            fake_gpu.move(improved, mode)
+        return improved
 
     def inner(graph_module: Any, inputs: Sequence[Any], **kwargs: Any) -> Any:
         load = partial(_Code, tracker, bool(kwargs.get("is_backward")))
+        given = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
         # The backward pass is compiled when it first runs, after compile_graph() has returned.
-        with tracing_in(mode), _disable_current_modes(), _generating(load):
-            return compile_fx_inner(graph_module, inputs, **kwargs)
+        with _recorded(failures), tracing_in(mode), _disable_current_modes(), _generating(load):
+            return compile_inner(graph_module, given, **kwargs)
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Any:
-        with tracing_in(mode):
-            return compile_fx(traced, inputs, inner_compile=inner)
+        moving = replaced(inductor, "_recursive_joint_graph_passes", improve_and_move)
+        with _recorded(failures), tracing_in(mode), fake_gpu.present(), moving:
+            return inductor.compile_fx(traced, inputs, inner_compile=inner)
 
     with registered_backend(BACKEND, compile_graph):
         yield
+    if failures:
+        reason = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
+        raise UserError(
+            f"compiled blocks cannot be estimated with torch {torch.__version__} ({reason}); "
+            "estimate without --selective_torch_compile"
+        )
+
+
+@contextmanager
+def _recorded(failures: list[Exception]) -> Iterator[None]:
+    """Add an error inside the block to ``failures``. Dynamo would only run the function eager."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 @contextmanager
@@ -110,47 +139,15 @@ def _generating(load: Callable[[str], Any]) -> Iterator[None]:
         code.__file__ = path
         return code
 
-    options = {
-        "cpu_backend": "triton" if find_spec("triton") is not None else "cpp",
-        "cpp.simdlen": 1,  # else it compiles a program to see what the processor can do
-        "compile_threads": 1,
-        "force_disable_caches": True,
-    }
     kernels = importlib.import_module("torch.utils._triton")
     with ExitStack() as stack:
-        stack.enter_context(config.patch(options))
+        stack.enter_context(config.patch({"compile_threads": 1, "force_disable_caches": True}))
         # It asks for a GPU's driver.
         stack.enter_context(replaced(kernels, "triton_hash_with_backend", lambda: ""))
-        stack.enter_context(_joining_as_on_gpus())
+        stack.enter_context(fake_gpu.present())
         stack.enter_context(replaced(PyCodeCache, "load_by_key_path", classmethod(load_by_key_path)))
         stack.enter_context(replaced(AsyncCompile, "triton", lambda _, __, source, *___, **____: _Kernel(source)))
-        stack.enter_context(replaced(AsyncCompile, "cpp_pybinding", lambda _, __, source, *___, **____: _Kernel(source)))
         yield
-
-
-@contextmanager
-def _joining_as_on_gpus() -> Iterator[None]:
-    """Let inductor fuse concatenations with their readers inside the block, as it does for a GPU and not for a CPU.
-
-    Its lowering first asks for the device of the first tensor. Only this answer differs.
-    https://github.com/pytorch/pytorch/blob/main/torch/_inductor/lowering.py (``cat``)
-    """
-    from torch._inductor.lowering import lowerings
-
-    lower = lowerings[_aten.cat.default]
-
-    def cat(inputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
-        kind = type(inputs[0])
-        answers = iter([torch.device("cuda")])
-        device = kind.get_device
-        with replaced(kind, "get_device", lambda box: next(answers, None) or device(box)):
-            return lower(inputs, *rest, **options)
-
-    lowerings[_aten.cat.default] = cat
-    try:
-        yield
-    finally:
-        lowerings[_aten.cat.default] = lower
 
 
 class _Kernel:
@@ -183,7 +180,7 @@ class _Code(types.ModuleType):
             elif name.startswith("assert_"):
                 names[name] = _ignore
         names |= {
-            "empty_strided_cpu": self._empty,
+            "empty_strided_cuda": self._empty,
             "reinterpret_tensor": self._view,
             "extern_kernels": _Products(tracker, names["extern_kernels"]),
             "get_raw_stream": _ignore,

@@ -68,8 +68,11 @@ def tracing(settings: Settings, config: MemoryConfig) -> Settings:
     if (backend := settings["compile_backend"]) != DEFAULT_BACKEND:
         raise UserError(f"--compile_backend {backend} cannot be estimated; use {DEFAULT_BACKEND}")
     from kohya_ext.compiling.budget import set_budget
+    from kohya_ext.compiling.support import missing_triton
     from kohya_ext.estimate.compiled import BACKEND
 
+    if (missing := missing_triton()) is not None:  # inductor generates Triton's code for a GPU
+        raise UserError(f"compiled blocks cannot be estimated: {missing}, or remove --selective_torch_compile")
     budget = config.activation_memory_budget
     set_budget(1.0 if budget is None else budget)
     return _compiling_with(BACKEND, settings, budget)

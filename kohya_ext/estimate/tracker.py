@@ -151,13 +151,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._count(func, args, kwargs, result)
         if accumulated is not None:
             self._take_over(accumulated, result)
-        # Compiled code fuses every operator but flash attention.
-        is_kernel = not self._paused or func is workspaces.FLASH_ATTENTION_BACKWARD
-        used = self._log_allocated(*workspaces.before(func, args, kwargs)) if is_kernel else []
         if not self._paused:
+            used = self._log_allocated(*workspaces.before(func, args, kwargs))
             self.record(result, self._kind_of(func, args))
-        used += self._log_allocated(*workspaces.after(func, args, kwargs)) if is_kernel else []
-        self._log_freed(used)
+            used += self._log_allocated(*workspaces.after(func, args, kwargs))
+            self._log_freed(used)
         if workspaces.uses_cublas(func, args) and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
             self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8)
             self._record(self.workspaces[handle], Kind.WORKSPACE)

@@ -26,6 +26,7 @@ _KERNELS = {
     _aten.convolution: 3,
     _aten.convolution_backward: 4,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 3,
+    _aten._scaled_dot_product_flash_attention_backward: 3,
 }
 
 #: Operators without a kernel that are not views by their schema. Optimizers read ``_local_scalar_dense`` of host tensors only.

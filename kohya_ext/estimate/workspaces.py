@@ -26,6 +26,12 @@ PROCESSORS, THREADS = 128, 1536
 FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+#: CUDA's own, in compiled code.
+CUDA_FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention.default
+CUDA_FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+MEMORY_EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention.default
+MEMORY_EFFICIENT_ATTENTION_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+
 #: Largest width of a head in flash attention.
 WIDEST_FLASH = 256
 
@@ -47,7 +53,7 @@ def laid_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """Return an operator's results with the strides that they have on CUDA, where a CPU's have those of an input."""
     if operator in _CONTIGUOUS:
         return tuple(tensor if tensor is None else tensor.contiguous() for tensor in result)
-    if operator is FLASH_ATTENTION and not _uses_flash(args[0], kwargs):
+    if operator is FLASH_ATTENTION and not uses_flash(args[0], kwargs):
         return (result[0].transpose(1, 2).contiguous().transpose(1, 2), *result[1:])
     return result
 
@@ -107,7 +113,7 @@ def _bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _uses_flash(query: Any, kwargs: Mapping[str, Any]) -> bool:
+def uses_flash(query: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether CUDA computes attention with flash attention: in 16 bits, without a mask, of heads that are not too wide.
 
     ``can_use_flash_attention`` in
@@ -118,7 +124,7 @@ def _uses_flash(query: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def _copies_for_flash_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
     """Return the copies of a gradient and an output whose (batch, length, heads, width) is not contiguous."""
-    if not _uses_flash(args[1], kwargs):
+    if not uses_flash(args[1], kwargs):
         return ()
     return [_copied_bytes(tensor.transpose(1, 2)) for tensor in (args[0], args[4])]
 
@@ -128,7 +134,7 @@ def _attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seque
 
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd)
     """
-    if not _uses_flash(args[1], kwargs):
+    if not uses_flash(args[1], kwargs):
         return _memory_efficient_backward(*args[1:3])
     batch, heads, length, width = args[1].shape
     rows = batch * heads * _rounded(length, 128)
@@ -159,7 +165,7 @@ def _attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[int]:
     in fp32 instead (``kNeedsOutputAccumulatorBuffer`` in mem_eff_attention/kernel_forward.h).
     """
     batch, heads, length, width = args[0].shape
-    if not _uses_flash(args[0], kwargs):
+    if not uses_flash(args[0], kwargs):
         return (4 * args[0].numel() if width > 128 and args[0].element_size() == 2 else 0,)
     keys = -(-args[1].shape[2] // (256 if width <= 64 else 128 if width <= 128 else 64))  # blocks
     blocks, places = batch * heads * -(-length // 64), 2 * PROCESSORS
@@ -248,6 +254,7 @@ _CONTIGUOUS = frozenset((_aten.native_group_norm_backward.default,))
 
 _BEFORE: Mapping[Any, Workspace] = {
     FLASH_ATTENTION_BACKWARD: _copies_for_flash_attention,
+    CUDA_FLASH_ATTENTION_BACKWARD: _copies_for_flash_attention,
     _aten.convolution.default: _convolution,
     _aten.convolution_backward.default: _convolution_backward,
     _aten.native_group_norm_backward.default: _copies(0),
@@ -258,6 +265,10 @@ _BEFORE: Mapping[Any, Workspace] = {
 _AFTER: Mapping[Any, Workspace] = {
     FLASH_ATTENTION: _attention,
     FLASH_ATTENTION_BACKWARD: _attention_backward,
+    CUDA_FLASH_ATTENTION: _attention,
+    CUDA_FLASH_ATTENTION_BACKWARD: _attention_backward,
+    MEMORY_EFFICIENT_ATTENTION: lambda args, kwargs: _attention(args, {"attn_mask": args[3]}),
+    MEMORY_EFFICIENT_ATTENTION_BACKWARD: lambda args, kwargs: _memory_efficient_backward(*args[1:3]),
     _aten.convolution_backward.default: _convolution_backward_after,
     _aten.native_group_norm.default: _copies(0),
     _aten.native_layer_norm_backward.default: _copies(0),
