@@ -62,11 +62,11 @@ def generated(backend: str) -> dict[str, list[list[str]]]:
 
 def calls(code: str) -> list[str]:
     """Return the buffers that generated code allocates, shares and frees, and the names of what it calls."""
-    found = re.finditer(
+    matches = re.finditer(
         r"= (?P<allocated>empty_strided.*|reinterpret_tensor.*)|(?P<called>[\w.]+)\(|(?P<freed>del buf\d+)",
         code[code.index("def call(") :],
     )
-    lines = [match["allocated"] or match["freed"] or match["called"] for match in found]
+    lines = [match["allocated"] or match["freed"] or match["called"] for match in matches]
     lines = [re.sub(r"_fused_\w+_(\d+)", r"_\1", line) for line in lines]  # kernels are also named after operators
     return [line for line in lines if re.match(r"empty|reinterpret|del|torch\.ops|extern_kernels|triton", line)]
 
