@@ -63,8 +63,8 @@ def test_a_block_that_cannot_be_compiled_is_an_error(monkeypatch: pytest.MonkeyP
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(fake_gpu, "move", fail)
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
-    with pytest.raises(UserError, match=r"compiled blocks cannot be estimated .*no such operator.*--selective_torch_compile"):
+    expected = r"compiled blocks cannot be estimated .*no such operator.*--selective_torch_compile"
+    with torch._dynamo.config.patch(suppress_errors=True), pytest.raises(UserError, match=expected):
         logged(rotated)
 
 
