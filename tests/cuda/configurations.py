@@ -40,6 +40,12 @@ class Configuration:
     """Whether the extension's options need launches or memory of their own."""
 
     @property
+    def accumulation(self) -> int:
+        """The number of forward passes in an optimizer step."""
+        name = "--gradient_accumulation_steps"
+        return int(self.options[self.options.index(name) + 1]) if name in self.options else 1
+
+    @property
     def saves(self) -> bool:
         """Whether the script saves within the recorded steps."""
         return "--save_every_n_steps" in self.options
