@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kohya_ext.compiling.configuration import skip_guard_timing
+from kohya_ext.compiling.configuration import autotune_in_own_memory, skip_guard_timing
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.lowering import accept_scaled_products
 from kohya_ext.compiling.support import reason_not_to_compile
@@ -202,6 +202,13 @@ _COMPILER = (
     ),
     # The function only measures statistics, so any body may be skipped.
     Target("torch._dynamo.guards", "profile_guard_manager", skip_guard_timing, optional=True, body="runs"),
+    Target(
+        "torch._inductor.runtime.triton_heuristics",
+        "CachingAutotuner.benchmark_all_configs",
+        autotune_in_own_memory,
+        optional=True,
+        body="runs",
+    ),
 )
 
 PATCH = Patch(
