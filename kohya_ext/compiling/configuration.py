@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -105,16 +106,21 @@ def skip_guard_timing(original: Any, settings: Settings) -> Any:
 def autotune_in_own_memory(original: Any, settings: Settings) -> Any:
     """Time a kernel's variants on a GPU in a memory pool that is returned to the driver after it.
 
-    Inductor allocates a tensor of the size of the L2 cache for it, 72 MiB on an RTX 4090, and copies of what the kernel writes,
-    all in the middle of the first step. Later tensors would split their memory, so that it could never be used as a whole.
+    For it inductor allocates a tensor of the size of the L2 cache (72 MiB on an RTX 4090; 256 MiB in torch 2.6) and copies of
+    what the kernel writes, all in the middle of the first step. Later tensors would split their memory, so that it could never
+    be used as a whole. The buffer: ``benchmark_gpu`` in
+    https://github.com/pytorch/pytorch/blob/main/torch/_inductor/runtime/benchmarking.py.
     """
     import torch
 
     def benchmark_all_configs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.device_props.type != "cuda":
+        # Recordings have their own stream and pool, whose unused memory is returned before they begin.
+        if self.device_props.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
             return original(self, *args, **kwargs)
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        # On a full GPU, torch 2.6 cannot return unused memory outside the pool to the driver, and fails.
+        with contextlib.suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(torch.cuda.MemPool()):
             return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return benchmark_all_configs
 

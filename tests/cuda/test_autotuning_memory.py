@@ -1,0 +1,9 @@
+"""Timing kernels in the first step of a compiled block leaves no memory that later tensors split."""
+
+
+def test_the_first_step_reserves_what_a_later_one_does(printed_on_gpu):
+    (counted, first, later), own, recorded, full = printed_on_gpu("autotuning_memory.py")
+    assert first > later, "what inductor's own timing leaves"
+    assert own == [counted, later, later]
+    # In torch 2.6, both would end the run.
+    assert recorded[0] == full[0] == counted > 0
