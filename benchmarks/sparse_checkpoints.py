@@ -11,6 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def write(checkout: Checkout, config: MemoryConfig, folder: Path, random: bool =
         paths.files["t5xxl"] = folder / config.family.name / "t5xxl_fp8_e4m3fn.safetensors"
     if not all(path.exists() for path in paths.files.values()):
         with importable(checkout), fake_tensors():
-            built = models.build(config)
+            built = models.build(replace(config, fp8_scaled=False))  # The script adds the scales when it has read the file.
             for option, tensors in _WRITERS.get(config.family.name, _tensors_by_option)(config, built):
                 write_file(paths.files[option], tensors, _8_BITS if (option, config.t5xxl) == ("t5xxl", FP8) else _16_BITS)
         if random:

@@ -1,5 +1,6 @@
 """--cuda_graphs in the real scripts, with CUDA graphs replaced by a replayer of operations on the CPU."""
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -85,3 +86,62 @@ def test_replayed_training_is_bit_identical(checkout, train, case):
         assert facts.get("off", case.reason).startswith(case.reason)  # a fact only where an attempt found it
         assert replayed.output.count("training continues without CUDA graphs") == 1
     assert all(torch.equal(replayed.tensors[name], expected) for name, expected in eager.tensors.items())
+
+
+#: Scripts whose models are recorded on a GPU, too -> networks that sd-scripts has for them, and whether their text encoders are trained.
+RECORDED = {
+    "sdxl_train_network.py": (("networks.lora", "networks.lora_fa", "networks.dylora", "networks.oft"), True),
+    "train_network.py": (("networks.lora", "networks.lora_fa", "networks.dylora"), True),
+    "flux_train_network.py": (("networks.lora_flux",), True),
+    "anima_train_network.py": (("networks.lora_anima",), False),
+}
+OPTIMIZERS = ("AdamW", "Lion", "Prodigy", "DAdaptAdam", "SGDNesterov", "Adafactor")
+DROPOUTS = (("--network_dropout", "0.1"), ("--network_args", "rank_dropout=0.2"), ("--network_args", "module_dropout=0.3"))
+SOMETIMES = (
+    ("--fused_operations",),
+    ("--scale_weight_norms", "0.01"),
+    ("--ema_decay", "0.9"),
+    ("--max_grad_norm", "0"),
+    ("--noise_offset", "0.05"),
+    ("--loss_type", "huber", "--huber_schedule", "constant"),
+    ("--caption_dropout_rate", "0.3"),
+    ("--lr_scheduler", "cosine", "--lr_warmup_steps", "2"),
+)
+
+
+def random_options(script, generator):
+    """Return options of a run, and default arguments that it goes without."""
+    networks, trains_text_encoders = RECORDED[script]
+    checkpoints = generator.random() < 0.5
+    words = [
+        *("--mixed_precision", generator.choice(("no", "bf16", "bf16"))),
+        *("--network_module", network := generator.choice((networks[0], *networks))),
+        *("--optimizer_type", generator.choice(OPTIMIZERS), "--max_train_steps", str(generator.randint(3, 5))),
+        *("--gradient_accumulation_steps", str(generator.randint(1, 3)), "--train_batch_size", str(generator.randint(1, 2))),
+        *(word for option in SOMETIMES if generator.random() < 0.25 for word in option),
+    ]
+    if network == "networks.dylora":
+        words += ["--network_args", "unit=1"]
+    elif generator.random() < 0.3:
+        words += generator.choice(DROPOUTS)
+    if trains_text_encoders and generator.random() < 0.5:
+        words += ["--network_train_unet_only"]
+    if checkpoints and generator.random() < 0.4:
+        words += ["--gradient_checkpointing_ratio", "0.5"]
+    return words, () if checkpoints else ("--gradient_checkpointing",)
+
+
+@pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.parametrize("seed", range(12))
+def test_training_with_random_options_is_bit_identical(checkout, train, seed):
+    """Recorded or not: a model that is not recorded has one line that says why."""
+    generator = random.Random(seed)
+    script = generator.choice([*RECORDED])
+    options, without = random_options(script, generator)
+    eager, replayed = (train(checkout, script, *options, *more, without=without, env=REPLAY) for more in ((), ("--cuda_graphs",)))
+    command = " ".join([script, *options, *(f"without {option}" for option in without)])
+    assert eager.code == replayed.code == 0, f"{command}\n{eager.output[-2000:]}\n{replayed.output[-2000:]}"
+    recorded = replayed.report["facts"]["cuda_graphs"].get("replayed", 0) >= 1
+    assert recorded != ("training continues without CUDA graphs" in replayed.output), command
+    assert all(torch.equal(replayed.tensors[name], expected) for name, expected in eager.tensors.items()), command
