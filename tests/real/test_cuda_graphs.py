@@ -88,7 +88,7 @@ def test_replayed_training_is_bit_identical(checkout, train, case):
     assert all(torch.equal(replayed.tensors[name], expected) for name, expected in eager.tensors.items())
 
 
-#: Scripts whose models are recorded on a GPU, too -> networks that sd-scripts has for them, and whether their text encoders are trained.
+#: Scripts whose models are recorded on a GPU, too -> networks, and whether text encoders are trained.
 RECORDED = {
     "sdxl_train_network.py": (("networks.lora", "networks.lora_fa", "networks.dylora", "networks.oft"), True),
     "train_network.py": (("networks.lora", "networks.lora_fa", "networks.dylora"), True),
@@ -139,7 +139,9 @@ def test_training_with_random_options_is_bit_identical(checkout, train, seed):
     generator = random.Random(seed)
     script = generator.choice([*RECORDED])
     options, without = random_options(script, generator)
-    eager, replayed = (train(checkout, script, *options, *more, without=without, env=REPLAY) for more in ((), ("--cuda_graphs",)))
+    eager, replayed = (
+        train(checkout, script, *options, *more, without=without, env=REPLAY) for more in ((), ("--cuda_graphs",))
+    )
     command = " ".join([script, *options, *(f"without {option}" for option in without)])
     assert eager.code == replayed.code == 0, f"{command}\n{eager.output[-2000:]}\n{replayed.output[-2000:]}"
     recorded = replayed.report["facts"]["cuda_graphs"].get("replayed", 0) >= 1
