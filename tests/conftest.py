@@ -1,13 +1,36 @@
-"""An environment without the extension's variables, and a worker for each generation of sd-scripts, for every test."""
+"""An environment without the extension's variables, and a worker for each generation of sd-scripts, for every test.
+
+With ``SKIPS_FAIL=1`` in the environment, as in CI, a skipped test or module is a failure.
+"""
 
 import os
 import re
+from collections.abc import Generator
+from typing import TypeVar
 
 import pytest
 
 from kohya_ext.config.settings import variables
 
 _GENERATION = re.compile(r"\bv0\.\d+\b")
+
+_Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
+
+
+def _failed_if_skipped(report: _Report) -> _Report:
+    if os.environ.get("SKIPS_FAIL") == "1" and report.skipped:
+        report.outcome, report.longrepr = "failed", f"SKIPS_FAIL: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _failed_if_skipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _failed_if_skipped((yield))
 
 
 @pytest.fixture(autouse=True)
