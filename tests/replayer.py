@@ -5,6 +5,7 @@ recordings is overwritten, because on a GPU they share it with each other and wi
 """
 
 import contextlib
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,6 +67,11 @@ class Recording(TorchDispatchMode):
                         before.copy_(now)
 
 
+def _read(tensor):
+    # Of a CPU's tensor it is not an operation, and no dispatch mode sees it.
+    raise RuntimeError("tolist while capturing")
+
+
 class CpuRecorder:
     """Stands for `kohya_ext.compiling.cuda_recorder.CudaRecorder`."""
 
@@ -89,7 +95,7 @@ class CpuRecorder:
     @contextlib.contextmanager
     def record(self):
         recording = Recording(self)
-        with recording:
+        with recording, patch.object(torch.Tensor, "tolist", _read):
             yield recording
         self.recordings.append(recording)
 

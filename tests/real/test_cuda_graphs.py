@@ -48,7 +48,7 @@ CASES = {
     "flux": Case("flux_train_network.py"),
     "flux-fp8": Case("flux_train_network.py", (*BF16, "--fp8_base")),
     "sd3": Case("sd3_train_network.py"),
-    "lumina": Case("lumina_train_network.py"),
+    "lumina": Case("lumina_train_network.py", reason="RuntimeError: tolist while capturing"),
     "anima": Case("anima_train_network.py"),
     "hunyuan-image": Case("hunyuan_image_train_network.py", (), reason="the model reads results on the CPU"),
     "chroma": Case("flux_train_network.py", family="chroma", reason="the model "),
