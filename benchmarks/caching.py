@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from kohya_ext.tiny import environment, tokenizers
 OUTPUT = results.FOLDER / "caching.json"
 SCRIPT = "sdxl_train_network.py"
 ARGUMENTS = ("--preset", "24gb", "--network_train_unet_only")
+FIRST_STEP = ("--max_train_steps", "3", "--max_data_loader_n_workers", "0")
 LATENTS = ("--cache_latents", "--cache_latents_to_disk")
 TEXTS = ("--cache_text_encoder_outputs", "--cache_text_encoder_outputs_to_disk")
 
@@ -76,17 +78,26 @@ def write_images(folder: Path, count: int, pixels: tuple[float, float]) -> None:
 
 
 def start(
-    given: argparse.Namespace, checkout: Checkout, scratch: Path, images: Path, words: tuple[str, ...]
-) -> dict[str, float]:
-    """Start the script and return the seconds of the parts of its start. Raises WorkerError when it fails."""
+    given: argparse.Namespace,
+    checkout: Checkout,
+    scratch: Path,
+    images: Path,
+    words: Sequence[str],
+    worker: Sequence[str] = ("benchmarks.caching_worker",),
+) -> dict[str, Any]:
+    """Start the script in a ``worker``, a module and its arguments after the result's file, and return its result.
+
+    The result of the default worker is the seconds of the parts of the start. Raises WorkerError when it fails.
+    """
     models = models_of(checkout, scratch)
     result, log = scratch / "result.json", scratch / "log.txt"
     result.unlink(missing_ok=True)
     launcher = shlex.split(given.launcher.format(python=shlex.quote(given.python), memory="24576MiB"))
-    command = [given.python, "-m", "benchmarks.caching_worker", str(result), "--sd-scripts", str(checkout.path), SCRIPT]
+    module, *options = worker
+    command = [given.python, "-m", module, str(result), *options, "--sd-scripts", str(checkout.path), SCRIPT]
     files = [word for name, path in models.files.items() for word in (f"--{name}", str(path))]
     data = ["--tokenizer_cache_dir", str(models.tokenizers), "--train_data_dir", str(images), "--caption_extension", ".txt"]
-    output = ["--output_dir", str(scratch / "output"), "--output_name", "caching", "--max_train_steps", "3", "--seed", "1"]
+    output = ["--output_dir", str(scratch / "output"), "--output_name", "caching", "--seed", "1"]
     variables = environment.variables(models.tokenizers) | {
         "PYTHONPATH": environment.python_path(results.ROOT),
         "KOHYA_EXT_CACHE": str(scratch / "cache"),
@@ -94,7 +105,7 @@ def start(
     del variables["OMP_NUM_THREADS"]
     with log.open("w", encoding="utf-8") as file:
         code = subprocess.run(
-            [*launcher, *command, *files, *data, *output, "--max_data_loader_n_workers", "0", *ARGUMENTS, *words],
+            [*launcher, *command, *files, *data, *output, *ARGUMENTS, *words],
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=scratch,
@@ -103,8 +114,8 @@ def start(
         ).returncode
     if code or not result.is_file():
         raise WorkerError(f"exit code {code}: {last_line(log)}")
-    seconds: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
-    return seconds
+    written: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return written
 
 
 def models_of(checkout: Checkout, scratch: Path) -> Any:
@@ -128,7 +139,7 @@ def measure(given: argparse.Namespace, checkout: Checkout, scratch: Path) -> res
     small_words = (*LATENTS, "--resolution", "64,64", "--no-cache_text_encoder_outputs")
     if given.small:
         write_images(small, given.small, (66**2, 80**2))
-        begun = start(given, checkout, scratch, small, (*small_words, *VARIANTS["ours"]))
+        begun = start(given, checkout, scratch, small, (*FIRST_STEP, *small_words, *VARIANTS["ours"]))
         note = f"first start of {given.small} small images: {begun['latents']:.1f} s"
         print(note, file=sys.stderr, flush=True)
         comparisons["Many small images, second start: latents"].configuration["first_start_seconds"] = begun["latents"]
@@ -137,10 +148,10 @@ def measure(given: argparse.Namespace, checkout: Checkout, scratch: Path) -> res
             images = scratch / "turn"
             shutil.rmtree(images, ignore_errors=True)
             shutil.copytree(scratch / "images", images, copy_function=os.link)
-            words = (*LATENTS, *TEXTS, *VARIANTS[name])
+            words = (*FIRST_STEP, *LATENTS, *TEXTS, *VARIANTS[name])
             seconds = {part: start(given, checkout, scratch, images, words) for part in ("first", "second")}
             if given.small:
-                seconds["small"] = start(given, checkout, scratch, small, (*small_words, *VARIANTS[name]))
+                seconds["small"] = start(given, checkout, scratch, small, (*FIRST_STEP, *small_words, *VARIANTS[name]))
             for title, (part, names) in PARTS.items():
                 if part in seconds:
                     value = sum(seconds[part].get(of, 0.0) for of in names)

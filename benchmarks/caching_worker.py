@@ -1,6 +1,6 @@
 """Run a training command up to its first step, and write when each part of the start ended as JSON.
 
-    python -m benchmarks.caching_worker RESULT [--profile FILE] arguments of kohya_ext...
+    python -m benchmarks.caching_worker RESULT arguments of kohya_ext...
 
 The parts are the caching of latents and of text encoder outputs, and the whole start, also in processor seconds of all threads.
 On a virtual GPU host memory holds no weights, as in :mod:`benchmarks.full_size_worker`; images and caches are real.
@@ -31,11 +31,7 @@ def main() -> None:
     begun = time.perf_counter()
     result = Path(sys.argv[1])
     sys.argv = ["kohya_ext", *sys.argv[2:]]
-    if torch.cuda.is_available():
-        _leave_weights_empty()
-        full_size_worker.skip_checkpoint_hashes()
-    for module in ("library.dataset", "library.train_util"):
-        wrapt.register_post_import_hook(_time_datasets, module)
+    prepare()
     torch.Tensor.backward = _end
     try:
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
@@ -43,6 +39,15 @@ def main() -> None:
         seconds["start"] = time.perf_counter() - begun
         seconds["processor"] = time.process_time()
         result.write_text(json.dumps(seconds), encoding="utf-8")
+
+
+def prepare() -> None:
+    """Time the caching of datasets, and on a virtual GPU leave weights in host memory empty."""
+    if torch.cuda.is_available():
+        _leave_weights_empty()
+        full_size_worker.skip_checkpoint_hashes()
+    for module in ("library.dataset", "library.train_util"):
+        wrapt.register_post_import_hook(_time_datasets, module)
 
 
 def _end(*args: Any, **kwargs: Any) -> None:

@@ -1,20 +1,26 @@
-"""``--auto_data_loader``: choose the data loader's workers from cores, memory, caches and platform.
+"""``--auto_data_loader``: choose the data loader's workers from cores, memory, caches and platform, and pin their batches.
 
 Upstream starts eight workers, or one per core, and new ones in each epoch. Each worker draws its own random numbers for flips,
 crops, shuffled and dropped captions, and starting workers draws one of the training's. So another number of workers, or
 workers that persist, change a run with random data, and this is an option. Without random data, the batches are the same.
+
+With pinned memory, a thread takes a batch from the workers while the GPU computes the step before. Upstream takes it between two
+steps, while the GPU is idle: 2.6 ms for a batch of cached latents and texts, most of it for the file descriptor of each tensor.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 from kohya_ext.caching.threads import available_cores
 from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.console import note
 from kohya_ext.patching.patch import Patch
-from kohya_ext.patching.training_loop import Stage, program
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.units import GB, format_size
 
@@ -44,12 +50,21 @@ def choose(cores: int, available: int, cached: bool, forks: bool) -> int:
     return max(1, min(_CACHED if cached else _DECODING, cores - 1, by_memory))
 
 
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> None:
+class _PinnedBatches(TrainingCallback):
+    """Lets the loader's own thread take batches from the workers and copy them to pinned memory."""
+
+    def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
+        """Return the batches of a pass, whose iterator reads the attribute when it is created."""
+        loader.base_dataloader.pin_memory = True  # accelerate's loader wraps the one that has the workers
+        return batches()
+
+
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _PinnedBatches | None:
     import psutil
 
     command = program().command
     if getattr(args, _WORKERS, 0) == 0 or not hasattr(args, _PERSISTENT) or getattr(args, "deepspeed", False):
-        return  # DeepSpeed needs one worker
+        return None  # DeepSpeed needs one worker
     cores = available_cores() // accelerator.num_processes
     available = psutil.virtual_memory().available // accelerator.num_processes
     forks = multiprocessing.get_start_method() == "fork"
@@ -59,11 +74,24 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Non
     if command.origin(_PERSISTENT) == "default":
         setattr(args, _PERSISTENT, True)
     workers, persistent = getattr(args, _WORKERS), getattr(args, _PERSISTENT)
+    pinned = accelerator.device.type == "cuda" and _can_pin()
     note(
-        f"data loader: {workers} {'persistent ' if persistent else ''}worker{'s' * (workers != 1)} "
-        f"({'cached latents' if cached else 'images are decoded'}, {cores} cores, {format_size(available)} of free memory, "
-        f"workers are {'forked' if forks else 'new processes'})"
+        f"data loader: {workers} {'persistent ' if persistent else ''}worker{'s' * (workers != 1)}"
+        f"{', pinned batches' if pinned else ''} ({'cached latents' if cached else 'images are decoded'}, {cores} cores, "
+        f"{format_size(available)} of free memory, workers are {'forked' if forks else 'new processes'})"
     )
+    return _PinnedBatches() if pinned else None
+
+
+def _can_pin() -> bool:
+    """Return whether the driver gives pinned memory, which WSL limits. Without it the loader's thread would end the run."""
+    import torch
+
+    try:
+        torch.empty(2**20, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 PATCH = Patch(
