@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kohya_ext.caching.checks import Check, latents_problem, outputs_problem, state_of
+from kohya_ext.caching.checks import NOT_FINITE, Check, is_finite, latents_problem, outputs_problem, state_of
 from kohya_ext.caching.threads import Writer, default_workers, in_order
 from kohya_ext.config.settings import Option, Settings
 from kohya_ext.console import error, note, progress, should_print, warn
@@ -355,8 +355,11 @@ def _cache_text_encoder_outputs(original: Any, settings: Settings) -> Any:
         def write(file: Any, args: Any, arrays: Any) -> None:
             with _naming(file):
                 save(file, *args, **arrays)
-                if problem := _record(check, file):
-                    unusable.append(f"{file} ({problem})")
+                # The arrays instead of the file, whose reading would hold the lock that the text encoders' thread needs.
+                if all(map(is_finite, map(np.asarray, (*args, *arrays.values())))):
+                    check.index.add(file, check.id(file))
+                else:
+                    unusable.append(f"{file} ({NOT_FINITE})")
 
         with (
             Writer(_WRITERS, _WRITTEN_BYTES) as writer,

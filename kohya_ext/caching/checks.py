@@ -26,6 +26,8 @@ _READING: contextlib.AbstractContextManager[object] = (
     threading.Lock() if (3, 11) <= sys.version_info < (3, 11, 8) else contextlib.nullcontext()
 )
 
+NOT_FINITE = "values that are not finite"
+
 #: Latents caching strategy -> (channels, pixels of a latent pixel's side). Other strategies' shapes are not checked.
 LATENT_SIZES = {
     "SdSdxlLatentsCachingStrategy": (4, 8),
@@ -120,7 +122,7 @@ def latents_problem(strategy: Any, bucket: tuple[int, int], path: str, flip: boo
             if (array.shape[0], *array.shape[-2:]) != expected:
                 return f"shape {'x'.join(map(str, array.shape))}, not {'x'.join(map(str, expected))}"
         if not is_finite(array):
-            return "values that are not finite"
+            return NOT_FINITE
     if mask and (alpha.shape != (bucket[1], bucket[0]) or not is_finite(alpha)):
         return "unusable alpha mask"
     return "" if len(original_size) == 2 and len(crop) == 4 else "unusable original size or crop"
@@ -128,7 +130,7 @@ def latents_problem(strategy: Any, bucket: tuple[int, int], path: str, flip: boo
 
 def outputs_problem(strategy: Any, path: str) -> str:
     """Return why cached text encoder outputs cannot be trained on; empty if they can."""
-    return "" if all(map(is_finite, strategy.load_outputs_npz(path))) else "values that are not finite"
+    return "" if all(map(is_finite, strategy.load_outputs_npz(path))) else NOT_FINITE
 
 
 def is_finite(array: Any) -> bool:
