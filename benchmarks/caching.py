@@ -1,6 +1,6 @@
 """Measure the first and the second start of a training script with caches on disk, upstream's and ours.
 
-    python -m benchmarks.caching [--images 200] [--rounds 3] [--small 10000]
+    python -m benchmarks.caching [--images 600] [--rounds 2] [--small 10000]
 
 The real script trains an SDXL LoRA at full size up to its first step, by default on a virtual GPU, which computes nothing: what
 remains is the host's work. Images are generated JPEGs of 1 to 1.5 megapixels. Each turn starts with a new copy of the folder.
@@ -172,9 +172,9 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
     )
-    options.add_argument("--images", type=int, default=200, help="number of JPEGs of 1 to 1.5 megapixels")
+    options.add_argument("--images", type=int, default=600, help="number of JPEGs of 1 to 1.5 megapixels")
     options.add_argument("--small", type=int, default=10000, help="number of small images; 0 leaves that part out")
-    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--note", default="", help="remark for the readers of the result")
     options.add_argument("--output", type=Path, default=OUTPUT)
     return options

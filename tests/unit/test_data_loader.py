@@ -43,6 +43,8 @@ def test_values_of_the_user_are_kept(words, expected, monkeypatch, capsys):
     monkeypatch.setattr(data_loader, "available_cores", lambda: 16)
     workers = int(words[1]) if len(words) > 1 else 8
     args = Namespace(max_data_loader_n_workers=workers, persistent_data_loader_workers=False, cache_latents=True)
-    data_loader._start(args, SimpleNamespace(num_processes=1), Settings(auto_data_loader=True))
+    data_loader._start(
+        args, SimpleNamespace(num_processes=1, device=SimpleNamespace(type="cpu")), Settings(auto_data_loader=True)
+    )
     assert (args.max_data_loader_n_workers, args.persistent_data_loader_workers) == expected
     assert ("data loader: " in capsys.readouterr().err) == (workers > 0)

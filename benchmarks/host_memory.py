@@ -1,0 +1,66 @@
+"""Measure the host memory of a start up to the first step, upstream's and ours.
+
+    python -m benchmarks.host_memory [--only sdxl]
+
+The real script starts at full size on a virtual GPU, from checkpoints that are mapped files. The result is the peak of the
+process's own pages (``RssAnon``), at its end and while it loads. Pages of mapped files are not in it: the system drops them
+when it needs memory. Weights are zeros, and copies and casts on the host are real, so a row takes up to 20 GB and two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import full_size, results
+from benchmarks.full_size import Row
+from kohya_ext.sdscripts.checkouts import find_or_fetch
+from kohya_ext.tiny import environment
+from kohya_ext.units import GIB
+
+OUTPUT = results.FOLDER / "host_memory.json"
+
+ROWS = (
+    Row("sdxl-lora", "sdxl_train_network.py", ["--preset", "16gb"], 24 * GIB),
+    Row("flux-lora", "flux_train_network.py", ["--preset", "32gb"], 48 * GIB),
+    Row("flux-lora, --fp8_base", "flux_train_network.py", ["--preset", "16gb"], 16 * GIB),
+)
+
+#: Without patches the launcher runs upstream's script unchanged; a preset completes its arguments.
+VARIANTS = {"upstream": ("--disable_patch", "*"), "default": ()}
+
+
+def main() -> int:
+    """Measure all rows, and write the output file after each; return 1 if a run failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
+    )
+    parser.add_argument("--only", default="", help="measure only rows whose name begins with this text")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    given = parser.parse_args()
+    checkout = find_or_fetch(given.sd_scripts)
+    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {}
+    rows = document.setdefault(checkout.version, {})
+    with tempfile.TemporaryDirectory(dir=given.scratch) as temporary:
+        scratch = Path(temporary)
+        for row in ROWS:
+            if not row.name.startswith(given.only):
+                continue
+            arguments, _ = full_size.training_arguments(row, checkout, scratch, 2)
+            words = ["--sd-scripts", str(checkout.path), row.script, *arguments]
+            variables = environment.variables(scratch / "models" / "tokenizers")
+            measured = rows.setdefault(row.name, {"arguments": " ".join([row.script, *row.arguments])})
+            for name, options in VARIANTS.items():
+                worker = ["benchmarks.host_memory_worker"]
+                measured[name] = full_size.run_worker(given, scratch, row.card, worker, [*words, *options], variables, 1)
+                print(f"{row.name}, {name}: {measured[name]}", file=sys.stderr, flush=True)
+            document |= results.kohya_ext_commit()
+            given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(any("failed" in row[name] for row in rows.values() for name in VARIANTS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
