@@ -24,6 +24,9 @@ from kohya_ext.sdscripts.families import Family
 #: Families whose script casts its inputs to the precision of the model's weights.
 _CAST_INPUTS = ("anima",)
 
+#: Families whose script unpacks its captions after it has added the noise to the latents.
+_UNPACK_CAPTIONS = ("flux", "lumina")
+
 #: Families whose script weights the mean loss of each image, not the loss of each pixel.
 _WEIGHT_MEANS = ("anima", "sd3")
 
@@ -44,6 +47,11 @@ def input_precision(family: Family, model: Any, dtype: torch.dtype) -> torch.dty
     """Return the precision of a model's inputs in a run with ``--mixed_precision`` ``dtype``."""
     precision: torch.dtype = next(model.parameters()).dtype if family.name in _CAST_INPUTS else dtype
     return precision
+
+
+def assigns_captions_last(family: Family) -> bool:
+    """Return whether a script assigns its captions after all other inputs of the model."""
+    return family.name in _UNPACK_CAPTIONS
 
 
 def parameter_groups(family: Family, arguments: Namespace, trained: Sequence[Any]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import math
 import re
 from argparse import Namespace
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_iter
 
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import finetune
@@ -93,6 +95,8 @@ class Training:
     loss: torch.Tensor | None = None
     variables: finetune.Variables = field(default_factory=finetune.Variables)
     """Of the last step of a fine-tune, whose script keeps them, too."""
+    earlier: list[Any] = field(default_factory=list)
+    """The storages of the batch, the loss and the variables of earlier micro-steps. :func:`_replacing` logs their frees."""
 
 
 class _Dataset:
@@ -153,12 +157,13 @@ def measure(
         with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _functions_as_on_cuda():
             start = allocate_resident(training, tracker)
             tracker.work = Counter()
-            flops, replaces = run_step(training, tracker)
+            flops, kept = run_step(training, tracker)
             work = tracker.work.work(_copied_bytes(training))
-            events = [*tracker.events]
+            events = [*tracker.events[:start], *_replacing(tracker.events[start:], kept)]
+            training.earlier.clear()
             between = {SAMPLING: _log_sampling(training, tracker)} if config.sample_prompts else {}
     trainable = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
-    return Log(events, tracker.kinds, start, flops, work, trainable, between, passes.recording, replaces)
+    return Log(events, tracker.kinds, start, flops, work, trainable, between, passes.recording, kept[0].replaces(kept[-1]))
 
 
 def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:
@@ -722,37 +727,57 @@ class _Kept:
     """What the variables of a fine-tune's script hold when the model runs: latents, captions, noise."""
     others: Sequence[int]
     """Its other variables, and the loss."""
+    captions_last: bool = False
+    """Whether the script assigns its captions after all other inputs, not after the first that is computed."""
 
     def replaces(self, last: _Kept) -> Mapping[int, Sequence[int]]:
-        """Return which of them replace those of the ``last`` micro-step of the step before (:attr:`Log.replaces`).
+        """Return which of them replace those of the ``last`` micro-step (:attr:`Log.replaces`).
 
-        A batch is replaced when the next one is complete, a variable when it is assigned. Captions are both: as variables they
-        are assigned after the latents.
+        A batch is replaced when the next one is complete, a variable when it is assigned. Cached latents and captions are both:
+        as variables, latents are assigned first of all.
         """
         pairs = zip((*self.inputs, *self.others), (*last.inputs, *last.others), strict=True)
         replaced = {new: [old] for new, old in pairs if new not in self.batch}
         if self.batch:  # a run on real tensors logs no batch
-            captions = {*last.inputs} & {*last.batch}
+            captions = ({*last.inputs} & {*last.batch}) - {*last.inputs[:1]}
             replaced[max(self.batch)] = [*{*last.batch} - captions]
-            replaced[min({*self.inputs} - {*self.batch}, default=max(self.batch))] += captions
+            computed = {*self.inputs} - {*self.batch} or {max(self.batch)}
+            replaced[(max if self.captions_last else min)(computed)] += captions
         return replaced
 
 
-def run_step(training: Training, tracker: Tracker) -> tuple[int, Mapping[int, Sequence[int]]]:
-    """Run one step; return the FLOPs of all its micro-steps, and which storages it replaces (:attr:`Log.replaces`).
+def _replacing(events: Sequence[Event], kept: Sequence[_Kept]) -> Iterator[Event]:
+    """Yield the events of a step, in which each micro-step also frees what it replaces of the one before."""
+    freed = {event.storage for event in events if event.bytes < 0}
+    sizes = {event.storage: event.bytes for event in events if event.bytes > 0}
+    frees: dict[int, list[int]] = {}
+    for last, now in itertools.pairwise(kept):
+        alive = {*now.batch, *now.inputs, *now.others} | freed
+        for storage, old in now.replaces(last).items():
+            frees[storage] = [each for each in old if each in sizes and each not in alive]
+    for event in events:
+        yield event
+        if event.bytes > 0:
+            yield from (Event(storage, -sizes[storage], event.phase) for storage in frees.get(event.storage, ()))
+
+
+def run_step(training: Training, tracker: Tracker) -> tuple[int, Sequence[_Kept]]:
+    """Run one step; return the FLOPs of all its micro-steps, and what each of them leaves to the next one.
 
     With gradient accumulation up to three micro-steps are logged: gradients are allocated in the first and added to in the
     others. Work is counted in the last one. CUDA graphs record the passes of a single one.
     """
     micro_steps = 1 if training.config.cuda_graphs else training.config.gradient_accumulation_steps
-    kept = []  # of each micro-step
+    kept: list[_Kept] = []
     for _ in range(micro_steps):
         tracker.work = Counter()
         before = tracker.flops
+        if kept:
+            tensors = (each for each in tree_iter(_left(training)) if isinstance(each, torch.Tensor))
+            training.earlier += [tensor.untyped_storage() for tensor in tensors]
         _run_passes(training, tracker)
-        variables = training.variables
-        others = (variables.images, variables.prediction, training.loss)
-        kept.append(_Kept(*(tracker.numbers(tensors) for tensors in (training.batch, variables.inputs, others))))
+        batch, inputs, others = map(tracker.numbers, _left(training))
+        kept.append(_Kept(batch, inputs, others, finetune.assigns_captions_last(training.config.family)))
     network = training.network
     with tracker.during(STEP):
         if network is not None:
@@ -773,7 +798,13 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, Mapping[int, Se
             _update_average(training)
         gc.collect()
     flops = (tracker.flops - before) * training.arguments.gradient_accumulation_steps
-    return int(flops), kept[0].replaces(kept[-1])
+    return int(flops), kept
+
+
+def _left(training: Training) -> tuple[Any, Any, Any]:
+    """Return what a micro-step leaves to the next one, as :class:`_Kept` has it."""
+    variables = training.variables
+    return training.batch, variables.inputs, (variables.images, variables.prediction, training.loss)
 
 
 def _update_average(training: Training) -> None:
