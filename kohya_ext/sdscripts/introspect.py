@@ -9,7 +9,7 @@ import io
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,36 @@ from kohya_ext.sdscripts.checkouts import Checkout
 
 @functools.cache
 def option_names(script: Path) -> frozenset[str]:
-    """Return the names of all options in the text of a script, the scripts it imports and ``library``; none without a file.
+    """Return the names of the options that a script's parser has, read from its text; none without a file.
 
-    These are more than its parser has, which takes seconds to import.
+    They are in ``setup_parser`` and in the functions that it calls: of the scripts it imports, and of ``library``. A few that
+    comments or branches name may be among them. The parser itself takes seconds to import.
     """
-    text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in (script.parent / "library").glob("*.py"))
-    waiting, read = [script], set[Path]()
+    shared = _functions((script.parent / "library").glob("*.py"))
+    waiting, names = [(script.stem, "setup_parser")], set[str]()
+    known = set(waiting)
     while waiting:
-        if (file := waiting.pop()) in read or not file.is_file():
-            continue
-        read.add(file)
-        own = file.read_text(encoding="utf-8", errors="replace")
-        waiting += [script.parent / f"{module}.py" for module in re.findall(r"^(?:import|from) (\w+)", own, re.MULTILINE)]
-        text += own
-    # A pattern that begins with plain text is searched for ten times as fast.
-    return frozenset(re.findall(r"--(\w[\w-]*)[\"']", text))
+        module, name = waiting.pop()
+        text = _functions([script.with_name(f"{module}.py")]).get(name, "") if module else shared[name]
+        names |= {*re.findall(r"--(\w[\w-]*)[\"']", text)}
+        for of, called in re.findall(r"(?:(\w+)\.)?(\w+)\(", text):
+            function = (of if called == "setup_parser" else "", called)
+            if function not in known and (called in shared or function[0]):
+                known.add(function)
+                waiting.append(function)
+    return frozenset(names)
+
+
+def _functions(files: Iterable[Path]) -> dict[str, str]:
+    """Return the text of each function at the top level of some files, by name; those of one name together."""
+    functions: dict[str, str] = {}
+    for file in files:
+        if file.is_file():
+            content = "\n" + file.read_text(encoding="utf-8", errors="replace")
+            for part in content.split("\ndef ")[1:]:
+                name, _, text = part.partition("(")
+                functions[name] = functions.get(name, "") + text
+    return functions
 
 
 @contextlib.contextmanager

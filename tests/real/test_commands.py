@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from kohya_ext.config import preset_files
 from kohya_ext.config.arguments import complete, find_problem
+from kohya_ext.config.settings import options
+from kohya_ext.planning.memory_savings import Attempt, steps
 from kohya_ext.sdscripts.checkouts import describe
 from kohya_ext.sdscripts.introspect import option_names, script_parser
 
@@ -32,6 +34,10 @@ for family, name, _ in preset_files.shipped():
             theirs = {option[2:] for option in parsers[script]._option_string_actions if option.startswith("--")}
             if unread := theirs - {"help"} - option_names(checkout.script(script)):
                 print(f"PROBLEM {script}'s text lacks its options {unread}")
+            known = theirs | {name for name, _ in options()}
+            offered = steps(Attempt(script, {}, option_names(checkout.script(script)).__contains__))
+            if unknown := {key for step in offered for key in step.changes} - known:
+                print(f"PROBLEM {script}: savings with {unknown}, which it does not have")
             complete(parsers[script])
         for key, value in preset_files.load([f"{family}/{name}"], script).values.items():
             checked += 1

@@ -33,10 +33,10 @@ parser.add_argument("--pretrained_model_name_or_path")
 
 @pytest.fixture
 def script(tmp_path):
-    """A script whose source text contains all of its options, as sd-scripts' do."""
+    """A script whose parser gets its options from a function of the library, as sd-scripts' do."""
     (tmp_path / "library").mkdir()
-    (tmp_path / "library" / "train_util.py").write_text(OPTIONS)
-    (tmp_path / LORA).write_text("from library import train_util")
+    (tmp_path / "library" / "train_util.py").write_text("def add_arguments(parser):" + OPTIONS.replace("\n", "\n    "))
+    (tmp_path / LORA).write_text("from library import train_util\n\ndef setup_parser():\n    train_util.add_arguments(parser)")
     return tmp_path / LORA
 
 

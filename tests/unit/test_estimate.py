@@ -29,12 +29,12 @@ def checkout(tmp_path: Path) -> Path:
     library = tmp_path / "sd-scripts" / "library"
     library.mkdir(parents=True)
     options = "\n".join(
-        f'parser.add_argument("--{key}")' for key in (*MemoryConfig.__dataclass_fields__, "output_name", "seed")
+        f'    parser.add_argument("--{key}")' for key in (*MemoryConfig.__dataclass_fields__, "output_name", "seed")
     )
     for name in ("train_util.py", "args.py", "accelerator_setup.py"):
-        (library / name).write_text(options)
+        (library / name).write_text(f"def add_arguments(parser):\n{options}")
     for name in ("train_network.py", *SCRIPTS.values()):
-        (library.parent / name).write_text("read_config_from_file(args, parser)")
+        (library.parent / name).write_text("def setup_parser():\n    add_arguments()\n    read_config_from_file(args, parser)")
     return library.parent
 
 

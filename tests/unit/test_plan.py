@@ -31,11 +31,13 @@ def checkout(tmp_path: Path) -> checkouts.Checkout:
     library = tmp_path / "sd-scripts" / "library"
     library.mkdir(parents=True)
     keys = [*planning.MemoryConfig.__dataclass_fields__, "network_train_unet_only", "seed", "output_name"]
-    options = "\n".join(f'parser.add_argument("--{key}")' for key in keys)
+    options = "\n".join(f'    parser.add_argument("--{key}")' for key in keys)
     for name in ("train_util.py", "args.py", "accelerator_setup.py"):
-        (library / name).write_text(options)
+        (library / name).write_text(f"def add_arguments(parser):\n{options}")
     for name in ("train_network.py", LORA, FULL, FLUX):
-        (library.parent / name).write_text("read_config_from_file(args, parser)")
+        (library.parent / name).write_text(
+            "def setup_parser():\n    add_arguments(parser)\n    read_config_from_file(args, parser)"
+        )
     described = checkouts.describe(library.parent, "here")
     assert described is not None
     return described
