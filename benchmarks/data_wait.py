@@ -23,7 +23,7 @@ from kohya_ext.sdscripts.checkouts import find_or_fetch
 
 OUTPUT = results.FOLDER / "data_wait.json"
 
-#: Name -> what is cached on disk. Without cached latents the workers decode JPEGs of 1 to 1.5 megapixels.
+#: Name -> options of the caches on disk. Without cached latents the workers decode JPEGs of 1 to 1.5 megapixels.
 DATA = {"cached latents and texts": (*caching.LATENTS, *caching.TEXTS), "decoded images, cached texts": caching.TEXTS}
 
 #: Name -> options of the data loader. Upstream starts new workers in each epoch.
