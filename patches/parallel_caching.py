@@ -6,8 +6,9 @@ batches. Threads then prepare images ahead of the VAE and write files behind it,
 of a batch changes, as upstream does with --highvram. The functions that decode, resize, encode and write are upstream's, and
 the batches and their order are too, so results are bit-identical, including the VAE's random numbers.
 
-Each file is checked as training reads it, once: see :mod:`kohya_ext.caching.checks` and :mod:`kohya_ext.run.file_index`. A file
-that is damaged, has another shape or has values that are not finite is created again.
+Each file is checked once: as training reads it, or for new text encoder outputs by their arrays. See
+:mod:`kohya_ext.caching.checks` and :mod:`kohya_ext.run.file_index`. A file that is damaged, has another shape or has values
+that are not finite is created again.
 """
 
 from __future__ import annotations
@@ -355,7 +356,7 @@ def _cache_text_encoder_outputs(original: Any, settings: Settings) -> Any:
         def write(file: Any, args: Any, arrays: Any) -> None:
             with _naming(file):
                 save(file, *args, **arrays)
-                # The arrays instead of the file, whose reading would hold the lock that the text encoders' thread needs.
+                # The arrays instead of the file: their own strategy has just written them.
                 if all(map(is_finite, map(np.asarray, (*args, *arrays.values())))):
                     check.index.add(file, check.id(file))
                 else:

@@ -29,7 +29,7 @@ def option_names(script: Path) -> frozenset[str]:
     known = set(waiting)
     while waiting:
         module, name = waiting.pop()
-        text = _functions([script.with_name(f"{module}.py")]).get(name, "") if module else shared[name]
+        text = _own_parser(script.with_name(f"{module}.py")) if module else shared[name]
         names |= {*re.findall(r"--(\w[\w-]*)[\"']", text)}
         for of, called in re.findall(r"(?:(\w+)\.)?(\w+)\(", text):
             function = (of if called == "setup_parser" else "", called)
@@ -37,6 +37,14 @@ def option_names(script: Path) -> frozenset[str]:
                 known.add(function)
                 waiting.append(function)
     return frozenset(names)
+
+
+def _own_parser(file: Path) -> str:
+    """Return the text of a script's ``setup_parser``, or of calls of those that it imports."""
+    if not file.is_file():
+        return ""
+    imported = re.findall(r"^from (\w+) import .*\bsetup_parser\b", file.read_text("utf-8", "replace"), re.MULTILINE)
+    return _functions([file]).get("setup_parser", "".join(f"{module}.setup_parser()" for module in imported))
 
 
 def _functions(files: Iterable[Path]) -> dict[str, str]:

@@ -27,6 +27,12 @@ from kohya_ext.sdscripts.introspect import option_names, script_parser
 
 checkout = describe(Path(sys.argv[1]), "named")
 parsers, checked = {}, 0
+others = "train_textual_inversion.py", "train_controlnet.py"  # v0.10's second one imports its setup_parser
+for script in filter(checkout.scripts().__contains__, others):
+    actions = script_parser(checkout, checkout.script(script))._option_string_actions
+    theirs = {option[2:] for option in actions if option.startswith("--")}
+    if unread := theirs - {"help"} - option_names(checkout.script(script)):
+        print(f"PROBLEM {script}'s text lacks its options {unread}")
 for family, name, _ in preset_files.shipped():
     for script in preset_files.scripts(family):
         if script not in parsers:
