@@ -44,6 +44,8 @@ MEANINGS = {"upstream": "upstream", "ours": "default patches"}
 #: Title of a comparison -> start and parts of it whose seconds are added.
 PARTS = {
     "First start: latents": ("first", ("latents",)),
+    "First start: latents, processor seconds": ("first", ("latents, processor",)),
+    "First start: latents, processor seconds of the main thread": ("first", ("latents, serial",)),
     "First start: text encoder outputs": ("first", ("texts",)),
     "First start: both caches": ("first", ("latents", "texts")),
     "First start: until the first step": ("first", ("start",)),

@@ -2,7 +2,8 @@
 
     python -m benchmarks.caching_worker RESULT arguments of kohya_ext...
 
-The parts are the caching of latents and of text encoder outputs, and the whole start, also in processor seconds of all threads.
+The parts are the caching of latents and of text encoder outputs, and the whole start. Processor seconds are those of all
+threads; the ``serial`` ones are the main thread's, which more threads do not shorten.
 On a virtual GPU host memory holds no weights, as in :mod:`benchmarks.full_size_worker`; images and caches are real.
 """
 
@@ -65,11 +66,13 @@ def _timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
         global _moves_data
         _moves_data = True
-        begun = time.perf_counter()
+        begun, processor, serial = time.perf_counter(), time.process_time(), time.thread_time()
         try:
             return function(*args, **kwargs)
         finally:
             seconds[part] += time.perf_counter() - begun
+            seconds[f"{part}, processor"] += time.process_time() - processor
+            seconds[f"{part}, serial"] += time.thread_time() - serial
             _moves_data = False
 
     timed.timed = True  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -268,10 +269,12 @@ static void count(Transfers& transfers, size_t bytes) {
 }
 
 // Large blocks give their pages back to the system, which reads them as zeros. A run of zeros then costs no host memory.
+// VIRTUAL_GPU_HOST_PAGES=1 fills the pages, so that host memory can be measured.
 static void write_zeros(void* target, size_t bytes) {
+  static const bool fills = getenv("VIRTUAL_GPU_HOST_PAGES") != nullptr;
   char *begin = (char*)target, *end = begin + bytes;
   char *first = (char*)round_up(uint64_t(begin), 4096), *last = (char*)(uint64_t(end) & ~uint64_t(4095));
-  if (bytes < MiB || madvise(first, last - first, MADV_DONTNEED)) {
+  if (fills || bytes < MiB || madvise(first, last - first, MADV_DONTNEED)) {
     memset(target, 0, bytes);
     return;
   }
