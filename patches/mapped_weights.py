@@ -97,7 +97,7 @@ class _Weights(TrainingCallback):
 
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         places = [(place, history) for place in _places(module) if (history := self._history(place)) is not None]
-        if device is not None and device.type == "cpu" != self.device.type:
+        if device is not None and device.type == "cpu" and self.device.type != "cpu":
             self._return(places)
         result = original(module, *args, **kwargs)
         for place, history in places:
