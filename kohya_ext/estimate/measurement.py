@@ -23,6 +23,7 @@ from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.patching.types import NetworkTrainer
+from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable, script_names
 
@@ -140,6 +141,8 @@ def _check_supported(config: MemoryConfig) -> None:
     for name in UNSUPPORTED:
         if getattr(config, name):
             raise UserError(f"a run with --{name} cannot be estimated; remove it")
+    if config.base_precision and (reason := reason_to_refuse(config, config.script)) is not None:
+        raise UserError(f"--base_precision {config.base_precision}: {reason}")
     if not config.family.unet and config.trains_text_encoder and not config.trains_network:
         raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; remove it")
 
