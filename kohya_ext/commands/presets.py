@@ -126,7 +126,7 @@ def rows(gpu: Gpu | None = None) -> Iterator[tuple[str, str, str, str, str, str,
 
     The speed is that on ``gpu``, or on a common one of the preset's size.
     """
-    known = {tier.name: tier for tier in tiers.tiers()}
+    known = {tier.name: tier for experimental in (False, True) for tier in tiers.tiers(experimental=experimental)}
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         tier = known.get(f"{family}/{name}")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from kohya_ext.estimate.eight_bit_kernels import rotation_flops
 from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
-from kohya_ext.estimate.seconds import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, MEMORY, Kernels, Work
+from kohya_ext.estimate.seconds import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, MEMORY, ROTATION, Kernels, Work
 
 _aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ class Counter:
             size *= _LAYOUT_PASSES
         self.add(kind, _KERNELS.get(packet, 1), flops, size, optimizer)
         if rotation := rotation_flops(func, args):  # in the same kernel
-            self.add(SIXTEEN_BITS, 0, rotation, 0, optimizer)
+            self.add(ROTATION, 0, rotation, 0, optimizer)
 
     def add(self, kind: str, kernels: int, flops: float, size: float, optimizer: bool = False) -> None:
         """Add one operator's kernels: FLOPs and bytes are those of all of them."""

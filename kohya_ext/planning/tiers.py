@@ -57,14 +57,17 @@ def fits(estimate: Estimate, card: int) -> bool:
     return estimate.total <= usable_bytes(card)
 
 
-def tiers(only: str | None = None) -> Iterator[Tier]:
-    """Yield every shipped tier, or those of one family; families by name, tiers by size."""
+def tiers(only: str | None = None, experimental: bool = False) -> Iterator[Tier]:
+    """Yield every shipped tier, or those of one family; families by name, tiers by size.
+
+    Yields the ``experimental`` ones instead if asked, which are not chosen unless named.
+    """
     for family, stem, _ in preset_files.shipped():
         if only not in (None, family):
             continue
         name, script = f"{family}/{stem}", preset_files.scripts(family)[0]
         about = preset_files.load([name], script).presets[-1].about
-        if "vram_gb" not in about:
+        if "vram_gb" not in about or bool(about.get("experimental")) != experimental:
             continue
         config = read(script, ["--preset", name])
         row = cache.shipped(config)

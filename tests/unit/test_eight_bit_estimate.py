@@ -12,8 +12,8 @@ from kohya_ext.estimate import eight_bits
 from kohya_ext.estimate.compiled import BACKEND, logging_to, traceable
 from kohya_ext.estimate.eight_bit_kernels import counted_kernels
 from kohya_ext.estimate.events import Kind
-from kohya_ext.estimate.gpus import FP8, INT8, SIXTEEN_BITS
-from kohya_ext.estimate.seconds import MEMORY, Work
+from kohya_ext.estimate.gpus import FP8, INT8
+from kohya_ext.estimate.seconds import MEMORY, ROTATION, Work
 from kohya_ext.estimate.step import fake_tensors
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
 from kohya_ext.estimate.work import Counter
@@ -72,7 +72,7 @@ def test_work_is_that_of_the_kernels(precision: str, kind: str, compiled: bool) 
     quantized = ROWS * (2 * INPUTS + INPUTS + 4 + 2 * OUTPUTS + OUTPUTS + 4) + 4 * OUTPUTS
     transposed = 2 * INPUTS * OUTPUTS
     assert sum(group.bytes for group in work.batch if group.kind == MEMORY) == pytest.approx(quantized + transposed, rel=0.01)
-    rotations = sum(group.flops for group in work.batch if group.kind == SIXTEEN_BITS)
+    rotations = sum(group.flops for group in work.batch if group.kind == ROTATION)
     padded = 16 * rotation.BLOCK  # ten blocks of a row in a tile of sixteen
     assert rotations == (2 * rotation.BLOCK * ROWS * (padded + INPUTS) if precision == "int8" else 0)
 
