@@ -4,7 +4,8 @@
 
 Writes results/eight_bit_steps.json: of each variant the memory, the counted operations, bytes and launches of a step, and its
 seconds on each GPU with their parts. The memory that 8 bits free lets fewer blocks be checkpointed: ``fitted`` variants have
-the smallest ratio that needs no more memory than upstream. An estimate takes 20 to 60 s; those in the output file are kept.
+the smallest ratio with which int8 needs no more memory than upstream. An estimate takes 20 to 60 s; those in the output file
+are kept.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,24 +33,23 @@ FAMILIES = ("sdxl-lora", "flux-lora", "lumina-lora")
 CARDS = ("RTX 3060", "RTX 3090", "RTX 4070", "RTX 4090", "H100")
 UPSTREAM = "upstream"
 
-#: The best of the extension without 8 bits, and with them. A model that CUDA graphs cannot record runs without them.
+#: Upstream's step, and the extension's without 8 bits and with them. CUDA graphs do nothing for models that they cannot record.
 VARIANTS: Mapping[str, str] = {
     UPSTREAM: "--disable_patch *",
-    "default": "",
-    "fused": "--fused_operations",
-    "compiled": "--fused_operations --selective_torch_compile",
-    "graphs": "--fused_operations --cuda_graphs",
+    "fused graphs": "--fused_operations --cuda_graphs",
     "compiled graphs": "--fused_operations --selective_torch_compile --cuda_graphs",
-    "int8": "--base_precision int8",
     "int8 fused": "--base_precision int8 --fused_operations",
-    "int8 compiled": "--base_precision int8 --fused_operations --selective_torch_compile",
-    "int8 graphs": "--base_precision int8 --fused_operations --cuda_graphs",
+    "int8 fused graphs": "--base_precision int8 --fused_operations --cuda_graphs",
     "int8 compiled graphs": "--base_precision int8 --fused_operations --selective_torch_compile --cuda_graphs",
     "fp8 compiled graphs": "--base_precision fp8 --fused_operations --selective_torch_compile --cuda_graphs",
 }
 
-#: Variants that also run with the smallest ratio of checkpointed blocks.
-FITTED = ("int8 compiled", "int8 compiled graphs", "fp8 compiled graphs")
+#: Variants for which the smallest ratio of checkpointed blocks is searched -> those that run with it as well. They need less
+#: memory, and their estimates take longer.
+FITTED: Mapping[str, Sequence[str]] = {
+    "int8 fused": (),
+    "int8 fused graphs": ("int8 compiled graphs", "fp8 compiled graphs"),
+}
 
 
 def command_line(checkout: Checkout, family: str, options: str) -> CommandLine:
@@ -66,15 +66,22 @@ def measure(checkout: Checkout, family: str, known: dict[str, Any], write: Any) 
         more = "" if ratio == 1 else f" --gradient_checkpointing_ratio {ratio:g}"
         return predict.estimate(checkout, command_line(checkout, family, options + more), timed=True)
 
+    def add(name: str, options: str, estimate: Estimate) -> None:
+        known[name] = row(checkout, family, options, estimate)
+        write()
+
     for name, options in VARIANTS.items():
         if name not in known:
-            known[name] = row(checkout, family, options, ask(options))
-            write()
-        if name in FITTED and (fitted := f"{name}, fitted") not in known:
-            found = smallest_ratio(partial(ask, options), known[UPSTREAM]["total"])
-            if found is not None:
-                known[fitted] = row(checkout, family, f"{options} --gradient_checkpointing_ratio {found[0]:g}", found[1])
-                write()
+            add(name, options, ask(options))
+    for searched, others in FITTED.items():
+        missing = [name for name in (searched, *others) if f"{name}, fitted" not in known]
+        if not missing:
+            continue
+        found = smallest_ratio(partial(ask, VARIANTS[searched]), known[UPSTREAM]["total"])
+        assert found is not None, "8 bits need less memory than upstream"
+        for name in missing:
+            fitted = f"{VARIANTS[name]} --gradient_checkpointing_ratio {found[0]:g}"
+            add(f"{name}, fitted", fitted, ask(VARIANTS[name], found[0]))
 
 
 def row(checkout: Checkout, family: str, options: str, estimate: Estimate) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Row:
 
 def rows(with_faster: bool) -> Iterator[Row]:
     """Yield every shipped tier and, after each, its next faster choice."""
-    for tier in tiers():
+    for tier in [*tiers(), *tiers(experimental=True)]:
         script = preset_files.scripts(tier.family)[0]
         preset = ["--preset", tier.name]
         yield Row(tier.name, script, preset, tier.card)
@@ -102,11 +102,11 @@ EIGHT_BITS = {
     "": (
         "--base_precision int8 --gradient_checkpointing",
         "--base_precision int8 --no-gradient_checkpointing",
-        "--base_precision fp8 --gradient_checkpointing",
-        "--base_precision int8 --gradient_checkpointing --fused_operations",
         "--base_precision int8 --gradient_checkpointing --selective_torch_compile",
     ),
     "sdxl-lora flux-lora": (
+        "--base_precision fp8 --gradient_checkpointing",
+        "--base_precision int8 --gradient_checkpointing --fused_operations",
         "--base_precision int8 --gradient_checkpointing --cuda_graphs",
         "--base_precision int8 --gradient_checkpointing --cuda_graphs --fused_operations",
         "--base_precision fp8 --gradient_checkpointing --selective_torch_compile --cuda_graphs",
