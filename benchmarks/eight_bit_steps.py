@@ -1,4 +1,4 @@
-"""Predict a LoRA step with an 8-bit base beside upstream's with checkpointing, at no more memory, on several GPUs.
+"""Predict LoRA steps with an 8-bit base, and upstream's with checkpointing, on several GPUs.
 
     python -m benchmarks.eight_bit_steps [--only sdxl-lora] [--again]
 
@@ -77,11 +77,11 @@ def measure(checkout: Checkout, family: str, known: dict[str, Any], write: Any) 
         missing = [name for name in (searched, *others) if f"{name}, fitted" not in known]
         if not missing:
             continue
-        found = smallest_ratio(partial(ask, VARIANTS[searched]), known[UPSTREAM]["total"])
-        assert found is not None, "8 bits need less memory than upstream"
+        smallest = smallest_ratio(partial(ask, VARIANTS[searched]), known[UPSTREAM]["total"])
+        assert smallest is not None, "8 bits need less memory than upstream"
         for name in missing:
-            fitted = f"{VARIANTS[name]} --gradient_checkpointing_ratio {found[0]:g}"
-            add(f"{name}, fitted", fitted, ask(VARIANTS[name], found[0]))
+            fitted = f"{VARIANTS[name]} --gradient_checkpointing_ratio {smallest[0]:g}"
+            add(f"{name}, fitted", fitted, ask(VARIANTS[name], smallest[0]))
 
 
 def row(checkout: Checkout, family: str, options: str, estimate: Estimate) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from typing import Any
 
 from kohya_ext.commands import options, presets
 from kohya_ext.config import preset_files
+from kohya_ext.estimate import gpus
 from kohya_ext.patching.patch import registry
+from kohya_ext.planning.tiers import usable_bytes
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -156,16 +158,22 @@ def _eight_bit_seconds() -> str:
     for family, variants in _eight_bit_rows().items():
         upstream = variants["upstream"]
         for card, before in upstream["seconds"].items():
+            usable = usable_bytes(gpus.named(card).memory)
             timed = {name: row["seconds"][card] for name, row in variants.items() if card in row["seconds"]}
             usual = [name for name in timed if "8" not in name]
-            fitting = [name for name in timed if "8" in name and variants[name]["total"] <= upstream["total"]]
+            limit = upstream["total"] if upstream["total"] <= usable else usable
+            smaller = [name for name in timed if "8" in name and variants[name]["total"] <= upstream["total"]]
+            eight = [name for name in smaller if variants[name]["total"] <= limit] or smaller
             cells = []
-            for names in (usual, fitting):
+            for names in (usual, eight):
                 best = min(names, key=lambda name: timed[name]["step"])
                 cells.append(f"{timed[best]['step']:.2f} s, {before['step'] / timed[best]['step']:.2f}x: {best}")
+            sizes = (variants[name]["total"] for name in ("upstream", best))
+            memory = " / ".join(f"{size / 1e9:.1f}{'' if size <= usable else '*'}" for size in sizes)
             parts = (f"{before[part]:.2f} / {timed[best][part]:.2f}" for part in ("arithmetic", "memory", "host"))
-            rows.append([family, card, f"{before['step']:.2f} s", *cells, *parts])
-    return _table(("", "GPU", "upstream", "16 bits", "8 bits", "arithmetic", "memory", "host"), rows)
+            rows.append([family, card, f"{before['step']:.2f} s", *cells, memory, *parts])
+    head = ("", "GPU", "upstream", "16 bits", "8 bits", "GB", "arithmetic", "memory traffic", "host")
+    return _table(head, rows)
 
 
 def _eight_bit_counts() -> str:

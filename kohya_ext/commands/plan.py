@@ -115,13 +115,13 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
         "Batch size and accumulation are per process.",
         *([_CUDA_GRAPHS] if can_be_recorded else []),
         *(["The estimates exclude compiling, which lowers memory use; `estimate` includes it."] if compiled else []),
-        "To run it:",
     ):
         console.print(line, highlight=False, soft_wrap=True)
-    print(f"  {quoted(words)}")
     for candidate in experimental:
         console.print(_EXPERIMENTAL, highlight=False, soft_wrap=True)
         print(f"  {quoted(_words(candidate.command))}")
+    console.print("To run it:", highlight=False)
+    print(f"  {quoted(words)}")
 
 
 def _words(command: CommandLine) -> list[str]:

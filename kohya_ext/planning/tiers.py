@@ -160,8 +160,11 @@ def words(before: MemoryConfig, after: MemoryConfig) -> list[str]:
 
 
 def speed(tier: Tier, others: Iterable[Tier], gpu: Gpu) -> float | None:
-    """Return a tier's speed per image on a GPU, relative to its family's fastest at that resolution; None if not known."""
-    if tier.estimate is None:
+    """Return a tier's speed per image on a GPU, relative to the fastest of ``others`` of its family and resolution.
+
+    Returns None if it is not known, or if the GPU has no kernels for its 8-bit base.
+    """
+    if tier.estimate is None or gpu.reason_without_kernels(tier.config.base_precision) is not None:
         return None
     alike = [
         other.estimate
@@ -169,4 +172,4 @@ def speed(tier: Tier, others: Iterable[Tier], gpu: Gpu) -> float | None:
         if other.estimate is not None and (other.family, other.config.resolution) == (tier.family, tier.config.resolution)
     ]
     slowness = step_time.slowness([tier.estimate, *alike], gpu)
-    return min(slowness) / slowness[0]
+    return min(slowness[1:], default=slowness[0]) / slowness[0]

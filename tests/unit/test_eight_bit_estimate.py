@@ -26,9 +26,9 @@ ROWS, INPUTS, OUTPUTS = 32, 640, 1280
 
 
 def layer(precision: str) -> torch.nn.Linear:
-    made = torch.nn.Linear(INPUTS, OUTPUTS, dtype=torch.bfloat16).requires_grad_(False)
-    convert(made, KINDS[precision], "kernels", made.weight.device)
-    return made
+    linear = torch.nn.Linear(INPUTS, OUTPUTS, dtype=torch.bfloat16).requires_grad_(False)
+    convert(linear, KINDS[precision], "kernels", linear.weight.device)
+    return linear
 
 
 def logged(precision: str, compiled: bool) -> tuple[list[int], Work]:
