@@ -101,6 +101,19 @@ def _create_from_weights(original: Any, settings: Settings) -> Any:
     return create_network_from_weights
 
 
+def _load_on_host(original: Any, settings: Settings) -> Any:
+    """Return a loader that leaves the model on the host, where it is converted, so that the GPU never holds it in 16 bits."""
+
+    @wraps(original)
+    def load(
+        device: Any, dit_path: str, attn_mode: str, split_attn: bool, loading_device: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        on_host = "cpu" if current(_Base) is not None else loading_device
+        return original(device, dit_path, attn_mode, split_attn, on_host, *args, **kwargs)
+
+    return load
+
+
 def _facts() -> Mapping[str, object]:
     base = current(_Base)
     return base.facts if base is not None else {}
@@ -109,13 +122,28 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="base_precision",
     summary="--base_precision: keep the frozen linear layers of the U-Net or DiT in 8 bits and multiply in 8 bits",
-    targets=tuple(
-        Target(module, name, replace, takes(*first), layouts, body="runs")
-        for module, layouts in NETWORKS.items()
-        for name, first, replace in (
-            ("create_network", ("multiplier", "network_dim", "network_alpha"), _create),
-            ("create_network_from_weights", ("multiplier", "file"), _create_from_weights),
-        )
+    targets=(
+        *(
+            Target(module, name, replace, takes(*first), layouts, body="runs")
+            for module, layouts in NETWORKS.items()
+            for name, first, replace in (
+                ("create_network", ("multiplier", "network_dim", "network_alpha"), _create),
+                ("create_network_from_weights", ("multiplier", "file"), _create_from_weights),
+            )
+        ),
+        *(
+            Target(
+                module,
+                name,
+                _load_on_host,
+                takes("device", "dit_path", "attn_mode", "split_attn", "loading_device"),
+                body="runs",
+            )
+            for module, name in (
+                ("library.anima_utils", "load_anima_model"),
+                ("library.hunyuan_image_models", "load_hunyuan_image_model"),
+            )
+        ),
     ),
     options=(BASE_PRECISION,),
     exactness="close",

@@ -87,6 +87,27 @@ def test_model_without_known_layers_stays_as_it_is(network, capsys):
     assert "has no linear layers to convert" in capsys.readouterr().err
 
 
+def load_anima_model(device, dit_path, attn_mode, split_attn, loading_device, dit_weight_dtype, fp8_scaled=False):
+    return loading_device, dit_weight_dtype
+
+
+def test_model_is_loaded_on_the_host_and_converted_there(network, monkeypatch):
+    module = ModuleType("library.anima_utils")
+    module.load_anima_model = load_anima_model
+    patcher = Patcher(
+        {"base_precision": base_precision.PATCH},
+        Settings(base_precision="int8"),
+        Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for this test"),
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    patcher.arm()
+    loaded = module.load_anima_model("cuda", "a", "torch", False, "cuda", torch.bfloat16)
+    monkeypatch.setattr(training_loop, "_current", None)  # outside a run, as in an estimate
+    unchanged = module.load_anima_model("cuda", "a", "torch", False, "cuda", torch.bfloat16)
+    patcher.undo()
+    assert (loaded, unchanged) == (("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "reason"),
     [
