@@ -50,7 +50,10 @@ def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.estimate import activation_budgets
 
-    _check_supported(memory_config.read(command)[0])
+    config = memory_config.read(command)[0]
+    _check_supported(config)
+    if config.base_precision:
+        raise UserError("budgets of a run with --base_precision cannot be computed; remove it")
     settings = _compiling_with(activation_budgets.BACKEND, command.settings, 0.0).with_(gradient_checkpointing_ratio=None)
     set_budget(1.0)
     with _prepared(checkout, settings):
