@@ -48,7 +48,7 @@ COMMANDS = (
     f"anima_train_network.py --preset anima-lora/12gb {SAMPLES}",
     f"flux_train_network.py --preset flux-lora/12gb {SAMPLES}",
     f"sdxl_train_network.py --preset sdxl-lora/8gb {SAMPLES}",
-    "sdxl_train_network.py --preset sdxl-lora/8gb-int8",
+    "sdxl_train_network.py --preset sdxl-lora/16gb-int8",
     "flux_train_network.py --preset flux-lora/base --gradient_checkpointing --base_precision int8 --blocks_to_swap 10",
 )
 
