@@ -1,6 +1,6 @@
 """Run the shipped tiers at full size on a virtual GPU of each tier's size, and compare their memory with the estimates.
 
-    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--compiled] [--planned] [--fresh]
+    python -m benchmarks.full_size [--only sdxl-lora/8gb] [--faster] [--compiled] [--eight_bits] [--planned] [--fresh]
     python -m benchmarks.full_size --random 20 --seed 1
     python -m benchmarks.full_size --command "sdxl_train_network.py --preset 8gb --network_dim 64" --gpu_memory 8
 
@@ -8,7 +8,8 @@ Each row is a preset of the table of estimates: the real script trains four step
 disk space). PyTorch's CUDA path and its caching allocator are real; a virtual GPU only computes nothing. A row takes 20 to 90 s
 and 2 to 6 GB of host memory. Rows in the output file are only predicted again, unless ``--again`` is given, so that an
 interrupted run continues. With ``--faster`` the next faster choices of each tier, which do not fit its card, run on a card of
-160 GB as well, with ``--compiled`` each family's LoRA with compiled blocks, and with ``--planned`` some answers of ``plan``.
+160 GB as well, with ``--compiled`` each family's LoRA with compiled blocks, with ``--eight_bits`` those with an 8-bit base, and
+with ``--planned`` some answers of ``plan``.
 ``--command`` runs another command line, and writes no file. ``--random`` runs random ones (command_lines.py).
 """
 
@@ -75,7 +76,7 @@ class Row:
 
 def rows(with_faster: bool) -> Iterator[Row]:
     """Yield every shipped tier and, after each, its next faster choice."""
-    for tier in tiers():
+    for tier in [*tiers(), *tiers(experimental=True)]:
         script = preset_files.scripts(tier.family)[0]
         preset = ["--preset", tier.name]
         yield Row(tier.name, script, preset, tier.card)
@@ -94,6 +95,34 @@ def compiled() -> Iterator[Row]:
                 yield Row(
                     " ".join(["compiled:", *words[1:], *more]), preset_files.scripts(name)[0], [*words, *more], LARGE_CARD
                 )
+
+
+#: Families, all if empty -> options of their LoRA runs with an 8-bit base.
+EIGHT_BITS = {
+    "": (
+        "--base_precision int8 --gradient_checkpointing",
+        "--base_precision int8 --no-gradient_checkpointing",
+        "--base_precision int8 --gradient_checkpointing --selective_torch_compile",
+    ),
+    "sdxl-lora flux-lora": (
+        "--base_precision fp8 --gradient_checkpointing",
+        "--base_precision int8 --gradient_checkpointing --fused_operations",
+        "--base_precision int8 --gradient_checkpointing --cuda_graphs",
+        "--base_precision int8 --gradient_checkpointing --cuda_graphs --fused_operations",
+        "--base_precision fp8 --gradient_checkpointing --selective_torch_compile --cuda_graphs",
+        "--base_precision int8 --no-gradient_checkpointing --fused_operations",
+    ),
+    "flux-lora lumina-lora": ("--base_precision int8 --gradient_checkpointing --blocks_to_swap 10",),
+}
+
+
+def eight_bits() -> Iterator[Row]:
+    """Yield each family's LoRA with an 8-bit base, with the options that change its memory."""
+    for name in dict.fromkeys(tier.family for tier in tiers() if tier.family.endswith("-lora")):
+        for families, variants in EIGHT_BITS.items():
+            for options in variants if name in (families or name).split() else ():
+                words = ["--preset", f"{name}/base", *options.split()]
+                yield Row(" ".join(["8-bit base:", *words[1:]]), preset_files.scripts(name)[0], words, LARGE_CARD)
 
 
 #: Questions to ``plan``: the GPU's size in GB, the script, and the user's own options.
@@ -121,7 +150,11 @@ def chosen(given: argparse.Namespace, checkout: Checkout) -> Iterator[Row]:
         for script, arguments in itertools.islice(command_lines.draw(given.seed, networks), given.random):
             yield Row(" ".join([script, *arguments]), script, arguments, LARGE_CARD)
         return
-    more = itertools.chain(compiled() if given.compiled else (), planned(checkout) if given.planned else ())
+    more = itertools.chain(
+        compiled() if given.compiled else (),
+        eight_bits() if given.eight_bits else (),
+        planned(checkout) if given.planned else (),
+    )
     every = itertools.chain(rows(given.faster), more)
     yield from (row for row in every if row.name.startswith(given.only))
 
@@ -280,6 +313,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run only rows whose name begins with this text, such as flux-lora/")
     parser.add_argument("--faster", action="store_true", help="also the next faster choice of each tier")
     parser.add_argument("--compiled", action="store_true", help="also each family's LoRA with compiled blocks")
+    parser.add_argument("--eight_bits", action="store_true", help="also each family's LoRA with an 8-bit base")
     parser.add_argument("--planned", action="store_true", help="also answers of plan")
     parser.add_argument("--command", metavar="WORDS", help="run only this script and its arguments, without models and images")
     parser.add_argument("--random", type=int, metavar="N", help="run only N random command lines")

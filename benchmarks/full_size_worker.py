@@ -13,6 +13,7 @@ which takes no space until it is read. The virtual GPU computes no values, so no
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 import time
@@ -42,6 +43,7 @@ def main() -> None:
     if allocations:
         torch.cuda.memory._record_memory_history(max_entries=4_000_000, context="alloc", stacks="python")
     leave_host_memory_empty()
+    leave_loaded_tensors_empty()
     skip_checkpoint_hashes()
     shorten_captions()
     if tokens:
@@ -84,6 +86,23 @@ def leave_host_memory_empty() -> None:
         return to(self, *args, **kwargs)
 
     torch.Tensor.to = empty
+
+
+def leave_loaded_tensors_empty() -> None:
+    """Replace upstream's reader of Anima and HunyuanImage, which copies a file into host memory tensor by tensor."""
+
+    def replace(module: Any) -> None:
+        read = module.MemoryEfficientSafeOpen.get_tensor
+
+        def get_tensor(self: Any, key: str, device: Any = None, dtype: Any = None) -> Any:
+            entry = self.header[key]
+            if math.prod(entry["shape"]) < LARGE or (device is not None and device.type != "cpu"):
+                return read(self, key, device, dtype)
+            return torch.empty(entry["shape"], dtype=dtype or self._get_torch_dtype(entry["dtype"]))
+
+        module.MemoryEfficientSafeOpen.get_tensor = get_tensor
+
+    wrapt.register_post_import_hook(replace, "library.safetensors_utils")
 
 
 def skip_checkpoint_hashes() -> None:

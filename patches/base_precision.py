@@ -9,7 +9,7 @@ modulations. Convolutions, norms, embeddings, time embeddings and the layers aro
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -19,8 +19,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
-from kohya_ext.sdscripts.families import FAMILIES, of
+from kohya_ext.quantization.selection import NETWORKS, layers, reason_to_refuse
 from kohya_ext.units import format_size
 
 BASE_PRECISION = Option[str | None](
@@ -31,23 +30,6 @@ BASE_PRECISION = Option[str | None](
     "compute capability 8.0 (below it saves memory only), fp8 8.9 and rounds more coarsely",
     metavar="int8|fp8",
 )
-
-#: Networks that call their layers' forward methods and do not read their weights, with the layouts that have them.
-_NETWORKS: Mapping[str, frozenset[Layout]] = {
-    "networks.lora": KNOWN_LAYOUTS,
-    "networks.lora_fa": KNOWN_LAYOUTS,
-    "networks.lora_flux": KNOWN_LAYOUTS,
-    "networks.lora_sd3": KNOWN_LAYOUTS,
-    "networks.lora_lumina": KNOWN_LAYOUTS,
-    "networks.lora_anima": KNOWN_LAYOUTS,
-    "networks.lora_hunyuan_image": KNOWN_LAYOUTS,
-    "networks.loha": frozenset({"v0.11"}),
-    "networks.lokr": frozenset({"v0.11"}),
-}
-
-#: Classes of modules whose linear layers are converted, where these are not the family's blocks. A U-Net's transformer
-#: includes its projections; its ResNet blocks have linear layers for time embeddings only, with one row per image.
-_CLASSES: Mapping[str, tuple[str, ...]] = {"sdxl": ("Transformer2DModel",), "sd15": ("Transformer2DModel",)}
 
 
 @dataclass
@@ -64,7 +46,7 @@ class _Base(TrainingCallback):
         from kohya_ext.quantization.linear import convert
 
         count, before, after = 0, 0, 0
-        for layer in _layers(model):
+        for layer in layers(model):
             before += layer.weight.nbytes
             convert(layer, self.kind, self.products, self.device)
             after += layer.weight.nbytes + layer.scale_bits.nbytes
@@ -76,25 +58,16 @@ class _Base(TrainingCallback):
         note(f"base precision: {count} frozen linear layers in 8 bits, {format_size(before)} -> {format_size(after)}")
 
 
-def _layers(model: Any) -> Iterator[Any]:
-    """Yield the model's frozen linear layers that are kept in 8 bits."""
-    import torch
-
-    family = next((family for family in FAMILIES if family.model == type(model).__name__), None)
-    classes = () if family is None else _CLASSES.get(family.name, family.blocks.classes)
-    for module in model.modules():
-        if type(module).__name__ in classes:
-            yield from (layer for layer in module.modules() if type(layer) is torch.nn.Linear)
-
-
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Base:
     wanted = settings[BASE_PRECISION]
-    reason = _reason_to_refuse(args, program().command.name)
+    reason = reason_to_refuse(args, program().command.name)
     if reason is not None:
         stop(f"--base_precision {wanted}: {reason}")
     import torch
 
-    kind = torch.int8 if wanted == "int8" else torch.float8_e4m3fn
+    from kohya_ext.quantization.linear import KINDS
+
+    kind = KINDS[str(wanted)]
     if accelerator.device.type != "cuda":
         return _Base(accelerator.device, kind, "operations")
     from kohya_ext.quantization.support import OLDEST, kernels_obstacle
@@ -105,23 +78,6 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ba
     if obstacle is not None:
         warn(f"--base_precision {wanted} saves memory but no time: {obstacle}")
     return _Base(accelerator.device, kind, "kernels" if obstacle is None else "weights")
-
-
-def _reason_to_refuse(args: Namespace, script: str | None) -> str | None:
-    """Return why a run cannot have an 8-bit base, and what to do; None if it can."""
-    family = of(script or "", vars(args))
-    if family is None or script != family.lora:
-        return f"{script} trains the base itself or copies it; remove the option"
-    for option in ("fp8_base", "fp8_base_unet", "fp8_scaled"):
-        if getattr(args, option, False):
-            return f"--{option} changes the base too; remove one of the two"
-    if str(getattr(args, "network_module", None)) not in _NETWORKS:
-        return f"{args.network_module} may read the base's weights; use one of {', '.join(_NETWORKS)}"
-    if any(str(each).startswith("ggpo_") for each in getattr(args, "network_args", None) or ()):
-        return "GGPO reads the base's weights; remove the network arguments ggpo_sigma and ggpo_beta"
-    if getattr(args, "deepspeed", False):
-        return "DeepSpeed moves the base's weights itself; remove one of the two"
-    return None
 
 
 def _create(original: Any, settings: Settings) -> Any:
@@ -145,6 +101,19 @@ def _create_from_weights(original: Any, settings: Settings) -> Any:
     return create_network_from_weights
 
 
+def _load_on_host(original: Any, settings: Settings) -> Any:
+    """Return a loader that leaves the model on the host, where it is converted, so that the GPU never holds it in 16 bits."""
+
+    @wraps(original)
+    def load(
+        device: Any, dit_path: str, attn_mode: str, split_attn: bool, loading_device: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        on_host = "cpu" if current(_Base) is not None else loading_device
+        return original(device, dit_path, attn_mode, split_attn, on_host, *args, **kwargs)
+
+    return load
+
+
 def _facts() -> Mapping[str, object]:
     base = current(_Base)
     return base.facts if base is not None else {}
@@ -153,13 +122,28 @@ def _facts() -> Mapping[str, object]:
 PATCH = Patch(
     name="base_precision",
     summary="--base_precision: keep the frozen linear layers of the U-Net or DiT in 8 bits and multiply in 8 bits",
-    targets=tuple(
-        Target(module, name, replace, takes(*first), layouts, body="runs")
-        for module, layouts in _NETWORKS.items()
-        for name, first, replace in (
-            ("create_network", ("multiplier", "network_dim", "network_alpha"), _create),
-            ("create_network_from_weights", ("multiplier", "file"), _create_from_weights),
-        )
+    targets=(
+        *(
+            Target(module, name, replace, takes(*first), layouts, body="runs")
+            for module, layouts in NETWORKS.items()
+            for name, first, replace in (
+                ("create_network", ("multiplier", "network_dim", "network_alpha"), _create),
+                ("create_network_from_weights", ("multiplier", "file"), _create_from_weights),
+            )
+        ),
+        *(
+            Target(
+                module,
+                name,
+                _load_on_host,
+                takes("device", "dit_path", "attn_mode", "split_attn", "loading_device"),
+                body="runs",
+            )
+            for module, name in (
+                ("library.anima_utils", "load_anima_model"),
+                ("library.hunyuan_image_models", "load_hunyuan_image_model"),
+            )
+        ),
     ),
     options=(BASE_PRECISION,),
     exactness="close",

@@ -17,7 +17,9 @@ from typing import Any
 
 from kohya_ext.commands import options, presets
 from kohya_ext.config import preset_files
+from kohya_ext.estimate import gpus
 from kohya_ext.patching.patch import registry
+from kohya_ext.planning.tiers import usable_bytes
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -41,7 +43,7 @@ def generated() -> Mapping[Path, str]:
         "options.md": [_options()],
         "patches.md": [_patches()],
         "presets.md": [_presets()],
-        "speed.md": [_gpu_time(), _host_time(), _peers(), _cold_compile()],
+        "speed.md": [_gpu_time(), _host_time(), _peers(), _cold_compile(), _eight_bit_seconds(), _eight_bit_counts()],
     }
     files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
     return {**files, DOCS / "presets.svg": _image()}
@@ -144,6 +146,55 @@ def _cold_compile() -> str:
     return _table(("LoRA", "compiled", "first start", "second start", "Triton kernels", "launches", "reserved"), rows)
 
 
+def _eight_bit_rows() -> Mapping[str, Mapping[str, Any]]:
+    """Return the variants of each family, from the results of benchmarks/eight_bit_steps.py."""
+    rows: Mapping[str, Mapping[str, Any]] = json.loads((RESULTS / "eight_bit_steps.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def _eight_bit_seconds() -> str:
+    """Return a table of the predicted seconds of upstream's step and of the fastest with and without an 8-bit base."""
+    rows = []
+    for family, variants in _eight_bit_rows().items():
+        upstream = variants["upstream"]
+        for card, before in upstream["seconds"].items():
+            usable = usable_bytes(gpus.named(card).memory)
+            timed = {name: row["seconds"][card] for name, row in variants.items() if card in row["seconds"]}
+            usual = [name for name in timed if "8" not in name]
+            limit = upstream["total"] if upstream["total"] <= usable else usable
+            smaller = [name for name in timed if "8" in name and variants[name]["total"] <= upstream["total"]]
+            eight = [name for name in smaller if variants[name]["total"] <= limit] or smaller
+            cells = []
+            for names in (usual, eight):
+                best = min(names, key=lambda name: timed[name]["step"])
+                cells.append(f"{timed[best]['step']:.2f} s, {before['step'] / timed[best]['step']:.2f}x: {best}")
+            sizes = (variants[name]["total"] for name in ("upstream", best))
+            memory = " / ".join(f"{size / 1e9:.1f}{'' if size <= usable else '*'}" for size in sizes)
+            parts = (f"{before[part]:.2f} / {timed[best][part]:.2f}" for part in ("arithmetic", "memory", "host"))
+            rows.append([family, card, f"{before['step']:.2f} s", *cells, memory, *parts])
+    head = ("", "GPU", "upstream", "16 bits", "8 bits", "GB", "arithmetic", "memory traffic", "host")
+    return _table(head, rows)
+
+
+def _eight_bit_counts() -> str:
+    """Return a table of the memory, operations, bytes and launches of the same variants."""
+    rows = []
+    for family, variants in _eight_bit_rows().items():
+        for name, row in variants.items():
+            operations = row["tera_operations"]
+            eight = operations.get("int8", 0) + operations.get("fp8", 0)
+            counts = (
+                f"{sum(operations.values()) - eight:.1f}",
+                f"{eight:.1f}",
+                f"{row['gigabytes']:.0f}",
+                f"{row['launches']:,}",
+            )
+            ratio = row["options"].partition("--gradient_checkpointing_ratio ")[2] or "1"
+            rows.append([family, name, ratio, f"{row['total'] / 1e9:.1f} GB", *counts])
+    head = ("", "variant", "checkpointed", "memory", "16-bit and fp32 TFLOP", "8-bit TFLOP", "GB moved", "launches")
+    return _table(head, rows)
+
+
 def _lora(row: str) -> tuple[str, str]:
     """Return the family and the use of checkpointing of a benchmark's row."""
     family, option = row.split()
@@ -152,7 +203,7 @@ def _lora(row: str) -> tuple[str, str]:
 
 def _image() -> str:
     """Return an SVG: a row for each family, a column for each GPU size, the predicted memory and speed in the cells."""
-    rows = [row for row in presets.rows() if row[2]]
+    rows = [row for row in presets.rows() if row[2] and row[1].removesuffix("gb").isdigit()]  # without experimental ones
     tiers = [(family, int(name.removesuffix("gb")), needs, speed) for family, name, needs, _, speed, *_ in rows]
     families = sorted({family for family, *_ in tiers})
     sizes = sorted({size for _, size, *_ in tiers})

@@ -34,9 +34,10 @@ FIRST = "v0.11"
 
 def questions() -> Iterator[tuple[str, list[str]]]:
     """Yield (script, arguments) of every tier, then of the next faster choices."""
-    asked = [(preset_files.scripts(tier.family)[0], ["--preset", tier.name]) for tier in tiers()]
+    every = [*tiers(), *tiers(experimental=True)]
+    asked = [(preset_files.scripts(tier.family)[0], ["--preset", tier.name]) for tier in every]
     yield from asked
-    for tier, (script, argv) in zip(tiers(), asked, strict=True):
+    for tier, (script, argv) in zip(every, asked, strict=True):
         if (choice := faster(tier)) is not None and not tier.config.blocks_to_swap:  # a block's weights are known
             yield script, [*argv, *words(tier.config, choice)]
 

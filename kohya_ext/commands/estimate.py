@@ -106,7 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         console = Console()
         console.print(_table(prediction))
-        seconds = step_time.lines(time, gpu) if time is not None and gpu is not None else [NO_GPU]
+        if time is not None and gpu is not None:
+            seconds = step_time.lines(time, gpu)
+        else:
+            seconds = [(gpu.reason_without_kernels(config.base_precision) if gpu is not None else None) or NO_GPU]
         accumulates = config.gradient_accumulation_steps > 1 and config.enable_bucket
         fragments = accumulates and not config.expandable_segments
         more = [*([BUCKETS] if fragments else []), *([budget.words] if budget is not None else [])]
@@ -254,6 +257,10 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
             f"CUDA graphs: {prediction.recorded_kernels:,} kernels are recorded for one image size, as estimated here; each "
             f"further one takes {gigabytes(prediction.recordings)} GB of the driver's memory (assumed: "
             f"{BYTES_PER_RECORDED_KERNEL / 1000:g} KB per kernel)."
+        )
+    if prediction.config.get("base_precision"):
+        lines.append(
+            "The 8-bit base is experimental. Its memory is for a GPU that has the kernels, and seconds are less certain."
         )
     if prediction.config.get("selective_torch_compile"):
         lines.append(

@@ -29,6 +29,8 @@ _CUDA_GRAPHS = (
     "to 1 GB more, which `estimate` predicts."
 )
 
+_EXPERIMENTAL = "Faster, but experimental: with an 8-bit base, which no GeForce GPU has run yet (docs/speed.md, 8-bit base):"
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError('no NVIDIA GPU found; give one to plan for, for example --gpu "RTX 4070" or --vram 16')
     gpu = given or machine.gpu() or gpus.typical(card)
     result = plan(request.checkout, command, card, gpu, note)
-    words = ["python", "-m", "kohya_ext", command.name, *result.answer.command.argv]
+    words = _words(result.answer.command)
     if own.get("json"):
         print(json.dumps(_as_json(result, words), indent=1))
     else:
@@ -87,11 +89,13 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
     command = result.answer.command
     script, compiled = command.name, command.settings["selective_torch_compile"]
     card = f"the {units.label(result.card)}{name and f', {name}'}"
-    shown = [result.answer, *result.others, *result.too_big[:2]]
+    experimental = [] if result.experimental is None else [result.experimental]
+    shown = [result.answer, *experimental, *result.others, *result.too_big[:2]]
     times = step_time.slowness([candidate.estimate for candidate in shown], result.gpu)
     table = Table("", "memory", "time per image", "drawbacks", title=f"{script} on {card}")
     for heading, candidates in (
         ("answer", [result.answer]),
+        ("experimental", experimental),
         ("next best", result.others),
         ("too big", result.too_big[:2]),
     ):
@@ -111,10 +115,17 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
         "Batch size and accumulation are per process.",
         *([_CUDA_GRAPHS] if can_be_recorded else []),
         *(["The estimates exclude compiling, which lowers memory use; `estimate` includes it."] if compiled else []),
-        "To run it:",
     ):
         console.print(line, highlight=False, soft_wrap=True)
+    for candidate in experimental:
+        console.print(_EXPERIMENTAL, highlight=False, soft_wrap=True)
+        print(f"  {quoted(_words(candidate.command))}")
+    console.print("To run it:", highlight=False)
     print(f"  {quoted(words)}")
+
+
+def _words(command: CommandLine) -> list[str]:
+    return ["python", "-m", "kohya_ext", command.name, *command.argv]
 
 
 def _time_lines(result: Plan) -> list[str]:
@@ -146,6 +157,7 @@ def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:
         "gpu": result.gpu.name,
         "usable": usable_bytes(result.card),
         "answer": row(result.answer),
+        "experimental": None if result.experimental is None else row(result.experimental),
         "others": [row(candidate) for candidate in result.others],
         "too_big": [row(candidate) for candidate in result.too_big],
         "tree": [

@@ -117,7 +117,7 @@ def _list(console: Console) -> None:
 NOTE = (
     "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. left "
     "free: of the GPU. speed: by the predicted time per image on this machine's GPU, or on a common one of the preset's size, "
-    "relative to the family's fastest preset at that resolution."
+    "relative to the family's fastest preset at that resolution that is not experimental."
 )
 
 
@@ -126,14 +126,16 @@ def rows(gpu: Gpu | None = None) -> Iterator[tuple[str, str, str, str, str, str,
 
     The speed is that on ``gpu``, or on a common one of the preset's size.
     """
-    known = {tier.name: tier for tier in tiers.tiers()}
+    usual = [*tiers.tiers()]
+    known = {tier.name: tier for tier in [*usual, *tiers.tiers(experimental=True)]}
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         tier = known.get(f"{family}/{name}")
         needs = left = speed = ""
         if tier is not None and tier.estimate is not None:
             needs, left = (f"{gigabytes(size)} GB" for size in (tier.estimate.total, tier.card - tier.estimate.total))
-            speed = f"{tiers.speed(tier, known.values(), gpu or gpus.typical(tier.card)):.0%}"
+            ratio = tiers.speed(tier, usual, gpu or gpus.typical(tier.card))
+            speed = "" if ratio is None else f"{ratio:.0%}"
         yield family, name, needs, left, speed, str(about.get("summary", "")), str(about.get("traded", ""))
 
 

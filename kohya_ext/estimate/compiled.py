@@ -41,6 +41,7 @@ _PRODUCTS = {
     "addmm": _aten.addmm.default,
     "bias_addmm": _aten.addmm.default,
     "baddbmm": _aten.baddbmm.default,
+    "_scaled_mm": _aten._scaled_mm.default,
 }
 
 

@@ -54,6 +54,14 @@ class Gpu:
         """Whether it is a GeForce: RTX and four digits."""
         return re.search(r"\brtx \d{4}\b", self.name.lower()) is not None and "ada" not in self.name.lower()
 
+    def reason_without_kernels(self, precision: str | None) -> str | None:
+        """Return why a run with this ``--base_precision`` does not multiply in 8 bits on it; None if it does, or without it."""
+        if precision == "int8" and self.architecture in ("Turing", "7.5"):
+            return f"The {self.name} has no kernels for an int8 base: a run saves memory, and its seconds are not predicted."
+        if precision == "fp8" and FP8 not in self.rates:
+            return f"The {self.name} has no fp8 products: --base_precision fp8 ends with an error. Use int8."
+        return None
+
 
 @functools.cache
 def cards() -> tuple[Gpu, ...]:

@@ -23,6 +23,7 @@ from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.patching.types import NetworkTrainer
+from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable, script_names
 
@@ -49,7 +50,10 @@ def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.estimate import activation_budgets
 
-    _check_supported(memory_config.read(command)[0])
+    config = memory_config.read(command)[0]
+    _check_supported(config)
+    if config.base_precision:
+        raise UserError("budgets of a run with --base_precision cannot be computed; remove it")
     settings = _compiling_with(activation_budgets.BACKEND, command.settings, 0.0).with_(gradient_checkpointing_ratio=None)
     set_budget(1.0)
     with _prepared(checkout, settings):
@@ -140,6 +144,8 @@ def _check_supported(config: MemoryConfig) -> None:
     for name in UNSUPPORTED:
         if getattr(config, name):
             raise UserError(f"a run with --{name} cannot be estimated; remove it")
+    if config.base_precision and (reason := reason_to_refuse(config, config.script)) is not None:
+        raise UserError(f"--base_precision {config.base_precision}: {reason}")
     if not config.family.unet and config.trains_text_encoder and not config.trains_network:
         raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; remove it")
 

@@ -50,6 +50,7 @@ OWN = (
     "expandable_segments",
     "ema",
     "ema_device",
+    "base_precision",
 )
 
 #: Families whose models can be recorded as CUDA graphs. The others read results on the CPU, or copy from it, in each step.
@@ -158,6 +159,8 @@ class MemoryConfig:
     ema: bool = False
     """Once normalized, whether the averaged weights are in GPU memory."""
     ema_device: str = "cpu"
+    base_precision: str | None = None
+    """The 8-bit format of the frozen base, ``int8`` or ``fp8``; None for 16 or 32 bits."""
 
     @property
     def family(self) -> Family:
@@ -218,12 +221,10 @@ def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
 def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
     """Return the configuration from a script's parsed arguments and the extension's settings.
 
-    Raises UserError for a script that cannot be estimated (ControlNet, LLLite, textual inversion, LECO), and for an 8-bit base.
+    Raises UserError for a script that cannot be estimated (ControlNet, LLLite, textual inversion, LECO).
     """
     if command.name not in FAMILIES:
         raise UserError(f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
-    if command.settings["base_precision"] is not None:
-        raise UserError("a run with --base_precision cannot be estimated; remove it for the estimate with the usual base")
     known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():

@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kohya_ext.estimate.gpus import SIXTEEN_BITS, Gpu
+from kohya_ext.estimate.gpus import FP8, INT8, SIXTEEN_BITS, Gpu
 
-#: Kinds of kernels that are not matrix products; those are named by their operands' type: 16 bits, fp32, fp8, int8.
+#: Kinds of kernels that are not matrix products; those are named by their operands' type: 16 bits, fp32, fp8, int8. A rotation
+#: is a 16-bit product within another kernel, so its count is 0.
 MEMORY, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD = "memory", "convolution", "attention", "attention backward"
+ROTATION = "rotation"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,17 @@ class Constants:
     """Fraction of the GPU's rate that a large matrix product reaches."""
     geforce: float = 1.15
     """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
+    int8: float = 0.64
+    """The fraction of its own rate that an int8 product reaches, relative to a 16-bit product. This one, ``fp8`` and
+    ``rotation`` are those of an H100's large products (benchmarks/results/gpu_base_weights.json)."""
+    geforce_int8: float = 1.25
+    """The same of a GeForce relative to an H100, whose matrix units Triton uses less well. On an RTX 3090 Triton's products are
+    2.8 to 4.2 times as fast as 16-bit ones, of at most 4 times the rate: https://arxiv.org/abs/2606.14598."""
+    fp8: float = 0.93
+    rotation: float = 0.17
+    """Fraction of the GPU's 16-bit rate that rotations reach within their kernels, which do little else meanwhile."""
+    geforce_rotation: float = 2.0
+    """The same of a GeForce relative to an H100: an assumption, since small products use all of a GeForce's matrix units."""
     convolution: float = 0.41
     attention: float = 0.37
     geforce_attention: float = 1.7
@@ -123,11 +136,15 @@ class Prediction:
 def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, constants: Constants = CONSTANTS) -> Prediction:
     """Return the predicted time of a step with ``micro_batches`` of gradient accumulation, replayed from CUDA graphs or not."""
     parts = {"arithmetic": 0.0, "memory": 0.0}
-    if gpu.is_geforce and not gpu.measured:
+    if gpu.measured:  # its rates are those that products reach
+        constants = replace(constants, int8=1.0, fp8=1.0)
+    elif gpu.is_geforce:
         constants = replace(
             constants,
             product=constants.product * constants.geforce,
             attention=constants.attention * constants.geforce_attention,
+            int8=constants.int8 * constants.geforce_int8,
+            rotation=constants.rotation * constants.geforce_rotation,
         )
     for groups, times in ((work.batch, micro_batches), (work.optimizer, 1)):
         for group in groups:
@@ -150,12 +167,15 @@ def _kernel_seconds(group: Kernels, gpu: Gpu, constants: Constants) -> tuple[str
     moving = group.bytes / (reached * gpu.bandwidth)
     if group.kind == MEMORY:
         return "memory", moving + group.count * constants.kernel
+    if group.kind == ROTATION:
+        return "arithmetic", group.flops / (constants.rotation * gpu.rates[SIXTEEN_BITS])
     if group.kind == CONVOLUTION:
         efficiency, each = constants.convolution, constants.kernel
     elif group.kind in (ATTENTION, ATTENTION_BACKWARD):
         efficiency, each = constants.attention, constants.attention_kernel
     else:
-        efficiency, each = constants.product, constants.product_kernel
+        of_type = {INT8: constants.int8, FP8: constants.fp8}.get(group.kind, 1.0)
+        efficiency, each = constants.product * of_type, constants.product_kernel
     rate = gpu.rates.get(group.kind, gpu.rates[SIXTEEN_BITS])
     return "arithmetic", max(group.flops / (efficiency * rate), moving) + group.count * each
 

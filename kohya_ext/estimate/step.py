@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_iter
 
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import finetune
+from kohya_ext.estimate import eight_bits, finetune
 from kohya_ext.estimate.autocast import cuda_rules
 from kohya_ext.estimate.compiled import logging_to, traceable
+from kohya_ext.estimate.eight_bit_kernels import counted_kernels
 from kohya_ext.estimate.events import Event, Kind
 from kohya_ext.estimate.linear import bias_in_place
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig, size
@@ -143,6 +144,8 @@ def measure(
     with contextlib.ExitStack() as stack:
         assumptions = stack.enter_context(_fake_training(config, tracker))
         tracker.run = assumptions.run
+        if config.base_precision:
+            stack.enter_context(counted_kernels())
         models = build(config)
         if config.cuda_graphs:
             stack.enter_context(passes.of(models.unet))
@@ -324,6 +327,8 @@ def _prepare_network(
     encoders = models.text_encoders[0] if config.family.name == "sd15" else models.text_encoders
     options: dict[str, Any] = dict(word.split("=", 1) for word in config.network_args or ())
     options.setdefault("dropout", config.network_dropout)
+    if config.base_precision:
+        eight_bits.convert_layers(models.unet, config.base_precision)
     with _restored_lists(module):
         network = module.create_network(
             1.0, config.network_dim, arguments.network_alpha, models.vae, encoders, models.unet,
@@ -610,6 +615,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if _casts_text_encoders_to_8_bits(config) and not config.cache_text_encoder_outputs:
         _cast_in_gpu_memory(training, tracker)
     for module, kind in training.resident:
+        if module is training.models.unet and config.base_precision:
+            eight_bits.log_conversion(module, training.weight_dtype, tracker)
         tracker.mark(_tensors(module, lists), kind)
         for blocks in lists if module is training.models.unet else ():
             first = next(index for index, block in enumerate(blocks) if block in swapped)

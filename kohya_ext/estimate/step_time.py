@@ -24,8 +24,9 @@ LIMITS = {
 
 
 def predict(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | None:
-    """Return the predicted time of an optimizer step of a command line on a GPU; None if its kernels were not counted.
+    """Return the predicted time of an optimizer step of a command line on a GPU.
 
+    None if its kernels were not counted, or if the GPU has none for its 8-bit base.
     It is multiplied by how much longer this machine's runs took on that GPU than predicted, if any were measured.
     """
     predicted = by_rates(estimate, command, gpu)
@@ -34,9 +35,9 @@ def predict(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | 
 
 def by_rates(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | None:
     """Return the same without the correction by runs."""
-    if estimate.work is None:
-        return None
     config = memory_config.read(command)[0]
+    if estimate.work is None or gpu.reason_without_kernels(config.base_precision) is not None:
+        return None
     graphs = memory_config.normalized(config).cuda_graphs and command.settings["vram_budget"] is None
     return model.predict(Work.from_row(estimate.work), gpu, config.gradient_accumulation_steps, graphs)
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kohya_ext.estimate import workspaces
+from kohya_ext.estimate.eight_bit_kernels import MULTIPLY, multiply_flops
 from kohya_ext.estimate.events import RELEASE, Event, Kind
 from kohya_ext.estimate.work import Counter
 
@@ -104,6 +105,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         """Set the kind of some tensors; new ones are logged as allocated now."""
         for tensor in tensors:
             self.kinds[self._record(tensor, kind)] = kind
+
+    def leave_out(self, tensors: Iterable[Any]) -> None:
+        """Log nothing for new tensors and their views: they are in host memory."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._live[id(storage)] = _Storage(len(self.kinds), weakref.ref(storage))
+            self.kinds.append(Kind.TEMPORARY)
 
     def offload(self, tensors: Iterable[Any]) -> None:
         """Log tensors as freed now: they are in host memory from here on."""
@@ -391,9 +399,11 @@ def _sdpa_backward_on_cpu(gradient: Any, query: Any, key: Any, value: Any, *_: A
     return int(sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2)
 
 
-#: torch's own formulas, and the CPU's flash attention, which they lack. FlopCounterMode itself would keep tensors alive.
+#: torch's own formulas, and those that it lacks, of the CPU's flash attention and of 8-bit products. FlopCounterMode itself
+#: would keep tensors alive.
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_on_cpu,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward_on_cpu,
+    MULTIPLY: multiply_flops,
 }

@@ -8,12 +8,14 @@ out-of-memory message and ``--on_oom retry`` read the table through :func:`steps
 from __future__ import annotations
 
 import importlib.util
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import options
+from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
 
@@ -48,6 +50,8 @@ class Attempt:
     or is unknown to the script."""
     takes: Callable[[str], bool]
     """Whether the script's parser has a key. Not called for the extension's options."""
+    experimental: bool = False
+    """Whether experimental savings are offered, which the GPU then supports."""
 
     @property
     def family(self) -> Family | None:
@@ -229,9 +233,18 @@ def _pure_bf16(run: Attempt) -> Changes:
 def _fp8(run: Attempt) -> Changes:
     if not run.trains_network or run.values.get("mixed_precision") not in ("bf16", "fp16"):
         return {}
-    if run.has("fp8_base", "fp8_base_unet", "fp8_scaled"):
+    if run.has("fp8_base", "fp8_base_unet", "fp8_scaled", "base_precision"):
         return {}
     return {run.family.fp8: True} if run.family is not None and run.family.fp8 else {}
+
+
+def _eight_bit_base(run: Attempt) -> Changes:
+    if not run.experimental or run.has("base_precision") or run.values.get("mixed_precision") not in ("bf16", "fp16"):
+        return {}
+    off = {name: False for name in ("fp8_base", "fp8_base_unet", "fp8_scaled") if run.has(name)}
+    if reason_to_refuse(Namespace(**{**run.values, **off}), run.script) is not None:
+        return {}
+    return {"base_precision": "int8", **off}
 
 
 def _swap(run: Attempt) -> Changes:
@@ -387,6 +400,15 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
         resumes=True,
         helps=_RESIDENT,
         changes=_fp8,
+    ),
+    MemorySaving(
+        "8-bit base",
+        "8-bit weights and 8-bit products for the frozen model",
+        "experimental, and no GeForce GPU has run it; weights and activations rounded to 8 bits, less coarsely than by fp8",
+        exact=False,
+        resumes=True,
+        helps=_RESIDENT,
+        changes=_eight_bit_base,
     ),
     MemorySaving(
         "block swap",

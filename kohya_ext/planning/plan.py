@@ -67,6 +67,8 @@ class Plan:
     answer: Candidate
     others: tuple[Candidate, ...]
     """The next best that fit, the fastest first."""
+    experimental: Candidate | None
+    """A faster one with an 8-bit base; None without it, and where nothing fits without an 8-bit base."""
     too_big: tuple[Candidate, ...]
     """Configurations that do not fit, the smallest first."""
     tree: tuple[Branch, ...]
@@ -86,19 +88,22 @@ def plan(checkout: Checkout, command: CommandLine, card: int, gpu: Gpu, announce
     inside = [candidate for candidate in candidates if fits(candidate.estimate, card)]
     outside = [candidate for candidate in candidates if candidate not in inside]
     outside.sort(key=lambda candidate: candidate.estimate.reserved)
-    if not inside and search.stopped:
+    eight_bits = _with_8_bit_base(search, gpu, answered) if _can_have_8_bit_base(checkout, command, gpu) else []
+    if not inside and not eight_bits and search.stopped:
         raise UserError(f"nothing fits in the first {MAX_ESTIMATES} estimates; rerun to continue (results are cached)")
-    if not inside:
+    if not inside and not eight_bits:
         raise UserError(
             f"nothing fits the {label(card)} less 5 percent; the smallest configuration, {outside[0].name}, needs "
             f"{gigabytes(outside[0].estimate.total)} GB"
         )
     if not answered:
         inside = _fastest_first(inside, gpu)
-    tree = _tree(checkout, command.with_tier(None), inside[0])
-    copied = _copy_cost(inside[0].estimate, [candidate.estimate for candidate in candidates])
+    best, *rest = inside or eight_bits
+    faster = bool(inside and eight_bits) and _fastest_first([best, eight_bits[0]], gpu)[0] is not best
+    tree = _tree(checkout, command.with_tier(None), best, gpu)
+    copied = _copy_cost(best.estimate, [candidate.estimate for candidate in candidates])
     return Plan(
-        card, gpu, inside[0], tuple(inside[1:3]), tuple(outside),
+        card, gpu, best, tuple(rest[:2]), eight_bits[0] if faster else None, tuple(outside),
         tuple(replace(branch, figures=copied) if "--blocks_to_swap" in branch.words else branch for branch in tree),
     )  # fmt: skip
 
@@ -144,9 +149,9 @@ def _fastest_first(candidates: Sequence[Candidate], gpu: Gpu) -> list[Candidate]
 # --- the shipped tiers -----------------------------------------------------------------------------------------------
 
 
-def _tiers_with(command: CommandLine) -> Iterator[tuple[Tier, CommandLine]]:
+def _tiers_with(command: CommandLine, experimental: bool = False) -> Iterator[tuple[Tier, CommandLine]]:
     """Yield the tiers of a script's kind of model, the largest first, with the command line for each."""
-    for tier in sorted(tiers(_kind(command)), key=lambda tier: -tier.card):
+    for tier in sorted(tiers(_kind(command), experimental), key=lambda tier: -tier.card):
         yield tier, command.with_tier(tier.name)
 
 
@@ -163,10 +168,10 @@ def _config(command: CommandLine) -> MemoryConfig:
     return memory_config.with_bf16(memory_config.normalized(memory_config.read(_eager(command))[0]))
 
 
-def _known_tiers(checkout: Checkout, command: CommandLine) -> list[Candidate]:
+def _known_tiers(checkout: Checkout, command: CommandLine, experimental: bool = False) -> list[Candidate]:
     """Return the distinct tiers with the user's arguments; none unless the memory of all tiers is known."""
     rows: dict[MemoryConfig, Candidate] = {}
-    for tier, tier_command in _tiers_with(command):
+    for tier, tier_command in _tiers_with(command, experimental):
         config = _config(tier_command)
         row = cache.find(checkout, config, tier_command.settings.disable_patch)
         if row is None:
@@ -175,6 +180,27 @@ def _known_tiers(checkout: Checkout, command: CommandLine) -> list[Candidate]:
         candidate = Candidate(f"preset {tier.name}", command.with_tier(short), Estimate(**row), str(tier.about["traded"]))
         rows.setdefault(config, candidate)
     return list(rows.values())
+
+
+# --- an 8-bit base ----------------------------------------------------------------------------------------------------
+
+
+def _can_have_8_bit_base(checkout: Checkout, command: CommandLine, gpu: Gpu) -> bool:
+    """Return whether the user's options and the GPU allow an 8-bit base that they do not ask for."""
+    base = preset_files.base(_kind(command))
+    run = attempt(checkout, command.with_tier(base.name if base is not None else None), gpu)
+    changes = next((step.changes for step in steps(run) if "base_precision" in step.changes), None)
+    return changes is not None and not command.given.keys() & changes.keys()
+
+
+def _with_8_bit_base(search: _Search, gpu: Gpu, answered: bool) -> list[Candidate]:
+    """Return the configurations with an 8-bit base that fit, the fastest first: tiers, or those of another search."""
+    command = search.command.with_({"base_precision": "int8"})
+    if answered:
+        candidates = _known_tiers(search.checkout, search.command, experimental=True)
+    else:
+        candidates = replace(search, command=command, tried=[], stopped=False).candidates()
+    return _fastest_first([each for each in candidates if fits(each.estimate, search.card)], gpu)
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -294,10 +320,10 @@ def _without_accumulation(command: CommandLine) -> CommandLine:
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 
-def _tree(checkout: Checkout, command: CommandLine, answer: Candidate) -> Iterator[Branch]:
+def _tree(checkout: Checkout, command: CommandLine, answer: Candidate, gpu: Gpu) -> Iterator[Branch]:
     """Yield the savings that apply to upstream's defaults, with the status of each in the answer."""
-    run = start = _at_full_size(checkout, command)
-    chosen = attempt(checkout, answer.command)
+    run = start = _at_full_size(checkout, command, gpu)
+    chosen = attempt(checkout, answer.command, gpu)
     offered: dict[str, dict[str, object]] = {}
     while (step := next(steps(run), None)) is not None:
         run = after(run, step)
@@ -318,14 +344,15 @@ def _tree(checkout: Checkout, command: CommandLine, answer: Candidate) -> Iterat
             yield Branch(saving, "not needed", _words(left))
 
 
-def _at_full_size(checkout: Checkout, command: CommandLine) -> Attempt:
-    """Return upstream's defaults with the user's arguments, at the resolution of the family's base preset."""
-    run = attempt(checkout, command)
+def _at_full_size(checkout: Checkout, command: CommandLine, gpu: Gpu) -> Attempt:
+    """Return upstream's defaults with the user's arguments, and with resolution and network of the family's base preset."""
+    run = attempt(checkout, command, gpu)
     base = preset_files.base(_kind(command))
-    if base is None or "resolution" in run.values:
+    if base is None:
         return run
-    recipe = attempt(checkout, command.with_tier(base.name))
-    return replace(run, values={**run.values, "resolution": recipe.values.get("resolution")})
+    recipe = attempt(checkout, command.with_tier(base.name)).values
+    assumed = {name: recipe[name] for name in ("resolution", "network_module") if name in recipe}
+    return replace(run, values={**assumed, **run.values})
 
 
 def _is_part(before: object, now: object) -> bool:
@@ -365,6 +392,10 @@ def _words(changes: Changes) -> tuple[str, ...]:
     return tuple(option_words(changes))
 
 
-def attempt(checkout: Checkout, command: CommandLine) -> Attempt:
-    """Return a command line for :func:`memory_savings.steps`, without the script's own parser, which takes seconds."""
-    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__)
+def attempt(checkout: Checkout, command: CommandLine, gpu: Gpu | None = None) -> Attempt:
+    """Return a command line for :func:`memory_savings.steps`, without the script's own parser, which takes seconds.
+
+    For a ``gpu``, experimental savings are offered that it supports.
+    """
+    experimental = gpu is not None and gpu.reason_without_kernels("int8") is None
+    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__, experimental)

@@ -57,14 +57,17 @@ def fits(estimate: Estimate, card: int) -> bool:
     return estimate.total <= usable_bytes(card)
 
 
-def tiers(only: str | None = None) -> Iterator[Tier]:
-    """Yield every shipped tier, or those of one family; families by name, tiers by size."""
+def tiers(only: str | None = None, experimental: bool = False) -> Iterator[Tier]:
+    """Yield every shipped tier, or those of one family; families by name, tiers by size.
+
+    Yields the ``experimental`` ones instead if asked, which are not chosen unless named.
+    """
     for family, stem, _ in preset_files.shipped():
         if only not in (None, family):
             continue
         name, script = f"{family}/{stem}", preset_files.scripts(family)[0]
         about = preset_files.load([name], script).presets[-1].about
-        if "vram_gb" not in about:
+        if "vram_gb" not in about or bool(about.get("experimental")) != experimental:
             continue
         config = read(script, ["--preset", name])
         row = cache.shipped(config)
@@ -157,8 +160,11 @@ def words(before: MemoryConfig, after: MemoryConfig) -> list[str]:
 
 
 def speed(tier: Tier, others: Iterable[Tier], gpu: Gpu) -> float | None:
-    """Return a tier's speed per image on a GPU, relative to its family's fastest at that resolution; None if not known."""
-    if tier.estimate is None:
+    """Return a tier's speed per image on a GPU, relative to the fastest of ``others`` of its family and resolution.
+
+    Returns None if it is not known, or if the GPU has no kernels for its 8-bit base.
+    """
+    if tier.estimate is None or gpu.reason_without_kernels(tier.config.base_precision) is not None:
         return None
     alike = [
         other.estimate
@@ -166,4 +172,4 @@ def speed(tier: Tier, others: Iterable[Tier], gpu: Gpu) -> float | None:
         if other.estimate is not None and (other.family, other.config.resolution) == (tier.family, tier.config.resolution)
     ]
     slowness = step_time.slowness([tier.estimate, *alike], gpu)
-    return min(slowness) / slowness[0]
+    return min(slowness[1:], default=slowness[0]) / slowness[0]

@@ -7,6 +7,7 @@ gradient times s, and rotates the product. No activation is saved for backward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,9 @@ from torch.autograd.function import once_differentiable
 from kohya_ext.quantization import rotation
 from kohya_ext.quantization.arithmetic import ROTATED, multiply, quantize
 from kohya_ext.quantization.rotation import BLOCK
+
+#: ``--base_precision`` -> its 8-bit format.
+KINDS: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 Products = Literal["kernels", "operations", "weights"]
 """How a layer multiplies: with Triton kernels; with torch's own operations, for CPUs; or without quantizing activations, by
@@ -144,16 +148,22 @@ def _precision(x: Any) -> Any:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
+def quantized(weight: torch.Tensor, kind: torch.dtype, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight [out_features, in_features] in 8 bits, as int8, and the fp32 scales of its rows, both on ``device``."""
+    chunks = weight.split(max(1, _ELEMENTS // weight.shape[1]))
+    # A copy also from the device itself: in estimates, host and GPU are one device.
+    parts = [quantize(rotate(chunk.to(device, copy=True).float(), kind), kind) for chunk in chunks]
+    return torch.cat([part.view(torch.int8) for part, _ in parts]), torch.cat([part for _, part in parts])
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
 def convert(layer: torch.nn.Linear, kind: torch.dtype, products: Products, device: Any) -> None:
     """Change a linear layer in place to :class:`Linear`. Its weight is quantized on ``device`` and stays on its own.
 
     The kernels need multiples of the rotation's block as widths; other layers dequantize their weight instead.
     """
     weight = layer.weight
-    chunks = weight.split(max(1, _ELEMENTS // layer.in_features))
-    parts = [quantize(rotate(chunk.to(device).float(), kind), kind) for chunk in chunks]
-    bits = torch.cat([part.view(torch.int8) for part, _ in parts])
-    scales = torch.cat([part for _, part in parts])
+    bits, scales = quantized(weight, kind, device)
     layer.weight = torch.nn.Parameter(bits.to(weight.device), requires_grad=False)
     layer.register_buffer("scale_bits", scales.view(torch.int32).to(weight.device), persistent=False)
     layer.__class__ = Linear

@@ -24,6 +24,17 @@ def test_trained_lora_is_close_to_that_of_the_usual_base(checkout, train, upstre
     assert "frozen linear layers in 8 bits" in run.output
 
 
+@pytest.mark.parametrize(
+    ("script", "preset"), [("sdxl_train_network.py", "8gb-int8"), ("flux_train_network.py", "flux-lora/24gb-int8")]
+)
+def test_presets_with_an_8_bit_base_train(checkout, train, script, preset):
+    """As `plan` prints them, with the tiny model's own arguments."""
+    run = train(checkout, script, "--preset", preset)
+    assert run.code == 0, run.output[-4000:]
+    assert run.report["facts"]["base_precision"]["layers"] > 40
+    assert "gradient checkpointing covers" in run.output
+
+
 @pytest.mark.only("v0.11")
 def test_refusal_precedes_loading(checkout, train):
     run = train(checkout, "sdxl_train_network.py", "--base_precision", "int8", "--fp8_base", "--mixed_precision", "bf16")

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,11 +15,13 @@ from kohya_ext.patches import base_precision  # noqa: E402
 from kohya_ext.config.command_line import CommandLine  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.errors import UserError  # noqa: E402
-from kohya_ext.estimate import memory_config  # noqa: E402
+from kohya_ext.estimate import measurement  # noqa: E402
+from kohya_ext.estimate.memory_config import MemoryConfig  # noqa: E402
 from kohya_ext.patching import training_loop  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.patching.training_loop import Program, TrainingRun  # noqa: E402
 from kohya_ext.quantization.linear import Linear  # noqa: E402
+from kohya_ext.quantization.selection import NETWORKS, reason_to_refuse  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 
 
@@ -84,6 +87,27 @@ def test_model_without_known_layers_stays_as_it_is(network, capsys):
     assert "has no linear layers to convert" in capsys.readouterr().err
 
 
+def load_anima_model(device, dit_path, attn_mode, split_attn, loading_device, dit_weight_dtype, fp8_scaled=False):
+    return loading_device, dit_weight_dtype
+
+
+def test_model_is_loaded_on_the_host_and_converted_there(network, monkeypatch):
+    module = ModuleType("library.anima_utils")
+    module.load_anima_model = load_anima_model
+    patcher = Patcher(
+        {"base_precision": base_precision.PATCH},
+        Settings(base_precision="int8"),
+        Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for this test"),
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    patcher.arm()
+    loaded = module.load_anima_model("cuda", "a", "torch", False, "cuda", torch.bfloat16)
+    monkeypatch.setattr(training_loop, "_current", None)  # outside a run, as in an estimate
+    unchanged = module.load_anima_model("cuda", "a", "torch", False, "cuda", torch.bfloat16)
+    patcher.undo()
+    assert (loaded, unchanged) == (("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "reason"),
     [
@@ -100,16 +124,17 @@ def test_model_without_known_layers_stays_as_it_is(network, capsys):
 )
 def test_refusals(script, arguments, reason):
     arguments = {"network_module": "networks.lora", **arguments}
-    assert reason in base_precision._reason_to_refuse(Namespace(**arguments), script)
+    assert reason in reason_to_refuse(Namespace(**arguments), script)
 
 
-@pytest.mark.parametrize("network", sorted(base_precision._NETWORKS))
+@pytest.mark.parametrize("network", sorted(NETWORKS))
 def test_networks_that_call_their_layers_are_accepted(network):
     arguments = Namespace(network_module=network, network_args=["rank_dropout=0.1"])
-    assert base_precision._reason_to_refuse(arguments, "sdxl_train_network.py") is None
+    assert reason_to_refuse(arguments, "sdxl_train_network.py") is None
 
 
-def test_estimates_reject_it():
-    command = CommandLine(Path("sdxl_train_network.py"), (), {}).with_({"base_precision": "int8"})
-    with pytest.raises(UserError, match="a run with --base_precision cannot be estimated"):
-        memory_config.read(command)
+def test_estimates_refuse_the_same_runs():
+    config = MemoryConfig("sdxl_train_network.py", network_module="networks.lora", base_precision="int8")
+    measurement._check_supported(config)
+    with pytest.raises(UserError, match="--base_precision int8: --fp8_base changes the base too"):
+        measurement._check_supported(replace(config, fp8_base=True))

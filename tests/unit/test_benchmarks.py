@@ -239,6 +239,7 @@ def test_full_size_runs_one_command_line_or_the_chosen_presets():
         "only": "sdxl-lora/",
         "faster": False,
         "compiled": False,
+        "eight_bits": False,
         "planned": False,
         "random": None,
         "gpu_memory": 8 * 2**30,
@@ -252,6 +253,8 @@ def test_full_size_runs_one_command_line_or_the_chosen_presets():
     compiled = [row.arguments for row in chosen(Namespace(command=None, **options), None)]
     assert len(compiled) == 4  # with and without checkpointing, with and without CUDA graphs
     assert all("--selective_torch_compile" in arguments for arguments in compiled)
+    options |= {"only": "8-bit base: sdxl", "eight_bits": True}
+    assert all("--base_precision" in row.arguments for row in chosen(Namespace(command=None, **options), None))
 
 
 def test_random_command_lines_are_those_of_their_seed_and_of_every_kind():

@@ -60,6 +60,7 @@ def test_options_of_equal_memory_have_the_same_key(first: tuple[str, ...], secon
         ("--train_batch_size", "2"), ("--gradient_checkpointing",), ("--network_dim", "32"), ("--optimizer_type", "Lion"),
         ("--optimizer_args", "fused=True"), ("--cache_latents",), ("--mixed_precision", "bf16"), ("--full_bf16",),
         ("--network_train_unet_only",), ("--max_token_length", "225"), ("--gradient_accumulation_steps", "4"),
+        ("--base_precision", "int8"), ("--base_precision", "fp8"),
     ],
 )  # fmt: skip
 def test_options_that_change_memory_change_the_key(more: tuple[str, ...]) -> None:

@@ -50,6 +50,17 @@ def test_flux_uses_fp8_first_and_then_swaps_more_blocks() -> None:
     ]
 
 
+def test_an_8_bit_base_is_experimental_and_replaces_fp8() -> None:
+    run = attempt(FLUX, mixed_precision="bf16", network_module="networks.lora_flux", fp8_base=True)
+    assert "8-bit base" not in {step.saving.name for step in steps(run)}
+    (step,) = [step for step in steps(replace(run, experimental=True)) if step.saving.name == "8-bit base"]
+    assert step.words == ["--base_precision", "int8", "--no-fp8_base"]
+    after_it = {step.saving.name for step in steps(after(replace(run, experimental=True), step))}
+    assert not {"8-bit base", "fp8 base"} & after_it
+    other = replace(run, experimental=True, values={**run.values, "network_module": "networks.oft"})
+    assert "8-bit base" not in {step.saving.name for step in steps(other)}
+
+
 @pytest.mark.parametrize(
     ("fused", "changes"),
     [

@@ -125,6 +125,45 @@ def search(checkout, argv, card_size, lines=None):
     return planning.plan(checkout, command, card_size, GPU, announce)
 
 
+def test_an_8_bit_base_is_offered_as_experimental_where_it_is_faster(checkout, formula_estimates, monkeypatch):
+    """Operations of an 8-bit base count half in this formula."""
+    usual = predict.estimate
+
+    def halved(checkout, command):
+        estimate = usual(checkout, command)
+        factor = 1 if command.settings["base_precision"] is None else 2
+        return replace(estimate, flops=estimate.flops // factor)
+
+    monkeypatch.setattr(predict, "estimate", halved)
+    result = search(checkout, ["--network_dim", "77"], 12 * GIB)
+    assert result.answer.command.settings["base_precision"] is None
+    assert result.experimental.command.settings["base_precision"] == "int8"
+    branch = next(branch for branch in result.tree if branch.saving.name == "8-bit base")
+    assert (branch.status, branch.words) == ("not needed", ("--base_precision", "int8"))
+    assert "experimental" in branch.costs
+    command = CommandLine(checkout.script(LORA), ["--network_dim", "77"], {})
+    old = planning.plan(checkout, command, 12 * GIB, gpus.named("RTX 2080 Ti"), lambda line: None)
+    assert old.experimental is None
+    assert "8-bit base" not in {branch.saving.name for branch in old.tree}
+    refused = search(checkout, ["--network_dim", "77", "--network_module", "networks.oft"], 12 * GIB)
+    assert refused.experimental is None
+
+
+def test_an_8_bit_base_is_the_answer_where_nothing_else_fits(checkout, formula_estimates, monkeypatch):
+    usual = predict.estimate
+
+    def smaller(checkout, command):
+        estimate = usual(checkout, command)
+        size = estimate.reserved - (3_000_000_000 if command.settings["base_precision"] else 0)
+        return replace(estimate, reserved=size)
+
+    monkeypatch.setattr(predict, "estimate", smaller)
+    result = search(checkout, ["--network_dim", "77", "--resolution", "1024"], 6 * GIB)
+    assert result.answer.command.settings["base_precision"] == "int8"
+    assert result.experimental is None
+    assert next(branch for branch in result.tree if branch.saving.name == "8-bit base").status == "taken"
+
+
 def test_the_search_adds_savings_and_reduces_the_last_one(checkout, formula_estimates):
     lines: list[str] = []
     result = search(checkout, ["--network_dim", "77"], 12 * GIB, lines)
@@ -180,10 +219,10 @@ def test_candidates_with_unknown_kernels_rank_by_swapped_blocks_operations_and_m
     assert planning._fastest_first([ranked[at] for at in (3, 1, 4, 0, 2)], GPU) == ranked
 
 
-def test_a_gpu_too_small_for_everything_takes_one_estimate(checkout, formula_estimates):
+def test_a_gpu_too_small_for_everything_takes_one_estimate_of_each_base(checkout, formula_estimates):
     with pytest.raises(UserError, match=r"nothing fits the 2 GB GPU"):
         search(checkout, ["--network_dim", "77"], 2 * GIB)
-    assert len(formula_estimates) == 1
+    assert [command.settings["base_precision"] for command in formula_estimates] == [None, "int8"]
     assert "--resolution" in formula_estimates[0].argv
 
 

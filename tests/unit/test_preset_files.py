@@ -32,7 +32,8 @@ def test_shipped_preset_has_summary_tradeoff_and_reasons(family, name, file):
         assert about["summary"]
         assert about["traded"]
         assert all(value.why for value in preset.values.values())
-        assert ("vram_gb" in about) == (name == f"{about.get('vram_gb')}gb")
+        suffix = "-int8" if about.get("experimental") else ""
+        assert ("vram_gb" in about) == (name == f"{about.get('vram_gb')}gb{suffix}")
 
 
 @pytest.mark.parametrize("name", ["speed", "balanced", "quality"])

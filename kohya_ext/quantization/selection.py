@@ -1,0 +1,55 @@
+"""Runs that can have an 8-bit base, and the layers of a model that it includes. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
+from kohya_ext.sdscripts.families import FAMILIES, of
+
+#: Networks that call their layers' forward methods and do not read their weights, with the layouts that have them.
+NETWORKS: Mapping[str, frozenset[Layout]] = {
+    "networks.lora": KNOWN_LAYOUTS,
+    "networks.lora_fa": KNOWN_LAYOUTS,
+    "networks.lora_flux": KNOWN_LAYOUTS,
+    "networks.lora_sd3": KNOWN_LAYOUTS,
+    "networks.lora_lumina": KNOWN_LAYOUTS,
+    "networks.lora_anima": KNOWN_LAYOUTS,
+    "networks.lora_hunyuan_image": KNOWN_LAYOUTS,
+    "networks.loha": frozenset({"v0.11"}),
+    "networks.lokr": frozenset({"v0.11"}),
+}
+
+#: Classes of modules whose linear layers are converted, where these are not the family's blocks. A U-Net's transformer
+#: includes its projections; its ResNet blocks have linear layers for time embeddings only, with one row per image.
+_CLASSES: Mapping[str, tuple[str, ...]] = {"sdxl": ("Transformer2DModel",), "sd15": ("Transformer2DModel",)}
+
+
+def layers(model: Any) -> Iterator[Any]:
+    """Yield the model's frozen linear layers that are kept in 8 bits."""
+    import torch
+
+    family = next((family for family in FAMILIES if family.model == type(model).__name__), None)
+    classes = () if family is None else _CLASSES.get(family.name, family.blocks.classes)
+    for module in model.modules():
+        if type(module).__name__ in classes:
+            yield from (layer for layer in module.modules() if type(layer) is torch.nn.Linear)
+
+
+def reason_to_refuse(args: Any, script: str | None) -> str | None:
+    """Return why a run with a script's arguments cannot have an 8-bit base, and what to do; None if it can."""
+    family = of(script or "", vars(args))
+    if family is None or script != family.lora:
+        return f"{script} trains the base itself or copies it; remove the option"
+    for option in ("fp8_base", "fp8_base_unet", "fp8_scaled"):
+        if getattr(args, option, False):
+            return f"--{option} changes the base too; remove one of the two"
+    network = getattr(args, "network_module", None)
+    if str(network) not in NETWORKS:
+        return f"{network} may read the base's weights; use one of {', '.join(NETWORKS)}"
+    if any(str(each).startswith("ggpo_") for each in getattr(args, "network_args", None) or ()):
+        return "GGPO reads the base's weights; remove the network arguments ggpo_sigma and ggpo_beta"
+    if getattr(args, "deepspeed", False):
+        return "DeepSpeed moves the base's weights itself; remove one of the two"
+    return None
