@@ -87,6 +87,8 @@ def _backward(original: Any, settings: Settings) -> Any:
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _WholePass | None:
     if not ranks.is_deepspeed(accelerator):
+        if getattr(args, "deepspeed", False):
+            stop("accelerate ignores --deepspeed on CPUs, so each process would train alone; remove it, or ACCELERATE_USE_CPU")
         return None
     if not getattr(args, "deepspeed", False):
         stop(

@@ -96,6 +96,14 @@ def test_other_scripts_train_as_with_ddp(checkout, train, with_ddp, script, stag
     assert_same_training(deepspeed(train, checkout, script, stage, *more), with_ddp(checkout, script))
 
 
+@pytest.mark.slow
+@pytest.mark.newest
+def test_processes_on_cpus_do_not_train_alone(checkout, train):
+    run = train(checkout, FULL, "--deepspeed", ranks=2)
+    assert run.code == 2, run.output[-3000:]
+    assert "accelerate ignores --deepspeed on CPUs" in run.output
+
+
 @pytest.mark.newest
 def test_deepspeed_of_accelerates_configuration_needs_the_option(checkout, train):
     run = train(checkout, FULL, env={**ON_CPU, "ACCELERATE_USE_DEEPSPEED": "true"}, ranks=2)
