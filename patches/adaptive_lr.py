@@ -26,6 +26,7 @@ from kohya_ext.console import note, stop
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.run import ranks
 
 FILE = "kohya_ext_adaptive_lr.json"
 """The file in a state's folder."""
@@ -178,7 +179,7 @@ class Adaptive(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Adaptive:
-    if str(accelerator.distributed_type).endswith("DEEPSPEED"):
+    if ranks.is_deepspeed(accelerator):
         stop("--adaptive_lr does not support DeepSpeed, which steps its own scheduler; remove it")
     note(
         f"--adaptive_lr halves the rate when the mean loss of {settings[ADAPTIVE_LR_PATIENCE]} steps is not {_BETTER:.0%} "

@@ -24,8 +24,15 @@ from kohya_ext.config.settings import Option, Settings, boolean, minutes, path
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import journal, run_record
-from kohya_ext.run.atomic_write import DiskFullPolicy, in_temporary_folder, preserve, rename_to_previous, write_atomically
+from kohya_ext.run import journal, ranks, run_record
+from kohya_ext.run.atomic_write import (
+    DiskFullPolicy,
+    in_temporary_folder,
+    preserve,
+    rename_to_previous,
+    write_atomically,
+    write_together,
+)
 from kohya_ext.run.output_files import final_models, models, previous_states
 from kohya_ext.run.resume import position, stale_states
 
@@ -156,10 +163,10 @@ def _save_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def save_state(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         kind = str(self.distributed_type).rpartition(".")[2]
-        is_sharded = kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or (self.num_processes > 1 and position() is None)
-        if not is_sharded and not self.is_main_process:
+        is_shared = kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or (self.num_processes > 1 and position() is None)
+        if not is_shared and not self.is_main_process:
             return None  # the first process also saves the random states of the others
-        if output_dir is None or is_sharded:
+        if output_dir is None or (is_shared and not ranks.is_deepspeed(self)):
             # Several processes write into one folder, so it is not renamed. Its files are still written atomically.
             began = time.monotonic()
             result = original(self, output_dir, *args, **kwargs)
@@ -169,11 +176,16 @@ def _save_state(original: Any, settings: Settings) -> Any:
 
         def write(temporary: Path) -> None:
             original(self, str(temporary), *args, **kwargs)
-            if (run := run_record.current()) is not None:
+            if is_shared:
+                self.wait_for_everyone()
+            if self.is_main_process and (run := run_record.current()) is not None:
                 current = position()
                 run_record.write(temporary, run, current.step if current is not None else 0)
 
-        write_atomically(Path(output_dir), write, lambda: _state_bytes(self), _policy(settings))
+        if is_shared:
+            write_together(Path(output_dir), write, self.is_main_process, self.wait_for_everyone)
+        else:
+            write_atomically(Path(output_dir), write, lambda: _state_bytes(self), _policy(settings))
         return output_dir
 
     return save_state

@@ -61,7 +61,8 @@ def _lora(original: Any, settings: Settings) -> Any:
             and not (has_split_dims and self.split_dims is not None)
             and not (self.training and any(getattr(self, name) is not None for name in unsupported_options))
         )
-        if not is_fused:
+        # DeepSpeed's ZeRO-3 gathers a module's weights when the module is called.
+        if not is_fused or hasattr(base.__self__.weight, "ds_id"):
             return original(self, x)
         weight, down, up = base.__self__.weight, down.weight, self.lora_up.weight
         factor = self.multiplier * self.scale

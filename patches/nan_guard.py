@@ -3,7 +3,8 @@
 Upstream continues training and saves a file full of NaN with exit code 0. With a gradient scaler (fp16), the scaler skips
 steps, and this patch only checks the loss. With a fused optimizer step, backward still runs for a loss that is not finite,
 but without the optimizer's hooks. The script's local variables hold the graph, so only backward frees the activations before
-the next forward pass, and only backward moves swapped blocks back. DeepSpeed has its own checks.
+the next forward pass, and only backward moves swapped blocks back. DeepSpeed skips such steps itself, in all processes; this
+patch reports them and stops the run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kohya_ext.console import error, note
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import journal, resume, stop_request
+from kohya_ext.run import journal, ranks, resume, stop_request
 
 EXIT_CODE = 3
 """Exit code of a run that this patch ended."""
@@ -74,6 +75,8 @@ class _Guard(TrainingCallback):
         if not accelerator.sync_gradients:
             return
         self.steps += 1
+        if ranks.is_deepspeed(accelerator):
+            self.bad = accelerator.optimizer_step_was_skipped and not self._scale_is_too_high()
         if self.bad:
             self.consecutive += 1
             self._warn()
@@ -82,6 +85,10 @@ class _Guard(TrainingCallback):
         self.bad = False
         if self.consecutive >= self.patience:
             self._stop_run()
+
+    def _scale_is_too_high(self) -> bool:
+        """Return whether DeepSpeed skipped this step to lower its loss scale, as it does in every fp16 run."""
+        return self.accelerator.mixed_precision == "fp16" and all(map(math.isfinite, step_values().read_losses()))
 
     def _warn(self) -> None:
         place = resume.position()
@@ -104,8 +111,10 @@ class _Guard(TrainingCallback):
         stopper.request(reason, EXIT_CODE)
 
     def check_weights(self) -> None:
-        """Exit unless all trained weights are finite."""
-        if _are_finite([weight.detach() for weight in trained_weights(self.accelerator._optimizers) if weight.numel()]):
+        """Exit unless all trained weights are finite. With DeepSpeed they are, because it skips steps that are not."""
+        if ranks.is_deepspeed(self.accelerator) or _are_finite(
+            [weight.detach() for weight in trained_weights(self.accelerator._optimizers) if weight.numel()]
+        ):
             return
         state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
         advice = f"resume from {state} with --resume auto and a lower learning rate" if state else "lower the learning rate"
@@ -114,9 +123,7 @@ class _Guard(TrainingCallback):
         raise SystemExit(EXIT_CODE)
 
 
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Guard | None:
-    if str(accelerator.distributed_type).endswith("DEEPSPEED"):
-        return None
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Guard:
     return _Guard(args, accelerator, any(getattr(args, name, None) for name in _FUSED), settings[NAN_PATIENCE])
 
 
@@ -164,7 +171,7 @@ def _clip(original: Any, settings: Settings) -> Any:
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = original(self, *args, **kwargs)
         guard = current(_Guard)
-        if guard is not None and not guard.fused:
+        if guard is not None and not guard.fused and not ranks.is_deepspeed(self):
             step_values().record_norm(norm)
         return norm
 

@@ -10,7 +10,8 @@ block and returns their gradients with those of the block's inputs. Like ``use_r
 accumulates each weight's gradient once, in the outer graph, and adds all gradients in the order of a graph without
 checkpointing. Unlike ``use_reentrant=False`` it runs no Python per saved tensor: 5,402 in a step of an SDXL LoRA.
 
-Compiled blocks use ``use_reentrant=False`` itself: a forward pass without a graph would be compiled a second time. All other
+Compiled blocks use ``use_reentrant=False`` itself: a forward pass without a graph would be compiled a second time. So do blocks
+whose weights DeepSpeed's ZeRO-3 divides among processes: as inputs of the node they would be empty. All other
 U-Nets and DiTs of sd-scripts are non-reentrant already.
 """
 
@@ -56,6 +57,11 @@ class _Block:
     """The parameters that it can use: its own and those of networks that replaced the forward of its layers."""
     paths: dict[int, dict[_Path, _Edges]] = field(default_factory=dict)
     """Number of inputs that require a gradient -> the ways through the graph to the nodes that use them."""
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether its weights are divided among processes."""
+        return bool(self.weights) and hasattr(self.weights[0], "ds_id")
 
 
 _blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
@@ -298,7 +304,7 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
         def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             block = next(_owners(function), None)
             generators = _generators(args)
-            if compiled or block is None or generators is None or _carries_gradients(function):
+            if compiled or block is None or generators is None or _carries_gradients(function) or _known(block).is_partitioned:
                 return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
             devices = ("cpu", *{arg.device.type for arg in args if isinstance(arg, torch.Tensor)} - {"cpu"})
             # A CUDA graph draws no numbers in a checkpointed block, and torch 2.6 cannot read the state while it is captured.

@@ -6,6 +6,7 @@ uninterrupted one. No state is saved with fused optimizer steps.
 
 With several processes, the failed one publishes its error and its random state, and waits. The optimizer of the others cannot
 step without its gradients, so the first process saves the state in another thread, with the random state of every process.
+With DeepSpeed no state is saved, because that takes all processes. Its advice is the next of DeepSpeed's own options.
 """
 
 from __future__ import annotations
@@ -134,6 +135,10 @@ class _Watch(TrainingCallback):
 
     def _advise(self, phase: Phase, state: Path | None) -> RetryRequest | None:
         """Print what to change; return the restart that the launcher of each machine shall make, if any."""
+        if ranks.is_deepspeed(self.accelerator):
+            note(f"the failed step is lost, because DeepSpeed saves states with all processes; newest state: {state or 'none'}")
+            note(f"add {_next_option(self.args)}, or reduce --train_batch_size")
+            return None
         checkout, command = self.program.checkout, self.program.command
         if command.script is None or checkout is None:
             return None
@@ -160,7 +165,8 @@ class _Watch(TrainingCallback):
     def _can_save(self, phase: Phase) -> bool:
         """Return whether the weights are still those after the last complete step."""
         fused = any(getattr(self.args, name, None) for name in _FUSED)
-        return phase in ("forward", "backward", "sampling") and not fused and self.snapshot is not None
+        intact = phase in ("forward", "backward", "sampling") and not fused and not ranks.is_sharded(self.accelerator)
+        return intact and self.snapshot is not None
 
     def _save(self) -> Path | None:
         """Save the state after the last complete step; return its folder, or None if that failed.
@@ -203,6 +209,18 @@ class _Watch(TrainingCallback):
             return newest
         resumed = getattr(self.args, "resume", None)
         return Path(resumed) if resumed else None
+
+
+def _next_option(args: Namespace) -> str:
+    """Return the option of a DeepSpeed run that saves memory at the lowest cost in time."""
+    unused = {
+        "--gradient_checkpointing": not getattr(args, "gradient_checkpointing", False),
+        "--zero_stage 2": args.zero_stage < 2,
+        "--offload_optimizer_device cpu": args.offload_optimizer_device is None,
+        "--zero_stage 3": args.zero_stage < 3,
+        "--offload_param_device cpu": args.offload_param_device is None,
+    }
+    return next((option for option, is_unused in unused.items() if is_unused), "a GPU")
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Watch:

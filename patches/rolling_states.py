@@ -60,8 +60,7 @@ class _Rolling(TrainingCallback):
             return
         if (current := resume.position()) is not None:
             current.gather()
-        sharded = str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP")
-        if accelerator.is_main_process or sharded:
+        if accelerator.is_main_process or ranks.is_sharded(accelerator):
             self._save(accelerator)
         self.last = time.monotonic()
 
@@ -78,6 +77,8 @@ class _Rolling(TrainingCallback):
                 accelerator.save_state(str(state))
         except DiskFullError as error:
             warn(f"{error}; training continues without this state")
+            return
+        if not accelerator.is_main_process:
             return
         self.saved = [*(path for path in self.saved if path != state), state]
         while len(self.saved) > self.keep:

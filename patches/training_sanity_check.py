@@ -19,6 +19,7 @@ from kohya_ext.console import stop, warn
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.run import ranks
 
 #: SDXL, Lumina 2 and --clip_skip do not use the last layers of text encoders, so the LoRA of these layers has no gradient.
 _TEXT_ENCODER_PREFIX = "lora_te"
@@ -72,7 +73,7 @@ class _Check(TrainingCallback):
         if half and not getattr(self.args, "full_bf16", False) and not getattr(self.args, "full_fp16", False):
             warn(f"the network's weights are {', '.join(half)}: small updates are lost to rounding; use float32")
         self.names.update({id(weight): name for name, weight in networks[0].named_parameters()})
-        foreign = sum(id(weight) not in self.names for weight in trained_weights(accelerator._optimizers))
+        foreign = sum(id(weight) not in self.names for weight in _in_optimizer(accelerator))
         if foreign:
             yield f"{foreign} weights of the base model are in the optimizer; they would be trained but not saved"
 
@@ -110,8 +111,15 @@ def _between_processes(args: Namespace, accelerator: Accelerator) -> Iterator[st
         )
 
 
+def _in_optimizer(accelerator: Accelerator) -> list[Any]:
+    """Return the trained weights. DeepSpeed's optimizers hold flat parts of them instead."""
+    if ranks.is_deepspeed(accelerator):
+        return [weight for model in accelerator._models for weight in model.parameters() if weight.requires_grad]
+    return list(trained_weights(accelerator._optimizers))
+
+
 def _in_optimizers(accelerator: Accelerator) -> Iterator[str]:
-    weights = list(trained_weights(accelerator._optimizers))
+    weights = _in_optimizer(accelerator)
     if not any(weight.requires_grad for weight in weights):
         yield "nothing would be trained: no weight in the optimizer requires a gradient"
     groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]

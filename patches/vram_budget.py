@@ -20,6 +20,7 @@ from kohya_ext.patching.checkpointed_blocks import enable_checkpointing_targets
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.run import ranks
 from kohya_ext.units import AUTO, format_size, index_of, read_budget
 
 VRAM_BUDGET = Option[int | str | None](
@@ -115,7 +116,7 @@ def _reason_to_only_cap(args: Namespace, accelerator: Accelerator, settings: Set
     reason = reason_unused(program().command.name, args, settings)
     if reason is not None:
         return reason
-    if str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP"):
+    if ranks.is_sharded(accelerator):
         return "the model is sharded"
     return None
 

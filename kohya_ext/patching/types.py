@@ -52,6 +52,8 @@ class DataSet(Protocol):
 class Accelerator(Protocol):
     """See https://huggingface.co/docs/accelerate/package_reference/accelerator."""
 
+    deepspeed_plugin: Any
+    """The configuration of DeepSpeed; None without it."""
     device: torch.device
     distributed_type: Any
     gradient_state: Any

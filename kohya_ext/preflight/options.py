@@ -22,7 +22,7 @@ from kohya_ext.compiling.support import ignored_dynamo_backend
 from kohya_ext.config import sample_prompts
 from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError, did_you_mean
-from kohya_ext.preflight import Findings, given, numbers
+from kohya_ext.preflight import Findings, deepspeed, given, numbers
 from kohya_ext.sdscripts import families
 
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
@@ -85,6 +85,7 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
         findings.warnings.append(f"{script.name} does not read --{option}, which changes nothing; remove it")
     findings.errors.extend(numbers.problems(script, args))
     findings.errors.extend(_impossible(script, args))
+    findings.errors.extend(deepspeed.problems(script, args))
 
 
 # --- imported by name ------------------------------------------------------------------------------------------------

@@ -159,6 +159,32 @@ def write_atomically(
         return _wait_and_write(final, write, size, error, time.monotonic() + policy.wait_seconds)
 
 
+def write_together(final: Path, write: Callable[[Path], None], leads: bool, wait_for_others: Callable[[], object]) -> None:
+    """Write a folder with all processes, each calling ``write(temporary_path)``; the one that ``leads`` renames it.
+
+    ``write`` ends when every process has written. A full disk is not waited for, because the other processes could not repeat
+    the write: any exception ends the run, and ``final`` is unchanged.
+    """
+    partial = final.with_name(f"{truncated(final.name)}.shared{PARTIAL}")
+    if leads:
+        remove(partial)  # left by a run that was killed
+        partial.mkdir(parents=True)
+    _finals[partial] = final
+    began = time.monotonic()
+    wait_for_others()
+    try:
+        with fail_fast():
+            write(partial)
+        if leads:
+            _flush(partial)
+            _rename(partial, final)
+    finally:
+        _finals.pop(partial, None)
+    wait_for_others()
+    if leads:
+        journal.saved(final, time.monotonic() - began)
+
+
 def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: DiskFullError, until: float) -> R:
     minutes = (until - time.monotonic()) / 60
     warn(f"{full}. Retrying for {minutes:.3g} minutes; the data stays in memory")

@@ -46,6 +46,16 @@ _FAILURE = "failure"
 _DISCONNECTED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Gloo", "gloo")
 
 
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether the processes share the weights or the optimizer state, as with DeepSpeed and FSDP."""
+    return str(accelerator.distributed_type).rpartition(".")[2] in ("DEEPSPEED", "FSDP")
+
+
+def is_deepspeed(accelerator: Accelerator) -> bool:
+    """Return whether DeepSpeed steps the optimizer."""
+    return str(accelerator.distributed_type).endswith("DEEPSPEED")
+
+
 def largest(accelerator: Accelerator, value: int) -> int:
     """Return the largest value of all processes, which must all call this. A single process does not synchronize."""
     if accelerator.num_processes == 1:

@@ -101,7 +101,8 @@ def start_ranks(command: Sequence[str], environ: Mapping[str, str], folder: Path
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     several = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    several |= {"ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # accelerate ignores DeepSpeed with ACCELERATE_USE_CPU.
+    several |= {"ACCELERATE_USE_CPU": str("DEEPSPEED_ON_CPU" not in environ), "CUDA_VISIBLE_DEVICES": ""}
     reading, writing = os.pipe()
     started = []
     for rank in range(count):

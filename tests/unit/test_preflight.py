@@ -481,11 +481,17 @@ def test_fp16_weights_without_full_fp16_are_an_error(script, args, fails):
             "noise_offset": -1,
         },
         {"max_data_loader_n_workers": 0, "persistent_data_loader_workers": False, "lr_warmup_steps": 0, "seed": 0},
-        {"max_data_loader_n_workers": 0, "persistent_data_loader_workers": True, "deepspeed": True},
     ],
 )
 def test_numbers_with_a_special_meaning_are_accepted(args):
     assert not check(options.check, "sdxl_train.py", **args).errors
+
+
+def test_persistent_workers_are_accepted_with_deepspeed_which_has_one():
+    args = {"max_data_loader_n_workers": 0, "persistent_data_loader_workers": True}
+    assert check(options.check, "sdxl_train.py", **args).errors
+    errors = check(options.check, "sdxl_train.py", **args, deepspeed=True).errors
+    assert all("pip install deepspeed" in error for error in errors)
 
 
 def test_number_out_of_range_in_a_dataset_config_is_an_error(tmp_path):

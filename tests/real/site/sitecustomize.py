@@ -4,7 +4,7 @@ It counts calls of torch's checkpoint. Environment variables enable more: SPY_ME
 SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory, in the process
 SPY_ONLY_RANK if that is set. REPLAY_ON_CPU replaces
 CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail. WRAP_AS_ON_GPUS lets upstream's LoRA
-scripts run in several processes on a CPU. BREAK breaks
+scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed there. BREAK breaks
 compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in the first step.
 """
 
@@ -157,6 +157,24 @@ def wrap_as_on_gpus(module):
     module.DistributedDataParallel = OfTrainedModels
 
 
+def allow_deepspeed_on_cpu(module):
+    """Let accelerate use gloo for DeepSpeed. Without a GPU it has no backend, and with ACCELERATE_USE_CPU no DeepSpeed."""
+    original = module.PartialState._prepare_backend
+    module.PartialState._prepare_backend = lambda self, cpu=False, *rest: original(self, True, *rest)
+
+
+def partition_small_weights(module):
+    """Let ZeRO-3 divide tiny weights, too; by default it keeps weights of less than 100,000 elements whole."""
+    original = module.initialize
+
+    @functools.wraps(original)
+    def initialize(*args, config_params, **kwargs):
+        config_params["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
+        return original(*args, config_params=config_params, **kwargs)
+
+    module.initialize = initialize
+
+
 def add_broken_backend(registry):
     """Register a backend that fails at the second graph."""
     compiled = []
@@ -192,6 +210,9 @@ if "SPY_PROFILER_FAILS" in os.environ:
     wrapt.register_post_import_hook(break_profiler, "torch.profiler.profiler")
 if "WRAP_AS_ON_GPUS" in os.environ:
     wrapt.register_post_import_hook(wrap_as_on_gpus, "torch.nn.parallel")
+if "DEEPSPEED_ON_CPU" in os.environ:
+    wrapt.register_post_import_hook(allow_deepspeed_on_cpu, "accelerate.state")
+    wrapt.register_post_import_hook(partition_small_weights, "deepspeed")
 if OUT_OF_MEMORY:
     wrapt.register_post_import_hook(exhaust_memory, "library.sdxl_original_unet")
 atexit.register(write)
