@@ -1,6 +1,7 @@
 """Several processes on CPUs: upstream's results, and no run is lost when one process is stopped, fails or is killed."""
 
 import os
+import random
 import signal
 import socket
 import time
@@ -101,6 +102,40 @@ def test_two_processes_resume_bit_identically_after_a_stop_an_error_and_a_kill_o
 
     resumed = train(checkout, LORA, *EVERYTHING, "--resume", "auto", ranks=2, **again)
     assert "will differ" not in resumed.output
+    assert same(resumed.tensors, uninterrupted.tensors)
+    assert same(read(tmp_path / "tiny-ema.safetensors"), read(uninterrupted.folder / "tiny-ema.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(version("rich") < "15", reason="rich draws random numbers for logged lines, more of them in a new process")
+@pytest.mark.parametrize("script", [LORA, FULL])
+def test_ten_kills_of_one_or_two_processes_at_random_moments_lose_nothing(checkout, train, tmp_path, script):
+    options = (*EVERYTHING, "--max_train_steps", "40")
+    common = {"without": ("--gradient_checkpointing",), "ranks": 2}
+    uninterrupted = train(checkout, script, *options, **common)
+    generator = random.Random(f"{script} {checkout.layout}")
+    ends = []
+
+    def kill(processes):
+        time.sleep(generator.uniform(0, 0.5))
+        for process in generator.choice((processes[:1], processes[1:], processes)):
+            os.kill(process, signal.SIGKILL)
+        ends.append(time.monotonic())
+
+    for _ in range(10):
+        state = resume.newest_state(tmp_path, "tiny")
+        step = int(state.name.split("-")[1].removeprefix("step")) if state is not None else 0
+        moment = {"at_step": step + generator.randint(1, 5), "act": kill}
+        run = train(checkout, script, *options, "--resume", "auto", **common, output=tmp_path, **moment)
+        assert time.monotonic() - ends[-1] < 60
+        assert run.code != 0, run.output[-3000:]
+        assert not orphans(tmp_path)
+    assert len(ends) == 10
+
+    resumed = train(checkout, script, *options, "--resume", "auto", **common, output=tmp_path)
+    assert "will differ" not in resumed.output
+    assert_all_complete(tmp_path)
     assert same(resumed.tensors, uninterrupted.tensors)
     assert same(read(tmp_path / "tiny-ema.safetensors"), read(uninterrupted.folder / "tiny-ema.safetensors"))
 
