@@ -35,8 +35,8 @@ class _Saves(leading.Leader):
         modules = (module for model in accelerator._models for module in model.modules())
         self.modules = tuple(module for module in modules if _partitioned(module))
         if accelerator.is_main_process:
-            restores = [partial(self.restore, number) for number in range(len(self.modules))]
-            self.hooks = list(map(_add_hook, self.modules, restores))
+            numbered = enumerate(self.modules)
+            self.hooks = [module.register_state_dict_post_hook(partial(self.restore, number)) for number, module in numbered]
 
     def on_end(self) -> None:
         super().on_end()
@@ -66,10 +66,6 @@ def _gathered(module: Any) -> Any:
     from deepspeed.runtime.zero import GatheredParameters
 
     return GatheredParameters(list(_partitioned(module).values()))
-
-
-def _add_hook(module: Any, hook: Any) -> Any:
-    return module.register_state_dict_post_hook(hook)
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Saves | None:

@@ -24,7 +24,7 @@ class History:
     source: torch.Tensor
     casts: tuple[torch.dtype, ...] = ()
     is_read: bool = False
-    """Whether an operation has read or changed the values; they are then in :attr:`source`, which is no longer the file's."""
+    """Whether an operation has read or changed the values; they are then in :attr:`source`, instead of the file's."""
 
     def cast(self, dtype: torch.dtype) -> History:
         """Return the history with one more cast.
