@@ -326,15 +326,19 @@ SCRIPTS = {"v0.10": "flux_train_network.py", "v0.11": "sdxl_train_network.py"}
 
 
 def test_training_on_new_caches_equals_upstream(checkout, train, images):
+    def remove_caches():
+        for file in [*images.rglob("*.npz"), *images.rglob(file_index.CACHES)]:
+            file.unlink()
+
     script = SCRIPTS[checkout.layout]
     files, runs = [], []
+    remove_caches()  # of other tests' runs, which share the images
     for start in ("plain", "launcher"):
         run = train(checkout, script, *CACHED, "--vae_batch_size", "2", start=start, without=CHECKPOINTING)
         assert run.code == 0, run.output[-4000:]
         runs.append(run)
         files.append({file.name: file.read_bytes() for file in images.rglob("*.npz")})
-        for file in [*images.rglob("*.npz"), *images.rglob(file_index.CACHES)]:
-            file.unlink()
+        remove_caches()
     upstream, ours = (run.tensors for run in runs)
     assert "parallel_caching" in {row["patch"] for row in runs[1].report["patches"] if row["status"] == "applied"}
     assert "caching latents: " in runs[1].output
