@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import measurement, step
 from kohya_ext.estimate.tracker import STEP, Tracker
+from kohya_ext.estimate.triton_kernels import counted_kernels
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable
 
@@ -67,7 +68,7 @@ def count(checkout: Checkout, command: CommandLine, without: Sequence[str]) -> d
     with importable(checkout), measurement.patched(checkout, command.settings.with_(disable_patch=tuple(without))):
         choices, arguments, trainer = measurement.read(checkout, command)
         step.configure(choices, arguments, trainer)
-        with step.fake_tensors() as assumptions:
+        with step.fake_tensors() as assumptions, counted_kernels(eight_bits=choices.base_precision is not None):
             training = step.prepare(choices, arguments, trainer)
             assumptions.integer = training.models.caption_tokens
             tracker = Tracker()

@@ -17,7 +17,7 @@ from typing import Any
 from kohya_ext.estimate.gpus import FP8, INT8, SIXTEEN_BITS, Gpu
 
 #: Kinds of kernels that are not matrix products; those are named by their operands' type: 16 bits, fp32, fp8, int8. A rotation
-#: is a 16-bit product within another kernel, so its count is 0.
+#: is a 16-bit product within another kernel, so its count is 0. So is the count of a LoRA's products within one.
 MEMORY, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD = "memory", "convolution", "attention", "attention backward"
 ROTATION = "rotation"
 

@@ -26,7 +26,6 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import eight_bits, finetune
 from kohya_ext.estimate.autocast import cuda_rules
 from kohya_ext.estimate.compiled import logging_to, traceable
-from kohya_ext.estimate.eight_bit_kernels import counted_kernels
 from kohya_ext.estimate.events import Event, Kind
 from kohya_ext.estimate.linear import bias_in_place
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig, size
@@ -35,6 +34,7 @@ from kohya_ext.estimate.recording import RecordedPasses, Recording
 from kohya_ext.estimate.seconds import Work
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
+from kohya_ext.estimate.triton_kernels import counted_kernels
 from kohya_ext.estimate.work import Counter
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
@@ -144,8 +144,8 @@ def measure(
     with contextlib.ExitStack() as stack:
         assumptions = stack.enter_context(_fake_training(config, tracker))
         tracker.run = assumptions.run
-        if config.base_precision:
-            stack.enter_context(counted_kernels())
+        if config.base_precision or config.fused_operations:
+            stack.enter_context(counted_kernels(eight_bits=config.base_precision is not None))
         models = build(config)
         if config.cuda_graphs:
             stack.enter_context(passes.of(models.unet))

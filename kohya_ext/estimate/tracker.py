@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from kohya_ext.estimate import workspaces
-from kohya_ext.estimate.eight_bit_kernels import MULTIPLY, multiply_flops
 from kohya_ext.estimate.events import RELEASE, Event, Kind
+from kohya_ext.estimate.triton_kernels import MULTIPLY, multiply_flops
 from kohya_ext.estimate.work import Counter
 
 #: The phases of a step.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from kohya_ext.estimate.eight_bit_kernels import rotation_flops
 from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, MEMORY, ROTATION, Kernels, Work
+from kohya_ext.estimate.triton_kernels import lora_flops, rotation_flops
 
 _aten = torch.ops.aten
 
@@ -72,8 +72,9 @@ class Counter:
         if kind is CONVOLUTION:
             size *= _LAYOUT_PASSES
         self.add(kind, _KERNELS.get(packet, 1), flops, size, optimizer)
-        if rotation := rotation_flops(func, args):  # in the same kernel
-            self.add(ROTATION, 0, rotation, 0, optimizer)
+        for inner, operations in ((ROTATION, rotation_flops(func, args)), (SIXTEEN_BITS, lora_flops(func, args))):
+            if operations:  # in the same kernel
+                self.add(inner, 0, operations, 0, optimizer)
 
     def add(self, kind: str, kernels: int, flops: float, size: float, optimizer: bool = False) -> None:
         """Add one operator's kernels: FLOPs and bytes are those of all of them."""

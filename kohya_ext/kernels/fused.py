@@ -6,6 +6,7 @@ sums are computed in another order. This module needs torch but not sd-scripts.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -138,6 +139,21 @@ def layer_norm(x: Any, module: torch.nn.LayerNorm) -> Any:
         return torch.nn.functional.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
+@functools.cache
+def gate_kernels(device: str, dtype: torch.dtype) -> Any:
+    """Return the module of GEGLU's Triton kernels; None where they do not run: without Triton or a C compiler, or on a CPU."""
+    if device != "cuda":
+        return None
+    try:
+        from kohya_ext.kernels import gates
+
+        halves = torch.zeros(1, 2, device=device, dtype=dtype)
+        gates.backward(gates.forward(halves), halves)
+    except Exception:  # torch's operators do the same in more passes
+        return None
+    return gates
+
+
 class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     """Compute ``value * gelu(gate)``. Backward recomputes gelu and writes both gradients into one tensor.
 
@@ -147,6 +163,8 @@ class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not fol
     @staticmethod
     def forward(ctx: Any, halves: Any) -> Any:
         ctx.save_for_backward(halves)
+        if (kernels := gate_kernels(halves.device.type, halves.dtype)) is not None:
+            return kernels.forward(halves.contiguous())
         value, gate = halves.chunk(2, dim=-1)
         return torch.nn.functional.gelu(gate).mul_(value)
 
@@ -154,6 +172,8 @@ class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not fol
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> Any:
         (halves,) = ctx.saved_tensors
+        if (kernels := gate_kernels(halves.device.type, halves.dtype)) is not None:
+            return kernels.backward(gradient.contiguous(), halves.contiguous())
         value, gate = halves.chunk(2, dim=-1)
         result = torch.empty_like(halves)
         grad_value, grad_gate = result.chunk(2, dim=-1)

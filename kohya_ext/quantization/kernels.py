@@ -1,4 +1,4 @@
-"""Triton kernels: rotate and quantize rows in one pass, and 8-bit products whose epilogue applies scales, bias and rotation.
+"""Triton kernels: rotate and quantize rows in one pass; 8-bit products with scales, bias, rotation and LoRA in their epilogue.
 
 Configurations are fixed, because autotuning would delay the first step of each image size.
 """
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kohya_ext.quantization.arithmetic import LARGEST, ROTATED, TINY
+from kohya_ext.quantization.arithmetic import LARGEST, ROTATED, TINY, LoRA
 from kohya_ext.quantization.rotation import BLOCK
 
 
@@ -71,9 +71,11 @@ def _transpose(x, out, rows, columns, TILE: tl.constexpr):
 
 @triton.jit
 def _multiply(
-    a, b, out, scales_a, scales_b, bias, m, n, k,
-    HAS_SCALES_B: tl.constexpr, HAS_BIAS: tl.constexpr, ROTATED: tl.constexpr, MATRIX: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    a, b, out, scales_a, scales_b, bias, hidden, up, m, n, k, rank, up_stride_rank, up_stride_n,
+    HAS_SCALES_B: tl.constexpr, HAS_BIAS: tl.constexpr, ROTATED: tl.constexpr, HAS_LORA: tl.constexpr,
+    MATRIX: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_RANK: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``a b^T``, ``a`` [m, k] and ``b`` [n, k], and its epilogue."""
     # Programs of a group of rows run together, so that they share columns of b in the L2 cache.
@@ -109,6 +111,16 @@ def _multiply(
     if ROTATED:
         blocks = values.to(dtype).to(MATRIX).reshape(TILE_M * TILE_N // SIZE, SIZE)
         values = tl.dot(blocks, _hadamard(SIZE, MATRIX), input_precision="ieee").reshape(TILE_M, TILE_N)
+    if HAS_LORA:
+        inner = tl.arange(0, TILE_RANK)
+        pointers_a = hidden + rows[:, None].to(tl.int64) * rank + inner[None, :]
+        pointers_b = up + columns[None, :].to(tl.int64) * up_stride_n + inner[:, None] * up_stride_rank
+        for start in tl.range(0, rank, TILE_RANK, num_stages=1):  # few passes, whose buffers would displace the product's
+            tile_a = tl.load(pointers_a, mask=(rows < m)[:, None] & (inner < rank - start)[None, :], other=0.0)
+            tile_b = tl.load(pointers_b, mask=(inner < rank - start)[:, None] & (columns < n)[None, :], other=0.0)
+            values = tl.dot(tile_a.to(MATRIX), tile_b.to(MATRIX), values, input_precision="ieee")
+            pointers_a += TILE_RANK
+            pointers_b += TILE_RANK * up_stride_rank
     inside = (rows < m)[:, None] & (columns < n)[None, :]
     tl.store(out + rows[:, None].to(tl.int64) * n + columns[None, :], values.to(dtype), mask=inside)
 
@@ -163,47 +175,55 @@ def tiles(m: int, n: int, device: Any) -> tuple[int, int, int, int, int]:
     return TILES if count >= torch.cuda.get_device_properties(device).multi_processor_count else SMALL_TILES
 
 
+def tile_of_rank(rank: int) -> int:
+    """Return the part of a LoRA's rank that one pass of the epilogue multiplies. Tensor cores need 16."""
+    return max(16, min(32, int(triton.next_power_of_2(rank))))
+
+
 def multiply(
     a: Any, b: Any, scales_a: Any, dtype: Any, tile: tuple[int, int, int, int, int], *,
-    scales_b: Any = None, bias: Any = None, rotated: bool = False,
+    scales_b: Any = None, bias: Any = None, rotated: bool = False, lora: LoRA | None = None,
 ) -> Any:  # fmt: skip
-    """Return ``(a b^T) scales_a scales_b + bias`` in ``dtype``, its rows then rotated if wanted.
+    """Return ``(a b^T) scales_a scales_b + bias`` in ``dtype``, its rows then rotated if wanted, plus the LoRA's product.
 
     Shapes: ``a`` [m, k] and ``b`` [n, k], both int8 or fp8; ``scales_a`` [m] and ``scales_b`` [n], fp32; ``bias`` [n]; the
     result is [m, n]. ``tile`` is one of :func:`tiles`.
     """
     (m, k), n = a.shape, b.shape[0]
+    hidden, up = (None, None) if lora is None else (lora[0].contiguous(), lora[1])
+    rank, strides = (0, (0, 0)) if up is None else (up.shape[0], up.stride())
     out = torch.empty((m, n), dtype=dtype, device=a.device)
     tile_m, tile_n, tile_k, warps, stages = tile
     _multiply[(triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n),)](
-        a, b, out, scales_a, scales_b, bias, m, n, k,
-        HAS_SCALES_B=scales_b is not None, HAS_BIAS=bias is not None,
-        ROTATED=rotated, MATRIX=_MATRICES[dtype], EVEN=k % tile_k == 0,
-        TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k, GROUP=8, SIZE=BLOCK, num_warps=warps, num_stages=stages,
+        a, b, out, scales_a, scales_b, bias, hidden, up, m, n, k, rank, *strides,
+        HAS_SCALES_B=scales_b is not None, HAS_BIAS=bias is not None, ROTATED=rotated, HAS_LORA=lora is not None,
+        MATRIX=_MATRICES[dtype], EVEN=k % tile_k == 0, TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
+        TILE_RANK=tile_of_rank(rank), GROUP=8, SIZE=BLOCK, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
-def _product(a: Any, b: Any, scales_a: Any, dtype: Any, scales_b: Any = None, bias: Any = None) -> Any:
+def _product(a: Any, b: Any, scales_a: Any, dtype: Any, lora: LoRA | None, scales_b: Any = None, bias: Any = None) -> Any:
     if a.dtype is torch.int8 or dtype is not torch.bfloat16:  # torch's scaled product returns bf16
         tile = tiles(a.shape[0], b.shape[0], a.device)
         rotated = a.dtype in ROTATED and scales_b is None
-        return multiply(a, b, scales_a, dtype, tile, scales_b=scales_b, bias=bias, rotated=rotated)
+        return multiply(a, b, scales_a, dtype, tile, scales_b=scales_b, bias=bias, rotated=rotated, lora=lora)
     columns = scales_a.new_ones(1, b.shape[0]) if scales_b is None else scales_b[None]
-    return torch._scaled_mm(a, b.t(), scale_a=scales_a[:, None], scale_b=columns, bias=bias, out_dtype=dtype)
+    out = torch._scaled_mm(a, b.t(), scale_a=scales_a[:, None], scale_b=columns, bias=bias, out_dtype=dtype)
+    return out if lora is None else out.addmm_(*lora)
 
 
-def forward(x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any) -> Any:
-    """Return ``x W^T + bias`` in ``dtype`` for the rows ``x`` [m, k] and the 8-bit ``weight`` [n, k] of a converted layer."""
+def forward(x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any, lora: LoRA | None = None) -> Any:
+    """Return ``x W^T + bias`` in ``dtype``, plus the LoRA's product, for rows ``x`` [m, k] and an 8-bit ``weight`` [n, k]."""
     rows, row_scales = quantize(x, kind, dtype, rotated=kind in ROTATED)
-    return _product(rows, weight.view(kind), row_scales, dtype, scales, bias)
+    return _product(rows, weight.view(kind), row_scales, dtype, lora, scales, bias)
 
 
-def backward(gradient: Any, weight: Any, scales: Any, dtype: Any, kind: Any) -> Any:
-    """Return ``gradient W`` in ``dtype`` for output gradients [m, n].
+def backward(gradient: Any, weight: Any, scales: Any, dtype: Any, kind: Any, lora: LoRA | None = None) -> Any:
+    """Return ``gradient W`` in ``dtype``, plus the LoRA's product, for output gradients [m, n].
 
     Tensor cores read both 8-bit operands along the inner dimension, so the weight is transposed. An H100 needs a tenth of the
     product's time for it, and five times the product's time to read the weight as it is.
     """
     rows, row_scales = quantize(gradient, kind, dtype, factors=scales)
-    return _product(rows, transpose(weight).view(kind), row_scales, dtype)
+    return _product(rows, transpose(weight).view(kind), row_scales, dtype, lora)

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from kohya_ext.quantization import rotation
-from kohya_ext.quantization.arithmetic import ROTATED, multiply, quantize
+from kohya_ext.quantization.arithmetic import ROTATED, LoRA, multiply, quantize
 from kohya_ext.quantization.rotation import BLOCK
 
 #: ``--base_precision`` -> its 8-bit format.
@@ -36,29 +36,37 @@ def rotate(rows: Any, kind: torch.dtype) -> Any:
     return rotation.rotate(rows) if kind in ROTATED else rows
 
 
-def _product(x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: torch.dtype, products: Products) -> Any:
-    """Return ``x W^T + b`` in ``dtype`` for rows [m, k]."""
+def _product(
+    x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: torch.dtype, products: Products, lora: LoRA | None = None
+) -> Any:
+    """Return ``x W^T + b`` in ``dtype`` for rows [m, k], plus the LoRA's product."""
     if products == "kernels":
         from kohya_ext.quantization import kernels
 
-        return kernels.forward(x, weight, scales, bias, dtype, kind)
+        return kernels.forward(x, weight, scales, bias, dtype, kind, lora)
     if products == "weights":
-        return torch.nn.functional.linear(rotate(x.to(dtype), kind), _dequantized(weight, scales, dtype, kind), bias)
-    rows, row_scales = quantize(rotate(x.to(dtype).float(), kind), kind)
-    out = multiply(rows, weight.view(kind)) * row_scales[:, None] * scales
-    return (out if bias is None else out + bias).to(dtype)
+        out = torch.nn.functional.linear(rotate(x.to(dtype), kind), _dequantized(weight, scales, dtype, kind), bias)
+    else:
+        rows, row_scales = quantize(rotate(x.to(dtype).float(), kind), kind)
+        out = multiply(rows, weight.view(kind)) * row_scales[:, None] * scales
+        out = (out if bias is None else out + bias).to(dtype)
+    return out if lora is None else out.addmm_(*lora)
 
 
-def _input_gradient(gradient: Any, weight: Any, scales: Any, dtype: Any, kind: torch.dtype, products: Products) -> Any:
-    """Return ``gradient W`` in ``dtype`` for output gradients [m, n]."""
+def _input_gradient(
+    gradient: Any, weight: Any, scales: Any, dtype: Any, kind: torch.dtype, products: Products, lora: LoRA | None = None
+) -> Any:
+    """Return ``gradient W`` in ``dtype`` for output gradients [m, n], plus the LoRA's product."""
     if products == "kernels":
         from kohya_ext.quantization import kernels
 
-        return kernels.backward(gradient, weight, scales, dtype, kind)
+        return kernels.backward(gradient, weight, scales, dtype, kind, lora)
     if products == "weights":
-        return rotate(gradient @ _dequantized(weight, scales, dtype, kind), kind)
-    rows, row_scales = quantize(gradient.float() * scales, kind)
-    return rotate((multiply(rows, weight.view(kind).t()) * row_scales[:, None]).to(dtype), kind)
+        out = rotate(gradient @ _dequantized(weight, scales, dtype, kind), kind)
+    else:
+        rows, row_scales = quantize(gradient.float() * scales, kind)
+        out = rotate((multiply(rows, weight.view(kind).t()) * row_scales[:, None]).to(dtype), kind)
+    return out if lora is None else out.addmm_(*lora)
 
 
 class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
@@ -76,7 +84,7 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
 
 
 class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """Compute ``x W^T + b + (x A^T) B^T``. The LoRA's products also do the additions, forward and backward."""
+    """Compute ``x W^T + b + (x A^T) B^T``. One product adds the LoRA's to the layer's, forward and backward."""
 
     @staticmethod
     def forward(
@@ -84,17 +92,18 @@ class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch i
     ) -> Any:
         hidden = x @ down.t()
         ctx.save_for_backward(x, hidden, weight, scales, down, up)
-        ctx.settings = x.dtype, kind, products
-        return _product(x, weight, scales, bias, *ctx.settings).addmm_(hidden, up.t())
+        ctx.settings = kind, products
+        return _product(x, weight, scales, bias, x.dtype, kind, products, (hidden, up.t()))
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, hidden, weight, scales, down, up = ctx.saved_tensors
+        kind, products = ctx.settings
         grad_hidden = gradient @ up
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(gradient, weight, scales, *ctx.settings).addmm_(grad_hidden, down)
+            grad_x = _input_gradient(gradient, weight, scales, x.dtype, kind, products, (grad_hidden, down))
         grad_down = grad_hidden.t() @ x if ctx.needs_input_grad[4] else None
         grad_up = gradient.t() @ hidden if ctx.needs_input_grad[5] else None
         return grad_x, None, None, None, grad_down, grad_up, None, None

@@ -24,9 +24,9 @@ def kernels_obstacle(device: Any, kind: torch.dtype) -> str | None:
     for weight in layer.parameters():
         weight.zero_()
     convert(layer, kind, "kernels", device)
-    x = torch.zeros(BLOCK, BLOCK, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x, down, up = (torch.zeros(BLOCK, BLOCK, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     try:
-        torch.autograd.grad(layer(x).sum(), x)
+        torch.autograd.grad(layer(x).sum() + layer.with_lora(x, down, up).sum(), x)
     except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
         return f"Triton's kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None

@@ -10,12 +10,12 @@ import torch
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import eight_bits
 from kohya_ext.estimate.compiled import BACKEND, logging_to, traceable
-from kohya_ext.estimate.eight_bit_kernels import counted_kernels
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.gpus import FP8, INT8
 from kohya_ext.estimate.seconds import MEMORY, ROTATION, Work
 from kohya_ext.estimate.step import fake_tensors
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
+from kohya_ext.estimate.triton_kernels import counted_kernels
 from kohya_ext.estimate.work import Counter
 from kohya_ext.quantization import rotation
 from kohya_ext.quantization.linear import KINDS, Linear, convert
@@ -34,7 +34,7 @@ def layer(precision: str) -> torch.nn.Linear:
 def logged(precision: str, compiled: bool) -> tuple[list[int], Work]:
     """Return the bytes of a layer's allocations in forward and backward, sorted, and its work."""
     mode, tracker = traceable(), Tracker()
-    with fake_tensors(mode), counted_kernels(), logging_to(mode, tracker):
+    with fake_tensors(mode), counted_kernels(eight_bits=True), logging_to(mode, tracker):
         base = layer(precision)
         function: Any = torch.compile(base, backend=BACKEND) if compiled else base
         x = torch.zeros(ROWS, INPUTS, dtype=torch.bfloat16, requires_grad=True)
@@ -101,6 +101,9 @@ def test_conversion_leaves_nothing_on_the_gpu() -> None:
 
 
 def test_an_estimate_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kohya_ext.estimate.eight_bit_kernels.missing_triton", lambda: "Triton is not installed")
-    with pytest.raises(UserError, match="an 8-bit base cannot be estimated: Triton is not installed"), counted_kernels():
+    monkeypatch.setattr("kohya_ext.estimate.triton_kernels.missing_triton", lambda: "Triton is not installed")
+    with (
+        pytest.raises(UserError, match="an 8-bit base cannot be estimated: Triton is not installed"),
+        counted_kernels(eight_bits=True),
+    ):
         pass

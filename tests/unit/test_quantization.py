@@ -182,6 +182,11 @@ for dtype in (torch.bfloat16, torch.float16):
     y = kernels.multiply(rows, weight, scales, dtype, kernels.SMALL_TILES, scales_b=weight_scales, bias=bias)
     expected = arithmetic.multiply(rows, weight) * scales[:, None] * weight_scales + bias
     torch.testing.assert_close(y.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    for rank in (4, 40):
+        hidden, up = torch.randn(3, rank).to(dtype), torch.randn(128, rank).to(dtype)
+        y = kernels.multiply(rows, weight, scales, dtype, kernels.SMALL_TILES, scales_b=weight_scales, lora=(hidden, up.t()))
+        summed = expected - bias + hidden.float() @ up.float().t()
+        torch.testing.assert_close(y.float(), summed, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
     gradient = torch.randn(3, 128).to(dtype)
     rows, scales = kernels.quantize(gradient, torch.int8, dtype, factors=weight_scales)
@@ -194,6 +199,10 @@ for dtype in (torch.bfloat16, torch.float16):
     back = kernels.multiply(rows, turned, scales, dtype, kernels.TILES, rotated=True)
     product = (arithmetic.multiply(rows, turned) * scales[:, None]).to(dtype)
     torch.testing.assert_close(back.float(), rotate(product.float()), rtol=torch.finfo(dtype).eps, atol=1e-3)
+    hidden, down = torch.randn(3, 40).to(dtype), torch.randn(40, 192).to(dtype)
+    back = kernels.multiply(rows, turned, scales, dtype, kernels.TILES, rotated=True, lora=(hidden, down))
+    summed = rotate(product.float()) + hidden.float() @ down.float()
+    torch.testing.assert_close(back.float(), summed, rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 x = torch.zeros(3, 64)
 x[0, 1], x[1, 2] = float("nan"), float("inf")
@@ -212,7 +221,7 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
 
 #: Kernel arguments by name: pointers, and numbers that are multiples of 16.
 _POINTERS = {"x": "*bf16", "factors": "*fp32", "scales": "*fp32", "a": "*i8", "b": "*i8", "scales_a": "*fp32"}
-_POINTERS |= {"scales_b": "*fp32", "bias": "*bf16"}
+_POINTERS |= {"scales_b": "*fp32", "bias": "*bf16", "hidden": "*bf16", "up": "*bf16"}
 
 
 def _resources(kernel, output, constants, capability, warps, stages):
@@ -255,7 +264,9 @@ def test_kernels_compile_without_spills(capability):
         _, stack = _resources(kernels._quantize_rows, "*i8", {**common, **rows, "BLOCKS": blocks}, capability, warps, 3)
         assert stack == 0
     for tile in (kernels.TILES, kernels.SMALL_TILES):
-        sizes = dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=False))
+        sizes = {**dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=False)), "TILE_RANK": kernels.tile_of_rank(64)}
         product = {"HAS_SCALES_B": False, "HAS_BIAS": False, "EVEN": True, "GROUP": 8, "scales_b": None, "bias": None}
-        _, stack = _resources(kernels._multiply, "*bf16", {**common, **product, **sizes}, capability, *tile[3:])
-        assert stack == 0
+        for lora in ({"HAS_LORA": True}, {"HAS_LORA": False, "hidden": None, "up": None}):
+            constants = {**common, **product, **sizes, **lora}
+            _, stack = _resources(kernels._multiply, "*bf16", constants, capability, *tile[3:])
+            assert stack == 0

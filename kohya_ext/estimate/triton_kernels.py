@@ -1,0 +1,100 @@
+"""The Triton kernels as operators of PyTorch, which fake tensors and compiled code can have. They compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from kohya_ext.compiling.support import missing_triton
+from kohya_ext.errors import UserError
+from kohya_ext.patching.attributes import replaced
+from kohya_ext.quantization import rotation
+
+_LIBRARY = torch.library.Library("kohya_ext_kernels", "DEF")
+_LIBRARY.define("quantize_rows(Tensor x, Tensor? factors, Tensor(a!) out, Tensor(b!) scales, int rotated) -> ()")
+_LIBRARY.define("transpose(Tensor x, Tensor(a!) out) -> ()")
+_LIBRARY.define(
+    "multiply(Tensor a, Tensor b, Tensor(a!) out, Tensor scales_a, Tensor? scales_b, Tensor? bias, Tensor? hidden, Tensor? up, "
+    "int rotated) -> ()"
+)
+_LIBRARY.define("geglu(Tensor halves, Tensor(a!) out) -> ()")
+_LIBRARY.define("geglu_backward(Tensor gradient, Tensor halves, Tensor(a!) out) -> ()")
+for _name in ("quantize_rows", "transpose", "multiply", "geglu", "geglu_backward"):
+    _LIBRARY.impl(_name, lambda *_: None, "CompositeExplicitAutograd")
+_operators = torch.ops.kohya_ext_kernels
+
+MULTIPLY = _operators.multiply
+
+
+def multiply_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Return the operations of a product of rows in 8 bits, without its rotation and its LoRA."""
+    return 2 * int(a.shape[0] * a.shape[1] * b.shape[0])
+
+
+def rotation_flops(operator: Any, args: Sequence[Any]) -> int:
+    """Return the operations of the 16-bit product by which a kernel rotates rows; 0 if it rotates none."""
+    elements = args[-1] if operator in (_operators.quantize_rows.default, _operators.multiply.default) else 0
+    return 2 * elements * rotation.BLOCK
+
+
+def lora_flops(operator: Any, args: Sequence[Any]) -> int:
+    """Return the operations of a LoRA's second product, in 16 bits, that a kernel adds to its own; 0 if it has none."""
+    if operator is not MULTIPLY.default or args[6] is None:
+        return 0
+    out, hidden = args[2], args[6]
+    return 2 * int(out.numel() * hidden.shape[1])
+
+
+def _quantize_rows(x: Any, factors: Any, out: Any, scales: Any, *_: Any, **options: Any) -> None:
+    # A program rotates whole tiles, also those beyond the row's end.
+    rotated = options["BLOCKS"] * options["SIZE"] if options["ROTATED"] else 0
+    _operators.quantize_rows(x, factors, out, scales, out.shape[0] * rotated)
+
+
+def _transpose(x: Any, out: Any, *_: Any, **__: Any) -> None:
+    _operators.transpose(x, out)
+
+
+def _multiply(
+    a: Any, b: Any, out: Any, scales_a: Any, scales_b: Any, bias: Any, hidden: Any, up: Any, *_: Any, **options: Any
+) -> None:
+    _operators.multiply(a, b, out, scales_a, scales_b, bias, hidden, up, out.numel() if options["ROTATED"] else 0)
+
+
+def _geglu(halves: Any, out: Any, *_: Any, **__: Any) -> None:
+    _operators.geglu(halves, out)
+
+
+def _geglu_backward(gradient: Any, halves: Any, out: Any, *_: Any, **__: Any) -> None:
+    _operators.geglu_backward(gradient, halves, out)
+
+
+@contextmanager
+def counted_kernels(eight_bits: bool) -> Iterator[None]:
+    """Run operators in place of the kernels inside the block, as a GPU would run these.
+
+    Without Triton nothing is replaced, and a GPU runs torch's operators, too. Raises UserError then for ``eight_bits``.
+    """
+    if (missing := missing_triton()) is not None:
+        if eight_bits:
+            raise UserError(f"an 8-bit base cannot be estimated: {missing}, or remove --base_precision")
+        yield
+        return
+    from kohya_ext.kernels import fused, gates
+    from kohya_ext.quantization import kernels
+
+    run = (
+        *((kernels._quantize_rows, _quantize_rows), (kernels._transpose, _transpose), (kernels._multiply, _multiply)),
+        *((gates._forward, _geglu), (gates._backward, _geglu_backward)),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(replaced(fused, "gate_kernels", lambda *_: gates))
+        # The matrix of one fake mode is not valid in another.
+        stack.enter_context(replaced(rotation, "_matrices", {}))
+        stack.enter_context(replaced(kernels, "tiles", lambda *_: kernels.TILES))
+        for kernel, operator in run:
+            stack.enter_context(replaced(kernel, "run", operator))
+        yield

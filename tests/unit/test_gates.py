@@ -1,0 +1,58 @@
+"""GEGLU's Triton kernels, in Triton's interpreter, and their memory and work on fake tensors."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from kohya_ext.estimate.step import fake_tensors  # noqa: E402
+from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
+from kohya_ext.estimate.triton_kernels import counted_kernels  # noqa: E402
+from kohya_ext.kernels import fused  # noqa: E402
+
+INTERPRETED = """
+import torch
+from kohya_ext.kernels import gates
+
+torch.manual_seed(0)
+for dtype in (torch.float16, torch.float32):
+    for width in (40, 1500):
+        halves, gradient = torch.randn(2, 3, 2 * width).to(dtype), torch.randn(2, 3, width).to(dtype)
+        exact = halves.double().requires_grad_()
+        value, gate = exact.chunk(2, dim=-1)
+        result = value * torch.nn.functional.gelu(gate)
+        result.backward(gradient.double())
+        eps = max(torch.finfo(dtype).eps, 4e-7)
+        torch.testing.assert_close(gates.forward(halves).double(), result.detach(), rtol=eps, atol=eps)
+        torch.testing.assert_close(gates.backward(gradient, halves).double(), exact.grad, rtol=eps, atol=2 * eps)
+print("equal")
+"""
+
+
+def test_kernels_are_within_one_rounding_of_float64():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr[-3000:]
+
+
+def test_on_a_cpu_torch_computes_the_gate():
+    assert fused.gate_kernels("cpu", torch.bfloat16) is None
+
+
+def test_an_estimate_counts_one_kernel_each_way():
+    rows, width = 64, 640
+    with fake_tensors(), counted_kernels(eight_bits=False):
+        halves = torch.zeros(rows, 2 * width, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.zeros(rows, width, dtype=torch.bfloat16)
+        with Tracker() as tracker:
+            out = fused.geglu(halves)
+            with tracker.during(BACKWARD):
+                out.backward(gradient)
+    kernels = [group for group in tracker.work.work().batch if group.bytes >= 2 * rows * width * 3]
+    assert sum(group.count for group in kernels) == 2
+    assert sum(group.bytes for group in kernels) == 2 * rows * width * (3 + 5)
+    assert fused.gate_kernels("cpu", torch.bfloat16) is None
