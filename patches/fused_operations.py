@@ -5,8 +5,8 @@ Memory bandwidth limits eager mode as much as arithmetic does: each operator rea
 
 - a LoRA's products and sum together with its layer;
 - RMSNorm and the rotary embedding of FLUX and Chroma, and Lumina's RMSNorm;
-- GEGLU and the layer norms in SDXL's and SD1.5's transformer blocks. Under autocast these norms return fp32, which every
-  consumer would copy to 16 bits.
+- GEGLU and the norms in the blocks of SDXL's and SD1.5's U-Nets. Under autocast these norms return fp32, which every consumer
+  would copy to 16 bits.
 
 Compiled blocks are not changed, because a compiler fuses more.
 """
@@ -112,28 +112,48 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
     return apply_rope
 
 
-def _layer_norms(original: Any, settings: Settings) -> Any:
+def _norms(original: Any, settings: Settings) -> Any:
     import torch
 
-    from kohya_ext.kernels.fused import layer_norm
+    from kohya_ext.kernels import fused
 
     class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]  # torch is not followed
-        def forward(self, x: Any) -> Any:
-            is_raised = torch.is_autocast_enabled(x.device.type) and self.weight.dtype is x.dtype
-            if torch.compiler.is_compiling() or not is_raised:
-                return super().forward(x)
-            _counts["norms"] += 1
-            return layer_norm(x, self)
+        forward = _not_raised(torch.nn.LayerNorm.forward, fused.layer_norm)
+
+    class GroupNorm(torch.nn.GroupNorm):  # type: ignore[misc]
+        forward = _not_raised(torch.nn.GroupNorm.forward, fused.group_norm)
+
+    replacements = {torch.nn.LayerNorm: LayerNorm, torch.nn.GroupNorm: GroupNorm}
 
     @wraps(original)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for child in self.children():
-            if type(child) is torch.nn.LayerNorm:
-                # Replacing each forward would add a guard per norm to a compiled block.
-                child.__class__ = LayerNorm
+            # Replacing each forward would add a guard per norm to a compiled block.
+            child.__class__ = replacements.get(type(child), type(child))
 
     return initialize
+
+
+def _group_norm(original: Any, settings: Settings) -> Any:
+    from kohya_ext.kernels.fused import group_norm
+
+    return _not_raised(original, group_norm)
+
+
+def _not_raised(original: Any, norm: Callable[[Any, Any], Any]) -> Any:
+    """Return a norm's forward whose result has the dtype of its input where autocast would raise it to fp32."""
+    import torch
+
+    @wraps(original)
+    def forward(self: Any, x: Any) -> Any:
+        is_raised = torch.is_autocast_enabled(x.device.type) and self.weight.dtype is x.dtype
+        if torch.compiler.is_compiling() or not is_raised:
+            return original(self, x)
+        _counts["norms"] += 1
+        return norm(x, self)
+
+    return forward
 
 
 def _geglu(original: Any, settings: Settings) -> Any:
@@ -191,9 +211,21 @@ PATCH = Patch(
             )
             for module in ("library.sdxl_original_unet", "library.original_unet")
         ),
+        Target(
+            "library.sdxl_original_unet",
+            "GroupNorm32.forward",
+            _group_norm,
+            takes("self", "x", exactly=True),
+            body=known_bodies("82f33f3bc2dd"),
+        ),
         *(
-            Target(module, "BasicTransformerBlock.__init__", _layer_norms, takes("self", "dim"), body="runs")
+            Target(module, f"{block}.__init__", _norms, takes("self", first), body="runs")
             for module in ("library.sdxl_original_unet", "library.original_unet")
+            for block, first in (
+                ("BasicTransformerBlock", "dim"),
+                ("Transformer2DModel", "num_attention_heads"),
+                ("ResnetBlock2D", "in_channels"),
+            )
         ),
     ),
     options=(FUSED_OPERATIONS,),

@@ -139,6 +139,12 @@ def layer_norm(x: Any, module: torch.nn.LayerNorm) -> Any:
         return torch.nn.functional.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
+def group_norm(x: Any, module: torch.nn.GroupNorm) -> Any:
+    """Return the same for a group norm. After autocast's, the activation function that follows would run in fp32 as well."""
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.group_norm(x, module.num_groups, module.weight, module.bias, module.eps)
+
+
 @functools.cache
 def gate_kernels(device: str, dtype: torch.dtype) -> Any:
     """Return the module of GEGLU's Triton kernels; None where they do not run: without Triton or a C compiler, or on a CPU."""
