@@ -7,7 +7,8 @@ them to results/step_seconds.json, which the other passes read. The table compar
 constants are fitted without its source. ``--fit`` also prints the constants fitted on all of them.
 
 Figures are facts from public pages, named in the first column of published_seconds.tsv. ``assumed`` is what a page leaves open.
-Hosts differ, so each trainer has one factor of the host's seconds, and so has Windows, fitted on its other figures.
+Hosts differ, so trainers built on diffusers have a factor of the host's seconds, fitted on other figures of theirs. sd-scripts
+has the factor that the extension has: 1, under Windows an assumed one, and on the H100's machine that of its measured launch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.estimate import gpus, memory_config, predict
 from kohya_ext.estimate.gpus import Gpu
+from kohya_ext.estimate.machine import REFERENCE_LAUNCH
 from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction, Work
 from kohya_ext.estimate.seconds import predict as seconds_of
 from kohya_ext.sdscripts import checkouts
@@ -39,6 +41,7 @@ from kohya_ext.sdscripts import checkouts
 FIGURES = Path(__file__).parent / "published_seconds.tsv"
 OUTPUT = results.FOLDER / "step_seconds.json"
 MEASURED = results.FOLDER / "gpu_time.json"
+HOST_TIME = results.FOLDER / "host_time.json"
 
 #: The generation of sd-scripts whose kernels are counted.
 LAYOUT = "v0.11"
@@ -46,26 +49,31 @@ LAYOUT = "v0.11"
 #: The source of rows measured by gpu_time.py.
 OURS = "gpu_time.json"
 
-#: Standard deviation of the logarithm of each constant, around its default, before the figures.
+#: Constant -> its value before the figures, and the standard deviation of its logarithm. The values are round ones of kernels
+#: in general. Constants that are not listed are measured elsewhere, and not fitted.
 PRIOR = {
-    "product": 0.1,
-    "geforce": 0.1,
-    "convolution": 0.3,
-    "attention": 0.2,
-    "geforce_attention": 0.2,
-    "bandwidth": 0.08,
-    "cached": 0.3,
-    "kernel": 0.3,
-    "product_kernel": 0.3,
-    "attention_kernel": 0.3,
-    "gap": 0.2,
-    "launch": 0.4,
-    "optimizer_launch": 0.5,
-    "replay": 0.5,
+    "product": (0.65, 0.15),
+    "geforce": (1.0, 0.15),
+    "convolution": (0.4, 0.3),
+    "attention": (0.4, 0.2),
+    "geforce_attention": (1.5, 0.3),
+    "bandwidth": (0.85, 0.08),
+    "cached": (2.0, 0.3),
+    "kernel": (3e-6, 0.3),
+    "product_kernel": (4e-6, 0.3),
+    "attention_kernel": (10e-6, 0.3),
+    "gap": (1.5e-6, 0.3),
+    "launch": (20e-6, 0.4),
+    "optimizer_launch": (10e-6, 0.5),
+    "replay": (10e-3, 0.5),
 }
 
-#: The same for the factor of a trainer's or computer's host, around 1, and for a figure around its prediction.
-HOST_PRIOR, FIGURE_ERROR, BUSY_ERROR = 0.7, 0.2, 0.07
+#: Host -> its seconds relative to a common one, where they are not fitted. That of the H100's machine is its measured launch
+#: (results/gpu_rates.json), as `calibrate` would use it.
+KNOWN_HOSTS = {"sd-scripts": 1.0, "sd-scripts, Windows": gpus.WINDOWS, OURS: 27.18 / REFERENCE_LAUNCH}
+
+#: The standard deviation for the factor of a trainer's or computer's host, around 1, and for a figure around its prediction.
+HOST_PRIOR, FIGURE_ERROR, BUSY_ERROR = 0.5, 0.2, 0.07
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class Figure:
     """The script's name and its arguments."""
     gpu: Gpu
     seconds: float
+    assumed: str
+    """What the page leaves open."""
     comment: str
     work: Work
     micro_batches: int
@@ -94,6 +104,8 @@ class Figure:
         """The host whose factor the figure shares."""
         if self.source == OURS:
             return OURS
+        if self.trainer != "sd-scripts":
+            return "diffusers"  # the other trainers are built on diffusers and PEFT
         return f"{self.trainer}, Windows" if self.comment.startswith("Windows") else self.trainer
 
     @property
@@ -136,6 +148,7 @@ def figures() -> list[Figure]:
                 words,
                 gpus.named(row["card"]),
                 float(row["seconds"]),
+                row["assumed"],
                 row["comment"],
                 Work.from_row(of_words["work"]),
                 of_words["micro_batches"],
@@ -154,7 +167,7 @@ class Fit:
 
     def predict(self, figure: Figure) -> Prediction:
         """Return the prediction for a figure."""
-        gpu = replace(figure.gpu, host=self.hosts.get(figure.host, 1.0))
+        gpu = replace(figure.gpu, host=self.hosts.get(figure.host, KNOWN_HOSTS.get(figure.host, 1.0)))
         return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants)
 
     def busy(self, figure: Figure) -> float:
@@ -166,9 +179,9 @@ class Fit:
 
 def fit(given: Sequence[Figure], steps: int = 800) -> Fit:
     """Return the constants with the smallest error on some figures and smallest distance from their prior, by random search."""
-    hosts = sorted({figure.host for figure in given} - {"sd-scripts"})
-    start = {**{name: getattr(CONSTANTS, name) for name in PRIOR}, **dict.fromkeys(hosts, 1.0)}
-    sizes = {**PRIOR, **dict.fromkeys(hosts, HOST_PRIOR)}
+    hosts = sorted({figure.host for figure in given} - KNOWN_HOSTS.keys())
+    start = {**{name: value for name, (value, _) in PRIOR.items()}, **dict.fromkeys(hosts, 1.0)}
+    sizes = {**{name: size for name, (_, size) in PRIOR.items()}, **dict.fromkeys(hosts, HOST_PRIOR)}
 
     def built(values: Mapping[str, float]) -> Fit:
         return Fit(replace(CONSTANTS, **{name: values[name] for name in PRIOR}), {name: values[name] for name in hosts})
@@ -218,6 +231,24 @@ def _model(figure: Figure) -> tuple[str, str]:
     return figure.source, " ".join(figure.arguments.split()[:3])
 
 
+def engine_launches() -> list[float]:
+    """Return what a launch of autograd's engine costs the virtual GPU's host, relative to one of a recomputation.
+
+    One ratio for each family and variant. With checkpointing a step launches the forward's kernels once more.
+    """
+    rows = json.loads(HOST_TIME.read_text(encoding="utf-8"))["rows"]
+    ratios = []
+    for name, without in rows.items():
+        recomputing = rows.get(name.replace("--no-gradient", "--gradient"), without)
+        for variant in ("upstream", "default", "fused"):
+            once, twice = without.get(variant, {}), recomputing.get(variant, {})
+            if "seconds" in once and "seconds" in twice and twice["launches"] > once["launches"]:
+                forward = twice["launches"] - once["launches"]
+                each = (twice["seconds"] - once["seconds"]) / forward
+                ratios.append((once["seconds"] - forward * each) / (once["launches"] - forward) / each)
+    return ratios
+
+
 def report(title: str, predicted: Sequence[tuple[Figure, Prediction]], each: bool = False) -> None:
     """Print the errors of some predictions, how many are in the range, and how often the order of two variants is right."""
     ratios = [prediction.seconds / figure.seconds for figure, prediction in predicted]
@@ -252,10 +283,13 @@ def main() -> int:
     rows = figures()
     without_source = [*cross_validate(rows)]
     report("without its source", without_source, each=True)
-    report(
-        "of these, sd-scripts on others' machines", [pair for pair in without_source if pair[0].host.startswith("sd-scripts")]
-    )
+    published = [pair for pair in without_source if pair[0].source != OURS]
+    report("of these, published by others", published)
+    report("of these, with a known resolution", [pair for pair in published if "resolution" not in pair[0].assumed])
+    report("of the published, sd-scripts", [pair for pair in published if pair[0].trainer == "sd-scripts"])
     report("without its model, the host known", [*leave_one_out(rows)])
+    ratios = engine_launches()
+    print(f"launch of autograd's engine on the virtual GPU: {median(ratios):.2f} of a recomputation's, {len(ratios)} pairs")
     shipped = Fit(CONSTANTS, {})
     for figure in rows:
         if figure.busy is not None:

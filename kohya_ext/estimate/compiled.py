@@ -27,6 +27,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import fake_gpu
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
+from kohya_ext.estimate.work import Launcher
 from kohya_ext.patching.attributes import replaced
 
 #: The backend's name for torch.compile.
@@ -161,7 +162,7 @@ class _Kernel:
     def run(self, *values: Any, **_: Any) -> None:
         """Count the tensors as read or written, and those that it updates as both."""
         assert self.tracker is not None
-        self.tracker.work.kernel(values, values[: self._updated])
+        self.tracker.work.kernel(values, values[: self._updated], launcher=Launcher.ENGINE)
         self.tracker.kernels += 1
 
     __call__ = run

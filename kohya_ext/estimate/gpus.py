@@ -20,8 +20,8 @@ from kohya_ext.units import GIB
 
 TABLE = "cards.tsv"
 
-#: Seconds of a launch under Windows relative to Linux: an assumption, which two figures fit.
-_WINDOWS = 1.2
+#: Seconds of a launch under Windows relative to Linux: an assumption.
+WINDOWS = 1.2
 
 #: Kinds of matrix products, by the type of their operands: bf16 and fp16 have one rate.
 SIXTEEN_BITS, FP32, FP8, INT8 = "16 bits", "fp32", "fp8", "int8"
@@ -85,7 +85,7 @@ def _read(row: Mapping[str, str]) -> Gpu:
         memory=round(float(row["memory_gb"]) * GIB),
         architecture=row["arch"],
         checked=row["checked"],
-        host=_WINDOWS if sys.platform == "win32" else 1.0,
+        host=WINDOWS if sys.platform == "win32" else 1.0,
     )
 
 

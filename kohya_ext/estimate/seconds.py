@@ -41,6 +41,9 @@ class Work:
     batch: Sequence[Kernels]
     """Forward, recomputation and backward of one micro-batch."""
     optimizer: Sequence[Kernels]
+    from_python: int = 0
+    """Kernels of ``batch`` that forward and recomputation launch operator by operator. Autograd's engine and compiled code
+    launch the others, at less cost to the host."""
     copied: float = 0
     """Bytes that one micro-batch copies between host and GPU: swapped blocks."""
 
@@ -51,7 +54,7 @@ class Work:
             name: [[group.kind, group.count, _rounded(group.flops / 1e9), _rounded(group.bytes / 1e6)] for group in groups]
             for name, groups in parts.items()
         }
-        return {**rows, "copied": _rounded(self.copied / 1e6)}
+        return {**rows, "from_python": self.from_python, "copied": _rounded(self.copied / 1e6)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Work:
@@ -60,7 +63,7 @@ class Work:
             [Kernels(kind, count, flops * 1e9, size * 1e6) for kind, count, flops, size in row[name]]
             for name in ("batch", "optimizer")
         )
-        return cls(batch, optimizer, row["copied"] * 1e6)
+        return cls(batch, optimizer, row["from_python"], row["copied"] * 1e6)
 
 
 def _rounded(value: float) -> float:
@@ -73,7 +76,7 @@ class Constants:
 
     product: float = 0.70
     """Fraction of the GPU's rate that a large matrix product reaches."""
-    geforce: float = 1.15
+    geforce: float = 1.02
     """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
     int8: float = 0.64
     """The fraction of its own rate that an int8 product reaches, relative to a 16-bit product. This one, ``fp8`` and
@@ -87,10 +90,10 @@ class Constants:
     geforce_rotation: float = 2.0
     """The same of a GeForce relative to an H100: an assumption, since small products use all of a GeForce's matrix units."""
     convolution: float = 0.41
-    attention: float = 0.37
-    geforce_attention: float = 1.7
+    attention: float = 0.41
+    geforce_attention: float = 1.5
     """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
-    bandwidth: float = 0.86
+    bandwidth: float = 0.81
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
     cached: float = 2.4
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
@@ -100,11 +103,14 @@ class Constants:
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
     product_kernel: float = 3.8e-6
     attention_kernel: float = 10e-6
-    gap: float = 1.4e-6
+    gap: float = 1.9e-6
     """Seconds between two kernels, in which the GPU is not busy."""
-    launch: float = 17e-6
-    """Seconds of the host for one kernel of forward or backward: Python, autograd and the driver."""
-    optimizer_launch: float = 8.5e-6
+    launch: float = 22.6e-6
+    """Seconds of the host for one kernel of forward or recomputation: Python, autograd and the driver."""
+    engine_launch: float = 0.4
+    """The same for a kernel that autograd's engine or compiled code launches, relative to ``launch``. On the virtual GPU it is
+    0.26; the driver, which costs nothing there, adds some 3 microseconds to each of both."""
+    optimizer_launch: float = 7.4e-6
     """Seconds of the host for one kernel of the optimizer, without autograd and modules."""
     replay: float = 10e-3
     """Seconds of the host for one micro-batch with CUDA graphs."""
@@ -150,8 +156,9 @@ def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, 
         for group in groups:
             limit, seconds = _kernel_seconds(group, gpu, constants)
             parts[limit] += times * (seconds + group.count * constants.gap)
-    launches = sum(group.count for group in work.batch)
-    batch = constants.replay if graphs else constants.launch * launches
+    from_engine = sum(group.count for group in work.batch) - work.from_python
+    launches = constants.launch * (work.from_python + constants.engine_launch * from_engine)
+    batch = constants.replay if graphs else launches
     updates = sum(group.count for group in work.optimizer)
     parts["host"] = gpu.host * (micro_batches * batch + constants.optimizer_launch * updates)
     parts["bus"] = micro_batches * work.copied / gpu.bus

@@ -556,7 +556,7 @@ def _bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
     """Count bitsandbytes' kernels instead of running them: they cannot take fake tensors, and allocate nothing."""
 
     def count(*args: Any, **kwargs: Any) -> None:
-        tracker.work.kernel(args, kwargs, optimizer=tracker.phase == STEP)
+        tracker.work.kernel(args, kwargs, launcher=tracker.launcher)
 
     try:
         functional = importlib.import_module("bitsandbytes.functional")

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from kohya_ext.estimate import workspaces
 from kohya_ext.estimate.events import RELEASE, Event, Kind
 from kohya_ext.estimate.triton_kernels import MULTIPLY, multiply_flops
-from kohya_ext.estimate.work import Counter
+from kohya_ext.estimate.work import Counter, Launcher
 
 #: The phases of a step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
@@ -290,8 +290,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         flops = _flops(func, args, kwargs, result)
         self.flops += flops
         if flops or not self._paused:
-            self.work.operator(func, args, kwargs, result, flops, self.phase == STEP)
+            self.work.operator(func, args, kwargs, result, flops, self.launcher)
         self.kernels += _computes(func) and not self._paused
+
+    @property
+    def launcher(self) -> Launcher:
+        """What launches the kernels of an operator that runs now."""
+        if self.phase == STEP:
+            return Launcher.OPTIMIZER
+        # Gradients are on in a recomputation, and off while the engine runs a backward function.
+        by_python = not self._paused and (self.phase == FORWARD or torch.is_grad_enabled())
+        return Launcher.PYTHON if by_python else Launcher.ENGINE
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -50,13 +51,22 @@ _CHUNK, _CHUNKS = 65536, 320
 _STEP = 4
 
 
+class Launcher(Enum):
+    """What launches a kernel, which determines its cost for the host."""
+
+    PYTHON = "forward and recomputation, operator by operator"
+    ENGINE = "autograd's engine, or compiled code"
+    OPTIMIZER = "the optimizer"
+
+
 class Counter:
     """Adds up the kernels of a step, those of the optimizer separately."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[bool, str, int], list[float]] = {}
+        self._from_python = 0
 
-    def operator(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int, optimizer: bool) -> None:
+    def operator(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int, launcher: Launcher) -> None:
         """Add the kernels of one operator; none for a view."""
         if not computes(func):
             return
@@ -64,30 +74,32 @@ class Counter:
         name = func._schema.name
         if lists and ("::_foreach" in name or "::_fused" in name):
             size = sum(_bytes(tensors) for tensors in lists) * 4 / 3  # of three lists, one is written too
-            self.add(MEMORY, multi_tensor_launches(lists), 0, size, optimizer)
+            self.add(MEMORY, multi_tensor_launches(lists), 0, size, launcher)
             return
         packet = func._overloadpacket
         size = _bytes(tree_iter(args)) + _bytes(tree_iter(kwargs)) + _bytes(tree_iter(result))
         kind = _kind(packet, args) if flops else MEMORY
         if kind is CONVOLUTION:
             size *= _LAYOUT_PASSES
-        self.add(kind, _KERNELS.get(packet, 1), flops, size, optimizer)
+        self.add(kind, _KERNELS.get(packet, 1), flops, size, launcher)
         for inner, operations in ((ROTATION, rotation_flops(func, args)), (SIXTEEN_BITS, lora_flops(func, args))):
             if operations:  # in the same kernel
-                self.add(inner, 0, operations, 0, optimizer)
+                self.add(inner, 0, operations, 0, launcher)
 
-    def add(self, kind: str, kernels: int, flops: float, size: float, optimizer: bool = False) -> None:
+    def add(self, kind: str, kernels: int, flops: float, size: float, launcher: Launcher) -> None:
         """Add one operator's kernels: FLOPs and bytes are those of all of them."""
         bin_of = flops or size
-        key = optimizer, kind, int(math.log(bin_of, _STEP)) if bin_of >= 1 else 0
+        key = launcher is Launcher.OPTIMIZER, kind, int(math.log(bin_of, _STEP)) if bin_of >= 1 else 0
         group = self._groups.setdefault(key, [0, 0.0, 0.0])
         group[0] += kernels
         group[1] += flops
         group[2] += size
+        if launcher is Launcher.PYTHON:
+            self._from_python += kernels
 
-    def kernel(self, *values: Any, optimizer: bool = False) -> None:
+    def kernel(self, *values: Any, launcher: Launcher) -> None:
         """Add a kernel that reads and writes the tensors in ``values`` and does little else."""
-        self.add(MEMORY, 1, 0, _bytes(tree_iter(values)), optimizer)
+        self.add(MEMORY, 1, 0, _bytes(tree_iter(values)), launcher)
 
     def work(self, copied: int = 0) -> Work:
         """Return the counts so far. ``copied`` is the number of bytes that a micro-batch copies between host and GPU."""
@@ -99,7 +111,7 @@ class Counter:
                 if at == optimizer
             )
 
-        return Work(part(False), part(True), copied)
+        return Work(part(False), part(True), self._from_python, copied)
 
 
 def multi_tensor_launches(lists: Sequence[Sequence[Any]]) -> int:

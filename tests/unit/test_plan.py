@@ -208,7 +208,7 @@ def candidate(reserved, flops, swap=None, work=None):
 def test_candidates_rank_by_the_time_of_an_image():
     def timed(seconds, copied=0):
         product = Kernels(SIXTEEN_BITS, 1, seconds * 1e14, 0)
-        return candidate(6, 15, 2 if copied else None, Work([product], [], copied).as_row())
+        return candidate(6, 15, 2 if copied else None, Work([product], [], copied=copied).as_row())
 
     slow, fast, swapping = timed(3), timed(1), timed(1, copied=1e12)
     assert planning._fastest_first([slow, swapping, fast], GPU) == [fast, slow, swapping]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kohya_ext.patches import step_times
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import step_seconds
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, seconds
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
 from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MEMORY, Kernels, Work, predict
-from kohya_ext.estimate.tracker import STEP, Tracker
+from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
 from kohya_ext.units import GIB
 
@@ -42,6 +44,24 @@ def test_attention_and_elementwise_operators_have_their_own_kinds() -> None:
     assert {ATTENTION, seconds.ATTENTION_BACKWARD, MEMORY} <= kinds
 
 
+def test_python_launches_forward_and_recomputation_and_the_engine_the_rest() -> None:
+    def passes(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    x, gradient = torch.zeros(8, requires_grad=True), torch.ones(8)
+    counts = []
+    for function in (passes, partial(checkpoint, passes, use_reentrant=False)):
+        with Tracker() as tracker:
+            y = function(x)
+            with tracker.during(BACKWARD):
+                y.backward(gradient)
+        work = tracker.work.work()
+        counts.append((work.from_python, sum(group.count for group in work.batch)))
+    (once, kernels), (recomputed, more) = counts
+    assert once == 2 < kernels < more
+    assert recomputed == 3  # recomputation ends with the last tensor that backward needs: the result of sin
+
+
 def test_an_optimizers_kernels_are_separate_and_take_many_tensors_each() -> None:
     weights = [torch.zeros(10, requires_grad=True) for _ in range(100)]
     for weight in weights:
@@ -63,7 +83,7 @@ def test_launches_over_lists_are_limited_by_tensors_and_by_chunks(
 
 
 def test_work_is_the_same_after_json() -> None:
-    work = Work([Kernels(SIXTEEN_BITS, 3, 4e12, 5e9)], [Kernels(MEMORY, 7, 0, 6e6)], copied=8e9)
+    work = Work([Kernels(SIXTEEN_BITS, 3, 4e12, 5e9)], [Kernels(MEMORY, 7, 0, 6e6)], from_python=2, copied=8e9)
     assert Work.from_row(work.as_row()) == work
 
 
@@ -111,7 +131,7 @@ def test_geforce_cards_multiply_16_bit_numbers_twice_as_fast_as_fp32() -> None:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 ARITHMETIC = Work([Kernels(SIXTEEN_BITS, 100, 1e14, 1e9)], [])
-TINY = Work([Kernels(MEMORY, 100_000, 0, 1e6)], [])
+TINY = Work([Kernels(MEMORY, 100_000, 0, 1e6)], [], from_python=60_000)
 
 
 def test_a_step_is_limited_by_what_takes_longest() -> None:
@@ -129,7 +149,8 @@ def test_a_step_takes_at_least_as_long_as_its_slowest_part() -> None:
 def test_graphs_replace_the_hosts_launches_of_the_batch_but_not_of_the_optimizer() -> None:
     work = replace(TINY, optimizer=[Kernels(MEMORY, 1000, 0, 1e6)])
     launched, replayed = predict(work, H100).parts["host"], predict(work, H100, graphs=True).parts["host"]
-    assert launched - replayed == pytest.approx(100_000 * CONSTANTS.launch - CONSTANTS.replay)
+    launches = CONSTANTS.launch * (60_000 + CONSTANTS.engine_launch * 40_000)
+    assert launched - replayed == pytest.approx(launches - CONSTANTS.replay)
 
 
 def test_accumulation_repeats_the_batch_only() -> None:
