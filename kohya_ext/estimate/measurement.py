@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kohya_ext import __version__
 from kohya_ext.compiling.support import DEFAULT_BACKEND
 from kohya_ext.config.arguments import find_problem, find_problems, take_over
-from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.command_line import CommandLine, launcher_options
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
@@ -130,7 +130,6 @@ def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argpar
 
 #: Flags that cannot be estimated: fake tensors do not show what they move to the host, and when.
 UNSUPPORTED = (
-    "deepspeed",
     "cpu_offload_checkpointing",
     "unsloth_offload_checkpointing",
     "num_last_block_to_freeze",
@@ -177,7 +176,7 @@ def _arguments(checkout: Checkout, command: CommandLine) -> argparse.Namespace:
         raise UserError("\n".join(wrong))
     parser.set_defaults(**preset)
     parser.set_defaults(**from_file)
-    arguments: argparse.Namespace = parser.parse_args(command.words)
+    arguments: argparse.Namespace = parser.parse_args(launcher_options(command.words)[1])
     return arguments
 
 
@@ -248,6 +247,7 @@ def _measure_step(
         flops=step.flops,
         work=step.work.as_row(),
         trainable_parameters=step.trainable_parameters,
+        host=step.host,
         recorded_kernels=0 if step.recording is None else step.recording.kernels,
         versions={
             "kohya_ext": __version__,

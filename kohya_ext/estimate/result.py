@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Bytes of GPU memory outside tensors: the CUDA context with its kernels, and the workspaces of cuBLAS and cuDNN. A rounded
@@ -43,6 +43,8 @@ class Estimate:
     """The sd-scripts generation behind the estimate."""
     work: Mapping[str, Any] | None = None
     """The step's kernels, as :meth:`kohya_ext.estimate.seconds.Work.as_row`; None in rows from before they were counted."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of DeepSpeed's state in host memory in each process, by purpose."""
     recorded_kernels: int = 0
     """Kernels that ``--cuda_graphs`` records for one image size."""
 
