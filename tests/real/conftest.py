@@ -104,7 +104,8 @@ class Run:
     @property
     def checkpoint_calls(self) -> dict[str, int]:
         """The number of calls of each kind of checkpointing."""
-        return {kind: count for kind, count in self._record.items() if kind not in ("steps", "left", "losses", "graphs")}
+        others = ("steps", "left", "losses", "graphs", "collectives", "weights")
+        return {kind: count for kind, count in self._record.items() if kind not in others}
 
     @property
     def measured_steps(self) -> list[tuple[int, int]]:
@@ -125,6 +126,19 @@ class Run:
     def graphs(self) -> list[int]:
         """The number of compiled graphs after each batch's backward; empty unless ``SPY_LOSSES`` is set."""
         return self._record.get("graphs", [])
+
+    @property
+    def collectives(self) -> list[list[tuple[str, str, int]]]:
+        """(operation, data type, bytes of the whole tensor) of each collective operation of each batch, in the first process.
+
+        Empty unless ``SPY_COLLECTIVES`` is set.
+        """
+        return self._record.get("collectives", [])
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Numbers of ``all`` weights of the models, of ``trained`` ones and of their ``tensors``; with the same variable."""
+        return self._record.get("weights", {})
 
     @property
     def _record(self) -> dict[str, Any]:
