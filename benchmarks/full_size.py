@@ -249,8 +249,13 @@ def several(row: Row, checkout: Checkout) -> dict[str, str]:
     if processes == 1:
         return {}
     return {
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", LAUNCHED: "1"},
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        LAUNCHED: "1",
     }
 
 

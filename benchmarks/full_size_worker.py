@@ -96,7 +96,7 @@ def leave_host_memory_empty() -> None:
 
 
 def pretend(processes: int) -> None:
-    """Let this process be the first of several, the others of which do not exist: PyTorch's "fake" communication copies nothing.
+    """Let this process be the first of several that do not exist: PyTorch's "fake" communication copies nothing.
 
     What DistributedDataParallel and DeepSpeed allocate does not depend on what they receive.
     """
@@ -112,12 +112,13 @@ def pretend(processes: int) -> None:
     create = distributed.DistributedDataParallel.__init__
 
     def create_and_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        create(self, *args, **kwargs)
+        # With it, the buckets are not planned again after the first step, from numbers that come back as zeros.
+        create(self, *args, **{**kwargs, "find_unused_parameters": True})
         self.register_comm_hook(None, lambda _, bucket: bucket_as_future(bucket))  # PyTorch checks annotations
 
     distributed.DistributedDataParallel.__init__ = create_and_hook
     # The state of random numbers that the processes share would come back as zeros.
-    importlib.import_module("accelerate.utils.random").synchronize_rng_state = lambda *_, **__: None
+    setattr(importlib.import_module("accelerate.utils.random"), "synchronize_rng_state", _ignore)  # noqa: B010
     leave_offloaded_state_empty()
 
 
@@ -159,6 +160,7 @@ def leave_offloaded_state_empty() -> None:
         module.DeepSpeedCPUAdam.step = _ignore
 
     wrapt.register_post_import_hook(replace, "deepspeed.ops.op_builder")
+
     def leave_uncompared(module: Any) -> None:
         module.assert_ints_same_as_other_ranks = _ignore
 

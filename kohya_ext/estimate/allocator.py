@@ -59,8 +59,8 @@ class CachingAllocator:
     peaks: dict[str, int] = field(default_factory=dict)
     """Most bytes allocated in each phase since :meth:`forget_peaks`, in order of the phases."""
     pool: int = 0
-    """The pool that tensors are allocated in. Private pools, of CUDA graphs, are above 0 and keep their segments. Those of streams
-    are 0 and below."""
+    """The pool that tensors are allocated in. Private pools, of CUDA graphs, are above 0 and keep their segments. Pools of
+    streams are 0 and below."""
     _free: defaultdict[tuple[int, bool], list[_Row]] = field(default_factory=lambda: defaultdict(list))
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0

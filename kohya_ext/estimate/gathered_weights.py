@@ -190,7 +190,9 @@ class GatheredWeights:
         weights = _weights(module)
         for weight in weights:
             self._used_by.get(weight, set()).discard(module)
-        released = [weight for weight in weights if weight.numel() > PERSISTENT and self._fetched_for.get(weight, -1) <= self._at]
+        released = [
+            weight for weight in weights if weight.numel() > PERSISTENT and self._fetched_for.get(weight, -1) <= self._at
+        ]
         passed = 0
         for other in self._order[self._at :]:
             if passed >= REUSE_DISTANCE or not released:

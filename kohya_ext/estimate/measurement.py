@@ -247,6 +247,7 @@ def _measure_step(
         flops=step.flops,
         work=step.work.as_row(),
         trainable_parameters=step.trainable_parameters,
+        trained_tensors=step.trained_tensors,
         host=step.host,
         recorded_kernels=0 if step.recording is None else step.recording.kernels,
         versions={

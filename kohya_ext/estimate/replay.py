@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from kohya_ext.estimate.allocator import CachingAllocator
 from kohya_ext.estimate.events import RELEASE, Event, Kind, Peak, peak
-from kohya_ext.estimate.step import Log
+from kohya_ext.estimate.step import LOADING, Log
 from kohya_ext.estimate.tracker import BACKWARD
 
 #: The pool of recorded passes, and the eager runs before they are recorded.
@@ -93,7 +93,8 @@ def replay_steps(
     for storage in late:
         allocator.free(storage)
     allocator.release_unused()
-    allocator.forget_peaks()
+    if not any(event.phase == LOADING for event in parts.loaded):
+        allocator.forget_peaks()
     events = _numbered(parts.steps(STEPS), first)
     allocator.replay(islice(events, len(parts.before)))
     if parts.passes:

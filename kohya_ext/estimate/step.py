@@ -41,7 +41,7 @@ from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 from kohya_ext.sdscripts.families import rotates
 
-CACHING, SAMPLING = "caching", "sampling"
+CACHING, LOADING, SAMPLING = "caching", "loading", "sampling"
 
 #: Fewest elements of a parameter whose state a paged optimizer pages.
 PAGED_ELEMENTS = 100_000
@@ -62,6 +62,7 @@ class Log:
     work: Work | None = None
     """The step's kernels; None for caching and sampling."""
     trainable_parameters: int = 0
+    trained_tensors: int = 0
     between: Mapping[str, Log] = field(default_factory=dict)
     """Logs of work between steps, by phase."""
     recording: Recording | None = None
@@ -174,9 +175,12 @@ def measure(
             events = [*tracker.events[:start], *_replacing(tracker.events[start:], kept)]
             training.earlier.clear()
             between = {SAMPLING: _log_sampling(training, tracker)} if config.sample_prompts else {}
-    trainable = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
+    trainable = [parameter.numel() for parameter in training.trained if parameter.requires_grad]
     host = {} if training.divided is None else {**training.divided.host.bytes}
-    return Log(events, tracker.kinds, start, flops, work, trainable, between, passes.recording, kept[0].replaces(kept[-1]), host)
+    return Log(
+        events, tracker.kinds, start, flops, work, sum(trainable), len(trainable), between, passes.recording,
+        kept[0].replaces(kept[-1]), host,
+    )  # fmt: skip
 
 
 def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:
@@ -644,7 +648,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
         if config.num_processes and not config.deepspeed:
             gradient_buckets.allocate(module, tracker, config.ddp_gradient_as_bucket_view)
     if config.deepspeed:
-        training.divided = zero.divide(zero.division_of(config), optimizer, training.gathered, tracker)
+        with tracker.during(LOADING):
+            training.divided = zero.divide(zero.division_of(config), optimizer, training.gathered, tracker)
     loaded = len(tracker.events)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
     # Keep the optimizer state, drop the gradients that created it.
@@ -655,7 +660,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     else:
         training.divided.create_state()
     states = [
-        [value for value in state.values() if isinstance(value, torch.Tensor)] for state in optimizer.state.values()
+        [value for value in state.values() if isinstance(value, torch.Tensor)]
+        for state in (optimizer if training.divided is None else training.divided).state.values()
     ]  # of each parameter
     for tensors in states:
         tracker.mark(tensors, Kind.OPTIMIZER_STATE)

@@ -173,7 +173,9 @@ class DividedGradients:
     def _reduce(self) -> None:
         """Reduce the bucket. Gradients of several processes' parts are copied into one tensor first."""
         whole = [weight for weight in self._in_bucket if self.own.get(weight) == weight.numel()]
-        if 0 < len(whole) < len(self._in_bucket) or any(0 < self.own.get(weight, 0) < weight.numel() for weight in self._in_bucket):
+        if 0 < len(whole) < len(self._in_bucket) or any(
+            0 < self.own.get(weight, 0) < weight.numel() for weight in self._in_bucket
+        ):
             self._bucket.narrow(0, 0, self._filled).clone()
         for weight in self._in_bucket:
             if weight not in self.own:
@@ -250,12 +252,25 @@ class DividedWeights:
         self._dtype = next(weight.dtype for weights in trained for weight in weights)
         self._weights = [*self._divided_weights(trained)]
         tracker.mark(self._weights, Kind.TRAINED_WEIGHT)
+        parts = []
+        converted = None
         for group, weights in zip(optimizer.param_groups, trained, strict=True):
-            group["params"] = [self._fp32(size) for size in self._sub_groups(weights)]
-        parts = [part for group in optimizer.param_groups for part in group["params"]]
+            group["params"] = []
+            for size in self._sub_groups(weights):
+                if division.offloads_optimizer:
+                    part = self._on_host(size)
+                else:
+                    converted = torch.empty(size)  # replaces the one before, and is copied
+                    part = torch.nn.Parameter(converted.clone())
+                    tracker.mark([part], Kind.MASTER_WEIGHT)
+                group["params"].append(part)
+                parts.append(part)
+        del converted
+        if not division.offloads_optimizer:
+            torch.zeros(max(part.numel() for part in parts))  # first fp32 gradients, which DeepSpeed drops
         self._bucket = torch.empty(REDUCE_BUCKET, dtype=self._dtype)
         tracker.mark([self._bucket], Kind.BUCKET)
-        self._gradients = self._on_host_or_gpu(sum(part.numel() for part in parts))
+        self._gradients = self._gradients_of(sum(part.numel() for part in parts))
         for weights in trained:
             for weight in weights:
                 weight.register_post_accumulate_grad_hook(self._add)
@@ -286,11 +301,8 @@ class DividedWeights:
         if elements:
             yield elements
 
-    def _fp32(self, size: int) -> Any:
-        if not self.division.offloads_optimizer:
-            part = torch.nn.Parameter(torch.empty(size).clone())
-            self.tracker.mark([part], Kind.MASTER_WEIGHT)
-            return part
+    def _on_host(self, size: int) -> Any:
+        """Return weights that the optimizer steps on the host."""
         with self.tracker.paused():
             part = torch.nn.Parameter(torch.empty(size))
             part.grad = torch.empty(size)
@@ -298,12 +310,11 @@ class DividedWeights:
         self.host.add("gradients", 4 * size)
         return part
 
-    def _on_host_or_gpu(self, elements: int) -> torch.Tensor | None:
+    def _gradients_of(self, elements: int) -> torch.Tensor | None:
         """Return this process's parts of the gradients, None if they are in host memory."""
         if self.division.offloads_optimizer:
             self.host.add("gradients", elements * self._dtype.itemsize)
             return None
-        torch.zeros(elements)  # a first fp32 gradient, which DeepSpeed drops
         gradients = torch.empty(elements, dtype=self._dtype)
         self.tracker.mark([gradients], Kind.GRADIENT)
         return gradients
