@@ -1,5 +1,7 @@
 """Plans for several GPUs, with a formula instead of estimates, without torch or sd-scripts."""
 
+# ruff: noqa: F811
+
 import json
 from dataclasses import replace
 
@@ -52,12 +54,12 @@ def asked(monkeypatch):
     return seen
 
 
-def plan(checkout, argv, size, count=2, host=None, script=FULL):  # noqa: F811
+def plan(checkout, argv, size, count=2, host=None, script=FULL):
     command = CommandLine(checkout.script(script), argv, {})
     return several_gpus.plan(checkout, command, Machine(count, size * GIB, GPU, host), lambda line: None)
 
 
-def test_the_answer_is_the_fastest_that_fits_and_updates_the_weights_in_fp32(checkout):  # noqa: F811
+def test_the_answer_is_the_fastest_that_fits_and_updates_the_weights_in_fp32(checkout):
     result = plan(checkout, [], 24)
     assert result.answer.candidate.name == "DDP"
     assert words(result.answer) == [
@@ -71,20 +73,20 @@ def test_the_answer_is_the_fastest_that_fits_and_updates_the_weights_in_fp32(che
     assert result.alone.name == "preset sdxl-finetune/24gb"
 
 
-def test_a_smaller_gpu_moves_the_optimizer_to_the_host_before_it_rounds_weights(checkout):  # noqa: F811
+def test_a_smaller_gpu_moves_the_optimizer_to_the_host_before_it_rounds_weights(checkout):
     result = plan(checkout, [], 16)
     assert result.answer.candidate.name.endswith("on the host")
     assert result.answer.host >= 18 * WEIGHTS
     assert [option.candidate.name for option in result.others if not option.is_close] == ["DDP, pure bf16"]
 
 
-def test_what_exceeds_the_host_is_no_answer(checkout):  # noqa: F811
+def test_what_exceeds_the_host_is_no_answer(checkout):
     assert plan(checkout, [], 16, host=32 * 10**9).answer.candidate.name == "DDP, pure bf16"
     with pytest.raises(UserError, match=r"fits the GPUs, but needs 45\.00 GB of host memory, and the machine has 32\.00 GB"):
         plan(checkout, ["--optimizer_type", "AdamW", "--no-full_bf16"], 16, host=32 * 10**9)
 
 
-def test_the_effective_batch_stays(checkout, asked):  # noqa: F811
+def test_the_effective_batch_stays(checkout, asked):
     result = plan(checkout, ["--train_batch_size", "8", "--gradient_accumulation_steps", "2"], 24)
     assert result.answer.images == result.wanted == 16
     config = memory_config.read(result.answer.candidate.command)[0]
@@ -95,23 +97,23 @@ def test_the_effective_batch_stays(checkout, asked):  # noqa: F811
     assert plan(checkout, [], 24, count=4).answer.images == 4  # one image on each GPU at least
 
 
-def test_states_that_cannot_fit_are_not_estimated(checkout, asked):  # noqa: F811
+def test_states_that_cannot_fit_are_not_estimated(checkout, asked):
     plan(checkout, [], 16)
     assert not [config for config in asked if config.deepspeed and not config.offload_optimizer_device]
 
 
-def test_options_that_no_engine_takes_are_an_error(checkout):  # noqa: F811
+def test_options_that_no_engine_takes_are_an_error(checkout):
     with pytest.raises(UserError, match="remove --fused_backward_pass"):
         plan(checkout, ["--fused_backward_pass"], 24)
 
 
-def test_a_network_keeps_its_tier_with_a_process_for_each_gpu(checkout):  # noqa: F811
+def test_a_network_keeps_its_tier_with_a_process_for_each_gpu(checkout):
     result = plan(checkout, [], 24, script=LORA)
     assert words(result.answer)[3:8] == ["--num_processes", "2", LORA, "--preset", "24gb"]
     assert result.answer.engine is several_gpus.Engine.LORA
 
 
-def test_nothing_fits_says_what_the_smallest_needs(checkout):  # noqa: F811
+def test_nothing_fits_says_what_the_smallest_needs(checkout):
     with pytest.raises(UserError, match=r"nothing fits 2 times the 2 GB GPU .* needs 3\.00 GB on each"):
         plan(checkout, [], 2)
 
@@ -140,7 +142,7 @@ def test_the_link_is_the_usual_one_of_a_gpu(name, link):
     assert Machine(2, 24 * GIB, gpus.named(name)).link.name == link
 
 
-def test_the_command_prints_the_host_memory_and_a_line_to_paste(checkout, monkeypatch, capsys):  # noqa: F811
+def test_the_command_prints_the_host_memory_and_a_line_to_paste(checkout, monkeypatch, capsys):
     monkeypatch.setattr(units, "visible_gpus", lambda: 0)
     argv = ["plan", "--sd-scripts", str(checkout.path), "--gpus", "2x16GB", FULL]
     assert main(argv) == 0
