@@ -79,7 +79,8 @@ class Exchange:
     checkpointing: bool = True
     """Whether blocks are recomputed in backward: their weights then count twice on the way to their next use."""
     averages_once: bool = False
-    """Whether DistributedDataParallel averages after the last micro-batch only."""
+    """Whether DistributedDataParallel averages after the last micro-batch only, and a LoRA in buckets (``--ddp_average_once``).
+    ``--ddp_gradient_compression`` averages a LoRA in buckets, too."""
     offloads_optimizer: bool = False
     offloads_weights: bool = False
     reuse_distance: int = _REUSE_DISTANCE
@@ -117,11 +118,12 @@ def collectives(run: Exchange) -> tuple[Collective, ...]:
     weights = run.trained * run.weight_bytes
     buckets = math.ceil(run.trained / _ZERO_BUCKET)
     each = run.micro_batches
+    ddp_buckets = math.ceil(gradients / _DDP_BUCKET)
     if run.engine is Engine.LORA:
-        return (Collective(ALL_REDUCE, gradients, run.tensors, overlaps=False),)
+        return (Collective(ALL_REDUCE, gradients, ddp_buckets if run.averages_once else run.tensors, overlaps=False),)
     if run.engine is Engine.DDP:
         times = 1 if run.averages_once else each
-        return (Collective(ALL_REDUCE, times * gradients, times * math.ceil(gradients / _DDP_BUCKET), overlaps=True),)
+        return (Collective(ALL_REDUCE, times * gradients, times * ddp_buckets, overlaps=True),)
     if run.engine is Engine.ZERO_3:
         gathered = (run.all_weights + _gathered_again(run)) * run.weight_bytes
         return (

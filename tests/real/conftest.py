@@ -25,9 +25,9 @@ from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 from kohya_ext.tiny.checkpoints import Models
 from tests.real import starting
 
-#: How a user starts a script: unchanged, through the launcher, through accelerate and the launcher, or with the environment
-#: variable.
-Start = Literal["plain", "launcher", "accelerate", "environment"]
+#: How a user starts a script: unchanged, through the launcher, through accelerate and the launcher, through torchrun with its
+#: options ``before`` and the launcher, or with the environment variable.
+Start = Literal["plain", "launcher", "accelerate", "torchrun", "environment"]
 
 #: Runs Python until it ends; see the fixture.
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -262,12 +262,13 @@ def train(
             **({"KOHYA_EXT": "1"} if start == "environment" else {}),
             **(env or {}),
         }
-        launcher = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), *before, script]
+        launcher = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), *(before if start != "torchrun" else ()), script]
         command = {
             "plain": [str(checkout.path / script)],
             "environment": [str(checkout.path / script)],
             "launcher": launcher,
             "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *launcher],
+            "torchrun": ["-m", "torch.distributed.run", *before, *launcher],
         }[start]
         if ranks > 1:
             started = starting.start_ranks([*command, *argv], environ, output, ranks)

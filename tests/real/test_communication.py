@@ -20,16 +20,18 @@ SPY = {"SPY_COLLECTIVES": "1"}
 A_NUMBER = 16
 
 
+#: Weights, of 2.4 million, that pass by before ZeRO-3 uses one again which it keeps.
+REUSE_DISTANCE = 1_000_000
 #: Processes and micro-batches. Three processes share the four images in two batches, the second of which ends an epoch.
 GROUPS = [(2, 2), pytest.param((3, 1), marks=pytest.mark.slow)]
 
 
 def words_of(group):
-    return ("--gradient_accumulation_steps", str(group[1]), "--max_train_steps", "2")
+    return ("--gradient_accumulation_steps", str(group[1]), "--max_train_steps", "3")
 
 
 def counted(run, group):
-    """Return the bytes of each operation in the second optimizer step."""
+    """Return the bytes of each operation in the second optimizer step: ZeRO-3 records the first and saves after the last."""
     assert run.code == 0, run.output[-6000:]
     total = Counter()
     batches = group[1]
@@ -67,13 +69,14 @@ def test_a_fine_tune_averages_gradients_of_every_micro_batch(checkout, train, gr
 def test_deepspeed_exchanges_what_is_predicted(checkout, train, script, stage, group):
     words = ("--deepspeed", "--zero_stage", *STAGES[stage], "--mixed_precision", "bf16", *words_of(group))
     more = ("--network_train_unet_only",) if script == LORA else ()
-    env = {**SPY, **ON_CPU, "REUSE_DISTANCE": "0"}
+    # A LoRA's frozen model passes the default distance: with a short one ZeRO-3 gathers up to 28% more than predicted.
+    distance = REUSE_DISTANCE if script == FULL else 1_000_000_000
+    env = {**SPY, **ON_CPU, "REUSE_DISTANCE": str(distance)}
     run = train(checkout, script, *words, *more, env=env, ranks=group[0], without=("--mixed_precision", "no"))
     engine = Engine(f"ZeRO-{stage[0]}")
     measured = counted(run, group)
-    expected = predicted(run, engine, group, gradient_bytes=2, weight_bytes=2, reuse_distance=0)
-    print(stage, script, group, dict(measured), expected, run.weights)
+    expected = predicted(run, engine, group, gradient_bytes=2, weight_bytes=2, reuse_distance=distance)
     assert measured.keys() == expected.keys()
     # Weights are padded to a multiple of the processes, and weights of less than 1,000 elements stay whole within a step.
     for operation, size in expected.items():
-        assert measured[operation] == pytest.approx(size, rel=0.01 if engine is not Engine.ZERO_3 else 0.02), operation
+        assert measured[operation] == pytest.approx(size, rel=0.001 if engine is not Engine.ZERO_3 else 0.02), operation

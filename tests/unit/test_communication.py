@@ -75,6 +75,7 @@ def test_only_what_overlaps_hides_behind_two_thirds_of_the_computation() -> None
 def test_each_tensor_of_a_lora_waits_for_the_latency() -> None:
     run = replace(SDXL, engine=Engine.LORA, trained=1_000_000, tensors=1_000)
     assert cost(run, replace(SLOW, latency=1e-3)).exposed == pytest.approx(1.0 + 4e-3)
+    assert cost(replace(run, averages_once=True), replace(SLOW, latency=1e-3)).exposed == pytest.approx(1e-3 + 4e-3)
 
 
 def test_several_machines_are_as_fast_as_their_network_and_two_of_them_send_half() -> None:

@@ -237,6 +237,7 @@ def partition_small_weights(module):
         config_params["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
         if "REUSE_DISTANCE" in os.environ:
             config_params["zero_optimization"]["stage3_max_reuse_distance"] = int(os.environ["REUSE_DISTANCE"])
+            config_params["zero_optimization"]["stage3_prefetch_bucket_size"] = 0  # what it fetches ahead is kept, too
         return original(*args, config_params=config_params, **kwargs)
 
     module.initialize = initialize
