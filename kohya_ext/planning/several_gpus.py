@@ -144,6 +144,7 @@ def _exchange(option: Option) -> Exchange:
         gradient_bytes=2 if half or (config.family.finetune_in_16_bits and not config.trains_network) else 4,
         micro_batches=config.gradient_accumulation_steps,
         checkpointing=config.gradient_checkpointing,
+        averages_once=option.candidate.command.settings["ddp_average_once"],
         offloads_optimizer=config.offload_optimizer_device is not None,
         offloads_weights=config.offload_param_device is not None,
     )
@@ -270,7 +271,9 @@ def _with_batch(checkout: Checkout, command: CommandLine, choice: _Choice, machi
     """Return a choice with the largest batch that fits, and accumulation for the others of its images."""
     images = max(_images(command) // machine.gpus, 1)
     for batch in (size for size in range(images, 0, -1) if images % size == 0):
-        sizes = {"train_batch_size": batch, "gradient_accumulation_steps": images // batch}
+        sizes: dict[str, object] = {"train_batch_size": batch, "gradient_accumulation_steps": images // batch}
+        if choice.engine is Engine.DDP and images > batch:
+            sizes["ddp_average_once"] = True
         sized = command.with_(sizes) if _images(command) > 1 else command
         candidate = Candidate(choice.name, sized, predict.estimate(checkout, sized, timed=True), choice.traded)
         option = Option(candidate, choice.engine, machine, choice.is_close)
