@@ -130,7 +130,7 @@ def bucket_as_future(bucket: Any) -> Any:
 
 
 def leave_offloaded_state_empty() -> None:
-    """Write nothing to large tensors on the host, pin none, and do not step them: reading and writing them takes memory."""
+    """Write nothing to large tensors on the host, copy and pin none, and do not step them: that would take memory."""
     zeros, full = torch.zeros, torch.full
 
     def create_empty(create: Any) -> Any:
@@ -144,13 +144,13 @@ def leave_offloaded_state_empty() -> None:
 
     def leave(method: Any) -> Any:
         def unless_large(self: Any, *args: Any, **kwargs: Any) -> Any:
-            on_host = all(value.device.type == "cpu" for value in (self, *args) if isinstance(value, torch.Tensor))
-            return self if on_host and self.numel() >= LARGE else method(self, *args, **kwargs)
+            is_left = self.device.type == "cpu" and self.numel() >= LARGE
+            return self if is_left else method(self, *args, **kwargs)
 
         return unless_large
 
     torch.zeros, torch.full = create_empty(zeros), create_empty(full)
-    for name in ("copy_", "mul_", "pin_memory"):
+    for name in ("copy_", "mul_", "pin_memory", "clone"):
         setattr(torch.Tensor, name, leave(getattr(torch.Tensor, name)))
 
     def replace(module: Any) -> None:

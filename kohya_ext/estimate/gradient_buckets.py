@@ -5,6 +5,7 @@ Source: ``torch/csrc/distributed/c10d/reducer.cpp`` of https://github.com/pytorc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tracker import Tracker
 
 
-def allocate(module: Any, tracker: Tracker, holds_gradients: bool) -> None:
-    """Log the buckets of a module, which accelerate wraps if any of its weights is trained.
+def allocate(module: Any, tracker: Tracker) -> dict[Any, torch.Tensor]:
+    """Log the buckets of a module, which accelerate wraps if any of its weights is trained; return each weight's place.
 
-    They are as large as its gradients together. ``holds_gradients``: gradients are views of them
-    (``--ddp_gradient_as_bucket_view``); otherwise each gradient is copied to its bucket and back.
+    They are as large as its gradients together.
     """
+    places: dict[Any, torch.Tensor] = {}
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
         alike = [weight for weight in weights if weight.dtype is dtype]
@@ -26,9 +27,15 @@ def allocate(module: Any, tracker: Tracker, holds_gradients: bool) -> None:
         tracker.mark([bucket], Kind.BUCKET)
         offset = 0
         for weight in alike:
-            place = bucket.narrow(0, offset, weight.numel()).view(weight.shape)
+            places[weight] = bucket.narrow(0, offset, weight.numel()).view(weight.shape)
             offset += weight.numel()
-            weight.register_post_accumulate_grad_hook(_move_to(place) if holds_gradients else _copy_to(place))
+    return places
+
+
+def use(places: Mapping[Any, torch.Tensor], as_view: bool) -> None:
+    """Let gradients be in the buckets (``--ddp_gradient_as_bucket_view``), or copy each to its bucket and back."""
+    for weight, place in places.items():
+        weight.register_post_accumulate_grad_hook(_move_to(place) if as_view else _copy_to(place))
 
 
 def _move_to(place: torch.Tensor) -> Any:

@@ -100,6 +100,8 @@ class Training:
     loss: torch.Tensor | None = None
     variables: finetune.Variables = field(default_factory=finetune.Variables)
     """Of the last step of a fine-tune, whose script keeps them, too."""
+    buckets: dict[Any, torch.Tensor] = field(default_factory=dict)
+    """Trained weight -> its place in DistributedDataParallel's buckets."""
     gathered: GatheredWeights | None = None
     """The weights that DeepSpeed's ZeRO-3 divides."""
     divided: zero.Divided | None = None
@@ -646,7 +648,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
                     tracker.offload(_exchanged(block, blocks[index - first]))
             tracker.release_unused()
         if config.num_processes and not config.deepspeed:
-            gradient_buckets.allocate(module, tracker, config.ddp_gradient_as_bucket_view)
+            training.buckets |= gradient_buckets.allocate(module, tracker)
     if config.deepspeed:
         with tracker.during(LOADING):
             training.divided = zero.divide(zero.division_of(config), optimizer, training.gathered, tracker)
@@ -671,6 +673,8 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if config.gradient_accumulation_steps > 1 and config.cuda_graphs:  # only its last micro-step is logged
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
+    if training.network is None:  # a network's gradients are averaged one by one, without its buckets
+        gradient_buckets.use(training.buckets, config.ddp_gradient_as_bucket_view)
     for parameter in training.trained if training.divided is None else ():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda weight: tracker.mark([weight.grad], Kind.GRADIENT))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import communication, memory_config, predict, step_time
 from kohya_ext.estimate.communication import Engine, Exchange, Link
@@ -191,7 +191,8 @@ def plan(checkout: Checkout, command: CommandLine, machine: Machine, announce: C
 
 def _reason(machine: Machine, outside: list[Option], alone: Candidate | None) -> str:
     """Return why nothing fits, with the way out."""
-    way_out = "" if alone is None else f"; one of the GPUs trains it alone: {alone.name}"
+    line = [] if alone is None else ["python", "-m", "kohya_ext", alone.command.name, *alone.command.argv]
+    way_out = f"; one of the GPUs trains it alone: {quoted(line)}" if line else ""
     if not outside:
         return (
             f"no engine for several GPUs works with these options: remove --fused_backward_pass and --blocks_to_swap{way_out}"
