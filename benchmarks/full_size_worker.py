@@ -136,7 +136,7 @@ def leave_offloaded_state_empty() -> None:
     def create_empty(create: Any) -> Any:
         def created(*args: Any, **kwargs: Any) -> Any:
             shape = create(*args, **{**kwargs, "device": "meta"}).shape
-            if math.prod(shape) < LARGE or str(kwargs.get("device") or "cpu") != "cpu":
+            if math.prod(shape) < LARGE or torch.device(kwargs.get("device") or "cpu").type != "cpu":
                 return create(*args, **kwargs)
             return torch.empty(shape, dtype=kwargs.get("dtype"))
 
@@ -159,6 +159,10 @@ def leave_offloaded_state_empty() -> None:
     def leave_unstepped(module: Any) -> None:
         module.DeepSpeedCPUAdam.step = _ignore
 
+    def load_in_this_process(module: Any) -> None:
+        module.prepare_deepspeed_args = _ignore  # it asks for a data loader worker, whose fork would reserve as much memory
+
+    wrapt.register_post_import_hook(load_in_this_process, "library.deepspeed_utils")
     wrapt.register_post_import_hook(replace, "deepspeed.ops.op_builder")
 
     def leave_uncompared(module: Any) -> None:

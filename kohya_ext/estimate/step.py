@@ -362,7 +362,7 @@ def _prepare_network(
         for encoder, flag in zip(models.text_encoders, flags, strict=True):
             if flag and encoder.supports_gradient_checkpointing:
                 encoder.gradient_checkpointing_enable()
-    if config.full_bf16:
+    if config.full_bf16 or config.deepspeed:
         cast(network, dtype)
     base = torch.float8_e4m3fn if config.fp8_base or config.fp8_base_unet else dtype
     models.unet.requires_grad_(False)

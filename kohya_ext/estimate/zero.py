@@ -76,7 +76,9 @@ class DividedGradients:
         self.host = HostMemory()
         self.groups: list[list[Any]] = []
         self.own: dict[Any, int] = {}
-        """Weight of which this process has at least one element -> the number of its elements."""
+        """Weight of which this process, the first one, has at least one element -> the number of its elements."""
+        self._owners: dict[Any, set[int]] = {}
+        """Weight -> the processes that have elements of it."""
         self._parts: list[Any] = []
         """The fp32 copies, one of each group."""
         self._bucket: Any = None
@@ -91,12 +93,11 @@ class DividedGradients:
         """The same of the whole step."""
         for group in optimizer.param_groups:
             self._flatten(group)
-        self._largest = max(weight.numel() for weights in self.groups for weight in weights)
         if division.offloads_optimizer:
-            dtype = self.groups[0][0].dtype
-            self._on_its_way = torch.empty(self._largest, dtype=dtype)
+            largest = max((weight for weights in self.groups for weight in weights), key=lambda weight: weight.numel())
+            self._on_its_way = torch.empty(largest.numel(), dtype=largest.dtype)
             tracker.mark([self._on_its_way], Kind.BUCKET)
-            self.host.add("gradients", self._largest * dtype.itemsize)
+            self.host.add("gradients", self._on_its_way.nbytes)
         for weights in self.groups:
             for weight in weights:
                 weight.register_post_accumulate_grad_hook(self._add)
@@ -116,6 +117,7 @@ class DividedGradients:
             weight.data = flat.narrow(0, offset, weight.numel()).view(weight.shape)
             if offset < size:
                 self.own[weight] = min(weight.numel(), size - offset)
+            self._owners[weight] = {offset // size, (offset + weight.numel() - 1) // size}
             offset += weight.numel()
         part = flat.narrow(0, 0, size).clone()
         if self.division.offloads_optimizer:
@@ -172,10 +174,7 @@ class DividedGradients:
 
     def _reduce(self) -> None:
         """Reduce the bucket. Gradients of several processes' parts are copied into one tensor first."""
-        whole = [weight for weight in self._in_bucket if self.own.get(weight) == weight.numel()]
-        if 0 < len(whole) < len(self._in_bucket) or any(
-            0 < self.own.get(weight, 0) < weight.numel() for weight in self._in_bucket
-        ):
+        if len(set().union(*(self._owners[weight] for weight in self._in_bucket))) > 1:
             self._bucket.narrow(0, 0, self._filled).clone()
         for weight in self._in_bucket:
             if weight not in self.own:
@@ -201,9 +200,10 @@ class DividedGradients:
 
     def end_backward(self, accumulates: bool) -> None:
         """Reduce the gradients that are left after a backward pass. ``accumulates``: whether the step has several."""
-        for weight in (weight for weights in self.groups for weight in weights if self._waiting and weight in {*self._waiting}):
-            self._put(weight)
+        waiting = {*self._waiting}
         self._waiting.clear()
+        for weight in (weight for weights in self.groups for weight in weights if weight in waiting):
+            self._put(weight)
         if self._in_bucket:
             self._reduce()
         gradients = [weight.grad for weight in self.own if weight.grad is not None]
@@ -224,7 +224,8 @@ class DividedGradients:
         """Step this process's part; the others' arrive in the same memory."""
         if self.division.offloads_optimizer:
             return
-        [torch.linalg.vector_norm(gradient.to(torch.float64)) for gradient in self._gradients]
+        for index in range(len(self._gradients)):  # no variable may keep a gradient
+            torch.linalg.vector_norm(self._gradients[index].to(torch.float64))
         groups = self.optimizer.param_groups
         for part, weights in zip(self._parts, self.groups, strict=True):
             count = sum(weight in self.own for weight in weights)
