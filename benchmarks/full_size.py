@@ -239,7 +239,10 @@ def run(
     """Run a command line on the virtual GPU for some backward passes, and return the worker's result."""
     worker = ["benchmarks.full_size_worker", str(passes), str(tokens), str(int(given.allocations))]
     words = ["--sd-scripts", str(checkout.path), row.script, *arguments]
-    variables = environment.variables(scratch / "models" / "tokenizers") | several(row, checkout)
+    processes = several(row, checkout)
+    if processes:  # they would agree on a stop, since the integer that they exchange comes back as a length of captions
+        words += ["--disable_patch", "safe_stop"]
+    variables = environment.variables(scratch / "models" / "tokenizers") | processes
     return run_worker(given, scratch, row.card, worker, words, variables, passes)
 
 
