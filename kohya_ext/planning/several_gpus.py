@@ -74,10 +74,10 @@ _DDP: dict[str, object] = {"ddp_gradient_as_bucket_view": True, "fused_backward_
 
 #: The engines of full fine-tunes.
 _CHOICES = (
-    _Choice("DDP", Engine.DDP, _DDP, "Adafactor, as in the presets for one GPU", bytes_per_weight=lambda processes: 8),
+    _Choice("DDP", Engine.DDP, _DDP, "no fused backward pass", bytes_per_weight=lambda processes: 8),
     _Choice("DDP, pure bf16", Engine.DDP, {**_DDP, "full_bf16": True},
-            "Adafactor; weights are stored only in bf16, so very small updates are lost to rounding", is_close=False,
-            bytes_per_weight=lambda processes: 4),
+            "no fused backward pass; weights are stored only in bf16, so very small updates are lost to rounding",
+            is_close=False, bytes_per_weight=lambda processes: 4),
     _Choice("ZeRO-2", Engine.ZERO_2, {"zero_stage": 2}, "no fused backward pass", "zero3",
             bytes_per_weight=lambda processes: 2 + 20 / processes),
     _Choice("ZeRO-2, optimizer on the host", Engine.ZERO_2, {}, _OFFLOAD, "zero2-offload",
@@ -134,17 +134,19 @@ class Option:
 def _exchange(option: Option) -> Exchange:
     config = memory_config.read(option.candidate.command)[0]
     estimate = option.candidate.estimate
+    settings = option.candidate.command.settings
     half = config.mixed_precision != "no" and (config.deepspeed or config.full_bf16)
+    half |= config.family.finetune_in_16_bits and not config.trains_network
     return Exchange(
         option.engine,
         trained=estimate.trainable_parameters,
         tensors=estimate.trained_tensors,
         processes=option.machine.gpus,
         all_weights=estimate.trainable_parameters,
-        gradient_bytes=2 if half or (config.family.finetune_in_16_bits and not config.trains_network) else 4,
+        gradient_bytes=2 if half or settings["ddp_gradient_compression"] else 4,
         micro_batches=config.gradient_accumulation_steps,
         checkpointing=config.gradient_checkpointing,
-        averages_once=option.candidate.command.settings["ddp_average_once"],
+        averages_once=settings["ddp_average_once"],
         offloads_optimizer=config.offload_optimizer_device is not None,
         offloads_weights=config.offload_param_device is not None,
     )
