@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
@@ -23,6 +24,7 @@ from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.patching.types import NetworkTrainer
+from kohya_ext.preflight import deepspeed
 from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable, script_names
@@ -143,6 +145,10 @@ def _check_supported(config: MemoryConfig) -> None:
     for name in UNSUPPORTED:
         if getattr(config, name):
             raise UserError(f"a run with --{name} cannot be estimated; remove it")
+    for problem in deepspeed.conflicts(Path(config.script), argparse.Namespace(**vars(config))):
+        raise UserError(problem)
+    if (config.num_processes or 1) > 1 and config.steps_in_backward:
+        raise UserError("several processes and --fused_backward_pass cannot be combined; see `plan --gpus`")
     if config.base_precision and (reason := reason_to_refuse(config, config.script)) is not None:
         raise UserError(f"--base_precision {config.base_precision}: {reason}")
     if not config.family.unet and config.trains_text_encoder and not config.trains_network:
