@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks import command_lines, results, sparse_checkpoints
 from benchmarks.processes import last_line
 from kohya_ext.config import preset_files
-from kohya_ext.config.command_line import CommandLine, option_words
+from kohya_ext.config.command_line import LAUNCHED, CommandLine, option_words
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, memory_config, models, predict
 from kohya_ext.estimate.step import fake_tensors
@@ -239,7 +239,27 @@ def run(
     """Run a command line on the virtual GPU for some backward passes, and return the worker's result."""
     worker = ["benchmarks.full_size_worker", str(passes), str(tokens), str(int(given.allocations))]
     words = ["--sd-scripts", str(checkout.path), row.script, *arguments]
-    return run_worker(given, scratch, row.card, worker, words, environment.variables(scratch / "models" / "tokenizers"), passes)
+    processes = several(row, checkout)
+    if processes:  # they would agree on a stop, since the integer that they exchange comes back as a length of captions
+        words += ["--disable_patch", "safe_stop"]
+    variables = environment.variables(scratch / "models" / "tokenizers") | processes
+    return run_worker(given, scratch, row.card, worker, words, variables, passes)
+
+
+def several(row: Row, checkout: Checkout) -> dict[str, str]:
+    """Return the environment variables of the first of a row's processes; none for a single one without DeepSpeed."""
+    processes = CommandLine(checkout.script(row.script), row.arguments, {}).settings.num_processes or 1
+    if processes == 1:
+        return {}
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        LAUNCHED: "1",
+    }
 
 
 def run_worker(

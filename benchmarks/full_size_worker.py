@@ -12,11 +12,14 @@ which takes no space until it is read. The virtual GPU computes no values, so no
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
 import runpy
 import sys
 import time
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ LARGE = 2**16
 #: Innermost lines of code, outside torch, by which allocations are grouped.
 LINES = 3
 
+_store: Any = None
+
 
 def main() -> None:
     """Run the command and write the result, also after an error."""
@@ -46,6 +51,8 @@ def main() -> None:
     leave_loaded_tensors_empty()
     skip_checkpoint_hashes()
     shorten_captions()
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        pretend(processes)
     if tokens:
         integers.assume(tokens)
     steps = end_after(passes)
@@ -86,6 +93,87 @@ def leave_host_memory_empty() -> None:
         return to(self, *args, **kwargs)
 
     torch.Tensor.to = empty
+
+
+def pretend(processes: int) -> None:
+    """Let this process be the first of several that do not exist: PyTorch's "fake" communication copies nothing.
+
+    What DistributedDataParallel and DeepSpeed allocate does not depend on what they receive.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group(backend="fake", rank=0, world_size=processes, store=FakeStore())
+    global _store  # of the messages of patches
+    _store = torch.distributed.TCPStore("127.0.0.1", 0, None, True)
+    os.environ["MASTER_PORT"] = str(_store.port)
+    distributed = torch.nn.parallel.distributed
+    # DistributedDataParallel compares the shapes of all processes, and reduces with a future that has no result here.
+    distributed._verify_param_shape_across_processes = lambda *_, **__: None
+    create = distributed.DistributedDataParallel.__init__
+
+    def create_and_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        # With it, the buckets are not planned again after the first step, from numbers that come back as zeros.
+        create(self, *args, **{**kwargs, "find_unused_parameters": True})
+        self.register_comm_hook(None, lambda _, bucket: bucket_as_future(bucket))  # PyTorch checks annotations
+
+    distributed.DistributedDataParallel.__init__ = create_and_hook
+    # The state of random numbers that the processes share would come back as zeros.
+    setattr(importlib.import_module("accelerate.utils.random"), "synchronize_rng_state", _ignore)  # noqa: B010
+    leave_offloaded_state_empty()
+
+
+def bucket_as_future(bucket: Any) -> Any:
+    """Return a bucket of gradients as if it were reduced."""
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def leave_offloaded_state_empty() -> None:
+    """Write nothing to large tensors on the host, copy and pin none, and do not step them: that would take memory."""
+    zeros, full = torch.zeros, torch.full
+
+    def create_empty(create: Any) -> Any:
+        def created(*args: Any, **kwargs: Any) -> Any:
+            shape = create(*args, **{**kwargs, "device": "meta"}).shape
+            if math.prod(shape) < LARGE or torch.device(kwargs.get("device") or "cpu").type != "cpu":
+                return create(*args, **kwargs)
+            return torch.empty(shape, dtype=kwargs.get("dtype"))
+
+        return created
+
+    def leave(method: Any) -> Any:
+        def unless_large(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_left = self.device.type == "cpu" and self.numel() >= LARGE
+            return self if is_left else method(self, *args, **kwargs)
+
+        return unless_large
+
+    torch.zeros, torch.full = create_empty(zeros), create_empty(full)
+    for name in ("copy_", "mul_", "pin_memory", "clone"):
+        setattr(torch.Tensor, name, leave(getattr(torch.Tensor, name)))
+
+    def replace(module: Any) -> None:
+        module.CPUAdamBuilder.load = lambda *_, **__: types.SimpleNamespace(create_adam=_ignore, destroy_adam=_ignore)
+
+    def leave_unstepped(module: Any) -> None:
+        module.DeepSpeedCPUAdam.step = _ignore
+
+    def load_in_this_process(module: Any) -> None:
+        module.prepare_deepspeed_args = _ignore  # it asks for a data loader worker, whose fork would reserve as much memory
+
+    wrapt.register_post_import_hook(load_in_this_process, "library.deepspeed_utils")
+    wrapt.register_post_import_hook(replace, "deepspeed.ops.op_builder")
+
+    def leave_uncompared(module: Any) -> None:
+        module.assert_ints_same_as_other_ranks = _ignore
+
+    wrapt.register_post_import_hook(leave_unstepped, "deepspeed.ops.adam.cpu_adam")
+    wrapt.register_post_import_hook(leave_uncompared, "deepspeed.runtime.zero.partitioned_param_coordinator")
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Do nothing."""
 
 
 def leave_loaded_tensors_empty() -> None:

@@ -9,6 +9,7 @@
   micro-batch counts as a call of the wrapper.
 - accelerate clips gradients to a norm of 1 with ``--max_grad_norm 0``, which turns clipping off.
 - A single process that no launcher has started ends with ``KeyError: 'WORLD_SIZE'``. Here it is a run of one process.
+- ZeRO-3 moves the whole model to each GPU before it divides it. Here each weight is moved, divided and freed in turn.
 - With ``--offload_optimizer_device``, accelerate replaces every optimizer except AdamW, Adagrad and bitsandbytes' 32-bit Lion
   by Adam with L2 regularization, without a message. Here DeepSpeed steps the chosen optimizer on the host.
 """
@@ -85,6 +86,18 @@ def _backward(original: Any, settings: Settings) -> Any:
     return backward
 
 
+def _configure_model(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def _configure_distributed_model(self: Any, model: Any) -> Any:
+        if self.zero_optimization_partition_weights():
+            for buffer in model.buffers():
+                buffer.data = buffer.data.to(self.device)
+            self.dont_change_device = True  # DeepSpeed's zero.Init moves the weights
+        return original(self, model)
+
+    return _configure_distributed_model
+
+
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _WholePass | None:
     if not ranks.is_deepspeed(accelerator):
         if getattr(args, "deepspeed", False):
@@ -116,6 +129,13 @@ PATCH = Patch(
     targets=(
         Target(
             "library.deepspeed_utils", "prepare_deepspeed_plugin", _prepare_plugin, takes("args", exactly=True), body="runs"
+        ),
+        Target(
+            "deepspeed.runtime.engine",
+            "DeepSpeedEngine._configure_distributed_model",
+            _configure_model,
+            takes("self", "model", exactly=True),
+            body="runs",
         ),
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
     ),

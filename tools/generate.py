@@ -40,6 +40,7 @@ def main() -> int:
 def generated() -> Mapping[Path, str]:
     """Return the current content of every generated file."""
     pages = {
+        "multi_gpu.md": [_scaling()],
         "options.md": [_options()],
         "patches.md": [_patches()],
         "presets.md": [_presets()],
@@ -126,6 +127,30 @@ def _peers() -> str:
         rows[trainer] |= {"layers": str(cost["trained"]["tensors"] // 2), option: _cost(cost), "waits": str(cost["syncs"])}
     cells = ([name, *(row[key] for key in ("layers", "gradient_checkpointing", "", "waits"))] for name, row in rows.items())
     return _table(("trainer and script", "LoRA layers", "checkpointing", "no checkpointing", "waits"), cells)
+
+
+def _scaling() -> str:
+    """Return a table of the predicted images per second of several GPUs, from the results of benchmarks/scaling.py."""
+    predicted = json.loads((RESULTS / "scaling.json").read_text(encoding="utf-8"))["rows"]
+    rows: list[list[str]] = []
+    head: list[str] = []
+    for training, row in predicted.items():
+        for setup, groups in row["predictions"].items():
+            alone = groups["1x1"]["images_per_second"][0]
+            sent = groups["1x2"]["sent"] / 1e9
+            head = [name if name[0] != "1" else name[2:] for name in groups]
+            cells = (_range(group["images_per_second"], alone) for group in groups.values())
+            rows.append([training, setup, f"{sent:.2f}", *cells])
+    return _table(("", "GPUs", "GB sent by each of 2", *head), rows)
+
+
+def _range(images: Sequence[float], alone: float) -> str:
+    """Return images per second, and in brackets relative to one GPU's."""
+    low, high = (f"{value:.2g}" if value < 100 else f"{value:.0f}" for value in images)
+    slow, fast = (f"{value / alone:.1f}" for value in images)
+    if low == high and slow == fast:
+        return low if fast == "1.0" else f"{low} ({fast}x)"
+    return f"{low} to {high} ({slow} to {fast}x)"
 
 
 def _cost(cost: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -201,6 +201,7 @@ def _as_json(prediction: Estimate, card: int | None, budget: Budget | None, time
         **{name: value for name, value in asdict(prediction).items() if name != "work"},
         "context_and_workspaces": CONTEXT_BYTES,
         "cuda_graphs_in_the_driver": prediction.recordings,
+        "nccl": prediction.communication,
         "total": prediction.total,
         "card": card,
         "margin": rest,
@@ -216,6 +217,7 @@ def _rows(prediction: Estimate) -> list[tuple[str, int]]:
         ("allocator reserve", prediction.reserved - prediction.allocated),
         ("CUDA context + workspaces (assumed)", CONTEXT_BYTES),
         ("CUDA graphs in the driver (assumed)", prediction.recordings),
+        ("NCCL (assumed)", prediction.communication),
     ]
 
 
@@ -230,6 +232,11 @@ def _table(prediction: Estimate) -> Table:
     table.add_row("tensors (max_memory_allocated)", gigabytes(prediction.allocated))
     table.add_row("reserved (max_memory_reserved)", gigabytes(prediction.reserved))
     table.add_row("total (nvidia-smi)", gigabytes(prediction.total))
+    if prediction.host:
+        table.add_section()
+        for name, size in prediction.host.items():
+            table.add_row(f"host: {name}", gigabytes(size))
+        table.add_row("host memory of DeepSpeed", gigabytes(sum(prediction.host.values())))
     return table
 
 
@@ -252,6 +259,7 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
             )
     if (assumed := _assumed(prediction)) is not None:
         lines.append(f"Assumed, since it depends on the model files: {assumed}.")
+    lines += _of_processes(prediction)
     if prediction.recorded_kernels:
         lines.append(
             f"CUDA graphs: {prediction.recorded_kernels:,} kernels are recorded for one image size, as estimated here; each "
@@ -270,10 +278,23 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
         lines.append("sd-scripts' own compiling is not included: this estimate is without it, which usually needs more memory.")
     lines.append(
         f"1 GB is 1e9 bytes; {ACCURACY}. Versions: sd-scripts {versions['sd_scripts']}, torch {versions['torch']}, "
-        f"kohya_ext {versions['kohya_ext']}. One process. "
+        f"kohya_ext {versions['kohya_ext']}. "
         "Saving needs less than a step: 1 MB more than the model for a LoRA, 0.9 GB for all of SDXL in fp32."
     )
     return lines
+
+
+def _of_processes(prediction: Estimate) -> Iterator[str]:
+    """Yield what the figures of one of several processes mean."""
+    processes = prediction.config.get("num_processes") or 1
+    if prediction.config.get("deepspeed"):
+        stage = prediction.config.get("zero_stage", 2)
+        yield f"Per GPU: one of {processes} processes with DeepSpeed's ZeRO-{stage}. Compared with DeepSpeed 0.19.8."
+    elif processes > 1:
+        yield "Per GPU: each process has the same memory, with any number of GPUs."
+    if prediction.host:
+        every = gigabytes(processes * sum(prediction.host.values()))
+        yield f"Host memory is per process: {processes} need {every} GB. At the start each process reads the model, too."
 
 
 def _assumed(prediction: Estimate) -> str | None:

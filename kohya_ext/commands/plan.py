@@ -22,6 +22,7 @@ from kohya_ext.estimate import gpus, machine, memory_config, step_time
 from kohya_ext.planning import automatic
 from kohya_ext.planning.plan import Candidate, Plan, plan
 from kohya_ext.planning.tiers import usable_bytes
+from kohya_ext.reporting import several_gpus
 from kohya_ext.units import gigabytes
 
 _CUDA_GRAPHS = (
@@ -52,6 +53,19 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help='the GPU to plan for, by name: "RTX 4070"; it also gives the size if --vram does not',
     )
+    parser.add_argument(
+        "--gpus",
+        metavar="NxSIZE",
+        default=argparse.SUPPRESS,
+        help='several GPUs of one machine to plan for, by size or name: 2x24GB, "2x RTX 4090"',
+    )
+    parser.add_argument(
+        "--host_memory",
+        "--host-memory",
+        metavar="SIZE",
+        default=argparse.SUPPRESS,
+        help="host memory of the machine with --gpus, such as 64GB; default: of this machine, if it has as many GPUs",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     # A preset from the environment would be missing in the printed command line.
     environ = {name: value for name, value in os.environ.items() if name != "KOHYA_EXT_PRESET"}
     command = replace(request.command, environ=environ)
+    if "gpus" in own:
+        several_gpus.print_plan(request.checkout, command, own)
+        return 0
     settings = command.with_tier(None).with_({"vram": own["vram"]} if "vram" in own else {}).settings
     given = machine.named(own["gpu"]) if "gpu" in own else None
     size = settings.vram or (given.memory if given is not None else None)

@@ -59,21 +59,22 @@ class CachingAllocator:
     peaks: dict[str, int] = field(default_factory=dict)
     """Most bytes allocated in each phase since :meth:`forget_peaks`, in order of the phases."""
     pool: int = 0
-    """The pool that tensors are allocated in. Private pools, of CUDA graphs, are other than 0 and keep their segments."""
+    """The pool that tensors are allocated in. Private pools, of CUDA graphs, are above 0 and keep their segments. Pools of
+    streams are 0 and below."""
     _free: defaultdict[tuple[int, bool], list[_Row]] = field(default_factory=lambda: defaultdict(list))
     _used: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
 
-    def allocate(self, storage: int, size: int) -> None:
+    def allocate(self, storage: int, size: int, stream: int = 0) -> None:
         """Assign a block to a storage of ``size`` bytes. Raises MemoryError beyond the limit."""
         size = -(-max(size, 1) // MIN_BLOCK) * MIN_BLOCK
-        small = size <= SMALL
-        free = self._free[self.pool, small]
+        pool = self.pool or stream, size <= SMALL
+        free = self._free[pool]
         index = self._best_fit(free, size)
-        block = free.pop(index)[2] if index < len(free) else self._new(size, small)
+        block = free.pop(index)[2] if index < len(free) else self._new(size, pool)
         block.free = False
         rest = block.size - size
-        if self._splits(rest, small):
+        if self._splits(rest, pool[1]):
             self._put_back(_split(block, size))
         self._used[storage] = block
         self.allocated += block.size
@@ -95,7 +96,7 @@ class CachingAllocator:
                 self.release_unused()
                 continue
             if event.bytes > 0:
-                self.allocate(event.storage, event.bytes)
+                self.allocate(event.storage, event.bytes, event.pool)
             elif event.bytes < 0:
                 self.free(event.storage)
             self.peaks[event.phase] = max(self.peaks.get(event.phase, 0), self.allocated)
@@ -118,18 +119,18 @@ class CachingAllocator:
         """Return whether the rest of a block becomes a free block."""
         return rest >= MIN_BLOCK if small else rest > SMALL
 
-    def _new(self, size: int, small: bool) -> _Block:
+    def _new(self, size: int, pool: tuple[int, bool]) -> _Block:
         try:
-            return self._segment(size, small)
+            return self._segment(size, pool)
         except MemoryError:
             self.release_unused()
-            return self._segment(size, small)
+            return self._segment(size, pool)
 
-    def _segment(self, size: int, small: bool) -> _Block:
+    def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:
         """Return a block of at least ``size`` bytes in new memory. Raises MemoryError beyond the limit."""
         large = LARGE_SEGMENT if size < LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
-        length = SMALL_SEGMENT if small else large
-        block = _Block(self._next_address, length, (self.pool, small))
+        length = SMALL_SEGMENT if pool[1] else large
+        block = _Block(self._next_address, length, pool)
         self._reserve(length)
         self._next_address += length
         return block
@@ -142,7 +143,7 @@ class CachingAllocator:
 
     def release_unused(self) -> None:
         """Return unused segments to the driver: ``torch.cuda.empty_cache``, and before an out-of-memory error."""
-        for free in (self._free[0, True], self._free[0, False]):
+        for free in (self._free[pool] for pool in [*self._free] if pool[0] <= 0):
             divided = [row for row in free if row[2].before is not None or row[2].after is not None]
             self.reserved -= sum(size for size, _, _ in free) - sum(size for size, _, _ in divided)
             free[:] = divided
@@ -182,8 +183,7 @@ class ExpandableAllocator(CachingAllocator):
     def _splits(self, rest: int, small: bool) -> bool:
         return rest >= MIN_BLOCK
 
-    def _segment(self, size: int, small: bool) -> _Block:
-        pool = (self.pool, small)
+    def _segment(self, size: int, pool: tuple[int, bool]) -> _Block:
         unmapped = self._unmapped.setdefault(pool, [_Block(0, _ENDLESS, pool, mapped=False)])
         block = next(start for start in map(_with_free_before, unmapped) if _room(start) >= size)
         if not block.mapped:
@@ -211,9 +211,9 @@ class ExpandableAllocator(CachingAllocator):
 
     def release_unused(self) -> None:
         """Return the unused pages to the driver."""
-        for small in (True, False):
-            page = SMALL_SEGMENT if small else LARGE_SEGMENT
-            for _, _, block in [*self._free[0, small]]:
+        for pool in [pool for pool in self._free if pool[0] <= 0]:
+            page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+            for _, _, block in [*self._free[pool]]:
                 start, end = -(-block.address // page) * page, (block.address + block.size) // page * page
                 if start < end:
                     self._unmap(block, start, end)

@@ -14,7 +14,10 @@ class Kind(str, Enum):
 
     WEIGHT = "weights"
     TRAINED_WEIGHT = "trained weights"
+    MASTER_WEIGHT = "fp32 weights"
     GRADIENT = "gradients"
+    BUCKET = "communication buffers"
+    GATHERED = "gathered weights"
     OPTIMIZER_STATE = "optimizer state"
     AVERAGE = "average of the weights"
     ACTIVATION = "saved activations"
@@ -39,6 +42,8 @@ class Event(NamedTuple):
     storage: int
     bytes: int
     phase: str
+    pool: int = 0
+    """The pool of an allocation: 0 of the main stream, below 0 of another one."""
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
 from kohya_ext.compiling.support import DEFAULT_BACKEND
 from kohya_ext.config.arguments import find_problem, find_problems, take_over
-from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.command_line import CommandLine, launcher_options
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
@@ -23,6 +24,7 @@ from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.patching.types import NetworkTrainer
+from kohya_ext.preflight import deepspeed
 from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable, script_names
@@ -130,7 +132,6 @@ def read(checkout: Checkout, command: CommandLine) -> tuple[MemoryConfig, argpar
 
 #: Flags that cannot be estimated: fake tensors do not show what they move to the host, and when.
 UNSUPPORTED = (
-    "deepspeed",
     "cpu_offload_checkpointing",
     "unsloth_offload_checkpointing",
     "num_last_block_to_freeze",
@@ -144,6 +145,10 @@ def _check_supported(config: MemoryConfig) -> None:
     for name in UNSUPPORTED:
         if getattr(config, name):
             raise UserError(f"a run with --{name} cannot be estimated; remove it")
+    for problem in deepspeed.conflicts(Path(config.script), argparse.Namespace(**vars(config))):
+        raise UserError(problem)
+    if (config.num_processes or 1) > 1 and config.steps_in_backward:
+        raise UserError("several processes and --fused_backward_pass cannot be combined; see `plan --gpus`")
     if config.base_precision and (reason := reason_to_refuse(config, config.script)) is not None:
         raise UserError(f"--base_precision {config.base_precision}: {reason}")
     if not config.family.unet and config.trains_text_encoder and not config.trains_network:
@@ -177,7 +182,7 @@ def _arguments(checkout: Checkout, command: CommandLine) -> argparse.Namespace:
         raise UserError("\n".join(wrong))
     parser.set_defaults(**preset)
     parser.set_defaults(**from_file)
-    arguments: argparse.Namespace = parser.parse_args(command.words)
+    arguments: argparse.Namespace = parser.parse_args(launcher_options(command.words)[1])
     return arguments
 
 
@@ -248,6 +253,8 @@ def _measure_step(
         flops=step.flops,
         work=step.work.as_row(),
         trainable_parameters=step.trainable_parameters,
+        trained_tensors=step.trained_tensors,
+        host=step.host,
         recorded_kernels=0 if step.recording is None else step.recording.kernels,
         versions={
             "kohya_ext": __version__,

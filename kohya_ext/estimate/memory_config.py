@@ -51,6 +51,7 @@ OWN = (
     "ema",
     "ema_device",
     "base_precision",
+    "num_processes",
 )
 
 #: Families whose models can be recorded as CUDA graphs. The others read results on the CPU, or copy from it, in each step.
@@ -143,7 +144,11 @@ class MemoryConfig:
     sample_every_n_steps: int | None = None
     sample_every_n_epochs: int | None = None
     sample_at_first: bool = False
+    ddp_gradient_as_bucket_view: bool = False
     deepspeed: bool = False
+    zero_stage: int = 2
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
     torch_compile: bool = False
     compile: bool = False
     split_attn: bool = False
@@ -161,6 +166,8 @@ class MemoryConfig:
     ema_device: str = "cpu"
     base_precision: str | None = None
     """The 8-bit format of the frozen base, ``int8`` or ``fp8``; None for 16 or 32 bits."""
+    num_processes: int | None = None
+    """Processes of the run, one for each GPU. Once normalized, None for one, and 2 for any other number without DeepSpeed."""
 
     @property
     def family(self) -> Family:
@@ -275,6 +282,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         else None,
         selective_torch_compile=compiled,
         cuda_graphs=config.cuda_graphs and lora and _is_recorded(config),
+        **_parallel(config),
         ema=config.ema and config.ema_device == "gpu",
         ema_device=defaults.ema_device,
         # The transformers' scripts always load models into host memory.
@@ -292,6 +300,17 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         learning_rate_te1=_nonzero_rate(config.learning_rate_te1),
         learning_rate_te2=_nonzero_rate(config.learning_rate_te2),
     )
+
+
+def _parallel(config: MemoryConfig) -> dict[str, Any]:
+    """Return the normalized options of several processes. Each has the same memory with DistributedDataParallel."""
+    several = (config.num_processes or 1) > 1
+    defaults = MemoryConfig(config.script)
+    if not config.deepspeed:
+        zero = {name: getattr(defaults, name) for name in ("zero_stage", "offload_optimizer_device", "offload_param_device")}
+        as_view = config.ddp_gradient_as_bucket_view and several
+        return {**zero, "num_processes": 2 if several else None, "ddp_gradient_as_bucket_view": as_view}
+    return {"num_processes": config.num_processes if several else None, "ddp_gradient_as_bucket_view": False}
 
 
 def with_bf16(config: MemoryConfig) -> MemoryConfig:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from kohya_ext.estimate.allocator import CachingAllocator
 from kohya_ext.estimate.events import RELEASE, Event, Kind, Peak, peak
-from kohya_ext.estimate.step import Log
+from kohya_ext.estimate.step import LOADING, Log
 from kohya_ext.estimate.tracker import BACKWARD
 
 #: The pool of recorded passes, and the eager runs before they are recorded.
@@ -77,7 +77,7 @@ def _after_steps(log: Log, allocator: CachingAllocator, first: int, storages: in
         if event.bytes < 0 and event.storage not in live:
             of_steps = (first + step * storages + event.storage for step in range(STEPS))
             live[event.storage] = next(number for number in of_steps if allocator.holds(number))
-        yield Event(live.setdefault(event.storage, unused + event.storage), event.bytes, event.phase)
+        yield event._replace(storage=live.setdefault(event.storage, unused + event.storage))
 
 
 def replay_steps(
@@ -93,7 +93,8 @@ def replay_steps(
     for storage in late:
         allocator.free(storage)
     allocator.release_unused()
-    allocator.forget_peaks()
+    if not any(event.phase == LOADING for event in parts.loaded):
+        allocator.forget_peaks()
     events = _numbered(parts.steps(STEPS), first)
     allocator.replay(islice(events, len(parts.before)))
     if parts.passes:
@@ -207,12 +208,12 @@ def repeated(
         for event in events:
             if event.bytes == 0:
                 if index == 0:
-                    yield Event(event.storage, resident[event.storage].bytes, event.phase)
+                    yield event._replace(bytes=resident[event.storage].bytes)
             elif event.storage in once and event.storage not in freed:
                 if index == 0:
                     yield event
             else:
-                yield Event(event.storage + index * storages, event.bytes, event.phase)
+                yield event._replace(storage=event.storage + index * storages)
                 if index and event.bytes > 0:
                     for storage in replaced.get(event.storage, ()):
                         yield Event(storage + (index - 1) * storages, -sizes[storage], event.phase)
@@ -230,4 +231,4 @@ def _without(events: Iterable[Event], storages: Collection[int]) -> Iterator[Eve
 
 
 def _numbered(events: Iterable[Event], first: int) -> Iterator[Event]:
-    return (Event(event.storage + first, event.bytes, event.phase) for event in events)
+    return (event._replace(storage=event.storage + first) for event in events)

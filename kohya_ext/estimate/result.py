@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Bytes of GPU memory outside tensors: the CUDA context with its kernels, and the workspaces of cuBLAS and cuDNN. A rounded
 #: value for recent GPUs and torch 2.x; a virtual GPU has no context to measure.
 CONTEXT_BYTES = 600_000_000
+
+#: NCCL's buffers and kernels for communication with other GPUs. An assumption: none could be measured.
+COMMUNICATION_BYTES = 400_000_000
 
 #: The driver's memory for a kernel of a CUDA graph. An assumption: one H100 with driver 580 used 5.4 to 8.7 KB for each of its
 #: kernels, which are fewer than estimates count (docs/speed.md). Old drivers use up to 64 KiB.
@@ -43,13 +46,22 @@ class Estimate:
     """The sd-scripts generation behind the estimate."""
     work: Mapping[str, Any] | None = None
     """The step's kernels, as :meth:`kohya_ext.estimate.seconds.Work.as_row`; None in rows from before they were counted."""
+    trained_tensors: int = 0
+    """Tensors of the trainable parameters; 0 in rows from before they were counted."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of DeepSpeed's state in host memory in each process, by purpose."""
     recorded_kernels: int = 0
     """Kernels that ``--cuda_graphs`` records for one image size."""
 
     @property
     def total(self) -> int:
-        """Reserved memory, the CUDA context and the recordings of one image size: what ``nvidia-smi`` shows for the process."""
-        return self.reserved + CONTEXT_BYTES + self.recordings
+        """Reserved memory, CUDA context, NCCL, and recordings of one image size: what ``nvidia-smi`` shows for the process."""
+        return self.reserved + CONTEXT_BYTES + self.recordings + self.communication
+
+    @property
+    def communication(self) -> int:
+        """NCCL's memory in bytes; 0 for one process."""
+        return COMMUNICATION_BYTES if (self.config.get("num_processes") or 1) > 1 else 0
 
     @property
     def recordings(self) -> int:

@@ -23,10 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_iter
 
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import eight_bits, finetune
+from kohya_ext.estimate import eight_bits, finetune, gradient_buckets, zero
 from kohya_ext.estimate.autocast import cuda_rules
 from kohya_ext.estimate.compiled import logging_to, traceable
 from kohya_ext.estimate.events import Event, Kind
+from kohya_ext.estimate.gathered_weights import GatheredWeights
 from kohya_ext.estimate.linear import bias_in_place
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig, size
 from kohya_ext.estimate.models import Models, build, cast
@@ -40,7 +41,7 @@ from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 from kohya_ext.sdscripts.families import rotates
 
-CACHING, SAMPLING = "caching", "sampling"
+CACHING, LOADING, SAMPLING = "caching", "loading", "sampling"
 
 #: Fewest elements of a parameter whose state a paged optimizer pages.
 PAGED_ELEMENTS = 100_000
@@ -61,12 +62,15 @@ class Log:
     work: Work | None = None
     """The step's kernels; None for caching and sampling."""
     trainable_parameters: int = 0
+    trained_tensors: int = 0
     between: Mapping[str, Log] = field(default_factory=dict)
     """Logs of work between steps, by phase."""
     recording: Recording | None = None
     """The passes that CUDA graphs record; None without them."""
     replaces: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """A storage of a step -> those that it replaces, which the step before has left: those of its last micro-step."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of DeepSpeed's state in host memory, by purpose."""
     leaves_late: bool = False
     """Whether the models of caching leave GPU memory only after the trained model is loaded."""
 
@@ -96,6 +100,12 @@ class Training:
     loss: torch.Tensor | None = None
     variables: finetune.Variables = field(default_factory=finetune.Variables)
     """Of the last step of a fine-tune, whose script keeps them, too."""
+    buckets: dict[Any, torch.Tensor] = field(default_factory=dict)
+    """Trained weight -> its place in DistributedDataParallel's buckets."""
+    gathered: GatheredWeights | None = None
+    """The weights that DeepSpeed's ZeRO-3 divides."""
+    divided: zero.Divided | None = None
+    """The state of training with DeepSpeed."""
     earlier: list[Any] = field(default_factory=list)
     """The storages of the batch, the loss and the variables of earlier micro-steps. :func:`_replacing` logs their frees."""
 
@@ -155,8 +165,10 @@ def measure(
         passes.trained = training.trained
         assumptions.integer = training.models.caption_tokens
         if config.selective_torch_compile:
-            _compile(training)
+            _pass_without_log(training)
             tracker.forget()
+        if config.deepspeed and config.zero_stage == 3:
+            training.gathered = _record_gathering(training, tracker)
         with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _functions_as_on_cuda():
             start = allocate_resident(training, tracker)
             tracker.work = Counter()
@@ -165,8 +177,12 @@ def measure(
             events = [*tracker.events[:start], *_replacing(tracker.events[start:], kept)]
             training.earlier.clear()
             between = {SAMPLING: _log_sampling(training, tracker)} if config.sample_prompts else {}
-    trainable = sum(parameter.numel() for parameter in training.trained if parameter.requires_grad)
-    return Log(events, tracker.kinds, start, flops, work, trainable, between, passes.recording, kept[0].replaces(kept[-1]))
+    trainable = [parameter.numel() for parameter in training.trained if parameter.requires_grad]
+    host = {} if training.divided is None else {**training.divided.host.bytes}
+    return Log(
+        events, tracker.kinds, start, flops, work, sum(trainable), len(trainable), between, passes.recording,
+        kept[0].replaces(kept[-1]), host,
+    )  # fmt: skip
 
 
 def measure_caching(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> dict[str, Log]:
@@ -346,7 +362,7 @@ def _prepare_network(
         for encoder, flag in zip(models.text_encoders, flags, strict=True):
             if flag and encoder.supports_gradient_checkpointing:
                 encoder.gradient_checkpointing_enable()
-    if config.full_bf16:
+    if config.full_bf16 or config.deepspeed:
         cast(network, dtype)
     base = torch.float8_e4m3fn if config.fp8_base or config.fp8_base_unet else dtype
     models.unet.requires_grad_(False)
@@ -440,7 +456,7 @@ def _prepare_finetune(
     encoder_rates = _text_encoder_rates(config, len(models.text_encoders))
     train_text_encoder = any(encoder_rates)
     train_unet = config.learning_rate != 0
-    full = dtype if config.full_bf16 or config.family.finetune_in_16_bits else torch.float32
+    full = dtype if config.full_bf16 or config.deepspeed or config.family.finetune_in_16_bits else torch.float32
     cast(models.unet, full if train_unet else dtype)
     models.unet.requires_grad_(train_unet)
     models.unet.train(train_unet)
@@ -617,6 +633,10 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     for module, kind in training.resident:
         if module is training.models.unet and config.base_precision:
             eight_bits.log_conversion(module, training.weight_dtype, tracker)
+        if training.gathered is not None and module in training.gathered.models:
+            tracker.leave_out(module.parameters())
+            tracker.mark(module.buffers(), kind)
+            continue
         tracker.mark(_tensors(module, lists), kind)
         for blocks in lists if module is training.models.unet else ():
             first = next(index for index, block in enumerate(blocks) if block in swapped)
@@ -627,14 +647,23 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
                     # weights (custom_offloading_utils.py).
                     tracker.offload(_exchanged(block, blocks[index - first]))
             tracker.release_unused()
+        if config.num_processes and not config.deepspeed:
+            training.buckets |= gradient_buckets.allocate(module, tracker)
+    if config.deepspeed:
+        with tracker.during(LOADING):
+            training.divided = zero.divide(zero.division_of(config), optimizer, training.gathered, tracker)
     loaded = len(tracker.events)
     tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
     # Keep the optimizer state, drop the gradients that created it.
-    _make_gradients(training)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if training.divided is None:
+        _make_gradients(training)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    else:
+        training.divided.create_state()
     states = [
-        [value for value in state.values() if isinstance(value, torch.Tensor)] for state in optimizer.state.values()
+        [value for value in state.values() if isinstance(value, torch.Tensor)]
+        for state in (optimizer if training.divided is None else training.divided).state.values()
     ]  # of each parameter
     for tensors in states:
         tracker.mark(tensors, Kind.OPTIMIZER_STATE)
@@ -644,7 +673,9 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if config.gradient_accumulation_steps > 1 and config.cuda_graphs:  # only its last micro-step is logged
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
-    for parameter in training.trained:
+    if training.network is None:  # a network's gradients are averaged one by one, without its buckets
+        gradient_buckets.use(training.buckets, config.ddp_gradient_as_bucket_view)
+    for parameter in training.trained if training.divided is None else ():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda weight: tracker.mark([weight.grad], Kind.GRADIENT))
     if config.steps_in_backward:
@@ -790,7 +821,9 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, Sequence[_Kept]
         if network is not None:
             training.trainer.all_reduce_network(training.accelerator, network)
             tracker.mark((weight.grad for weight in training.trained if weight.grad is not None), Kind.GRADIENT)
-        if not training.config.steps_in_backward:
+        if training.divided is not None:
+            training.divided.step()
+        elif not training.config.steps_in_backward:
             if training.config.max_grad_norm:
                 training.accelerator.clip_grad_norm_(training.trained, training.config.max_grad_norm)
             if hasattr(network, "update_grad_norms"):  # of FLUX's LoRA
@@ -825,12 +858,31 @@ def _update_average(training: Training) -> None:
         average.lerp_(weight.detach().to(torch.float32, copy=id(weight) in swapped), 0.5)
 
 
+def _record_gathering(training: Training, tracker: Tracker) -> GatheredWeights:
+    """Return the weights that ZeRO-3 divides, with the order in which a pass needs them."""
+    division = zero.division_of(training.config)
+    models = [module for module, kind in training.resident if kind is not Kind.VAE and _is_wrapped(training, module)]
+    gathered = GatheredWeights(tracker, models, division.processes, division.offloads_weights)
+    gathered.watch()
+    gathered.record(lambda: _pass_without_log(training))
+    return gathered
+
+
+def _is_wrapped(training: Training, module: Any) -> bool:
+    """Return whether a script gives a model to DeepSpeed: the trained ones, and those that a network changes."""
+    return training.network is not None or any(weight.requires_grad for weight in module.parameters())
+
+
 def _run_passes(training: Training, tracker: Tracker) -> None:
+    if training.divided is not None:
+        training.divided.begin()
     training.batch = make_batch(training)
     training.loss = forward(training, training.batch)
     tracker.mark_saved()
     with tracker.during(BACKWARD):
         training.accelerator.backward(training.loss)
+        if training.divided is not None:
+            training.divided.end_backward(training.config.gradient_accumulation_steps > 1)
 
 
 def _freeze_untrained(training: Training, weights: Callable[[Any], Iterator[Any]]) -> None:
@@ -840,8 +892,8 @@ def _freeze_untrained(training: Training, weights: Callable[[Any], Iterator[Any]
             weight.requires_grad_(weight.requires_grad and id(weight) in trained)
 
 
-def _compile(training: Training) -> None:
-    """Run forward and backward once, so that tensors of compiling are not in the log of the step."""
+def _pass_without_log(training: Training) -> None:
+    """Run forward and backward once: tensors of compiling are then not in the log of the step."""
     training.accelerator.backward(forward(training))
     for parameter in training.trained:
         parameter.grad = None

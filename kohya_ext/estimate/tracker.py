@@ -79,6 +79,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Operators that compute something, and kernels of compiled code. On a GPU nearly every operator is one kernel."""
     stream: int = 0
     """The stream that operators run on."""
+    pool: int = 0
+    """The pool that tensors are allocated in (:attr:`Event.pool`)."""
     workspaces: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
     """cuBLAS's workspaces on each stream: of autograd's thread, which runs the backward pass (True), and of the main thread."""
     _paused: bool = False
@@ -100,6 +102,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             yield
         finally:
             self.phase = before
+
+    @contextmanager
+    def in_pool(self, pool: int) -> Iterator[None]:
+        """Log allocations inside the block as those of another stream."""
+        before, self.pool = self.pool, pool
+        try:
+            yield
+        finally:
+            self.pool = before
 
     def mark(self, tensors: Iterable[Any], kind: Kind) -> None:
         """Set the kind of some tensors; new ones are logged as allocated now."""
@@ -244,7 +255,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         size = storage.nbytes()
         self._live[key] = _Storage(number, weakref.ref(storage, partial(self._freed, key, number, size)))
         if size:
-            self.events.append(Event(number, size, self.phase))
+            self.events.append(Event(number, size, self.phase, self.pool))
         return number
 
     def _log_allocated(self, *sizes: int) -> list[Event]:

@@ -81,7 +81,7 @@ def plan(checkout: Checkout, command: CommandLine, card: int, gpu: Gpu, announce
     with these arguments is not known, makes up to :data:`MAX_ESTIMATES` estimates and reports them through ``announce``.
     Raises UserError when nothing fits, or for arguments that cannot be estimated.
     """
-    known = _known_tiers(checkout, command)
+    known = known_tiers(checkout, command)
     search = _Search(checkout, command, card, announce)
     answered = any(fits(candidate.estimate, card) for candidate in known)
     candidates = known if answered else [*search.candidates(), *known]
@@ -168,7 +168,7 @@ def _config(command: CommandLine) -> MemoryConfig:
     return memory_config.with_bf16(memory_config.normalized(memory_config.read(_eager(command))[0]))
 
 
-def _known_tiers(checkout: Checkout, command: CommandLine, experimental: bool = False) -> list[Candidate]:
+def known_tiers(checkout: Checkout, command: CommandLine, experimental: bool = False) -> list[Candidate]:
     """Return the distinct tiers with the user's arguments; none unless the memory of all tiers is known."""
     rows: dict[MemoryConfig, Candidate] = {}
     for tier, tier_command in _tiers_with(command, experimental):
@@ -197,7 +197,7 @@ def _with_8_bit_base(search: _Search, gpu: Gpu, answered: bool) -> list[Candidat
     """Return the configurations with an 8-bit base that fit, the fastest first: tiers, or those of another search."""
     command = search.command.with_({"base_precision": "int8"})
     if answered:
-        candidates = _known_tiers(search.checkout, search.command, experimental=True)
+        candidates = known_tiers(search.checkout, search.command, experimental=True)
     else:
         candidates = replace(search, command=command, tried=[], stopped=False).candidates()
     return _fastest_first([each for each in candidates if fits(each.estimate, search.card)], gpu)

@@ -25,7 +25,8 @@ _ON_GPUS = ("8bit", "paged")
 #: Scripts that add DeepSpeed's options, and give accelerate models and optimizer in calls that DeepSpeed does not support.
 _UNSUPPORTED = ("train_control_net.py", "sdxl_train_control_net.py", "control_net_lllite", "textual_inversion")
 
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+#: Options that step the optimizer in backward.
+FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 _SAMPLES = ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
 
 
@@ -41,9 +42,16 @@ def problems(script: Path, args: Namespace) -> Iterator[str]:
         return
     if importlib.util.find_spec("deepspeed") is None:
         yield "--deepspeed needs the package deepspeed, which is not installed: pip install deepspeed ninja"
+    yield from conflicts(script, args)
+
+
+def conflicts(script: Path, args: Namespace) -> Iterator[str]:
+    """Yield one message per reason why a run could not use DeepSpeed if it were installed; none without ``--deepspeed``."""
+    if not getattr(args, "deepspeed", False):
+        return
     if any(script.name == name or (not name.endswith(".py") and name in script.name) for name in _UNSUPPORTED):
         yield f"{script.name} does not support --deepspeed; remove it"
-    for option in given(args, *_FUSED):
+    for option in given(args, *FUSED):
         yield f"--deepspeed and --{option} cannot be combined: DeepSpeed steps its own optimizer; remove one of the two"
     for option in given(args, "blocks_to_swap"):
         yield (

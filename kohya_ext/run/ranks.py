@@ -81,6 +81,15 @@ class Failure:
 _LOST = Failure("the connection to the first machine was lost", -1)
 
 
+def attempt(environment: Mapping[str, str]) -> int:
+    """Return how often the launcher of a run has restarted its processes with the same key-value store.
+
+    torchrun has a new store for each restart of several machines (``--rdzv_backend c10d``), whose counts of restarts differ.
+    """
+    several = environment.get("GROUP_WORLD_SIZE", "1") != "1"
+    return 0 if several else int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def store(environment: Mapping[str, str], seconds: float = _CONNECTION_TIMEOUT) -> Any:
     """Return a connection to the key-value store of a run, with keys of this start of its processes.
 
@@ -92,7 +101,7 @@ def store(environment: Mapping[str, str], seconds: float = _CONNECTION_TIMEOUT) 
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     libuv = {"use_libuv": os.name != "nt"}  # torch's wheels for Windows lack it
     connection = TCPStore(host, port, None, False, timedelta(seconds=seconds), **libuv)
-    return PrefixStore(f"kohya_ext/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", connection)
+    return PrefixStore(f"kohya_ext/{attempt(environment)}", connection)
 
 
 def publish(connection: Any, failure: Failure) -> Failure:

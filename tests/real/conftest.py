@@ -25,9 +25,9 @@ from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 from kohya_ext.tiny.checkpoints import Models
 from tests.real import starting
 
-#: How a user starts a script: unchanged, through the launcher, through accelerate and the launcher, or with the environment
-#: variable.
-Start = Literal["plain", "launcher", "accelerate", "environment"]
+#: How a user starts a script: unchanged, through the launcher, through accelerate and the launcher, through torchrun with its
+#: options ``before`` and the launcher, or with the environment variable.
+Start = Literal["plain", "launcher", "accelerate", "torchrun", "environment"]
 
 #: Runs Python until it ends; see the fixture.
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -104,7 +104,8 @@ class Run:
     @property
     def checkpoint_calls(self) -> dict[str, int]:
         """The number of calls of each kind of checkpointing."""
-        return {kind: count for kind, count in self._record.items() if kind not in ("steps", "left", "losses", "graphs")}
+        others = ("steps", "left", "losses", "graphs", "collectives", "weights")
+        return {kind: count for kind, count in self._record.items() if kind not in others}
 
     @property
     def measured_steps(self) -> list[tuple[int, int]]:
@@ -125,6 +126,19 @@ class Run:
     def graphs(self) -> list[int]:
         """The number of compiled graphs after each batch's backward; empty unless ``SPY_LOSSES`` is set."""
         return self._record.get("graphs", [])
+
+    @property
+    def collectives(self) -> list[list[tuple[str, str, int]]]:
+        """(operation, data type, bytes of the whole tensor) of each collective operation of each batch, in the first process.
+
+        Empty unless ``SPY_COLLECTIVES`` is set.
+        """
+        return self._record.get("collectives", [])
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Numbers of ``all`` weights of the models, of ``trained`` ones and of their ``tensors``; with the same variable."""
+        return self._record.get("weights", {})
 
     @property
     def _record(self) -> dict[str, Any]:
@@ -248,12 +262,13 @@ def train(
             **({"KOHYA_EXT": "1"} if start == "environment" else {}),
             **(env or {}),
         }
-        launcher = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), *before, script]
+        launcher = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), *(before if start != "torchrun" else ()), script]
         command = {
             "plain": [str(checkout.path / script)],
             "environment": [str(checkout.path / script)],
             "launcher": launcher,
             "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *launcher],
+            "torchrun": ["-m", "torch.distributed.run", *before, *launcher],
         }[start]
         if ranks > 1:
             started = starting.start_ranks([*command, *argv], environ, output, ranks)

@@ -17,6 +17,12 @@ from tests.real.test_losing_nothing import FULL, LORA, assert_all_complete, posi
 from tests.real.test_ranks import end_rank
 
 torch = pytest.importorskip("torch")
+from kohya_ext.estimate import zero  # noqa: E402
+from kohya_ext.estimate.events import Kind  # noqa: E402
+from kohya_ext.estimate.gathered_weights import GatheredWeights  # noqa: E402
+from kohya_ext.estimate.step import fake_tensors  # noqa: E402
+from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
+
 pytest.importorskip("deepspeed", reason="deepspeed is not installed (it is in the extra test)")
 
 pytestmark = posix
@@ -205,21 +211,65 @@ STATE_BYTES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_fork_server")
-@pytest.mark.parametrize("words", STATE_BYTES, ids="-".join)
-def test_bytes_per_weight_are_those_of_the_documentation(tmp_path, words):
+def bytes_per_weight(tmp_path, words):
+    """Return data type -> bytes per weight of the tensors of real DeepSpeed in one of two processes, after backward."""
     variables = {**os.environ, **ON_CPU, "PYTHONPATH": environment.python_path(SITE), "SPY_FILE": str(tmp_path / "spy.json")}
     processes = starting.start_ranks([str(PROBE), *words], variables, tmp_path, 2)
     with open(processes[0].output, "rb") as printed:
         lines = printed.read().decode().splitlines()
     assert [process.wait() for process in processes] == [0, 0], lines
-    measured = json.loads(next(line for line in lines if line.startswith("{")))
+    return json.loads(next(line for line in lines if line.startswith("{")))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fork_server")
+@pytest.mark.parametrize("words", STATE_BYTES, ids="-".join)
+def test_bytes_per_weight_are_those_of_the_documentation(tmp_path, words):
+    measured = bytes_per_weight(tmp_path, words)
     full, half = STATE_BYTES[words]
     bucket = 2 * 5e8 / PROBE_WEIGHTS if words[0] == "3" else 0  # DeepSpeed's reduce_bucket_size, in bf16
     assert measured["float32"] == pytest.approx(full, rel=0.02)
     # The gradients of a layer or three are on their way to another process or to the host.
     assert measured["bfloat16"] == pytest.approx(half + bucket, abs=3 * 2 / 20)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fork_server")
+@pytest.mark.parametrize("words", STATE_BYTES, ids="-".join)
+def test_predicted_bytes_are_within_2_percent_of_those_of_deepspeed(tmp_path, words):
+    measured = sum(bytes_per_weight(tmp_path, words).values()) * PROBE_WEIGHTS
+    assert predicted_bytes(int(words[0]), "optimizer" in words, "weights" in words) == pytest.approx(measured, rel=0.02)
+
+
+def predicted_bytes(stage, offloads_optimizer, offloads_weights):
+    """Return the bytes of the probe's second step after backward, on GPU and host together, as an estimate predicts them."""
+    division = zero.Division(stage, 2, offloads_optimizer, offloads_weights)
+    tracker = Tracker()
+    with fake_tensors() as assumptions:
+        tracker.run = assumptions.run
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(20)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        gathered = GatheredWeights(tracker, [model], 2, offloads_weights) if stage == 3 else None
+
+        def run():
+            with tracker.during(BACKWARD):
+                model(torch.randn(1, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
+
+        if gathered is not None:
+            gathered.watch()
+            gathered.record(run)
+            optimizer.zero_grad()
+        with tracker:
+            tracker.leave_out(model.parameters()) if gathered else tracker.mark(model.parameters(), Kind.TRAINED_WEIGHT)
+            divided = zero.divide(division, optimizer, gathered, tracker)
+            divided.create_state()
+            divided.begin()
+            run()
+            divided.end_backward(accumulates=False)
+            kinds = tracker.kinds  # without cuBLAS's workspaces, which CPUs have not
+            allocated = sum(event.bytes for event in tracker.events if kinds[event.storage] is not Kind.WORKSPACE)
+    host = {name: size for name, size in divided.host.bytes.items() if "pinned" not in name}  # CPUs pin nothing
+    return allocated + sum(host.values())
 
 
 @pytest.mark.slow
@@ -239,3 +289,26 @@ def test_presets_train(checkout, train, script, presets):
     run = train(checkout, script, *words, "--optimizer_type", "AdamW", env=ON_CPU, ranks=2, without=omitted)
     assert "deepspeed, zero_stage=" in run.output
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        ((FULL,), "--ddp_gradient_as_bucket_view"),
+        ((FULL, "--optimizer_type", "AdamW", "--no-full_bf16"), "--deepspeed"),
+        (("flux_train.py",), "--deepspeed"),
+    ],
+)
+def test_answers_of_plan_train(checkout, call, train, argv, option):
+    """At full size, the answers run in benchmarks.full_size on the virtual GPU (docs/multi_gpu.md)."""
+    asked = ("plan", "--sd-scripts", checkout.path, "--gpus", "2x24GB", "--json", *argv)
+    answer = json.loads(call("-m", "kohya_ext", *asked).stdout)["answer"]
+    words = [word for word in answer["arguments"] if word not in ("--num_processes", "2")]
+    env = ON_CPU if answer["engine"].startswith("ZeRO") else {}
+    omitted = ("--optimizer_type", "AdamW", "--mixed_precision", "no", "--learning_rate", "1e-4")
+    run = train(checkout, argv[0], *words, env=env, ranks=2, without=omitted)
+    assert run.code == 0, run.output[-4000:]
+    assert all(tensor.isfinite().all() for tensor in run.tensors.values())
+    assert (option == "--deepspeed") == ("deepspeed, zero_stage=" in run.output)

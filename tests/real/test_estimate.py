@@ -154,7 +154,9 @@ def test_the_peak_can_be_outside_the_step(
     ("argv", "named"),
     [
         (("sdxl_train.py", "--preset", "16gb", "--learnign_rate", "1"), "Did you mean --learning_rate"),
-        (("sdxl_train.py", "--preset", "16gb", "--deepspeed"), "a run with --deepspeed cannot be estimated"),
+        (("sdxl_train.py", "--preset", "zero3", "--zero_stage", "0"), "--zero_stage 0 cannot be estimated"),
+        (("sdxl_train.py", "--preset", "zero3", "--fused_backward_pass"), "--deepspeed and --fused_backward_pass"),
+        (("sdxl_train.py", "--preset", "24gb", "--num_processes", "2"), "several processes and --fused_backward_pass"),
         pytest.param(
             ("flux_train.py", "--preset", "24gb", "--cpu_offload_checkpointing"),
             "a run with --cpu_offload_checkpointing cannot be estimated",

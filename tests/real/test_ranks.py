@@ -153,16 +153,23 @@ def test_two_processes_skip_the_same_step(checkout, train, tmp_path):
     assert all(tensor.isfinite().all() for tensor in run.tensors.values())
 
 
-def on_two_machines(train, *words, **options):
-    """Train in a process on each of two "machines", the launchers of this one; return their runs."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1]))
-    machines = ("--num_processes", "2", "--num_machines", "2", *address)
+        return str(free.getsockname()[1])
+
+
+def on_two_machines(train, *words, before=None, **options):
+    """Train in a process on each of two "machines", the launchers of this one; return their runs.
+
+    ``before``: the launcher's options on both, if not those of accelerate.
+    """
+    address = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
+    machines = ("--num_processes", "2", "--num_machines", "2", *address, "--machine_rank")
 
     def start(rank):
         act = {} if rank == 0 else {"act": None}
-        return train(*words, before=(*machines, "--machine_rank", str(rank)), **{**options, **act})
+        return train(*words, before=before or (*machines, str(rank)), **{**options, **act})
 
     with ThreadPoolExecutor(2) as launchers:
         return list(launchers.map(start, range(2)))
@@ -190,4 +197,56 @@ def test_process_killed_on_one_machine_ends_both(checkout, train, tmp_path):
     first, second = on_two_machines(train, checkout, FULL, "--max_train_steps", "500", **options)
     assert first.code == 128 + signal.SIGKILL, first.output[-3000:]
     assert second.code not in (0, -signal.SIGKILL), second.output[-3000:]
+    assert not orphans(tmp_path)
+
+
+RESTARTED = {"start": "torchrun", "env": {**TWO["env"], "OMP_NUM_THREADS": "1"}, "without": ("--gradient_checkpointing",)}
+ELASTIC = (*EVERYTHING, "--resume", "auto")
+
+
+def kill_at_random(generator):
+    """Return an action that kills one of two processes within half a second."""
+
+    def kill(launcher):
+        time.sleep(generator.uniform(0, 0.5))
+        end_rank(generator.choice((0, 1)), signal.SIGKILL)(launcher)
+
+    return kill
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(version("rich") < "15", reason="rich draws random numbers for logged lines, more of them in a new process")
+@pytest.mark.parametrize("script", [LORA, FULL])
+def test_torchrun_restarts_after_a_kill_and_loses_nothing(checkout, train, tmp_path, script):
+    uninterrupted = train(checkout, script, *EVERYTHING, ranks=2, without=RESTARTED["without"])
+    generator = random.Random(f"{script} {checkout.layout}")
+    kill = {"at_step": generator.randint(3, 9), "act": kill_at_random(generator)}
+    torchrun = ("--nnodes", "1", "--nproc_per_node", "2", "--master_port", free_port(), "--max-restarts", "2")
+    run = train(checkout, script, *ELASTIC, before=torchrun, output=tmp_path, **RESTARTED, **kill)
+    assert "resumed after step" in run.output
+    assert "will differ" not in run.output
+    assert same(run.tensors, uninterrupted.tensors)
+    assert same(read(tmp_path / "tiny-ema.safetensors"), read(uninterrupted.folder / "tiny-ema.safetensors"))
+    assert log_of(run).summary()["status"] == "DONE"
+    assert_all_complete(tmp_path)
+    assert not orphans(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(version("rich") < "15", reason="rich draws random numbers for logged lines, more of them in a new process")
+def test_torchrun_restarts_two_machines_together(checkout, train, tmp_path):
+    uninterrupted = train(checkout, LORA, *EVERYTHING, ranks=2, without=RESTARTED["without"])
+    rendezvous = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "two")
+    torchrun = ("--nnodes", "2", "--nproc_per_node", "1", "--max-restarts", "2", *rendezvous)
+
+    def kill(launcher):
+        psutil = pytest.importorskip("psutil")
+        (worker,) = (child for child in psutil.Process(launcher).children() if "RANK" in child.environ())
+        worker.kill()
+
+    words = (train, checkout, LORA, *ELASTIC)
+    first, second = on_two_machines(*words, before=torchrun, output=tmp_path, at_step=5, act=kill, **RESTARTED)
+    assert (first.code, second.code) == (0, 0), first.output[-3000:] + second.output[-3000:]
+    assert "resumed after step" in first.output + second.output
+    assert same(read(tmp_path / "tiny.safetensors"), uninterrupted.tensors)
     assert not orphans(tmp_path)

@@ -23,7 +23,9 @@ OTHERS = {f"--{name}" for name in (
     "max_train_steps", "gradient_accumulation_steps", "persistent_data_loader_workers",
     "attn_mode", "full_bf16", "lowram", "scale_weight_norms",
     "deepspeed", "zero_stage", "save_state", "offload_optimizer_device", "offload_param_device", "max_grad_norm",
+    "ddp_gradient_as_bucket_view", "command",
     "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "signal",  # SLURM's
+    "nnodes", "nproc_per_node", "max-restarts", "rdzv_backend", "rdzv_id", "rdzv_endpoint",  # torchrun's
 )}  # fmt: skip
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

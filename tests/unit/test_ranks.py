@@ -58,6 +58,13 @@ def test_a_restart_does_not_get_the_failure_of_the_start_before(connections):
     assert connections(0, TORCHELASTIC_RESTART_COUNT="1")._read() is None
 
 
+def test_restarts_of_several_machines_have_a_store_of_their_own():
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "2"}
+    assert ranks.attempt({}) == 0
+    assert ranks.attempt(restarted) == ranks.attempt({**restarted, "GROUP_WORLD_SIZE": "1"}) == 2
+    assert ranks.attempt({**restarted, "GROUP_WORLD_SIZE": "2"}) == 0
+
+
 def test_processes_share_random_states(connections):
     first, second = connections(0), connections(1)
     second.share("part", [3, {"random": torch.get_rng_state(), "python": (3, (1, 2), None)}])

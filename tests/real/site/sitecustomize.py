@@ -2,7 +2,7 @@
 
 It counts calls of torch's checkpoint. Environment variables enable more: SPY_MEMORY records memory and FLOPs of every step,
 SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory, in the process
-SPY_ONLY_RANK if that is set. REPLAY_ON_CPU replaces
+SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch. REPLAY_ON_CPU replaces
 CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail. WRAP_AS_ON_GPUS lets upstream's LoRA
 scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed there. BREAK breaks
 compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in the first step.
@@ -27,6 +27,8 @@ steps = []
 left = []
 losses = []
 graphs = []
+collectives = []
+weights = {}
 
 #: Training batch at which every block that is not checkpointed runs out of memory in forward.
 OUT_OF_MEMORY = int(os.environ.get("SPY_OUT_OF_MEMORY_AT", 0))
@@ -82,6 +84,59 @@ def record_losses(module):
     module.Accelerator.backward = backward
 
 
+def record_collectives(module):
+    """Record (operation, data type, bytes) of the collective operations from each batch to the next one.
+
+    The bytes are those of a whole tensor: the input of an all-reduce or a reduce-scatter, the output of an all-gather.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if collectives and operation.namespace == "c10d":
+                name = operation._schema.name.removeprefix("c10d::")
+                tensors = largest(args[:2])
+                if tensors:
+                    collectives[-1].append((name, str(tensors[0].dtype), sum(map(size, tensors))))
+            return operation(*args, **(kwargs or {}))
+
+    def size(tensor):
+        return tensor.numel() * tensor.element_size()
+
+    def largest(values):
+        flat = [list(tensors_of(value)) for value in values]
+        return max(flat, key=lambda tensors: sum(map(size, tensors)), default=[])
+
+    def tensors_of(value):
+        if isinstance(value, module.torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                yield from tensors_of(each)
+
+    init, accumulate = module.Accelerator.__init__, module.Accelerator.accumulate
+
+    @functools.wraps(init)
+    def begin(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        Record().__enter__()
+
+    @functools.wraps(accumulate)
+    def next_batch(self, *models):
+        if not collectives:
+            every = [weight for model in self._models for weight in model.parameters()]
+            for weight in every:
+                numel = getattr(weight, "ds_numel", weight.numel())
+                weights["all"] = weights.get("all", 0) + numel
+                weights["trained"] = weights.get("trained", 0) + numel * weight.requires_grad
+                weights["tensors"] = weights.get("tensors", 0) + weight.requires_grad
+        collectives.append([])
+        return accumulate(self, *models)
+
+    module.Accelerator.__init__ = begin
+    module.Accelerator.accumulate = next_batch
+
+
 def exhaust_memory(module):
     batches = 0
     body = module.BasicTransformerBlock.forward_body
@@ -120,8 +175,15 @@ def break_profiler(module):
 
 
 def write():
-    if (calls or steps or losses) and os.environ.get("RANK", "0") == "0":
-        lists = {"steps": steps, "left": left, "losses": losses, "graphs": graphs}
+    if (calls or steps or losses or collectives) and os.environ.get("RANK", "0") == "0":
+        lists = {
+            "steps": steps,
+            "left": left,
+            "losses": losses,
+            "graphs": graphs,
+            "collectives": collectives,
+            "weights": weights,
+        }
         recorded = {name: values for name, values in lists.items() if values}
         with open(os.environ["SPY_FILE"], "w") as file:
             json.dump({**calls, **recorded}, file)
@@ -164,12 +226,18 @@ def allow_deepspeed_on_cpu(module):
 
 
 def partition_small_weights(module):
-    """Let ZeRO-3 divide tiny weights, too; by default it keeps weights of less than 100,000 elements whole."""
+    """Let ZeRO-3 divide tiny weights, too, and forget them within a tiny model.
+
+    By default it keeps weights of less than 100,000 elements whole, and gathered ones for the next 1e9 elements.
+    """
     original = module.initialize
 
     @functools.wraps(original)
     def initialize(*args, config_params, **kwargs):
         config_params["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
+        if "REUSE_DISTANCE" in os.environ:
+            config_params["zero_optimization"]["stage3_max_reuse_distance"] = int(os.environ["REUSE_DISTANCE"])
+            config_params["zero_optimization"]["stage3_prefetch_bucket_size"] = 0  # what it fetches ahead is kept, too
         return original(*args, config_params=config_params, **kwargs)
 
     module.initialize = initialize
@@ -204,6 +272,8 @@ if "SPY_MEMORY" in os.environ:
     wrapt.register_post_import_hook(measure_memory, "accelerate.accelerator")
 if "SPY_LOSSES" in os.environ:
     wrapt.register_post_import_hook(record_losses, "accelerate.accelerator")
+if "SPY_COLLECTIVES" in os.environ:
+    wrapt.register_post_import_hook(record_collectives, "accelerate.accelerator")
 if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(replay_on_cpu, "kohya_ext.compiling.cuda_recorder")
 if "SPY_PROFILER_FAILS" in os.environ:
