@@ -156,16 +156,19 @@ def quantized(weight: torch.Tensor, kind: torch.dtype, device: Any) -> tuple[tor
     return torch.cat([part.view(torch.int8) for part, _ in parts]), torch.cat([part for _, part in parts])
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
 def convert(layer: torch.nn.Linear, kind: torch.dtype, products: Products, device: Any) -> None:
-    """Change a linear layer in place to :class:`Linear`. Its weight is quantized on ``device`` and stays on its own.
+    """Change a linear layer in place to :class:`Linear`. Its weight is quantized on ``device`` and stays on its own."""
+    install(layer, kind, products, *quantized(layer.weight, kind, device))
+
+
+def install(layer: torch.nn.Linear, kind: torch.dtype, products: Products, bits: torch.Tensor, scales: torch.Tensor) -> None:
+    """Change a linear layer in place to :class:`Linear` with the results of :func:`quantized`, on its weight's device.
 
     The kernels need multiples of the rotation's block as widths; other layers dequantize their weight instead.
     """
-    weight = layer.weight
-    bits, scales = quantized(weight, kind, device)
-    layer.weight = torch.nn.Parameter(bits.to(weight.device), requires_grad=False)
-    layer.register_buffer("scale_bits", scales.view(torch.int32).to(weight.device), persistent=False)
+    device = layer.weight.device
+    layer.weight = torch.nn.Parameter(bits.to(device), requires_grad=False)
+    layer.register_buffer("scale_bits", scales.view(torch.int32).to(device), persistent=False)
     layer.__class__ = Linear
     layer.kind = kind
     fits = layer.in_features % BLOCK == 0 and layer.out_features % BLOCK == 0

@@ -47,6 +47,11 @@ class History:
             value = _in_own_pages(value, dtype)
         return value
 
+    def identity(self, rows: Sequence[int]) -> tuple[object, ...]:
+        """Return what the values of some rows are made of: casts and bytes. Equal identities mean equal values."""
+        sources = (self.source[row].detach().cpu().contiguous().view(torch.uint8) for row in rows)
+        return self.source.dtype, self.casts, *(source.numpy().tobytes() for source in sources)
+
     def read(self) -> torch.Tensor:
         """Return the tensor after all casts, and keep it in place of the file's, so that it can be changed."""
         # A file's tensor without casts is read where it is. Its pages are private: a change does not reach the file.
