@@ -55,6 +55,8 @@ class _Base(TrainingCallback):
     cache_file: Path | None = None
     origin: Origin = field(default_factory=dict)
     """What the weights in the cache must be made from, except the layers' own content."""
+    taken: int = 0
+    """Layers whose weights are those of an 8-bit checkpoint file, without another rounding."""
     facts: dict[str, object] = field(default_factory=dict)
 
     def convert(self, model: Any) -> None:
@@ -67,13 +69,16 @@ class _Base(TrainingCallback):
         source = self._convert(converted)
         after = sum(layer.weight.nbytes + layer.scale_bits.nbytes for _, layer in converted)
         self.facts = {"layers": len(converted), "bytes_before": before, "bytes": after, "products": self.products}
-        self.facts |= {"source": source}
+        self.facts |= {"source": source, "taken": self.taken}
+        taken = f", {self.taken} as they are there" if self.taken else ""
         sizes = f"{format_size(before)} -> {format_size(after)}"
-        note(f"base precision: {len(converted)} frozen linear layers in 8 bits, {sizes}, from the {source}")
+        note(f"base precision: {len(converted)} frozen linear layers in 8 bits, {sizes}, from the {source}{taken}")
 
     def _convert(self, converted: Layers) -> str:
         """Convert layers, and return where their weights come from: ``cache`` or ``checkpoint``."""
+        from kohya_ext.quantization.arithmetic import ROTATED
         from kohya_ext.quantization.linear import convert, install
+        from kohya_ext.weights.postponed import stored_rows
 
         cache = self._cache(converted)
         kept = None if cache is None else _read(cache, converted)
@@ -82,7 +87,12 @@ class _Base(TrainingCallback):
                 install(layer, self.kind, self.products, bits, scales)
             return "cache"
         for _, layer in converted:
-            convert(layer, self.kind, self.products, self.accelerator.device)
+            stored = None if self.kind in ROTATED else stored_rows(layer.weight, self.kind)
+            if stored is None:
+                convert(layer, self.kind, self.products, self.accelerator.device)
+            else:
+                install(layer, self.kind, self.products, *stored)
+                self.taken += 1
         if cache is not None and self.accelerator.is_local_main_process:
             _write(cache, converted)
         return "checkpoint"

@@ -22,7 +22,7 @@ from kohya_ext.quantization.rotation import BLOCK
 from kohya_ext.run.atomic_write import remove_abandoned, truncated, write_atomically
 from kohya_ext.run.file_index import check_id
 from kohya_ext.run.safetensors_header import read_header
-from kohya_ext.weights.postponed import History, PostponedCast
+from kohya_ext.weights.postponed import history_of
 
 _VERSION = 1
 """Increase when the quantization changes, or what is in the file."""
@@ -74,8 +74,7 @@ def content(layers: Layers) -> str:
     for name, layer in layers:
         weight = layer.weight.detach()
         rows = sorted({row * (len(weight) - 1) // (_ROWS - 1) for row in range(_ROWS)})
-        history = weight.history if isinstance(weight, PostponedCast) else History(weight)
-        digest.update(repr((name, tuple(weight.shape), history.identity(rows))).encode())
+        digest.update(repr((name, tuple(weight.shape), history_of(weight).identity(rows))).encode())
     return digest.hexdigest()
 
 

@@ -49,7 +49,8 @@ FAMILIES = ("train_network.py", "sd3_train_network.py", "lumina_train_network.py
 )
 def test_weights_from_the_cache_train_the_same_lora(checkout, train, tmp_path, script, precision):
     """The second start reads the file of the first one, also with a data type in which the checkpoint is cast."""
-    words = ("--base_precision", precision, "--mixed_precision", "bf16")
+    mixed = "no" if "hunyuan" in script else "bf16"  # upstream's HunyuanImage mixes precisions, which a CPU refuses
+    words = ("--base_precision", precision, "--mixed_precision", mixed)
     plain = train(checkout, script, *words)
     first, second = (train(checkout, script, *words, "--base_precision_cache", str(tmp_path / "kept")) for _ in range(2))
     sources = [run.report["facts"]["base_precision"]["source"] for run in (plain, first, second)]

@@ -20,9 +20,11 @@ from kohya_ext.estimate.memory_config import MemoryConfig  # noqa: E402
 from kohya_ext.patching import training_loop  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.patching.training_loop import Program, TrainingRun  # noqa: E402
-from kohya_ext.quantization.linear import Linear  # noqa: E402
+from kohya_ext.quantization.linear import Linear, dequantized  # noqa: E402
 from kohya_ext.quantization.selection import NETWORKS, reason_to_refuse  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
+from kohya_ext.weights.postponed import History, PostponedCast  # noqa: E402
+from kohya_ext.weights.scaling import Scaling  # noqa: E402
 
 
 class Transformer2DModel(torch.nn.Module):
@@ -162,3 +164,21 @@ def test_a_cache_of_other_weights_is_replaced(tmp_path, capsys):
         sources.append(base.facts["source"])
     assert sources == ["checkpoint", "cache", "checkpoint"]
     assert "kept.safetensors is not used, because it was made with another content; quantizing" in capsys.readouterr().err
+
+
+def test_fp8_weights_of_a_file_are_taken_without_another_rounding():
+    """Those of rows or of the whole matrix. A merged one is quantized from its new values."""
+    accelerator = SimpleNamespace(device=torch.device("cpu"), is_local_main_process=True)
+    torch.manual_seed(0)
+    values, scale = torch.randn(64, 64).to(torch.float8_e4m3fn), torch.rand(())
+    for scales, is_merged, is_taken in ((scale, False, True), (torch.rand(64, 1), False, True), (scale, True, False)):
+        history = History(values, scaling=Scaling(scales, 0)).cast(torch.float16)
+        model = SdxlUNet2DConditionModel()
+        model.attention.proj_in.weight = torch.nn.Parameter(PostponedCast(history), requires_grad=False)
+        if is_merged:
+            model.attention.proj_in.weight.data.mul_(1.5)
+        base = base_precision._Base(accelerator, torch.float8_e4m3fn, "operations")
+        base.convert(model)
+        assert base.facts["taken"] == is_taken
+        expected = values.float() * scales.reshape(-1, 1)
+        assert torch.equal(dequantized(model.attention.proj_in), expected) == is_taken
