@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import full_size, results
+from benchmarks import full_size, results, sparse_checkpoints
 from benchmarks.full_size import Row
 from kohya_ext.sdscripts.checkouts import find_or_fetch
 from kohya_ext.tiny import environment
@@ -42,10 +42,13 @@ VARIANTS = {"upstream": ("--disable_patch", "*"), "default": ()}
 _CACHE = ("--base_precision_cache", "{scratch}/kept")
 CACHED = {"first start with a cache": _CACHE, "later start with a cache": _CACHE}
 
+#: Rows of families that are often downloaded in fp8 with scales also start from such a file.
+SCALED = {"fp8 with scales": ("--pretrained_model_name_or_path", "{scaled}")}
+
 
 def variants(row: Row) -> Mapping[str, Sequence[str]]:
     """Return the variants of a row: name -> further words of the command."""
-    return {**VARIANTS, **CACHED} if "int8" in row.name else VARIANTS
+    return {**VARIANTS, **(CACHED if "int8" in row.name else {}), **(SCALED if row.name in ("sdxl-lora", "flux-lora") else {})}
 
 
 def main() -> int:
@@ -54,6 +57,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
     )
     parser.add_argument("--only", default="", help="measure only rows whose name begins with this text")
+    parser.add_argument("--variant", action="append", help="measure only the variant of this name; may be repeated")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
     checkout = find_or_fetch(given.sd_scripts)
@@ -68,8 +72,11 @@ def main() -> int:
             words = ["--sd-scripts", str(checkout.path), row.script, *arguments]
             variables = environment.variables(scratch / "models" / "tokenizers") | {"VIRTUAL_GPU_HOST_PAGES": "1"}
             measured = rows.setdefault(row.name, {"arguments": " ".join([row.script, *row.arguments])})
+            scaled = sparse_checkpoints.write_scaled(Path(arguments[arguments.index("--pretrained_model_name_or_path") + 1]))
             for name, template in variants(row).items():
-                options = [word.format(scratch=scratch) for word in template]
+                if given.variant and name not in given.variant:
+                    continue
+                options = [word.format(scratch=scratch, scaled=scaled) for word in template]
                 worker = ["benchmarks.host_memory_worker"]
                 measured[name] = full_size.run_worker(given, scratch, row.card, worker, [*words, *options], variables, 1)
                 print(f"{row.name}, {name}: {measured[name]}", file=sys.stderr, flush=True)

@@ -35,7 +35,7 @@ WIDTHS = (1024, 2048, 4096, 8192, 15360)
 
 #: Triton's names of 8-bit formats and precisions in kernels' signatures.
 KINDS = {"int8": "i8", "fp8": "fp8e4nv"}
-PRECISIONS = ("bf16", "fp16", "fp32")
+PRECISIONS = ("bf16", "fp16")  # fp32 does not use the kernels
 
 _NAMES = {False: "input", True: "gradient"}
 
@@ -84,7 +84,7 @@ def configurations(kind: str, precision: str) -> Iterator[Configuration]:
     from kohya_ext.quantization import kernels
     from kohya_ext.quantization.linear import KINDS as BY_NAME
 
-    dtype = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[precision]
+    dtype = {"bf16": tl.bfloat16, "fp16": tl.float16}[precision]
     eight_bits, stored = BY_NAME[kind], f"*{KINDS[kind]}"
     rotated = eight_bits in ROTATED
     for width in WIDTHS:
@@ -133,9 +133,9 @@ def resources(configuration: Configuration, capability: int) -> Resources:
         file.write(compiled.asm["cubin"])
         file.flush()
         printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
-    assert found is not None, printed
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert usage is not None, printed
+    return Resources(int(usage[1]), int(usage[2]), compiled.metadata.shared)
 
 
 def main() -> int:

@@ -41,7 +41,7 @@ class _Files(TrainingCallback):
     def before_batch(self, accelerator: Accelerator) -> None:
         self.can_wait = False
 
-    def found(self, file: Path, stored: StoredWeights) -> None:
+    def add(self, file: Path, stored: StoredWeights) -> None:
         if file.name not in self.names:
             self.names.add(file.name)
             note(f"{file.name}: {stored}, used as bf16")
@@ -63,12 +63,12 @@ def _stored(file: Any) -> StoredWeights | None:
     except (ValueError, OSError):  # the original's error names the file
         return None
     if stored is not None and (files := current(_Files)) is not None:
-        files.found(path, stored)
+        files.add(path, stored)
     return stored
 
 
 def _weights(history: History) -> Any:
-    """Return a weight in bf16: at once, or postponed where the run allows it."""
+    """Return a weight in bf16, postponed where the run allows it."""
     from kohya_ext.weights.postponed import PostponedCast
 
     files = current(_Files)

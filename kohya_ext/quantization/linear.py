@@ -119,7 +119,7 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         rows = x.reshape(-1, x.shape[-1])
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(device, enabled=False):
-            out = _Linear.apply(rows, self.weight, self.scales, bias, dtype, self.kind, self._products(rows))
+            out = _Linear.apply(rows, self.weight, self.scales, bias, dtype, self.kind, self._products(rows, dtype))
         # As in torch.nn.functional.linear. A compiled block that follows would guard on an ordinary view.
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
@@ -130,7 +130,8 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         bias = None if self.bias is None else self.bias.to(dtype)
         down, up = down.to(dtype), up.to(dtype)
         with torch.autocast(device, enabled=False):
-            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, self.kind, self._products(rows))
+            products = self._products(rows, dtype)
+            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, self.kind, products)
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
     @property
@@ -138,8 +139,10 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         """The fp32 scales of the output channels, [out_features]."""
         return self.scale_bits.view(torch.float32)
 
-    def _products(self, rows: Any) -> Products:
-        return "weights" if rows.shape[0] <= FEW_ROWS else self.products
+    def _products(self, rows: Any, dtype: Any) -> Products:
+        # Kernels that rotate fp32 spill thousands of bytes of registers (benchmarks/kernel_resources.py).
+        is_slow = self.products == "kernels" and dtype is torch.float32
+        return "weights" if rows.shape[0] <= FEW_ROWS or is_slow else self.products
 
 
 def _precision(x: Any) -> Any:

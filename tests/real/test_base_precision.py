@@ -61,6 +61,30 @@ def test_weights_from_the_cache_train_the_same_lora(checkout, train, tmp_path, s
         assert all(torch.equal(tensor, run.tensors[name]) for name, tensor in plain.tensors.items())
 
 
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("sdxl_train_network.py", ("--lowram",)),
+        ("sdxl_train_network.py", ()),
+        ("flux_train_network.py", ()),
+        pytest.param("train_network.py", ("--lowram",), marks=pytest.mark.slow),
+        pytest.param("sd3_train_network.py", (), marks=pytest.mark.slow),
+        pytest.param("lumina_train_network.py", (), marks=pytest.mark.slow),
+        pytest.param("anima_train_network.py", (), marks=pytest.mark.slow),
+    ],
+)
+def test_samples_do_not_change_the_lora(checkout, train, tmp_path, script, options):
+    """Nor does loading on the run's device."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle --w 64 --h 64 --s 2 --d 1\n")
+    usual = ("--base_precision", "int8", "--mixed_precision", "bf16")
+    samples = ("--sample_prompts", str(prompts), "--sample_every_n_steps", "2", "--sample_at_first")
+    run, plain = train(checkout, script, *usual, *options, *samples), train(checkout, script, *usual)
+    assert run.code == 0, run.output[-3000:]
+    assert len(list((run.folder / "sample").glob("*.png"))) == 3
+    assert all(torch.equal(tensor, run.tensors[name]) for name, tensor in plain.tensors.items())
+
+
 @pytest.mark.newest
 def test_merged_networks_have_a_cache_of_their_own(checkout, train, tmp_path):
     script, words = "sdxl_train_network.py", ("--base_precision", "int8", "--base_precision_cache", str(tmp_path / "kept"))
