@@ -51,8 +51,14 @@ class History:
         """Return the tensor after all casts: of the source's shape, on the host."""
         value = self.source if self.scaling is None else self.scaling.weights(self.source)
         for dtype in self.casts:
-            value = _in_own_pages(value, dtype)
+            value = _in_own_pages(value, dtype) if value.device.type == "cpu" else value.to(dtype)
         return value
+
+    def copy_to(self, device: torch.device, **options: Any) -> torch.Tensor:
+        """Return the tensor after all casts on another device. Eight bits are moved first, and computed there."""
+        if self.scaling is None:
+            return _aten._to_copy.default(self.value(), device=device, **options)
+        return replace(self, source=self.source.to(device)).value()
 
     def identity(self, rows: Sequence[int]) -> tuple[object, ...]:
         """Return what the values of some rows are made of: bytes, scales and casts. Equal identities mean equal values."""
@@ -141,6 +147,6 @@ class PostponedCast(torch.Tensor):  # type: ignore[misc]  # torch is not followe
             history = arguments[0].history
             history = history.cast(keywords.get("dtype") or history.dtype)
             is_move = keywords.get("device") not in (None, history.source.device)
-            return operator(history.value(), **keywords) if is_move else cls(history)
+            return history.copy_to(**keywords) if is_move else cls(history)
         arguments, keywords = tree_map_only(cls, lambda tensor: tensor.history.read(), (arguments, keywords))
         return operator(*arguments, **keywords)

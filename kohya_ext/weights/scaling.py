@@ -14,6 +14,9 @@ from kohya_ext.run.stored_weights import Stored, blocks
 DTYPE = torch.bfloat16
 """The precision of the weights: that of the file as it would be without 8 bits. Eight bits times a scale lose little in it."""
 
+_ELEMENTS = 1 << 24
+"""The number of values that are computed together, which limits temporary memory."""
+
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
 
 
@@ -29,13 +32,25 @@ class Scaling:
     def weights(self, values: torch.Tensor) -> torch.Tensor:
         """Return the weights of a tensor's values, computed in float32 and rounded once to :data:`DTYPE`, on its device."""
         down, right = self._blocks(values)
-        scales = self.scales.to(values.device, torch.float32)
-        scaled = values.float()  # a copy
-        if scales.numel():
-            scaled.view(down, -1, right, scaled[0].numel() // right if scaled.ndim else 1).mul_(scales.view(down, 1, right, 1))
-        if self.rotation:
-            scaled = (scaled.view(-1, self.rotation) @ _rotation(self.rotation).to(scaled.device)).view(values.shape)
-        return scaled.to(DTYPE)
+        scales = self.scales if self.scales.numel() else self.scales.new_ones(1)
+        scales = scales.to(values.device, torch.float32).view(down, 1, right, 1)
+        # Parts have whole rows, which are rotated, and whole blocks of rows, if there are several.
+        blocks_of_values = values.reshape(down, -1, right, values[0].numel() // right if values.ndim else 1)
+        dimension = 0 if down > 1 else 1
+        size = max(1, _ELEMENTS // max(1, blocks_of_values.select(dimension, 0).numel()))
+        weights = torch.empty(values.shape, dtype=DTYPE, device=values.device)
+        parts = zip(
+            blocks_of_values.split(size, dimension), weights.view(blocks_of_values.shape).split(size, dimension), strict=True
+        )
+        for index, (part, target) in enumerate(parts):
+            factors = scales[index * size : (index + 1) * size] if down > 1 else scales
+            target.copy_(self._turned_back(part.float() * factors))
+        return weights
+
+    def _turned_back(self, scaled: torch.Tensor) -> torch.Tensor:
+        if not self.rotation:
+            return scaled
+        return (scaled.reshape(-1, self.rotation) @ _rotation(self.rotation).to(scaled.device)).view(scaled.shape)
 
     def row_scales(self, values: torch.Tensor) -> torch.Tensor | None:
         """Return the fp32 scales of a matrix's rows, which have no rotation; None if it has other ones."""

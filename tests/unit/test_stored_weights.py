@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from kohya_ext.run.stored_weights import UnreadableError, stored_weights  # noqa: E402
+from kohya_ext.weights import scaling  # noqa: E402
 from kohya_ext.weights.postponed import History, PostponedCast  # noqa: E402
 from kohya_ext.weights.scaling import Scaling, values_of  # noqa: E402
 from tests import scaled_files  # noqa: E402
@@ -169,3 +170,25 @@ def test_scales_of_rows_are_those_of_fp8_files(checkpoint, tmp_path):
             assert (scales is not None) == has_rows
             if scales is not None:
                 assert torch.equal((tensors[key].float() * scales[:, None]).to(BF16), _weights(file)[key])
+
+
+@pytest.mark.parametrize("name", scaled_files.FORMATS)
+def test_parts_of_a_matrix_are_its_rows(checkpoint, tmp_path, name, monkeypatch):
+    """Large matrices are computed in parts, which limits temporary memory."""
+    file, _ = scaled_files.write(checkpoint, tmp_path, name)
+    expected = _weights(file)
+    for elements in (1, 64 * 5, 64 * 16):
+        monkeypatch.setattr(scaling, "_ELEMENTS", elements)
+        parts = _weights(file)
+        assert all(torch.equal(parts[key], weight) for key, weight in expected.items())
+
+
+def test_eight_bits_are_moved_before_weights_are_computed(monkeypatch):
+    """So that a GPU computes them: a CPU is slow, and keeps temporary memory."""
+    devices = []
+    original = Scaling.weights
+    monkeypatch.setattr(Scaling, "weights", lambda self, values: devices.append(values.device.type) or original(self, values))
+    weight = PostponedCast(History(torch.zeros(4, 4).to(FP8), scaling=Scaling(torch.ones(1), 0)))
+    moved = weight.to("meta", torch.float16)
+    assert (moved.device.type, moved.dtype, devices) == ("meta", torch.float16, ["meta"])
+    assert type(moved) is torch.Tensor
