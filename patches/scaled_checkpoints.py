@@ -20,7 +20,7 @@ from kohya_ext.console import note, stop
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run.stored_weights import Stored, StoredWeights, UnreadableError, stored_weights
+from kohya_ext.run.scaled_checkpoints import Stored, StoredWeights, UnreadableError, stored_weights
 from kohya_ext.sdscripts.families import of
 
 if TYPE_CHECKING:

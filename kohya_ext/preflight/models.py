@@ -12,7 +12,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings
 from kohya_ext.run import resume, run_record
 from kohya_ext.run.safetensors_header import Header, read_header
-from kohya_ext.run.stored_weights import UnreadableError, of_header, reject_gguf
+from kohya_ext.run.scaled_checkpoints import UnreadableError, of_header, reject_gguf
 from kohya_ext.sdscripts import families
 
 #: Arguments that name files to load, other than the model itself.

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kohya_ext.preflight import abbreviated
-from kohya_ext.run.stored_weights import UnreadableError, stored_weights
+from kohya_ext.run.scaled_checkpoints import UnreadableError, stored_weights
 from kohya_ext.sdscripts import families
 from kohya_ext.units import format_size
 from kohya_ext.weights import deltas, names, training_metadata

@@ -1,4 +1,4 @@
-"""Compute weights from the 8-bit values and the scales of a file (:mod:`kohya_ext.run.stored_weights`)."""
+"""Compute weights from the 8-bit values and the scales of a file (:mod:`kohya_ext.run.scaled_checkpoints`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kohya_ext.run.stored_weights import Stored, blocks
+from kohya_ext.run.scaled_checkpoints import Stored, blocks
 
 DTYPE = torch.bfloat16
 """The precision of the weights: that of the file as it would be without 8 bits. Eight bits times a scale lose little in it."""

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from kohya_ext.run.stored_weights import UnreadableError, stored_weights  # noqa: E402
+from kohya_ext.run.scaled_checkpoints import UnreadableError, stored_weights  # noqa: E402
 from kohya_ext.weights import scaling  # noqa: E402
 from kohya_ext.weights.postponed import History, PostponedCast  # noqa: E402
 from kohya_ext.weights.scaling import Scaling, values_of  # noqa: E402
