@@ -14,9 +14,10 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import full_size, results
+from benchmarks import full_size, results, sparse_checkpoints
 from benchmarks.full_size import Row
 from kohya_ext.sdscripts.checkouts import find_or_fetch
 from kohya_ext.tiny import environment
@@ -29,11 +30,25 @@ ROWS = (
     Row("flux-lora", "flux_train_network.py", ["--preset", "32gb"], 48 * GIB),
     Row("flux-lora, --fp8_base", "flux_train_network.py", ["--preset", "16gb"], 16 * GIB),
     Row("lumina-lora", "lumina_train_network.py", ["--preset", "24gb"], 24 * GIB),
+    Row("sdxl-lora, --base_precision int8", "sdxl_train_network.py", ["--preset", "8gb-int8"], 8 * GIB),
+    Row("flux-lora, --base_precision int8", "flux_train_network.py", ["--preset", "flux-lora/24gb-int8"], 24 * GIB),
     Row("sd15-lora", "train_network.py", ["--preset", "8gb"], 8 * GIB),
 )
 
 #: Without patches the launcher runs upstream's script unchanged; a preset completes its arguments.
 VARIANTS = {"upstream": ("--disable_patch", "*"), "default": ()}
+
+#: With an 8-bit base also two starts with its cache, the first of which writes it.
+_CACHE = ("--base_precision_cache", "{scratch}/kept")
+CACHED = {"first start with a cache": _CACHE, "later start with a cache": _CACHE}
+
+#: Rows of families that are often downloaded in fp8 with scales also start from such a file.
+SCALED = {"fp8 with scales": ("--pretrained_model_name_or_path", "{scaled}")}
+
+
+def variants(row: Row) -> Mapping[str, Sequence[str]]:
+    """Return the variants of a row: name -> further words of the command."""
+    return {**VARIANTS, **(CACHED if "int8" in row.name else {}), **(SCALED if row.name in ("sdxl-lora", "flux-lora") else {})}
 
 
 def main() -> int:
@@ -42,6 +57,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
     )
     parser.add_argument("--only", default="", help="measure only rows whose name begins with this text")
+    parser.add_argument("--variant", action="append", help="measure only the variant of this name; may be repeated")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
     checkout = find_or_fetch(given.sd_scripts)
@@ -56,13 +72,17 @@ def main() -> int:
             words = ["--sd-scripts", str(checkout.path), row.script, *arguments]
             variables = environment.variables(scratch / "models" / "tokenizers") | {"VIRTUAL_GPU_HOST_PAGES": "1"}
             measured = rows.setdefault(row.name, {"arguments": " ".join([row.script, *row.arguments])})
-            for name, options in VARIANTS.items():
+            scaled = sparse_checkpoints.write_scaled(Path(arguments[arguments.index("--pretrained_model_name_or_path") + 1]))
+            for name, template in variants(row).items():
+                if given.variant and name not in given.variant:
+                    continue
+                options = [word.format(scratch=scratch, scaled=scaled) for word in template]
                 worker = ["benchmarks.host_memory_worker"]
                 measured[name] = full_size.run_worker(given, scratch, row.card, worker, [*words, *options], variables, 1)
                 print(f"{row.name}, {name}: {measured[name]}", file=sys.stderr, flush=True)
             document |= results.kohya_ext_commit()
             given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return int(any("failed" in row[name] for row in rows.values() for name in VARIANTS))
+    return int(any("failed" in measured for row in rows.values() for measured in row.values()))
 
 
 if __name__ == "__main__":

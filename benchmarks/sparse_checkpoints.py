@@ -21,6 +21,7 @@ from kohya_ext.estimate import models
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.step import fake_tensors
 from kohya_ext.patching.attributes import replaced
+from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import importable
 from kohya_ext.tiny import checkpoints
@@ -29,6 +30,8 @@ from kohya_ext.tiny import checkpoints
 #: all of them in 8.
 _INTEGERS = {torch.int64: ("I64", 8), torch.int32: ("I32", 4), torch.bool: ("BOOL", 1)}
 _16_BITS, _8_BITS = ("BF16", 2), ("F8_E4M3", 1)
+
+_WIDTHS = dict([*_INTEGERS.values(), _16_BITS, _8_BITS, ("F32", 4)])
 
 _RANDOM_NUMBERS = 2**26
 
@@ -59,12 +62,17 @@ def write_file(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a sparse safetensors file that has zeros for every tensor; ``floats`` is the type of floating-point ones."""
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    rows = {name: (_INTEGERS.get(tensor.dtype, floats)[0], (*tensor.shape,)) for name, tensor in tensors.items()}
+    _write_zeros(path, rows, metadata or {})
+
+
+def _write_zeros(path: Path, rows: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> None:
+    """Write a sparse file of tensors: name -> type in the header and shape."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name, tensor in tensors.items():
-        kind, width = _INTEGERS.get(tensor.dtype, floats)
-        size = math.prod(tensor.shape) * width
-        header[name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": [end, end + size]}
+    for name, (kind, shape) in rows.items():
+        size = math.prod(shape) * _WIDTHS[kind]
+        header[name] = {"dtype": kind, "shape": [*shape], "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -72,6 +80,20 @@ def write_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+def write_scaled(path: Path) -> Path:
+    """Write the checkpoint of a sparse file with its matrices in fp8 with scales, and return the new file."""
+    header, result = read_header(path), path.with_name(f"{path.stem}_fp8_scaled.safetensors")
+    rows: dict[str, tuple[str, tuple[int, ...]]] = {"scaled_fp8": ("F8_E4M3", (0,))}
+    for name, shape in header.shapes.items():
+        layer = name.removesuffix(".weight")
+        is_matrix = layer != name and len(shape) == 2 and header.dtypes[name] == "BF16"
+        rows[name] = ("F8_E4M3" if is_matrix else header.dtypes[name], shape)
+        if is_matrix:
+            rows[f"{layer}.scale_weight"] = ("F32", (1,))
+    _write_zeros(result, rows, {})
+    return result
 
 
 def write_random(path: Path) -> None:

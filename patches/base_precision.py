@@ -12,15 +12,19 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kohya_ext.config.settings import Option, Settings, one_of
+from kohya_ext.config.settings import Option, Settings, one_of, path
 from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.quantization.selection import NETWORKS, layers, reason_to_refuse
 from kohya_ext.units import format_size
+
+if TYPE_CHECKING:
+    from kohya_ext.weights.base_cache import BaseCache, Layers, Origin
 
 BASE_PRECISION = Option[str | None](
     "base_precision",
@@ -32,30 +36,90 @@ BASE_PRECISION = Option[str | None](
 )
 
 
+BASE_PRECISION_CACHE = Option[Path | None](
+    "base_precision_cache",
+    None,
+    path,
+    "keep the weights of --base_precision in this folder; later runs of the checkpoint map them instead of quantizing it",
+    metavar="DIR",
+)
+
+
 @dataclass
 class _Base(TrainingCallback):
     """The converted layers of a run."""
 
-    device: Any
+    accelerator: Accelerator
     kind: Any
     products: Any
+    cache_file: Path | None = None
+    origin: Origin = field(default_factory=dict)
+    """What the weights in the cache must be made from, except the layers' own content."""
+    taken: int = 0
+    """Layers whose weights are those of an 8-bit checkpoint file, without another rounding."""
     facts: dict[str, object] = field(default_factory=dict)
 
     def convert(self, model: Any) -> None:
         """Convert the model's layers one by one."""
-        from kohya_ext.quantization.linear import convert
-
-        count, before, after = 0, 0, 0
-        for layer in layers(model):
-            before += layer.weight.nbytes
-            convert(layer, self.kind, self.products, self.device)
-            after += layer.weight.nbytes + layer.scale_bits.nbytes
-            count += 1
-        self.facts = {"layers": count, "bytes_before": before, "bytes": after, "products": self.products}
-        if not count:
+        converted = list(layers(model))
+        if not converted:
             warn(f"--base_precision: {type(model).__name__} has no linear layers to convert; the base stays as it is")
             return
-        note(f"base precision: {count} frozen linear layers in 8 bits, {format_size(before)} -> {format_size(after)}")
+        before = sum(layer.weight.nbytes for _, layer in converted)
+        source = self._convert(converted)
+        after = sum(layer.weight.nbytes + layer.scale_bits.nbytes for _, layer in converted)
+        self.facts = {"layers": len(converted), "bytes_before": before, "bytes": after, "products": self.products}
+        self.facts |= {"source": source, "taken": self.taken}
+        taken = f", {self.taken} as they are there" if self.taken else ""
+        sizes = f"{format_size(before)} -> {format_size(after)}"
+        note(f"base precision: {len(converted)} frozen linear layers in 8 bits, {sizes}, from the {source}{taken}")
+
+    def _convert(self, converted: Layers) -> str:
+        """Convert layers, and return where their weights come from: ``cache`` or ``checkpoint``."""
+        from kohya_ext.quantization.arithmetic import ROTATED
+        from kohya_ext.quantization.linear import convert, install
+        from kohya_ext.weights.postponed import stored_rows
+
+        cache = self._cache(converted)
+        kept = None if cache is None else _read(cache, converted)
+        if kept is not None:
+            for (_, layer), (bits, scales) in zip(converted, kept, strict=True):
+                install(layer, self.kind, self.products, bits, scales)
+            return "cache"
+        for _, layer in converted:
+            stored = None if self.kind in ROTATED else stored_rows(layer.weight, self.kind)
+            if stored is None:
+                convert(layer, self.kind, self.products, self.accelerator.device)
+            else:
+                install(layer, self.kind, self.products, *stored)
+                self.taken += 1
+        if cache is not None and self.accelerator.is_local_main_process:
+            _write(cache, converted)
+        return "checkpoint"
+
+    def _cache(self, converted: Layers) -> BaseCache | None:
+        if self.cache_file is None:
+            return None
+        from kohya_ext.weights.base_cache import BaseCache, content
+
+        return BaseCache(self.cache_file, self.kind, {**self.origin, "content": content(converted)})
+
+
+def _read(cache: BaseCache, converted: Layers) -> Any:
+    from kohya_ext.weights.base_cache import UnusableError
+
+    try:
+        return cache.read(converted)
+    except (UnusableError, OSError) as error:
+        note(f"base precision: {cache.path.name} is not used, because {error}; quantizing the checkpoint")
+        return None
+
+
+def _write(cache: BaseCache, converted: Layers) -> None:
+    try:
+        cache.write(converted)
+    except OSError as error:
+        warn(f"--base_precision_cache: the weights are not kept: {error}")
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Base:
@@ -63,21 +127,33 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ba
     reason = reason_to_refuse(args, program().command.name)
     if reason is not None:
         stop(f"--base_precision {wanted}: {reason}")
-    import torch
-
     from kohya_ext.quantization.linear import KINDS
 
     kind = KINDS[str(wanted)]
-    if accelerator.device.type != "cuda":
-        return _Base(accelerator.device, kind, "operations")
+    products = _products(kind, str(wanted), accelerator.device)
+    folder = settings[BASE_PRECISION_CACHE]
+    if folder is None:
+        return _Base(accelerator, kind, products)
+    from kohya_ext.weights import base_cache
+
+    file = base_cache.file_in(folder, args, str(wanted))
+    return _Base(accelerator, kind, products, file, base_cache.origin(args, kind, accelerator.device))
+
+
+def _products(kind: Any, wanted: str, device: Any) -> str:
+    """Return how layers multiply on the run's device."""
+    if device.type != "cuda":
+        return "operations"
+    import torch
+
     from kohya_ext.quantization.support import OLDEST, kernels_obstacle
 
-    if wanted == "fp8" and torch.cuda.get_device_capability(accelerator.device) < OLDEST[kind]:
+    if wanted == "fp8" and torch.cuda.get_device_capability(device) < OLDEST[kind]:
         stop("--base_precision fp8: this GPU has no fp8 products; use int8")
-    obstacle = kernels_obstacle(accelerator.device, kind)
+    obstacle = kernels_obstacle(device, kind)
     if obstacle is not None:
         warn(f"--base_precision {wanted} saves memory but no time: {obstacle}")
-    return _Base(accelerator.device, kind, "kernels" if obstacle is None else "weights")
+    return "kernels" if obstacle is None else "weights"
 
 
 def _create(original: Any, settings: Settings) -> Any:
@@ -145,7 +221,7 @@ PATCH = Patch(
             )
         ),
     ),
-    options=(BASE_PRECISION,),
+    options=(BASE_PRECISION, BASE_PRECISION_CACHE),
     exactness="close",
     held_to="each layer's output and input gradient in float32 within 1.5 percent (int8) or 5 percent (fp8) of its norm",
     idea="https://arxiv.org/abs/2404.00456",

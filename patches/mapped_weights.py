@@ -85,10 +85,10 @@ class _Weights(TrainingCallback):
 
     def postpone(self, tensors: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
         """Return a file's tensors on the host, with a postponed cast to a precision; None keeps the file's."""
-        from kohya_ext.weights.postponed import History, PostponedCast
+        from kohya_ext.weights.postponed import PostponedCast, history_of
 
         self.postponed += len(tensors)
-        histories = {name: History(tensor) for name, tensor in tensors.items()}
+        histories = {name: history_of(tensor) for name, tensor in tensors.items()}
         return {name: PostponedCast(each if dtype is None else each.cast(dtype)) for name, each in histories.items()}
 
     def move(self, module: Any, original: Any, args: Any, kwargs: Any) -> Any:

@@ -44,7 +44,10 @@ def generated() -> Mapping[Path, str]:
         "options.md": [_options()],
         "patches.md": [_patches()],
         "presets.md": [_presets()],
-        "speed.md": [_gpu_time(), _host_time(), _peers(), _cold_compile(), _eight_bit_seconds(), _eight_bit_counts()],
+        "speed.md": [
+            *(_gpu_time(), _host_time(), _peers(), _cold_compile()),
+            *(_kernel_resources(), _eight_bit_seconds(), _eight_bit_counts()),
+        ],
     }
     files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
     return {**files, DOCS / "presets.svg": _image()}
@@ -218,6 +221,21 @@ def _eight_bit_counts() -> str:
             rows.append([family, name, ratio, f"{row['total'] / 1e9:.1f} GB", *counts])
     head = ("", "variant", "checkpointed", "memory", "16-bit and fp32 TFLOP", "8-bit TFLOP", "GB moved", "launches")
     return _table(head, rows)
+
+
+def _kernel_resources() -> str:
+    """Return a table of what the 8-bit kernels need on each GPU, from the results of benchmarks/kernel_resources.py."""
+    measured = json.loads((RESULTS / "kernel_resources.json").read_text(encoding="utf-8"))["gpus"]
+    kernels = list(dict.fromkeys(name.split(", ")[2] for launches in measured.values() for name in launches))
+    rows = []
+    for kernel in kernels:
+        cells = []
+        for launches in measured.values():
+            needs = [each for name, each in launches.items() if name.split(", ")[2] == kernel]
+            registers, stack, shared = (max(column) for column in zip(*needs, strict=True))
+            cells.append(f"{registers}, {stack} B, {shared / 1024:.0f} KiB")
+        rows.append([kernel, *cells])
+    return _table(("kernel", *(f"sm_{capability}" for capability in measured)), rows)
 
 
 def _lora(row: str) -> tuple[str, str]:

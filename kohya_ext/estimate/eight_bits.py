@@ -13,7 +13,7 @@ from kohya_ext.quantization.selection import layers
 
 def convert_layers(model: Any, precision: str) -> None:
     """Convert a model's layers as ``--base_precision`` does on a GPU that has the kernels."""
-    for layer in layers(model):
+    for _, layer in layers(model):
         convert(layer, KINDS[precision], "kernels", layer.weight.device)
 
 

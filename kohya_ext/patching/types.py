@@ -60,6 +60,7 @@ class Accelerator(Protocol):
     scaler: Any
     """The gradient scaler of fp16 training; None without one."""
     is_main_process: bool
+    is_local_main_process: bool
     mixed_precision: str
     """``no``, ``fp16`` or ``bf16``."""
     log: Callable[..., None]

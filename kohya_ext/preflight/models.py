@@ -12,6 +12,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings
 from kohya_ext.run import resume, run_record
 from kohya_ext.run.safetensors_header import Header, read_header
+from kohya_ext.run.scaled_checkpoints import UnreadableError, of_header, reject_gguf
 from kohya_ext.sdscripts import families
 
 #: Arguments that name files to load, other than the model itself.
@@ -19,6 +20,9 @@ _OTHERS = (
     *dict.fromkeys(option for family in families.FAMILIES for option in family.files),
     *("llm_adapter_path", "network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
 )
+
+#: The patch that reads weights with scales.
+_READER = "scaled_checkpoints"
 
 
 def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
@@ -28,11 +32,12 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         findings.errors.append("no model to train: --pretrained_model_name_or_path is required")
     elif (header := _header(name, "--pretrained_model_name_or_path", findings)) is not None:
         _check_family(script, args, Path(name), header, findings)
+        _check_stored_weights(script, args, Path(name), header, settings, findings)
     for option in _OTHERS:
         value = getattr(args, option, None)
         for file in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(file, str) and file:
-                _header(file, f"--{option}", findings)
+            if isinstance(file, str) and file and (header := _header(file, f"--{option}", findings)) is not None:
+                _check_stored_weights(script, args, Path(file), header, settings, findings)
     _check_state(script, args, settings, findings)
 
 
@@ -50,19 +55,42 @@ def _header(name: str, option: str, findings: Findings) -> Header | None:
     if path.stat().st_size == 0:
         findings.errors.append(f"{option} {name} is empty (0 bytes)")
         return None
-    if path.suffix not in (".safetensors", ".sft"):
+    try:
+        reject_gguf(path)
+        if path.suffix in (".safetensors", ".sft"):
+            return read_header(path)
         with path.open("rb") as stream:
             start = stream.read(2)
-        if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # torch.save's zip; its pickle before 2020
-            findings.errors.append(f"{option} {name} is neither a safetensors file nor a torch checkpoint")
-        return None
-    try:
-        return read_header(path)
     except OSError as error:
         findings.errors.append(f"{option} {name}: {error.strerror or error}")
     except ValueError as error:
         findings.errors.append(f"{option}: {error} ({path.parent})")
+    else:
+        if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # torch.save's zip; its pickle before 2020
+            findings.errors.append(f"{option} {name} is neither a safetensors file nor a torch checkpoint")
     return None
+
+
+def _check_stored_weights(
+    script: Path, args: Namespace, file: Path, header: Header, settings: Settings, findings: Findings
+) -> None:
+    """Report weights that are stored in 8 bits with scales, and what would train on wrong ones."""
+    try:
+        stored = of_header(file, header)
+    except UnreadableError as error:
+        findings.errors.append(str(error))
+        return
+    if stored is None:
+        return
+    family = families.of(script.name, vars(args))
+    if not {_READER, "*"}.isdisjoint(settings.disable_patch):
+        findings.errors.append(f"{file.name} has {stored}, which sd-scripts would read without them; turn {_READER} on")
+    elif family is not None and family.unet and getattr(args, "disable_mmap_load_safetensors", False):
+        findings.errors.append(f"{file.name} has {stored}; remove --disable_mmap_load_safetensors, which would leave them out")
+    elif getattr(args, "fp8_base", False) or getattr(args, "fp8_base_unet", False):
+        findings.warnings.append(
+            f"{file.name} has {stored}. --fp8_base rounds the weights a second time, without scales; use --base_precision fp8"
+        )
 
 
 def _check_family(script: Path, args: Namespace, file: Path, header: Header, findings: Findings) -> None:

@@ -128,7 +128,7 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         rows = x.reshape(-1, x.shape[-1])
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(device, enabled=False):
-            out = _Linear.apply(rows, self.weight, self.scales, bias, dtype, self.kind, self._products(rows))
+            out = _Linear.apply(rows, self.weight, self.scales, bias, dtype, self.kind, self._products(rows, dtype))
         # As in torch.nn.functional.linear. A compiled block that follows would guard on an ordinary view.
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
@@ -139,7 +139,8 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         bias = None if self.bias is None else self.bias.to(dtype)
         down, up = down.to(dtype), up.to(dtype)
         with torch.autocast(device, enabled=False):
-            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, self.kind, self._products(rows))
+            products = self._products(rows, dtype)
+            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, self.kind, products)
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
     @property
@@ -147,8 +148,10 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         """The fp32 scales of the output channels, [out_features]."""
         return self.scale_bits.view(torch.float32)
 
-    def _products(self, rows: Any) -> Products:
-        return "weights" if rows.shape[0] <= FEW_ROWS else self.products
+    def _products(self, rows: Any, dtype: Any) -> Products:
+        # Kernels that rotate fp32 spill thousands of bytes of registers (benchmarks/kernel_resources.py).
+        is_slow = self.products == "kernels" and dtype is torch.float32
+        return "weights" if rows.shape[0] <= FEW_ROWS or is_slow else self.products
 
 
 def _precision(x: Any) -> Any:
@@ -165,16 +168,19 @@ def quantized(weight: torch.Tensor, kind: torch.dtype, device: Any) -> tuple[tor
     return torch.cat([part.view(torch.int8) for part, _ in parts]), torch.cat([part for _, part in parts])
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
 def convert(layer: torch.nn.Linear, kind: torch.dtype, products: Products, device: Any) -> None:
-    """Change a linear layer in place to :class:`Linear`. Its weight is quantized on ``device`` and stays on its own.
+    """Change a linear layer in place to :class:`Linear`. Its weight is quantized on ``device`` and stays on its own."""
+    install(layer, kind, products, *quantized(layer.weight, kind, device))
+
+
+def install(layer: torch.nn.Linear, kind: torch.dtype, products: Products, bits: torch.Tensor, scales: torch.Tensor) -> None:
+    """Change a linear layer in place to :class:`Linear` with the results of :func:`quantized`, on its weight's device.
 
     The kernels need multiples of the rotation's block as widths; other layers dequantize their weight instead.
     """
-    weight = layer.weight
-    bits, scales = quantized(weight, kind, device)
-    layer.weight = torch.nn.Parameter(bits.to(weight.device), requires_grad=False)
-    layer.register_buffer("scale_bits", scales.view(torch.int32).to(weight.device), persistent=False)
+    device = layer.weight.device
+    layer.weight = torch.nn.Parameter(bits.to(device), requires_grad=False)
+    layer.register_buffer("scale_bits", scales.view(torch.int32).to(device), persistent=False)
     layer.__class__ = Linear
     layer.kind = kind
     fits = layer.in_features % BLOCK == 0 and layer.out_features % BLOCK == 0

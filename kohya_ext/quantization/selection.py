@@ -26,15 +26,18 @@ NETWORKS: Mapping[str, frozenset[Layout]] = {
 _CLASSES: Mapping[str, tuple[str, ...]] = {"sdxl": ("Transformer2DModel",), "sd15": ("Transformer2DModel",)}
 
 
-def layers(model: Any) -> Iterator[Any]:
-    """Yield the model's frozen linear layers that are kept in 8 bits."""
+def layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and modules of the model's frozen linear layers that are kept in 8 bits."""
     import torch
 
     family = next((family for family in FAMILIES if family.model == type(model).__name__), None)
     classes = () if family is None else _CLASSES.get(family.name, family.blocks.classes)
-    for module in model.modules():
+    seen: set[Any] = set()  # a block may contain another
+    for prefix, module in model.named_modules():
         if type(module).__name__ in classes:
-            yield from (layer for layer in module.modules() if type(layer) is torch.nn.Linear)
+            for name, layer in module.named_modules(seen, prefix):
+                if type(layer) is torch.nn.Linear:
+                    yield name, layer
 
 
 def reason_to_refuse(args: Any, script: str | None) -> str | None:

@@ -1,28 +1,33 @@
 """Weights on the host whose casts are computed when the weights are moved or read, not before.
 
 A checkpoint that is mapped costs no memory of the process until its tensors are changed. A cast on the host is such a change:
-it copies every weight. :class:`PostponedCast` keeps the tensor of the file and the list of casts.
+it copies every weight. So do the scales of weights that a file stores in 8 bits. :class:`PostponedCast` keeps the tensor of the
+file, its scales and the list of casts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from kohya_ext.weights.scaling import DTYPE, Scaling
+
 _aten = torch.ops.aten
 
 
 @dataclass
 class History:
-    """A tensor of a file on the host, and the precisions to which it is cast in this order."""
+    """A tensor of a file on the host, its scales, and the precisions to which it is then cast in this order."""
 
     source: torch.Tensor
     casts: tuple[torch.dtype, ...] = ()
+    scaling: Scaling | None = None
+    """What makes weights of the source's values; None if they are the weights."""
     is_read: bool = False
     """Whether an operation has read or changed the values; they are then in :attr:`source`, instead of the file's."""
 
@@ -32,26 +37,61 @@ class History:
         float32 holds all values of the shorter types, so that a cast through it gives what a direct one does.
         """
         casts = self.casts[:-1] if self.dtype == torch.float32 else self.casts
-        is_needed = dtype != History(self.source, casts).dtype
-        return History(self.source, (*casts, dtype) if is_needed else casts, self.is_read)
+        shorter = replace(self, casts=casts)
+        return shorter if dtype == shorter.dtype else replace(self, casts=(*casts, dtype))
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision after all casts."""
-        return self.casts[-1] if self.casts else self.source.dtype
+        if self.casts:
+            return self.casts[-1]
+        return self.source.dtype if self.scaling is None else DTYPE
 
     def value(self) -> torch.Tensor:
         """Return the tensor after all casts: of the source's shape, on the host."""
-        value = self.source
+        value = self.source if self.scaling is None else self.scaling.weights(self.source)
         for dtype in self.casts:
-            value = _in_own_pages(value, dtype)
+            value = _in_own_pages(value, dtype) if value.device.type == "cpu" else value.to(dtype)
         return value
+
+    def copy_to(self, device: torch.device, **options: Any) -> torch.Tensor:
+        """Return the tensor after all casts on another device. Eight bits are moved first, and computed there."""
+        if self.scaling is None:
+            return _aten._to_copy.default(self.value(), device=device, **options)
+        return replace(self, source=self.source.to(device)).value()
+
+    def identity(self, rows: Sequence[int]) -> tuple[object, ...]:
+        """Return what the values of some rows are made of: bytes, scales and casts. Equal identities mean equal values."""
+        scaling = None if self.scaling is None else (_bytes(self.scaling.scales), self.scaling.rotation)
+        return self.source.dtype, scaling, self.casts, *(_bytes(self.source[row]) for row in rows)
 
     def read(self) -> torch.Tensor:
         """Return the tensor after all casts, and keep it in place of the file's, so that it can be changed."""
         # A file's tensor without casts is read where it is. Its pages are private: a change does not reach the file.
-        self.source, self.casts, self.is_read = self.value(), (), True
+        self.source, self.casts, self.scaling, self.is_read = self.value(), (), None, True
         return self.source
+
+
+def history_of(tensor: torch.Tensor) -> History:
+    """Return what a tensor is made of: a new history of an ordinary one."""
+    return tensor.history if isinstance(tensor, PostponedCast) else History(tensor)
+
+
+def stored_rows(tensor: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the values of a matrix as int8 and the fp32 scales of its rows, if its file has them in the 8-bit format ``kind``.
+
+    None if it has not, or if the matrix was changed. Casts are left out: they are what the 8-bit values replace.
+    """
+    history = history_of(tensor)
+    if history.scaling is None or history.source.dtype != kind:
+        return None
+    scales = history.scaling.row_scales(history.source)
+    return None if scales is None else (history.source.view(torch.int8), scales)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    content: bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return content
 
 
 def _in_own_pages(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -107,6 +147,6 @@ class PostponedCast(torch.Tensor):  # type: ignore[misc]  # torch is not followe
             history = arguments[0].history
             history = history.cast(keywords.get("dtype") or history.dtype)
             is_move = keywords.get("device") not in (None, history.source.device)
-            return operator(history.value(), **keywords) if is_move else cls(history)
+            return history.copy_to(**keywords) if is_move else cls(history)
         arguments, keywords = tree_map_only(cls, lambda tensor: tensor.history.read(), (arguments, keywords))
         return operator(*arguments, **keywords)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from kohya_ext.preflight import abbreviated
+from kohya_ext.run.scaled_checkpoints import UnreadableError, stored_weights
 from kohya_ext.sdscripts import families
 from kohya_ext.units import format_size
 from kohya_ext.weights import deltas, names, training_metadata
@@ -166,7 +167,7 @@ def describe(file: TensorFile, norms: bool = True) -> Report:
     else:
         report.groups = _groups_of_tensors(file, names.places(others), values)
     report.kind = _kind(file, report.modules, others)
-    report.problems, report.notes = _problems(report), _notes(report)
+    report.problems, report.notes = _problems(report), [*_storage(file.path), *_notes(report)]
     if modules and others:
         report.notes.append(f"{len(others)} tensors of no known adapter: {abbreviated(others, _EXAMPLES)}")
     return report
@@ -307,6 +308,16 @@ def _problems(report: Report) -> list[str]:
         if not report.modules and all(group.largest == 0 for group in report.groups if group.component == component):
             problems.append(f"all values of the {component} are 0")
     return problems
+
+
+def _storage(file: Path) -> list[str]:
+    try:
+        stored = stored_weights(file)
+    except UnreadableError as error:
+        return [str(error)]
+    except ValueError:  # not a safetensors file
+        return []
+    return [] if stored is None else [f"{stored}; the values shown are those of the 8 bits, without scales"]
 
 
 def _notes(report: Report) -> list[str]:

@@ -35,6 +35,71 @@ def test_presets_with_an_8_bit_base_train(checkout, train, script, preset):
     assert "gradient checkpointing covers" in run.output
 
 
+FAMILIES = ("train_network.py", "sd3_train_network.py", "lumina_train_network.py", "anima_train_network.py")
+
+
+@pytest.mark.parametrize(
+    ("script", "precision"),
+    [
+        ("sdxl_train_network.py", "int8"),
+        ("flux_train_network.py", "fp8"),
+        *(pytest.param(script, "int8", marks=pytest.mark.slow) for script in FAMILIES),
+        pytest.param("hunyuan_image_train_network.py", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_from_the_cache_train_the_same_lora(checkout, train, tmp_path, script, precision):
+    """The second start reads the file of the first one, also with a data type in which the checkpoint is cast."""
+    mixed = "no" if "hunyuan" in script else "bf16"  # upstream's HunyuanImage mixes precisions, which a CPU refuses
+    words = ("--base_precision", precision, "--mixed_precision", mixed)
+    plain = train(checkout, script, *words)
+    first, second = (train(checkout, script, *words, "--base_precision_cache", str(tmp_path / "kept")) for _ in range(2))
+    sources = [run.report["facts"]["base_precision"]["source"] for run in (plain, first, second)]
+    assert sources == ["checkpoint", "checkpoint", "cache"]
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+    for run in (first, second):
+        assert run.tensors.keys() == plain.tensors.keys()
+        assert all(torch.equal(tensor, run.tensors[name]) for name, tensor in plain.tensors.items())
+
+
+UNET = ("--network_train_unet_only",)
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("sdxl_train_network.py", ("--lowram",)),
+        ("sdxl_train_network.py", ()),
+        ("flux_train_network.py", ()),
+        pytest.param("train_network.py", ("--lowram",), marks=pytest.mark.slow),
+        pytest.param("sd3_train_network.py", (), marks=pytest.mark.slow),
+        pytest.param("lumina_train_network.py", ("--cache_text_encoder_outputs", *UNET), marks=pytest.mark.slow),
+        pytest.param("anima_train_network.py", (), marks=pytest.mark.slow),
+    ],
+)
+def test_samples_do_not_change_the_lora(checkout, train, tmp_path, script, options):
+    """Nor does loading on the run's device."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle --w 64 --h 64 --s 2 --d 1\n")
+    usual = ("--base_precision", "int8", "--mixed_precision", "bf16")
+    samples = ("--sample_prompts", str(prompts), "--sample_every_n_steps", "2", "--sample_at_first")
+    usual += tuple(option for option in options if option != "--lowram")
+    run, plain = train(checkout, script, *usual, *options, *samples), train(checkout, script, *usual)
+    assert run.code == 0, run.output[-3000:]
+    assert len(list((run.folder / "sample").glob("*.png"))) == 3
+    assert all(torch.equal(tensor, run.tensors[name]) for name, tensor in plain.tensors.items())
+
+
+@pytest.mark.newest
+def test_merged_networks_have_a_cache_of_their_own(checkout, train, tmp_path):
+    script, words = "sdxl_train_network.py", ("--base_precision", "int8", "--base_precision_cache", str(tmp_path / "kept"))
+    base = train(checkout, script, *words)
+    merged = ("--base_weights", str(base.file))
+    runs = [train(checkout, script, *words, *more) for more in (merged, merged, ())]
+    assert [run.report["facts"]["base_precision"]["source"] for run in runs] == ["checkpoint", "cache", "cache"]
+    assert all(torch.equal(tensor, runs[1].tensors[name]) for name, tensor in runs[0].tensors.items())
+    assert all(torch.equal(tensor, runs[2].tensors[name]) for name, tensor in base.tensors.items())
+
+
 @pytest.mark.only("v0.11")
 def test_refusal_precedes_loading(checkout, train):
     run = train(checkout, "sdxl_train_network.py", "--base_precision", "int8", "--fp8_base", "--mixed_precision", "bf16")

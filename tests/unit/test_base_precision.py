@@ -20,9 +20,11 @@ from kohya_ext.estimate.memory_config import MemoryConfig  # noqa: E402
 from kohya_ext.patching import training_loop  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from kohya_ext.patching.training_loop import Program, TrainingRun  # noqa: E402
-from kohya_ext.quantization.linear import Linear  # noqa: E402
+from kohya_ext.quantization.linear import Linear, dequantized  # noqa: E402
 from kohya_ext.quantization.selection import NETWORKS, reason_to_refuse  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
+from kohya_ext.weights.postponed import History, PostponedCast  # noqa: E402
+from kohya_ext.weights.scaling import Scaling  # noqa: E402
 
 
 class Transformer2DModel(torch.nn.Module):
@@ -83,7 +85,7 @@ def test_merged_networks_see_the_true_weights(network):
 
 
 def test_model_without_known_layers_stays_as_it_is(network, capsys):
-    network.create_network(1.0, 4, 1.0, None, None, SimpleNamespace(modules=list, attention=Transformer2DModel()))
+    network.create_network(1.0, 4, 1.0, None, None, SimpleNamespace(named_modules=list, attention=Transformer2DModel()))
     assert "has no linear layers to convert" in capsys.readouterr().err
 
 
@@ -138,3 +140,45 @@ def test_estimates_refuse_the_same_runs():
     measurement._check_supported(config)
     with pytest.raises(UserError, match="--base_precision int8: --fp8_base changes the base too"):
         measurement._check_supported(replace(config, fp8_base=True))
+
+
+@pytest.mark.parametrize("is_leading", [True, False])
+def test_a_cache_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys, is_leading):
+    """One process of each machine writes it."""
+    (tmp_path / "file").touch()
+    accelerator = SimpleNamespace(device=torch.device("cpu"), is_local_main_process=is_leading)
+    base = base_precision._Base(accelerator, torch.int8, "operations", tmp_path / "file" / "kept.safetensors")
+    model = SdxlUNet2DConditionModel()
+    base.convert(model)
+    assert type(model.attention.proj_in) is Linear
+    assert ("the weights are not kept" in capsys.readouterr().err) == is_leading
+
+
+def test_a_cache_of_other_weights_is_replaced(tmp_path, capsys):
+    accelerator = SimpleNamespace(device=torch.device("cpu"), is_local_main_process=True)
+    sources = []
+    for weights in (0, 0, 1):
+        base = base_precision._Base(accelerator, torch.int8, "operations", tmp_path / "kept.safetensors")
+        torch.manual_seed(weights)
+        base.convert(SdxlUNet2DConditionModel())
+        sources.append(base.facts["source"])
+    assert sources == ["checkpoint", "cache", "checkpoint"]
+    assert "kept.safetensors is not used, because it was made with another content; quantizing" in capsys.readouterr().err
+
+
+def test_fp8_weights_of_a_file_are_taken_without_another_rounding():
+    """Those of rows or of the whole matrix. A merged one is quantized from its new values."""
+    accelerator = SimpleNamespace(device=torch.device("cpu"), is_local_main_process=True)
+    torch.manual_seed(0)
+    values, scale = torch.randn(64, 64).to(torch.float8_e4m3fn), torch.rand(())
+    for scales, is_merged, is_taken in ((scale, False, True), (torch.rand(64, 1), False, True), (scale, True, False)):
+        history = History(values, scaling=Scaling(scales, 0)).cast(torch.float16)
+        model = SdxlUNet2DConditionModel()
+        model.attention.proj_in.weight = torch.nn.Parameter(PostponedCast(history), requires_grad=False)
+        if is_merged:
+            model.attention.proj_in.weight.data.mul_(1.5)
+        base = base_precision._Base(accelerator, torch.float8_e4m3fn, "operations")
+        base.convert(model)
+        assert base.facts["taken"] == is_taken
+        expected = values.float() * scales.reshape(-1, 1)
+        assert torch.equal(dequantized(model.attention.proj_in), expected) == is_taken

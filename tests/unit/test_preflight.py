@@ -85,6 +85,47 @@ def test_checkpoint_of_another_family_is_an_error(tmp_path, tensor, script, more
     assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
+def _scaled(folder):
+    """Write an SDXL checkpoint of one weight in fp8 with scales."""
+    rows = {
+        "conditioner.embedders.1.model.x.weight": {"dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [0, 16]},
+        "conditioner.embedders.1.model.x.weight_scale": {"dtype": "F32", "shape": [], "data_offsets": [16, 20]},
+    }
+    header = json.dumps(rows).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(20))
+    return str(file)
+
+
+def test_weights_in_8_bits_with_scales_need_their_reader(tmp_path):
+    file = _scaled(tmp_path)
+    assert check(models.check, pretrained_model_name_or_path=file) == preflight.Findings()
+    for patches in (("scaled_checkpoints",), ("*",)):
+        settings = Settings(disable_patch=patches)
+        (error,) = check(models.check, settings=settings, pretrained_model_name_or_path=file).errors
+        assert error.startswith("model.safetensors has 1 weights in fp8 with scales, which sd-scripts would read without them")
+    (error,) = check(models.check, pretrained_model_name_or_path=file, disable_mmap_load_safetensors=True).errors
+    assert "remove --disable_mmap_load_safetensors" in error
+    (warning,) = check(models.check, pretrained_model_name_or_path=file, fp8_base=True).warnings
+    assert "use --base_precision fp8" in warning
+    files = {"pretrained_model_name_or_path": "owner/name", "t5xxl": file}
+    assert check(models.check, settings=settings, **files).errors
+
+
+@pytest.mark.parametrize(("name", "start"), [("model.gguf", b"GGUF"), ("model.safetensors", b"GGUF")])
+def test_gguf_is_an_error(tmp_path, name, start):
+    file = tmp_path / name
+    file.write_bytes(start + bytes(100))
+    (error,) = check(models.check, pretrained_model_name_or_path=str(file)).errors
+    assert "is a GGUF file, which cannot be read; download the checkpoint in bf16, fp16, fp8 or int8" in error
+
+
+def test_other_formats_are_an_error(tmp_path):
+    file = write_safetensors(tmp_path / "model.safetensors", ["a.weight", "a.weight.quant_state.bitsandbytes__nf4"])
+    (error,) = check(models.check, pretrained_model_name_or_path=str(file)).errors
+    assert "weights in bitsandbytes' 4 bits (nf4), which cannot be read" in error
+
+
 def test_missing_model_file_is_an_error_but_a_repository_is_not(tmp_path):
     assert check(models.check, pretrained_model_name_or_path=str(tmp_path / "no.safetensors")).errors
     assert not check(models.check, pretrained_model_name_or_path="stabilityai/sdxl").errors

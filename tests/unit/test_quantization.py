@@ -219,54 +219,31 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
-#: Kernel arguments by name: pointers, and numbers that are multiples of 16.
-_POINTERS = {"x": "*bf16", "factors": "*fp32", "scales": "*fp32", "a": "*i8", "b": "*i8", "scales_a": "*fp32"}
-_POINTERS |= {"scales_b": "*fp32", "bias": "*bf16", "hidden": "*bf16", "up": "*bf16"}
-
-
-def _resources(kernel, output, constants, capability, warps, stages):
-    """Return registers and bytes of stack of a kernel that is compiled for a GPU."""
-    import re
-    import tempfile
-    from pathlib import Path
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    kinds = {**_POINTERS, "out": output}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name not in constants}
-    source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
-    return int(registers), int(stack)
-
-
 @pytest.mark.parametrize("capability", [86, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 90, 120))])
-def test_kernels_compile_without_spills(capability):
+def test_kernels_fit_without_spills(capability):
+    """Every launch that a run can have. By default one GPU and precision, without the rows of FLUX's widest layers."""
     pytest.importorskip("triton", minversion="3.4")  # the signature of ASTSource
-    import triton.language as tl
+    from benchmarks import kernel_resources
 
-    from kohya_ext.quantization import kernels
+    precisions = ("bf16",) if capability == 86 else kernel_resources.PRECISIONS
+    launches = [
+        each
+        for kind in kernel_resources.kinds(capability)
+        for precision in precisions
+        for each in kernel_resources.configurations(kind, precision)
+    ]
+    assert len(launches) >= 10 * len(precisions)
+    for each in launches:
+        needs = kernel_resources.resources(each, capability)
+        assert needs.stack == 0, each
+        assert needs.shared <= kernel_resources.SHARED[capability], each
 
-    common = {"ROTATED": True, "MATRIX": tl.bfloat16, "SIZE": 64}
-    rows = {"HAS_FACTORS": False, "DTYPE": tl.bfloat16, "LARGEST": 127.0, "TINY": arithmetic.TINY, "factors": None}
-    for width in (1280, 15360):
-        blocks, warps = kernels.launch(width)
-        _, stack = _resources(kernels._quantize_rows, "*i8", {**common, **rows, "BLOCKS": blocks}, capability, warps, 3)
-        assert stack == 0
-    for tile in (kernels.TILES, kernels.SMALL_TILES):
-        sizes = {**dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=False)), "TILE_RANK": kernels.tile_of_rank(64)}
-        product = {"HAS_SCALES_B": False, "HAS_BIAS": False, "EVEN": True, "GROUP": 8, "scales_b": None, "bias": None}
-        for lora in ({"HAS_LORA": True}, {"HAS_LORA": False, "hidden": None, "up": None}):
-            constants = {**common, **product, **sizes, **lora}
-            _, stack = _resources(kernels._multiply, "*bf16", constants, capability, *tile[3:])
-            assert stack == 0
+
+def test_fp32_dequantizes_instead_of_using_the_kernels():
+    """Kernels that rotate fp32 spill, and need more shared memory than most GPUs have."""
+    _, layer = _layers(INT8, width=64, products="kernels")
+    x = torch.randn(40, 64)
+    assert layer._products(x, torch.float32) == "weights"
+    assert layer._products(x, torch.bfloat16) == layer._products(x, torch.float16) == "kernels"
+    assert layer._products(x[:8], torch.bfloat16) == "weights"
+    assert layer(x).dtype is torch.float32  # and not an error without a GPU

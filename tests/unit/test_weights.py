@@ -16,6 +16,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 from kohya_ext.errors import UserError  # noqa: E402
 from kohya_ext.weights import comparison, deltas, names, report, training_metadata  # noqa: E402
 from kohya_ext.weights.tensor_file import TensorFile  # noqa: E402
+from tests import scaled_files  # noqa: E402
 
 METADATA = {
     "ss_output_name": "cat",
@@ -280,6 +281,22 @@ def test_checkpoints_are_described_by_component(write):
     assert (result.kind, result.modules) == ("checkpoint", [])
     assert [(group.component, group.norm, group.largest) for group in result.groups] == [("U-Net", 4.0, 2.0), ("VAE", 0.0, 0.0)]
     assert result.problems == ["all values of the VAE are 0"]
+
+
+@pytest.mark.parametrize("name", ["fp8_scaled", "comfy_fp8", "convrot"])
+def test_checkpoints_in_8_bits_with_scales_are_described(write, tmp_path, name):
+    tensors = {"model.diffusion_model.double_blocks.0.img_attn.qkv.weight": torch.randn(64, 64)}
+    file, _ = scaled_files.write(write(tensors), tmp_path, name)
+    result = described(file)
+    assert (result.kind, result.problems, result.not_finite) == ("checkpoint", [], {})
+    kind = "int8 with scales, rotated" if name == "convrot" else "fp8 with scales"
+    assert result.notes == [f"1 weights in {kind}; the values shown are those of the 8 bits, without scales"]
+
+
+def test_checkpoints_that_cannot_be_read_are_described(write):
+    result = described(write({"a.weight": torch.ones(4, 4, dtype=torch.int8)}))
+    (note,) = result.notes
+    assert note.startswith("cat.safetensors has weights in int8 without scales, which cannot be read; download")
 
 
 def test_textual_inversion(write):

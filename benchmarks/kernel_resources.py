@@ -1,0 +1,185 @@
+"""Compile the Triton kernels for several GPUs, and count registers, spills and shared memory.
+
+    python -m benchmarks.kernel_resources [--capability 86]
+
+Needs no GPU: Triton and the ptxas that it brings compile for any. Every combination of format, precision, tile and row length
+that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are GEGLU's kernels. A kernel that needs more shared
+memory than a GPU gives to one block ends a run at its first step, and spilled registers make it slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from kohya_ext.quantization.arithmetic import LARGEST, ROTATED, TINY
+from kohya_ext.quantization.rotation import BLOCK
+
+OUTPUT = results.FOLDER / "kernel_resources.json"
+
+#: Compute capability -> bytes of shared memory that one block can have.
+#: Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#features-and-technical-specifications
+SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+
+#: Row lengths, one for each number of blocks that a program can have; FLUX's longest row has 15360 elements.
+WIDTHS = (1024, 2048, 4096, 8192, 15360)
+
+#: Triton's names of 8-bit formats and precisions in kernels' signatures.
+KINDS = {"int8": "i8", "fp8": "fp8e4nv"}
+PRECISIONS = ("bf16", "fp16")  # fp32 does not use the kernels
+
+_NAMES = {False: "input", True: "gradient"}
+
+#: Whether the inner size is a multiple of the tile, whether there is a LoRA, and the sizes that are not multiples of 16.
+_SHAPES = (
+    *((True, False, ()), (True, False, ("m",)), (False, False, ("m",))),
+    (False, True, ("m", "rank", "up_stride_rank", "up_stride_n")),
+)
+
+_TYPES = {"factors": "*fp32", "scales": "*fp32", "scales_a": "*fp32", "scales_b": "*fp32"}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way in which the product launches a kernel."""
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    """Pointers' names -> their types."""
+    constants: Mapping[str, Any]
+    warps: int
+    stages: int
+    unaligned: tuple[str, ...] = ()
+    """The sizes that are not multiples of 16; layers' widths are multiples of 64."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel needs."""
+
+    registers: int
+    """Of each thread."""
+    stack: int
+    """Bytes of each thread that are in memory: spilled registers and local arrays."""
+    shared: int
+    """Bytes of each block."""
+
+
+def kinds(capability: int) -> list[str]:
+    """Return the 8-bit formats for which the kernels run on a GPU."""
+    from kohya_ext.quantization.linear import KINDS as BY_NAME
+    from kohya_ext.quantization.support import OLDEST
+
+    return [name for name, kind in BY_NAME.items() if divmod(capability, 10) >= OLDEST[kind]]
+
+
+def configurations(kind: str, precision: str) -> Iterator[Configuration]:
+    """Yield all launches of layers in an 8-bit format and a precision."""
+    import triton.language as tl
+
+    from kohya_ext.quantization import kernels
+    from kohya_ext.quantization.linear import KINDS as BY_NAME
+
+    dtype = {"bf16": tl.bfloat16, "fp16": tl.float16}[precision]
+    eight_bits, stored = BY_NAME[kind], f"*{KINDS[kind]}"
+    rotated = eight_bits in ROTATED
+    if kind == "int8":
+        yield from _gates(precision)
+    for width in WIDTHS:
+        blocks, warps = kernels.launch(width)
+        for is_gradient in (False, True):
+            constants = {"ROTATED": rotated and not is_gradient, "HAS_FACTORS": is_gradient, "DTYPE": dtype, "MATRIX": dtype}
+            constants |= {"LARGEST": LARGEST[eight_bits], "TINY": TINY, "BLOCKS": blocks, "SIZE": BLOCK}
+            constants |= {} if is_gradient else {"factors": None}
+            types = {"x": f"*{precision}", "out": stored}
+            what = f"quantize {_NAMES[is_gradient]}, {width} columns"
+            yield Configuration(what, kernels._quantize_rows, types, constants, warps, 3)
+    if kind == "fp8" and precision == "bf16":
+        return  # torch multiplies
+    for tile in (kernels.TILES, kernels.SMALL_TILES):
+        sizes = dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=False))
+        for is_gradient in (False, True):
+            constants = {"HAS_SCALES_B": not is_gradient, "HAS_BIAS": not is_gradient, "ROTATED": rotated and is_gradient}
+            constants |= {"MATRIX": dtype, "GROUP": 8, "SIZE": BLOCK, "TILE_RANK": kernels.tile_of_rank(64), **sizes}
+            constants |= {"scales_b": None, "bias": None} if is_gradient else {}
+            types = {"a": stored, "b": stored, **dict.fromkeys(("out", "bias", "hidden", "up"), f"*{precision}")}
+            for is_even, has_lora, unaligned in _SHAPES:
+                words = ["even" if is_even else "uneven", *unaligned[:1], *(["LoRA"] if has_lora else [])]
+                what = f"multiply {_NAMES[is_gradient]}, {tile[0]}x{tile[1]}, {' '.join(words)}"
+                lora = {"HAS_LORA": has_lora, **({} if has_lora else {"hidden": None, "up": None})}
+                every = {**constants, **lora, "EVEN": is_even}
+                yield Configuration(what, kernels._multiply, types, every, *tile[3:], unaligned)
+
+
+def _gates(precision: str) -> Iterator[Configuration]:
+    from kohya_ext.kernels import gates
+
+    types = dict.fromkeys(("gradient", "halves", "out"), f"*{precision}")
+    for name, kernel in (("input", gates._forward), ("gradient", gates._backward)):
+        yield Configuration(f"gate {name}", kernel, types, {"TILE": gates._TILE}, 4, 3)
+
+
+def resources(configuration: Configuration, capability: int) -> Resources:
+    """Compile a kernel for a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants = configuration.kernel, dict(configuration.constants)
+    types = {**_TYPES, **configuration.types}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    divisible = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if name not in constants and name not in configuration.unaligned
+    }
+    source = ASTSource(kernel, signature, constants, divisible)
+    options = {"num_warps": configuration.warps, "num_stages": configuration.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert usage is not None, printed
+    return Resources(int(usage[1]), int(usage[2]), compiled.metadata.shared)
+
+
+def main() -> int:
+    """Compile all configurations, and write the output file after each GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, action="append", choices=SHARED, help="by default all that run the kernels")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    given = parser.parse_args()
+    import triton
+
+    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {}
+    document["triton"] = triton.__version__
+    gpus = document.setdefault("gpus", {})
+    for capability in given.capability or [each for each in SHARED if kinds(each)]:
+        rows = gpus[str(capability)] = {}
+        for kind in kinds(capability):
+            for precision in PRECISIONS:
+                for each in configurations(kind, precision):
+                    needs = resources(each, capability)
+                    rows[f"{kind}, {precision}, {each.name}"] = [needs.registers, needs.stack, needs.shared]
+                    if needs.stack or needs.shared > SHARED[capability]:
+                        print(f"sm_{capability}, {kind}, {precision}, {each.name}: {needs}", file=sys.stderr, flush=True)
+        document |= results.kohya_ext_commit()
+        given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
