@@ -91,7 +91,7 @@ class Constants:
     """The same of a GeForce relative to an H100: an assumption, since small products use all of a GeForce's matrix units."""
     convolution: float = 0.41
     attention: float = 0.41
-    geforce_attention: float = 1.5
+    geforce_attention: float = 1.53
     """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
     bandwidth: float = 0.81
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
@@ -99,13 +99,13 @@ class Constants:
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
     cache_fraction: float = 0.4
     """Fraction of the L2 cache that holds a kernel's tensors."""
-    kernel: float = 3.3e-6
+    kernel: float = 3.2e-6
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
     product_kernel: float = 3.8e-6
-    attention_kernel: float = 10e-6
+    attention_kernel: float = 10.4e-6
     gap: float = 1.9e-6
     """Seconds between two kernels, in which the GPU is not busy."""
-    launch: float = 22.6e-6
+    launch: float = 25.4e-6
     """Seconds of the host for one kernel of forward or recomputation: Python, autograd and the driver."""
     engine_launch: float = 0.4
     """The same for a kernel that autograd's engine or compiled code launches, relative to ``launch``. On the virtual GPU it is
@@ -129,7 +129,7 @@ class Prediction:
     parts: Mapping[str, float]
     """Seconds of ``host``, ``arithmetic``, ``memory`` and ``bus``, if nothing else limited the step."""
     factor: float
-    """The range is from ``seconds / factor`` to ``seconds * factor``; nine in ten figures of others are inside."""
+    """The range is from ``seconds / factor`` to ``seconds * factor``; nine in ten figures of sd-scripts by others are inside."""
 
     @property
     def limit(self) -> str:

@@ -77,7 +77,7 @@ def _source(gpu: Gpu) -> str:
     if gpu.measured:
         return "The GPU's rates were measured by `calibrate`."
     return (
-        "Nine in ten published figures of known settings are inside such a range; `python -m kohya_ext calibrate` measures "
+        "Nine in ten published figures of sd-scripts are inside such a range; `python -m kohya_ext calibrate` measures "
         "your machine and narrows it."
     )
 
