@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.console import note, stop
+from kohya_ext.console import stop
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
@@ -41,11 +41,6 @@ class _Files(TrainingCallback):
     def before_batch(self, accelerator: Accelerator) -> None:
         self.can_wait = False
 
-    def add(self, file: Path, stored: StoredWeights) -> None:
-        if file.name not in self.names:
-            self.names.add(file.name)
-            note(f"{file.name}: {stored}, used as bf16")
-
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Files:
     script = program().command.name
@@ -63,7 +58,7 @@ def _stored(file: Any) -> StoredWeights | None:
     except (ValueError, OSError):  # the original's error names the file
         return None
     if stored is not None and (files := current(_Files)) is not None:
-        files.add(path, stored)
+        files.names.add(path.name)
     return stored
 
 

@@ -85,11 +85,14 @@ def _check_stored_weights(
     family = families.of(script.name, vars(args))
     if not {_READER, "*"}.isdisjoint(settings.disable_patch):
         findings.errors.append(f"{file.name} has {stored}, which sd-scripts would read without them; turn {_READER} on")
-    elif family is not None and family.unet and getattr(args, "disable_mmap_load_safetensors", False):
+        return
+    if family is not None and family.unet and getattr(args, "disable_mmap_load_safetensors", False):
         findings.errors.append(f"{file.name} has {stored}; remove --disable_mmap_load_safetensors, which would leave them out")
-    elif getattr(args, "fp8_base", False) or getattr(args, "fp8_base_unet", False):
+        return
+    findings.notes.append(f"{file.name} has {stored}, which are applied")
+    if getattr(args, "fp8_base", False) or getattr(args, "fp8_base_unet", False):
         findings.warnings.append(
-            f"{file.name} has {stored}. --fp8_base rounds the weights a second time, without scales; use --base_precision fp8"
+            f"--fp8_base rounds the weights of {file.name} a second time, without scales; use --base_precision fp8"
         )
 
 

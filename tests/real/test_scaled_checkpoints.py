@@ -41,6 +41,19 @@ def test_lora_is_that_of_the_bf16_file(checkout, train, models, tmp_path, script
     assert "with scales" not in expected.output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "format_name"),
+    [("sdxl_train.py", "comfy_fp8"), ("flux_train.py", "fp8_scaled"), ("anima_train.py", "int8_rows")],
+)
+def test_fine_tune_is_that_of_the_bf16_file(checkout, train, models, tmp_path, script, format_name):
+    stored, usual = _pair(models, tmp_path, script, format_name)
+    run, expected = (train(checkout, script, *words, "--mixed_precision", "bf16") for words in (stored, usual))
+    assert run.code == expected.code == 0, run.output[-3000:]
+    assert run.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(tensor, run.tensors[name]) for name, tensor in expected.tensors.items())
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("script", "format_name", "precision"),
