@@ -118,10 +118,12 @@ def _norms(original: Any, settings: Settings) -> Any:
     from kohya_ext.kernels import fused
 
     class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]  # torch is not followed
-        forward = _not_raised(torch.nn.LayerNorm.forward, fused.layer_norm)
+        def forward(self, x: Any) -> Any:
+            return fused.layer_norm(x, self) if _is_raised(self, x) else super().forward(x)
 
     class GroupNorm(torch.nn.GroupNorm):  # type: ignore[misc]
-        forward = _not_raised(torch.nn.GroupNorm.forward, fused.group_norm)
+        def forward(self, x: Any) -> Any:
+            return fused.group_norm(x, self) if _is_raised(self, x) else super().forward(x)
 
     replacements = {torch.nn.LayerNorm: LayerNorm, torch.nn.GroupNorm: GroupNorm}
 
@@ -138,22 +140,24 @@ def _norms(original: Any, settings: Settings) -> Any:
 def _group_norm(original: Any, settings: Settings) -> Any:
     from kohya_ext.kernels.fused import group_norm
 
-    return _not_raised(original, group_norm)
-
-
-def _not_raised(original: Any, norm: Callable[[Any, Any], Any]) -> Any:
-    """Return a norm's forward whose result has the dtype of its input where autocast would raise it to fp32."""
-    import torch
-
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
-        is_raised = torch.is_autocast_enabled(x.device.type) and self.weight.dtype is x.dtype
-        if torch.compiler.is_compiling() or not is_raised:
-            return original(self, x)
-        _counts["norms"] += 1
-        return norm(x, self)
+        if _is_raised(self, x):
+            return group_norm(x, self)
+        return original(self, x)
 
     return forward
+
+
+def _is_raised(norm: Any, x: Any) -> bool:
+    """Return whether autocast would raise the result of an eager norm to fp32, whose input and weights are in 16 bits."""
+    import torch
+
+    is_raised = torch.is_autocast_enabled(x.device.type) and norm.weight.dtype is x.dtype
+    if torch.compiler.is_compiling() or not is_raised:
+        return False
+    _counts["norms"] += 1
+    return True
 
 
 def _geglu(original: Any, settings: Settings) -> Any:

@@ -129,7 +129,7 @@ class Prediction:
     parts: Mapping[str, float]
     """Seconds of ``host``, ``arithmetic``, ``memory`` and ``bus``, if nothing else limited the step."""
     factor: float
-    """The range is from ``seconds / factor`` to ``seconds * factor``; nine in ten published figures of sd-scripts are inside."""
+    """The range is from ``seconds / factor`` to ``seconds * factor``, with nine in ten published figures of sd-scripts."""
 
     @property
     def limit(self) -> str:
