@@ -64,18 +64,19 @@ def test_a_fine_tune_averages_gradients_of_every_micro_batch(checkout, train, gr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("script", [FULL, LORA])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("script", "stage"),
+    # With a LoRA's frozen model ZeRO-3 gathers more than is predicted; see docs/multi_gpu.md.
+    [*((FULL, stage) for stage in STAGES), (LORA, "1"), (LORA, "2"), (LORA, "2-offload")],
+)
 def test_deepspeed_exchanges_what_is_predicted(checkout, train, script, stage, group):
     words = ("--deepspeed", "--zero_stage", *STAGES[stage], "--mixed_precision", "bf16", *words_of(group))
     more = ("--network_train_unet_only",) if script == LORA else ()
-    # A LoRA's frozen model passes the default distance: with a short one ZeRO-3 gathers up to 28% more than predicted.
-    distance = REUSE_DISTANCE if script == FULL else 1_000_000_000
-    env = {**SPY, **ON_CPU, "REUSE_DISTANCE": str(distance)}
+    env = {**SPY, **ON_CPU, "REUSE_DISTANCE": str(REUSE_DISTANCE)}
     run = train(checkout, script, *words, *more, env=env, ranks=group[0], without=("--mixed_precision", "no"))
     engine = Engine(f"ZeRO-{stage[0]}")
     measured = counted(run, group)
-    expected = predicted(run, engine, group, gradient_bytes=2, weight_bytes=2, reuse_distance=distance)
+    expected = predicted(run, engine, group, gradient_bytes=2, weight_bytes=2, reuse_distance=REUSE_DISTANCE)
     assert measured.keys() == expected.keys()
     # Weights are padded to a multiple of the processes, and weights of less than 1,000 elements stay whole within a step.
     for operation, size in expected.items():

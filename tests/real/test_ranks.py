@@ -220,7 +220,7 @@ def kill_at_random(generator):
 def test_torchrun_restarts_after_a_kill_and_loses_nothing(checkout, train, tmp_path, script):
     uninterrupted = train(checkout, script, *EVERYTHING, ranks=2, without=RESTARTED["without"])
     generator = random.Random(f"{script} {checkout.layout}")
-    kill = {"at_step": generator.randint(3, 9), "act": kill_at_random(generator)}
+    kill = {"at_step": generator.randint(3, 7), "act": kill_at_random(generator)}
     torchrun = ("--nnodes", "1", "--nproc_per_node", "2", "--master_port", free_port(), "--max-restarts", "2")
     run = train(checkout, script, *ELASTIC, before=torchrun, output=tmp_path, **RESTARTED, **kill)
     assert "resumed after step" in run.output
