@@ -67,10 +67,6 @@ class _Base(TrainingCallback):
             return
         before = sum(layer.weight.nbytes for _, layer in converted)
         source = self._convert(converted)
-        if self.accelerator.device.type == "cuda":
-            import torch
-
-            torch.cuda.empty_cache()  # the blocks of quantizing would leave gaps below those of training
         after = sum(layer.weight.nbytes + layer.scale_bits.nbytes for _, layer in converted)
         self.facts = {"layers": len(converted), "bytes_before": before, "bytes": after, "products": self.products}
         self.facts |= {"source": source, "taken": self.taken}

@@ -633,7 +633,6 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     for module, kind in training.resident:
         if module is training.models.unet and config.base_precision:
             eight_bits.log_conversion(module, training.weight_dtype, tracker)
-            tracker.release_unused()
         if training.gathered is not None and module in training.gathered.models:
             tracker.leave_out(module.parameters())
             tracker.mark(module.buffers(), kind)
