@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,18 @@ def kernels_obstacle(device: Any, kind: torch.dtype) -> str | None:
     for weight in layer.parameters():
         weight.zero_()
     convert(layer, kind, "kernels", device)
-    x, down, up = (torch.zeros(BLOCK, BLOCK, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    x = torch.zeros(BLOCK, BLOCK, device=device, dtype=torch.bfloat16, requires_grad=True)
     try:
-        torch.autograd.grad(layer(x).sum() + layer.with_lora(x, down, up).sum(), x)
+        torch.autograd.grad(layer(x).sum(), x)
+        if kind is torch.int8:  # torch multiplies fp8, with a workspace that this check would create too early
+            _multiply_with_lora(layer, x.detach())
     except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
         return f"Triton's kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
+
+
+def _multiply_with_lora(layer: Any, rows: torch.Tensor) -> None:
+    from kohya_ext.quantization import kernels
+
+    for product in (partial(kernels.forward, bias=None), kernels.backward):
+        product(rows, layer.weight, layer.scales, dtype=rows.dtype, kind=layer.kind, lora=(rows, rows))
