@@ -29,7 +29,7 @@ OUTPUT = results.FOLDER / "scaling.json"
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, with one process for each GPU."""
+    """A training with one process for each GPU."""
 
     preset: str
     options: str

@@ -57,7 +57,7 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What is exchanged in an optimizer step, and among whom."""
+    """The tensors that an optimizer step exchanges, and the processes."""
 
     engine: Engine
     trained: int

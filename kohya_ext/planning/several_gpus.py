@@ -40,7 +40,7 @@ class Machine:
 
     @property
     def link(self) -> Link:
-        """How the GPUs exchange data, by what is usual for them: a bridge between RTX 3090 is not assumed."""
+        """How the GPUs exchange data, by the usual one for them: a bridge between RTX 3090 is not assumed."""
         name = self.gpu.name.lower()
         if "sxm" in name:
             return communication.LINKS["NVLink A100" if "a100" in name else "NVLink H100"]

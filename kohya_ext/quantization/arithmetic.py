@@ -12,7 +12,7 @@ LARGEST: Mapping[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 
 #: The formats whose rows are rotated. A floating-point format resolves small values next to outliers without a rotation.
 ROTATED = frozenset({torch.int8})
 
-#: What is added to a product [m, n]: the product of a LoRA's hidden rows [m, rank] and its second matrix [rank, n].
+#: The addend of a product [m, n]: the product of a LoRA's hidden rows [m, rank] and its second matrix [rank, n].
 LoRA = tuple[torch.Tensor, torch.Tensor]
 
 #: The smallest divisor for scales, so that a row of zeros has a finite inverse.

@@ -25,7 +25,7 @@ from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.weights.postponed import history_of
 
 _VERSION = 1
-"""Increase when the quantization changes, or what is in the file."""
+"""Increase when the quantization or the file's content changes."""
 
 _ENTRY = "kohya_ext_base"
 """The entry in the metadata: JSON of what the weights were made from."""
