@@ -50,7 +50,7 @@ LAYOUT = "v0.11"
 OURS = "gpu_time.json"
 
 #: Constant -> its value before the figures, and the standard deviation of its logarithm. The values are round ones of kernels
-#: in general. Constants that are not listed are measured elsewhere, and not fitted.
+#: in general, chosen when an earlier fit was known. Constants that are not listed are not fitted.
 PRIOR = {
     "product": (0.65, 0.15),
     "geforce": (1.0, 0.15),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from kohya_ext.console import warn
+
 
 class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     """Compute ``x W^T + b + (x A^T) B^T``. The matrix products also do the additions, forward and backward.
@@ -155,7 +157,9 @@ def gate_kernels(device: str, dtype: torch.dtype) -> Any:
 
         halves = torch.zeros(1, 2, device=device, dtype=dtype)
         gates.backward(gates.forward(halves), halves)
-    except Exception:  # torch's operators do the same in more passes
+    except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        warn(f"--fused_operations: GEGLU takes more passes over memory, because its Triton kernels failed: {reason}")
         return None
     return gates
 

@@ -43,6 +43,17 @@ def test_on_a_cpu_torch_computes_the_gate():
     assert fused.gate_kernels("cpu", torch.bfloat16) is None
 
 
+def test_kernels_that_fail_are_replaced_with_a_warning(monkeypatch, capsys):
+    def zeros(*_, **__):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert fused.gate_kernels.__wrapped__("cuda", torch.bfloat16) is None
+    assert (
+        "GEGLU takes more passes over memory, because its Triton kernels failed: RuntimeError: no C" in capsys.readouterr().err
+    )
+
+
 def test_an_estimate_counts_one_kernel_each_way():
     rows, width = 64, 640
     with fake_tensors(), counted_kernels(eight_bits=False):
