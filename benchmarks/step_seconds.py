@@ -2,11 +2,14 @@
 
     python -m benchmarks.step_seconds [--count [REGEX]] [--fit]
 
-``--count`` counts the kernels of each row of published_seconds.tsv whose command line matches, 20 seconds each, and writes
+``--count`` counts the kernels of each row of both files whose command line matches, 20 seconds each, and writes
 them to results/step_seconds.json, which the other passes read. The table compares each figure with a prediction whose
 constants are fitted without its source. ``--fit`` also prints the constants fitted on all of them.
 
-Figures are facts from public pages, named in the first column of published_seconds.tsv. ``assumed`` is what a page leaves open.
+held_out_seconds.tsv has figures that no fit uses, and that were chosen before any of them was predicted. They are compared
+with the constants that kohya_ext has.
+
+Figures are facts from public pages, named in the first column of the files. ``assumed`` is what a page leaves open.
 Hosts differ, so trainers built on diffusers have a factor of the host's seconds, fitted on other figures of theirs. sd-scripts
 has the factor that the extension has: 1, under Windows an assumed one, and on the H100's machine that of its measured launch.
 """
@@ -39,6 +42,7 @@ from kohya_ext.estimate.seconds import predict as seconds_of
 from kohya_ext.sdscripts import checkouts
 
 FIGURES = Path(__file__).parent / "published_seconds.tsv"
+HELD_OUT = Path(__file__).parent / "held_out_seconds.tsv"
 OUTPUT = results.FOLDER / "step_seconds.json"
 MEASURED = results.FOLDER / "gpu_time.json"
 HOST_TIME = results.FOLDER / "host_time.json"
@@ -118,26 +122,29 @@ def count(only: str) -> None:
     """Count the kernels of the figures whose command line matches a regular expression, and write the output file."""
     rows: dict[str, Any] = json.loads(OUTPUT.read_text(encoding="utf-8"))
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == LAYOUT)
-    with FIGURES.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-            if not re.search(only, f"{row['script']} {row['arguments']}"):
-                continue
-            command = CommandLine(checkout.script(row["script"]), shlex.split(row["arguments"]), {})
-            estimate = predict.estimate(checkout, command, timed=True)
-            micro = memory_config.read(command)[0].gradient_accumulation_steps
-            rows[f"{row['script']} {row['arguments']}"] = {"work": estimate.work, "micro_batches": micro}
-            text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')
-            OUTPUT.write_text(f"{text}\n", encoding="utf-8")
+    every = (f"{row['script']} {row['arguments']}" for path in (FIGURES, HELD_OUT) for row in _read(path))
+    for words in dict.fromkeys(words for words in every if re.search(only, words)):
+        script, *arguments = shlex.split(words)
+        command = CommandLine(checkout.script(script), arguments, {})
+        estimate = predict.estimate(checkout, command, timed=True)
+        micro = memory_config.read(command)[0].gradient_accumulation_steps
+        rows[words] = {"work": estimate.work, "micro_batches": micro}
+        text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')
+        OUTPUT.write_text(f"{text}\n", encoding="utf-8")
 
 
-def figures() -> list[Figure]:
-    """Return every figure with its counted kernels."""
+def _read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file of figures."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+
+
+def figures(path: Path = FIGURES) -> list[Figure]:
+    """Return every figure of a file with its counted kernels."""
     counted = json.loads(OUTPUT.read_text(encoding="utf-8"))
     ours = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
-    with FIGURES.open(encoding="utf-8", newline="") as file:
-        rows = [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
     known = []
-    for row in rows:
+    for row in _read(path):
         words = f"{row['script']} {row['arguments']}"
         of_words = counted[words]
         busy = ours[row["comment"]][0]["profile"]["busy_seconds"] if row["source"] == OURS else None
@@ -291,6 +298,7 @@ def main() -> int:
     ratios = engine_launches()
     print(f"launch of autograd's engine on the virtual GPU: {median(ratios):.2f} of a recomputation's, {len(ratios)} pairs")
     shipped = Fit(CONSTANTS, {})
+    report("held out", [(figure, shipped.predict(figure)) for figure in figures(HELD_OUT)], each=True)
     for figure in rows:
         if figure.busy is not None:
             busy = shipped.busy(figure)
