@@ -39,6 +39,7 @@ from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.machine import REFERENCE_LAUNCH
 from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction, Work
 from kohya_ext.estimate.seconds import predict as seconds_of
+from kohya_ext.patching.patch import registry
 from kohya_ext.sdscripts import checkouts
 
 FIGURES = Path(__file__).parent / "published_seconds.tsv"
@@ -61,6 +62,8 @@ PRIOR = {
     "convolution": (0.4, 0.3),
     "attention": (0.4, 0.2),
     "geforce_attention": (1.5, 0.3),
+    "masked_attention": (0.3, 0.5),
+    "hopper_masked_attention": (0.5, 0.3),
     "bandwidth": (0.85, 0.08),
     "cached": (2.0, 0.3),
     "kernel": (3e-6, 0.3),
@@ -69,6 +72,8 @@ PRIOR = {
     "gap": (1.5e-6, 0.3),
     "launch": (20e-6, 0.4),
     "optimizer_launch": (10e-6, 0.5),
+    "wait": (15e-6, 0.5),
+    "windows_wait": (150e-6, 0.7),
     "replay": (10e-3, 0.5),
 }
 
@@ -110,7 +115,12 @@ class Figure:
             return OURS
         if self.trainer != "sd-scripts":
             return "diffusers"  # the other trainers are built on diffusers and PEFT
-        return f"{self.trainer}, Windows" if self.comment.startswith("Windows") else self.trainer
+        return f"{self.trainer}, Windows" if self.is_windows else self.trainer
+
+    @property
+    def is_windows(self) -> bool:
+        """Whether the page's computer runs Windows."""
+        return self.comment.startswith("Windows")
 
     @property
     def graphs(self) -> bool:
@@ -124,13 +134,27 @@ def count(only: str) -> None:
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == LAYOUT)
     every = (f"{row['script']} {row['arguments']}" for path in (FIGURES, HELD_OUT) for row in _read(path))
     for words in dict.fromkeys(words for words in every if re.search(only, words)):
-        script, *arguments = shlex.split(words)
-        command = CommandLine(checkout.script(script), arguments, {})
+        command = _command(checkout, words)
         estimate = predict.estimate(checkout, command, timed=True)
         micro = memory_config.read(command)[0].gradient_accumulation_steps
         rows[words] = {"work": estimate.work, "micro_batches": micro}
         text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')
         OUTPUT.write_text(f"{text}\n", encoding="utf-8")
+
+
+def _command(checkout: checkouts.Checkout, words: str) -> CommandLine:
+    """Return a row's command line. ``--disable_patch !NAME`` disables every patch but one.
+
+    That one removes what upstream did not do yet, or what another trainer does not do.
+    """
+    script, *arguments = shlex.split(words)
+    kept = [word for word in arguments if word.startswith("!")]
+    disabled = [name for name in registry() if f"!{name}" not in kept]
+    argv = [word for word in arguments if word not in kept]
+    if kept:
+        argv.remove("--disable_patch")
+        argv += [word for name in disabled for word in ("--disable_patch", name)]
+    return CommandLine(checkout.script(script), argv, {})
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -174,7 +198,8 @@ class Fit:
 
     def predict(self, figure: Figure) -> Prediction:
         """Return the prediction for a figure."""
-        gpu = replace(figure.gpu, host=self.hosts.get(figure.host, KNOWN_HOSTS.get(figure.host, 1.0)))
+        host = self.hosts.get(figure.host, KNOWN_HOSTS.get(figure.host, 1.0))
+        gpu = replace(figure.gpu, host=host, windows=figure.is_windows)
         return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants)
 
     def busy(self, figure: Figure) -> float:
@@ -298,7 +323,8 @@ def main() -> int:
     ratios = engine_launches()
     print(f"launch of autograd's engine on the virtual GPU: {median(ratios):.2f} of a recomputation's, {len(ratios)} pairs")
     shipped = Fit(CONSTANTS, {})
-    report("held out", [(figure, shipped.predict(figure)) for figure in figures(HELD_OUT)], each=True)
+    if held_out := figures(HELD_OUT):
+        report("held out", [(figure, shipped.predict(figure)) for figure in held_out], each=True)
     for figure in rows:
         if figure.busy is not None:
             busy = shipped.busy(figure)

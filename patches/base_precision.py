@@ -66,7 +66,7 @@ class _Base(TrainingCallback):
         """Convert the layers of text encoders on the GPU, one by one."""
         from kohya_ext.quantization.linear import convert
 
-        converted = [layer for encoder in encoders for _, layer in text_layers(encoder)]
+        converted = [layer for encoder in encoders if encoder is not None for _, layer in text_layers(encoder)]
         before = sum(layer.weight.nbytes for layer in converted)
         for layer in converted:
             convert(layer, self.kind, self.products, self.accelerator.device)

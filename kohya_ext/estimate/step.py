@@ -570,19 +570,21 @@ def _optimizer(config: MemoryConfig, arguments: Namespace, groups: Any) -> Any:
 
 @contextlib.contextmanager
 def _bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
-    """Count bitsandbytes' kernels instead of running them: they cannot take fake tensors, and allocate nothing."""
+    """Count bitsandbytes' kernels and waits instead of running them: they cannot take fake tensors, and allocate nothing."""
 
     def count(*args: Any, **kwargs: Any) -> None:
         tracker.work.kernel(args, kwargs, launcher=tracker.launcher)
 
     try:
         functional = importlib.import_module("bitsandbytes.functional")
+        optimizers = importlib.import_module("bitsandbytes.optim.optimizer")
     except ImportError:
         yield
         return
     with contextlib.ExitStack() as stack:
         for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
             stack.enter_context(replaced(functional, name, count))
+        stack.enter_context(replaced(optimizers, "sync_gpu", lambda _: tracker.work.wait()))
         yield
 
 

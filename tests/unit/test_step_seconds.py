@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import step_seconds
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, machine, seconds
+from kohya_ext.estimate import gpus, machine
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
-from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MEMORY, Kernels, Work, predict
+from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MASKED_ATTENTION, MEMORY, Kernels, Work, predict
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
 from kohya_ext.units import GIB
@@ -43,7 +43,24 @@ def test_attention_and_elementwise_operators_have_their_own_kinds() -> None:
     with Tracker() as tracker:
         torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
     kinds = {group.kind for group in tracker.work.work().batch}
-    assert {ATTENTION, seconds.ATTENTION_BACKWARD, MEMORY} <= kinds
+    assert {ATTENTION, MEMORY} <= kinds
+
+
+def test_attention_with_a_mask_is_slower() -> None:
+    q, mask = torch.zeros(1, 2, 32, 8, requires_grad=True), torch.ones(1, 1, 1, 32, dtype=torch.bool)
+    with Tracker() as tracker:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, mask).sum().backward()
+    groups = tracker.work.work().batch
+    assert sum(group.count for group in groups if group.kind == MASKED_ATTENTION) >= 2  # forward and backward
+    assert ATTENTION not in {group.kind for group in groups}
+    for name in ("RTX 3090", "H100"):
+        plain, masked = (Work([Kernels(kind, 1, 1e12, 0)], []) for kind in (ATTENTION, MASKED_ATTENTION))
+        assert predict(masked, gpus.named(name)).seconds > 1.5 * predict(plain, gpus.named(name)).seconds
+
+
+def test_waits_cost_the_host() -> None:
+    work = Work([], [Kernels(MEMORY, 1000, 0, 1e6)])
+    assert predict(replace(work, waits=1000), H100).seconds > 2 * predict(work, H100).seconds
 
 
 def test_python_launches_forward_and_recomputation_and_the_engine_the_rest() -> None:
