@@ -76,19 +76,19 @@ VARIANTS = {
 CONDITIONS: tuple[tuple[float, int], ...] = ((1, 1), (20, 1), (100, 1), (20, 4))
 
 #: Steps, learning rate and widest block of the LoRA that learns a change of a block.
-LEARNING_STEPS, LEARNING_RATE, WIDEST = 30, 4e-3, 1280
+BLOCK_STEPS, BLOCK_RATE, WIDEST = 30, 4e-3, 1280
 
-#: Scripts on tiny models, and the arguments of each variant. SGD keeps a step in proportion to its gradient.
-RUNS = {
-    "fp32": ("--mixed_precision", "no"),
-    "bf16": ("--mixed_precision", "bf16"),
-    "int8": ("--mixed_precision", "bf16", "--base_precision", "int8"),
-    "fp8": ("--mixed_precision", "bf16", "--base_precision", "fp8"),
-}
+#: Arguments of the scripts on tiny models by variant. SGD keeps a step in proportion to its gradient.
+RUNS = {"bf16": (), "int8": ("--base_precision", "int8"), "fp8": ("--base_precision", "fp8")}
+FP32 = ("--mixed_precision", "no")
+#: HunyuanImage mixes precisions in bf16, which a CPU refuses.
+MIXED_PRECISIONS = {"hunyuan-image": "no"}
 STEPS, FIRST_STEPS = 40, 4
-TRAINING = ("--max_train_steps", str(STEPS), "--learning_rate", "1", "--save_every_n_steps", str(FIRST_STEPS))
+TRAINING = ("--max_train_steps", str(STEPS), "--save_every_n_steps", str(FIRST_STEPS))
+#: Instead of 1, at which FLUX and Chroma are unstable and HunyuanImage hardly learns.
+LEARNING_RATES = {"flux": "0.1", "chroma": "0.1", "hunyuan-image": "10"}
 #: Other noise and time steps than in training; the learning rate changes no weight, and scripts refuse to train with 0.
-JUDGING = ("--max_train_steps", "16", "--learning_rate", "1e-30", "--seed", "2", *RUNS["fp32"])
+JUDGING = ("--max_train_steps", "16", "--learning_rate", "1e-30", "--seed", "2", *FP32)
 
 
 def imitate_training(block: torch.nn.Module) -> None:
@@ -288,10 +288,10 @@ def learned(case: Case, base: torch.nn.Module, size: float = 20.0) -> dict[str, 
         losses = {}
         for name, variant in {"fp32": None, **variants(case)}.items():
             with _adapted(case, base, variant, up=0.0) as block:
-                optimizer = torch.optim.Adam(block.lora, lr=LEARNING_RATE)
+                optimizer = torch.optim.Adam(block.lora, lr=BLOCK_RATE)
                 for weight in block.lora:
                     weight.requires_grad_()
-                for _ in range(LEARNING_STEPS):
+                for _ in range(BLOCK_STEPS):
                     optimizer.zero_grad()
                     loss(block).backward()
                     optimizer.step()
@@ -309,13 +309,16 @@ def script_errors(folder: Path, checkout: checkouts.Checkout, family: families.F
     of the trained LoRA on the fp32 base, for other noise; also for no LoRA.
     """
     run = _runner(folder, checkout, family)
-    trained = {name: run(*TRAINING, *words) for name, words in RUNS.items()}
+    rate = ("--learning_rate", LEARNING_RATES.get(family.name, "1"))
+    mixed = ("--mixed_precision", MIXED_PRECISIONS.get(family.name, "bf16"))
+    words = {"fp32": FP32, **{name: (*mixed, *more) for name, more in RUNS.items()}}
+    trained = {name: run(*TRAINING, *rate, *more) for name, more in words.items()}
     loras = {
         name: _ups(output / f"{arguments.OUTPUT_NAME}-step{FIRST_STEPS:08}.safetensors") for name, output in trained.items()
     }
     losses = {name: torch.tensor(_losses(output)) for name, output in trained.items()}
     rows = {"no LoRA": {"on_fp32": statistics.fmean(_losses(run(*JUDGING)))}}
-    for name in ("bf16", "int8", "fp8"):
+    for name in RUNS:
         judged = run(*JUDGING, "--network_weights", str(trained[name] / f"{arguments.OUTPUT_NAME}.safetensors"))
         rows[name] = {
             "lora": _error(loras[name], loras["fp32"]),
