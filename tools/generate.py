@@ -186,7 +186,7 @@ _BASES = {
 """Variants of the results of benchmarks/base_weights_quality.py, and the columns of its tables."""
 
 
-def _quality(part: str) -> Mapping[str, Mapping[str, Any]]:
+def _quality(part: str) -> Mapping[str, Any]:
     """Return the rows of a part of the results of benchmarks/base_weights_quality.py, by families."""
     rows: Mapping[str, Mapping[str, Any]] = json.loads((RESULTS / "base_weights_quality.json").read_text(encoding="utf-8"))[
         part
@@ -196,7 +196,7 @@ def _quality(part: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _percent(values: Iterable[float]) -> str:
-    return " / ".join(f"{100 * value:.1f}" for value in values)
+    return " / ".join(f"{100 * value:.1f}" for value in values) or "none"
 
 
 def _block_errors() -> str:
@@ -221,9 +221,10 @@ def _outlier_errors() -> str:
 def _learned() -> str:
     """Return a table of the losses of LoRAs on the fp32 block."""
     rows = []
-    for name, row in _quality("learned").items():
-        losses = (f"{row['losses'][base]:.3f}" for base in ("fp32", *_BASES))
-        rows.append([name, f"{100 * row['change']:.1f}%", *losses])
+    for name, changes in _quality("learned").items():
+        for row in changes:
+            losses = (f"{row['losses'][base]:.2f}" for base in ("fp32", *_BASES))
+            rows.append([name, f"{100 * row['change']:.0f}%", *losses])
     return _table(("block", "change", "fp32", *_BASES.values()), rows)
 
 

@@ -70,7 +70,7 @@ def test_errors_and_cosines_agree(errors):
 
 
 def test_a_coarse_base_is_seen_in_what_a_lora_learns(base, monkeypatch):
-    fine = quality.learned(CASE, base)["losses"]
+    fine = quality.learned(CASE, base, up=0.02)["losses"]
     assert fine["fp32"] < 0.9
     quantize = linear.quantize
 
@@ -79,7 +79,7 @@ def test_a_coarse_base_is_seen_in_what_a_lora_learns(base, monkeypatch):
         return (values.float() / 32).round().mul(32).clamp(-96, 96).to(kind), scales
 
     monkeypatch.setattr(linear, "quantize", coarse)
-    assert quality.learned(CASE, base)["losses"]["int8"] > 1.5 * fine["int8"]
+    assert quality.learned(CASE, base, up=0.02)["losses"]["int8"] > 1.5 * fine["int8"]
 
 
 def test_inputs_are_the_same_for_every_variant():
