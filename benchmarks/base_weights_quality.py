@@ -2,13 +2,13 @@
 
     python -m benchmarks.base_weights_quality [--output FILE] [--families NAME ...] [--parts blocks|scripts]
 
-Three measurements, each against fp32:
+It takes about 25 minutes on one core of a CPU with AMX. Three measurements, each against fp32:
 
 - one block of each kind at full width with LoRA: relative errors and cosines of its output, its input gradient and its LoRA
   gradients; for outliers of several sizes, and for the block applied four times. Weights imitate trained ones: Student-t
   tails, and scales that vary by row and column. Activations imitate real ones: 0.4% of their channels are outliers, which
   are ``size`` times as large and have a constant part, in all tokens. Output gradients have outliers, too;
-- narrow blocks at full width: a LoRA that learns a change of the block, and is judged on the fp32 base;
+- the narrowest of these blocks: a LoRA that learns a large and a small change of the block, and is judged on the fp32 base;
 - forty steps of the real scripts on tiny models with random weights: the trained LoRA after four steps, losses, and the loss
   of the trained LoRA on the fp32 base. Upstream's ``--fp8_base`` is missing, because its norms do not run on a CPU.
 """
@@ -58,6 +58,7 @@ class Variant:
     kind: torch.dtype | None = None
     """The format of ``--base_precision``."""
     rotated: bool = False
+    """Whether rows are rotated."""
     upstream: bool = False
     """Whether the weights are those of upstream's 8-bit option for the family."""
 
@@ -178,10 +179,8 @@ class Adapted:
             self._add_lora(layer, up)
 
     def _add_lora(self, layer: torch.nn.Linear, up: float) -> None:
-        first, second = (
-            torch.nn.Linear(layer.in_features, RANK, bias=False),
-            torch.nn.Linear(RANK, layer.out_features, bias=False),
-        )
+        first = torch.nn.Linear(layer.in_features, RANK, bias=False)
+        second = torch.nn.Linear(RANK, layer.out_features, bias=False)
         second.weight.data.normal_(std=up)
         self.lora += first.weight, second.weight
         base, apply = layer.forward, torch.nn.functional.linear
@@ -315,9 +314,8 @@ def script_errors(folder: Path, checkout: checkouts.Checkout, family: families.F
     mixed = ("--mixed_precision", MIXED_PRECISIONS.get(family.name, "bf16"))
     words = {"fp32": FP32, **{name: (*mixed, *more) for name, more in RUNS.items()}}
     trained = {name: run(*TRAINING, *rate, *more) for name, more in words.items()}
-    loras = {
-        name: _ups(output / f"{arguments.OUTPUT_NAME}-step{FIRST_STEPS:08}.safetensors") for name, output in trained.items()
-    }
+    early = f"{arguments.OUTPUT_NAME}-step{FIRST_STEPS:08}.safetensors"
+    loras = {name: _ups(output / early) for name, output in trained.items()}
     losses = {name: torch.tensor(_losses(output)) for name, output in trained.items()}
     rows = {"no LoRA": {"on_fp32": statistics.fmean(_losses(run(*JUDGING)))}}
     for name in RUNS:
