@@ -2,10 +2,10 @@
 
     python -m benchmarks.eight_bit_steps [--only sdxl-lora] [--again]
 
-Writes results/eight_bit_steps.json: of each variant the memory, the counted operations, bytes and launches of a step, and its
-seconds on each GPU with their parts. The memory that 8 bits free lets fewer blocks be checkpointed: ``fitted`` variants have
-the smallest ratio with which int8 needs no more memory than upstream. An estimate takes 20 to 60 s; those in the output file
-are kept.
+Writes results/eight_bit_steps.json, the estimate of each variant: its memory, and the counted operations, bytes and launches of
+a step, from which :func:`seconds` predicts its time on each GPU. The memory that 8 bits free lets fewer blocks be checkpointed:
+``fitted`` variants have the smallest ratio with which int8 needs no more memory than upstream. An estimate takes 20 to 60 s;
+those in the output file are kept.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import gpus, predict, step_time
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.estimate.seconds import Work
+from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
 
@@ -52,11 +53,18 @@ FITTED: Mapping[str, Sequence[str]] = {
 }
 
 
-def command_line(checkout: Checkout, family: str, options: str) -> CommandLine:
-    """Return a family's LoRA with checkpointing and some options."""
+def command_line(folder: Path, family: str, options: str) -> CommandLine:
+    """Return a family's LoRA with checkpointing and some options; ``folder`` has its script."""
     script = preset_files.scripts(family)[0]
     words = ["--preset", f"{family}/base", "--gradient_checkpointing", *options.split()]
-    return CommandLine(checkout.script(script), words, {})
+    return CommandLine(folder / script, words, {})
+
+
+def seconds(family: str, options: str, estimate: Estimate, constants: Constants = CONSTANTS) -> dict[str, Prediction]:
+    """Return the predicted time of a variant on each GPU that has kernels for it."""
+    command = command_line(Path(), family, options)
+    times = {card: step_time.by_rates(estimate, command, gpus.named(card), constants) for card in CARDS}
+    return {card: time for card, time in times.items() if time is not None}
 
 
 def measure(checkout: Checkout, family: str, known: dict[str, Any], write: Any) -> None:
@@ -64,10 +72,10 @@ def measure(checkout: Checkout, family: str, known: dict[str, Any], write: Any) 
 
     def ask(options: str, ratio: float = 1.0) -> Estimate:
         more = "" if ratio == 1 else f" --gradient_checkpointing_ratio {ratio:g}"
-        return predict.estimate(checkout, command_line(checkout, family, options + more), timed=True)
+        return predict.estimate(checkout, command_line(checkout.path, family, options + more), timed=True)
 
     def add(name: str, options: str, estimate: Estimate) -> None:
-        known[name] = row(checkout, family, options, estimate)
+        known[name] = {"options": options, "estimate": asdict(estimate)}
         write()
 
     for name, options in VARIANTS.items():
@@ -77,34 +85,11 @@ def measure(checkout: Checkout, family: str, known: dict[str, Any], write: Any) 
         missing = [name for name in (searched, *others) if f"{name}, fitted" not in known]
         if not missing:
             continue
-        smallest = smallest_ratio(partial(ask, VARIANTS[searched]), known[UPSTREAM]["total"])
+        smallest = smallest_ratio(partial(ask, VARIANTS[searched]), Estimate(**known[UPSTREAM]["estimate"]).total)
         assert smallest is not None, "8 bits need less memory than upstream"
         for name in missing:
             fitted = f"{VARIANTS[name]} --gradient_checkpointing_ratio {smallest[0]:g}"
             add(f"{name}, fitted", fitted, ask(VARIANTS[name], smallest[0]))
-
-
-def row(checkout: Checkout, family: str, options: str, estimate: Estimate) -> dict[str, Any]:
-    """Return a variant's memory, counts and seconds."""
-    command = command_line(checkout, family, options)
-    assert estimate.work is not None, "asked for with counted kernels"
-    work = Work.from_row(estimate.work)
-    groups = [*work.batch, *work.optimizer]
-    operations: dict[str, float] = {}
-    for group in groups:
-        operations[group.kind] = operations.get(group.kind, 0.0) + group.flops / 1e12
-    return {
-        "options": options,
-        "total": estimate.total,
-        "tera_operations": {kind: round(count, 2) for kind, count in operations.items() if count},
-        "gigabytes": round(sum(group.bytes for group in groups) / 1e9, 1),
-        "launches": sum(group.count for group in groups),
-        "seconds": {
-            card: {"step": round(time.seconds, 4), **{part: round(value, 4) for part, value in time.parts.items() if value}}
-            for card in CARDS
-            if (time := step_time.by_rates(estimate, command, gpus.named(card))) is not None
-        },
-    }
 
 
 def main() -> int:

@@ -2,11 +2,14 @@
 
     python -m benchmarks.step_seconds [--count [REGEX]] [--fit]
 
-``--count`` counts the kernels of each row of published_seconds.tsv whose command line matches, 20 seconds each, and writes
+``--count`` counts the kernels of each row of both files whose command line matches, 20 seconds each, and writes
 them to results/step_seconds.json, which the other passes read. The table compares each figure with a prediction whose
 constants are fitted without its source. ``--fit`` also prints the constants fitted on all of them.
 
-Figures are facts from public pages, named in the first column of published_seconds.tsv. ``assumed`` is what a page leaves open.
+held_out_seconds.tsv has figures that no fit uses, and that were chosen before any of them was predicted. They are compared
+with the constants that kohya_ext has.
+
+Figures are facts from public pages, named in the first column of the files. ``assumed`` is what a page leaves open.
 Hosts differ, so trainers built on diffusers have a factor of the host's seconds, fitted on other figures of theirs. sd-scripts
 has the factor that the extension has: 1, under Windows an assumed one, and on the H100's machine that of its measured launch.
 """
@@ -36,9 +39,11 @@ from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.machine import REFERENCE_LAUNCH
 from kohya_ext.estimate.seconds import CONSTANTS, Constants, Prediction, Work
 from kohya_ext.estimate.seconds import predict as seconds_of
+from kohya_ext.patching.patch import registry
 from kohya_ext.sdscripts import checkouts
 
 FIGURES = Path(__file__).parent / "published_seconds.tsv"
+HELD_OUT = Path(__file__).parent / "held_out_seconds.tsv"
 OUTPUT = results.FOLDER / "step_seconds.json"
 MEASURED = results.FOLDER / "gpu_time.json"
 HOST_TIME = results.FOLDER / "host_time.json"
@@ -57,6 +62,8 @@ PRIOR = {
     "convolution": (0.4, 0.3),
     "attention": (0.4, 0.2),
     "geforce_attention": (1.5, 0.3),
+    "masked_attention": (0.3, 0.5),
+    "hopper_masked_attention": (0.5, 0.3),
     "bandwidth": (0.85, 0.08),
     "cached": (2.0, 0.3),
     "kernel": (3e-6, 0.3),
@@ -65,6 +72,8 @@ PRIOR = {
     "gap": (1.5e-6, 0.3),
     "launch": (20e-6, 0.4),
     "optimizer_launch": (10e-6, 0.5),
+    "wait": (15e-6, 0.5),
+    "windows_wait": (150e-6, 0.7),
     "replay": (10e-3, 0.5),
 }
 
@@ -106,7 +115,12 @@ class Figure:
             return OURS
         if self.trainer != "sd-scripts":
             return "diffusers"  # the other trainers are built on diffusers and PEFT
-        return f"{self.trainer}, Windows" if self.comment.startswith("Windows") else self.trainer
+        return f"{self.trainer}, Windows" if self.is_windows else self.trainer
+
+    @property
+    def is_windows(self) -> bool:
+        """Whether the page's computer runs Windows."""
+        return self.comment.startswith("Windows")
 
     @property
     def graphs(self) -> bool:
@@ -118,26 +132,43 @@ def count(only: str) -> None:
     """Count the kernels of the figures whose command line matches a regular expression, and write the output file."""
     rows: dict[str, Any] = json.loads(OUTPUT.read_text(encoding="utf-8"))
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == LAYOUT)
-    with FIGURES.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-            if not re.search(only, f"{row['script']} {row['arguments']}"):
-                continue
-            command = CommandLine(checkout.script(row["script"]), shlex.split(row["arguments"]), {})
-            estimate = predict.estimate(checkout, command, timed=True)
-            micro = memory_config.read(command)[0].gradient_accumulation_steps
-            rows[f"{row['script']} {row['arguments']}"] = {"work": estimate.work, "micro_batches": micro}
-            text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')
-            OUTPUT.write_text(f"{text}\n", encoding="utf-8")
+    every = (f"{row['script']} {row['arguments']}" for path in (FIGURES, HELD_OUT) for row in _read(path))
+    for words in dict.fromkeys(words for words in every if re.search(only, words)):
+        command = _command(checkout, words)
+        estimate = predict.estimate(checkout, command, timed=True)
+        micro = memory_config.read(command)[0].gradient_accumulation_steps
+        rows[words] = {"work": estimate.work, "micro_batches": micro}
+        text = json.dumps(rows, separators=(",", ":")).replace('},"', '},\n"')
+        OUTPUT.write_text(f"{text}\n", encoding="utf-8")
 
 
-def figures() -> list[Figure]:
-    """Return every figure with its counted kernels."""
+def _command(checkout: checkouts.Checkout, words: str) -> CommandLine:
+    """Return a row's command line. ``--disable_patch !NAME`` disables every patch but one.
+
+    That one removes what upstream did not do yet, or what another trainer does not do.
+    """
+    script, *arguments = shlex.split(words)
+    kept = [word for word in arguments if word.startswith("!")]
+    disabled = [name for name in registry() if f"!{name}" not in kept]
+    argv = [word for word in arguments if word not in kept]
+    if kept:
+        argv.remove("--disable_patch")
+        argv += [word for name in disabled for word in ("--disable_patch", name)]
+    return CommandLine(checkout.script(script), argv, {})
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file of figures."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+
+
+def figures(path: Path = FIGURES) -> list[Figure]:
+    """Return every figure of a file with its counted kernels."""
     counted = json.loads(OUTPUT.read_text(encoding="utf-8"))
     ours = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
-    with FIGURES.open(encoding="utf-8", newline="") as file:
-        rows = [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
     known = []
-    for row in rows:
+    for row in _read(path):
         words = f"{row['script']} {row['arguments']}"
         of_words = counted[words]
         busy = ours[row["comment"]][0]["profile"]["busy_seconds"] if row["source"] == OURS else None
@@ -167,7 +198,8 @@ class Fit:
 
     def predict(self, figure: Figure) -> Prediction:
         """Return the prediction for a figure."""
-        gpu = replace(figure.gpu, host=self.hosts.get(figure.host, KNOWN_HOSTS.get(figure.host, 1.0)))
+        host = self.hosts.get(figure.host, KNOWN_HOSTS.get(figure.host, 1.0))
+        gpu = replace(figure.gpu, host=host, windows=figure.is_windows)
         return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants)
 
     def busy(self, figure: Figure) -> float:
@@ -291,6 +323,8 @@ def main() -> int:
     ratios = engine_launches()
     print(f"launch of autograd's engine on the virtual GPU: {median(ratios):.2f} of a recomputation's, {len(ratios)} pairs")
     shipped = Fit(CONSTANTS, {})
+    if held_out := figures(HELD_OUT):
+        report("held out", [(figure, shipped.predict(figure)) for figure in held_out], each=True)
     for figure in rows:
         if figure.busy is not None:
             busy = shipped.busy(figure)

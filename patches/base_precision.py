@@ -3,13 +3,14 @@
 The layers' weights take one byte instead of two, and their forward pass and input gradient are 8-bit products
 (:mod:`kohya_ext.quantization`). Layers are converted when the script creates its network: after upstream's ``--base_weights``
 are merged and before LoRA modules take the layers' forward methods. They are the linear layers in transformer blocks, with
-modulations. Convolutions, norms, embeddings, time embeddings and the layers around the blocks stay as they are.
+modulations. Convolutions, norms, embeddings, time embeddings and the layers around the blocks stay as they are. Text encoders
+that stay on the GPU and are not trained are converted there, too.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -20,7 +21,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.quantization.selection import NETWORKS, layers, reason_to_refuse
+from kohya_ext.quantization.selection import NETWORKS, includes_text_encoders, layers, reason_to_refuse, text_layers
 from kohya_ext.units import format_size
 
 if TYPE_CHECKING:
@@ -52,12 +53,28 @@ class _Base(TrainingCallback):
     accelerator: Accelerator
     kind: Any
     products: Any
+    text_encoders: bool
+    """Whether they are converted, too."""
     cache_file: Path | None = None
     origin: Origin = field(default_factory=dict)
     """What the weights in the cache must be made from, except the layers' own content."""
     taken: int = 0
     """Layers whose weights are those of an 8-bit checkpoint file, without another rounding."""
     facts: dict[str, object] = field(default_factory=dict)
+
+    def convert_text_encoders(self, encoders: Sequence[Any]) -> None:
+        """Convert the layers of text encoders on the GPU, one by one."""
+        from kohya_ext.quantization.linear import convert
+
+        converted = [layer for encoder in encoders if encoder is not None for _, layer in text_layers(encoder)]
+        before = sum(layer.weight.nbytes for layer in converted)
+        for layer in converted:
+            convert(layer, self.kind, self.products, self.accelerator.device)
+        after = sum(layer.weight.nbytes + layer.scale_bits.nbytes for layer in converted)
+        self.facts |= {"text_layers": len(converted), "text_bytes_before": before, "text_bytes": after}
+        note(
+            f"base precision: {len(converted)} layers of text encoders in 8 bits, {format_size(before)} -> {format_size(after)}"
+        )
 
     def convert(self, model: Any) -> None:
         """Convert the model's layers one by one."""
@@ -68,7 +85,7 @@ class _Base(TrainingCallback):
         before = sum(layer.weight.nbytes for _, layer in converted)
         source = self._convert(converted)
         after = sum(layer.weight.nbytes + layer.scale_bits.nbytes for _, layer in converted)
-        self.facts = {"layers": len(converted), "bytes_before": before, "bytes": after, "products": self.products}
+        self.facts |= {"layers": len(converted), "bytes_before": before, "bytes": after, "products": self.products}
         self.facts |= {"source": source, "taken": self.taken}
         taken = f", {self.taken} as they are there" if self.taken else ""
         sizes = f"{format_size(before)} -> {format_size(after)}"
@@ -124,6 +141,8 @@ def _write(cache: BaseCache, converted: Layers) -> None:
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Base:
     wanted = settings[BASE_PRECISION]
+    if wanted is None:
+        stop("--base_precision_cache keeps the weights of --base_precision, which is not set; add --base_precision int8")
     reason = reason_to_refuse(args, program().command.name)
     if reason is not None:
         stop(f"--base_precision {wanted}: {reason}")
@@ -132,12 +151,13 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ba
     kind = KINDS[str(wanted)]
     products = _products(kind, str(wanted), accelerator.device)
     folder = settings[BASE_PRECISION_CACHE]
+    text_encoders = includes_text_encoders(args)
     if folder is None:
-        return _Base(accelerator, kind, products)
+        return _Base(accelerator, kind, products, text_encoders)
     from kohya_ext.weights import base_cache
 
     file = base_cache.file_in(folder, args, str(wanted))
-    return _Base(accelerator, kind, products, file, base_cache.origin(args, kind, accelerator.device))
+    return _Base(accelerator, kind, products, text_encoders, file, base_cache.origin(args, kind, accelerator.device))
 
 
 def _products(kind: Any, wanted: str, device: Any) -> str:
@@ -156,11 +176,20 @@ def _products(kind: Any, wanted: str, device: Any) -> str:
     return "kernels" if obstacle is None else "weights"
 
 
+def _convert(text_encoders: Any, model: Any) -> None:
+    """Convert the run's models, if it has an 8-bit base. ``text_encoders`` is one or a list."""
+    base = current(_Base)
+    if base is None:
+        return
+    if base.text_encoders:
+        base.convert_text_encoders(text_encoders if isinstance(text_encoders, list) else [text_encoders])
+    base.convert(model)
+
+
 def _create(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def create_network(*args: Any, **kwargs: Any) -> Any:
-        if (base := current(_Base)) is not None:
-            base.convert(args[5])
+        _convert(args[4], args[5])
         return original(*args, **kwargs)
 
     return create_network
@@ -170,8 +199,8 @@ def _create_from_weights(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def create_network_from_weights(*args: Any, **kwargs: Any) -> Any:
         # For inference, the caller merges the network into the model's weights.
-        if not kwargs.get("for_inference") and (base := current(_Base)) is not None:
-            base.convert(args[4])
+        if not kwargs.get("for_inference"):
+            _convert(args[3], args[4])
         return original(*args, **kwargs)
 
     return create_network_from_weights
@@ -225,7 +254,7 @@ PATCH = Patch(
     exactness="close",
     held_to="each layer's output and input gradient in float32 within 1.5 percent (int8) or 5 percent (fp8) of its norm",
     idea="https://arxiv.org/abs/2404.00456",
-    wanted=lambda settings: settings[BASE_PRECISION] is not None,
+    wanted=lambda settings: settings[BASE_PRECISION] is not None or settings[BASE_PRECISION_CACHE] is not None,
     facts=_facts,
     stage=Stage.FUSE,
     on_start=_start,

@@ -8,19 +8,36 @@ Run it when an option, a patch's summary, a preset or the table of estimates cha
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import eight_bit_steps
 from kohya_ext.commands import options, presets
 from kohya_ext.config import preset_files
 from kohya_ext.estimate import gpus
+from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
+from kohya_ext.estimate.result import Estimate
+from kohya_ext.estimate.seconds import (
+    ATTENTION,
+    CONSTANTS,
+    CONVOLUTION,
+    MASKED_ATTENTION,
+    MEMORY,
+    ROTATION,
+    Prediction,
+    Work,
+    by_kind,
+)
 from kohya_ext.patching.patch import registry
 from kohya_ext.planning.tiers import usable_bytes
-from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.families import BY_NAME
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -48,7 +65,7 @@ def generated() -> Mapping[Path, str]:
         "speed.md": [
             *(_gpu_time(), _host_time(), _peers(), _cold_compile()),
             *(_block_errors(), _outlier_errors(), _learned(), _script_errors()),
-            *(_kernel_resources(), _eight_bit_seconds(), _eight_bit_counts()),
+            *(_kernel_resources(), _eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions()),
         ],
     }
     files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
@@ -81,14 +98,20 @@ def _patches() -> str:
 
 
 def _presets() -> str:
-    return "\n\n".join(_family(family, rows) for family, rows in groupby(presets.rows(), key=lambda row: row[0]))
+    return "\n\n".join(_family(family, rows) for family, rows in groupby(presets.rows(), key=lambda row: row.family))
 
 
-def _family(family: str, rows: Iterable[Sequence[str]]) -> str:
-    scripts = "every script" if family == preset_files.ANY else ", ".join(map(_code, preset_files.scripts(family)))
-    cells = ((_code(name), *cells) for _, name, *cells, _ in rows)
-    table = _table(("preset", "predicted", "free", "speed", "settings"), cells)
-    return f"### {family}\n\nFor {scripts}.\n\n{table}"
+def _family(family: str, rows: Iterable[presets.Row]) -> str:
+    if family == preset_files.ANY:
+        table = _table(("preset", "settings"), ((_code(row.name), row.summary) for row in rows))
+        return f"### {family}\n\nFor every script.\n\n{table}"
+    scripts = ", ".join(map(_code, preset_files.scripts(family)))
+    head = ("preset", "settings", "predicted", "free", "speed", "GPU", "seconds", "upstream", "with")
+    cells = []
+    for row in rows:
+        times = map(presets.seconds_text, (row.seconds, row.upstream))
+        cells.append([_code(row.name), row.summary, row.needs, row.left, row.speed, row.gpu, *times, _code(row.options)])
+    return f"### {family}\n\nFor {scripts}.\n\n{_table(head, cells)}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -191,7 +214,7 @@ def _quality(part: str) -> Mapping[str, Any]:
     rows: Mapping[str, Mapping[str, Any]] = json.loads((RESULTS / "base_weights_quality.json").read_text(encoding="utf-8"))[
         part
     ]
-    order = list(families.BY_NAME)
+    order = list(BY_NAME)
     return {name: rows[name] for name in sorted(rows, key=lambda name: order.index(name.split()[0]))}
 
 
@@ -243,53 +266,100 @@ def _script_errors() -> str:
     return _table(head, rows)
 
 
-def _eight_bit_rows() -> Mapping[str, Mapping[str, Any]]:
-    """Return the variants of each family, from the results of benchmarks/eight_bit_steps.py."""
-    rows: Mapping[str, Mapping[str, Any]] = json.loads((RESULTS / "eight_bit_steps.json").read_text(encoding="utf-8"))["rows"]
-    return rows
+def _eight_bit_rows() -> Mapping[str, Mapping[str, tuple[str, Estimate]]]:
+    """Return options and estimate of each variant of each family, from the results of benchmarks/eight_bit_steps.py."""
+    families = json.loads((RESULTS / "eight_bit_steps.json").read_text(encoding="utf-8"))["rows"]
+    return {
+        family: {name: (row["options"], Estimate(**row["estimate"])) for name, row in variants.items()}
+        for family, variants in families.items()
+    }
 
 
 def _eight_bit_seconds() -> str:
     """Return a table of the predicted seconds of upstream's step and of the fastest with and without an 8-bit base."""
     rows = []
     for family, variants in _eight_bit_rows().items():
-        upstream = variants["upstream"]
-        for card, before in upstream["seconds"].items():
+        times = {name: eight_bit_steps.seconds(family, *row) for name, row in variants.items()}
+        for card, before in times["upstream"].items():
+            timed = {name: on_cards[card] for name, on_cards in times.items() if card in on_cards}
+            best = min((name for name in timed if "8" not in name), key=lambda name: timed[name].seconds)
+            eight = _fastest_in_memory(variants, timed, card)
+            pairs = (
+                f"{timed[name].seconds:.2f} s, {before.seconds / timed[name].seconds:.2f}x: {name}" for name in (best, eight)
+            )
+            totals = [variants[name][1].total for name in ("upstream", eight)]
             usable = usable_bytes(gpus.named(card).memory)
-            timed = {name: row["seconds"][card] for name, row in variants.items() if card in row["seconds"]}
-            usual = [name for name in timed if "8" not in name]
-            limit = upstream["total"] if upstream["total"] <= usable else usable
-            smaller = [name for name in timed if "8" in name and variants[name]["total"] <= upstream["total"]]
-            eight = [name for name in smaller if variants[name]["total"] <= limit] or smaller
-            cells = []
-            for names in (usual, eight):
-                best = min(names, key=lambda name: timed[name]["step"])
-                cells.append(f"{timed[best]['step']:.2f} s, {before['step'] / timed[best]['step']:.2f}x: {best}")
-            sizes = (variants[name]["total"] for name in ("upstream", best))
-            memory = " / ".join(f"{size / 1e9:.1f}{'' if size <= usable else '*'}" for size in sizes)
-            parts = (f"{before[part]:.2f} / {timed[best][part]:.2f}" for part in ("arithmetic", "memory", "host"))
-            rows.append([family, card, f"{before['step']:.2f} s", *cells, memory, *parts])
+            memory = " / ".join(f"{size / 1e9:.1f}{'' if size <= usable else '*'}" for size in totals)
+            parts = (f"{before.parts[part]:.2f} / {timed[eight].parts[part]:.2f}" for part in ("arithmetic", "memory", "host"))
+            rows.append([family, card, f"{before.seconds:.2f} s", *pairs, memory, *parts])
     head = ("", "GPU", "upstream", "16 bits", "8 bits", "GB", "arithmetic", "memory traffic", "host")
     return _table(head, rows)
+
+
+def _fastest_in_memory(variants: Mapping[str, tuple[str, Estimate]], timed: Mapping[str, Prediction], card: str) -> str:
+    """Return the fastest variant with an 8-bit base that needs no more memory than upstream, and fits the GPU if one does."""
+    upstream = variants["upstream"][1].total
+    smaller = [name for name in timed if "8" in name and variants[name][1].total <= upstream]
+    fitting = [name for name in smaller if variants[name][1].total <= usable_bytes(gpus.named(card).memory)]
+    return min(fitting or smaller, key=lambda name: timed[name].seconds)
+
+
+def _assumptions() -> str:
+    """Return a table of how many times as fast as upstream an SDXL LoRA is under other assumptions about GeForce GPUs."""
+    of_int8 = {label: share / CONSTANTS.int8 for label, share in (("0.6", 0.6), ("0.8", 0.8), ("1.0", 1.0))}
+    variants = _eight_bit_rows()["sdxl-lora"]
+    rows = []
+    for label, rotation in (("0.8", 2.0), ("0.6", 2.0), ("1.0", 2.0), ("0.8", 1.0), ("0.6", 1.0)):
+        constants = replace(CONSTANTS, geforce_int8=of_int8[label], geforce_rotation=rotation)
+        times = {name: eight_bit_steps.seconds("sdxl-lora", *row, constants) for name, row in variants.items()}
+        cells = []
+        for card in eight_bit_steps.CARDS[:-1]:
+            timed = {name: on_cards[card] for name, on_cards in times.items() if card in on_cards}
+            best = _fastest_in_memory(variants, timed, card)
+            cells.append(f"{timed['upstream'].seconds / timed[best].seconds:.2f}x")
+        rows.append([label, f"{rotation:g}", *cells])
+    return _table(("int8", "rotations", *eight_bit_steps.CARDS[:-1]), rows)
 
 
 def _eight_bit_counts() -> str:
     """Return a table of the memory, operations, bytes and launches of the same variants."""
     rows = []
     for family, variants in _eight_bit_rows().items():
-        for name, row in variants.items():
-            operations = row["tera_operations"]
-            eight = operations.get("int8", 0) + operations.get("fp8", 0)
+        for name, (words, estimate) in variants.items():
+            work = Work.from_row(estimate.work or {})
+            groups = [*work.batch, *work.optimizer]
+            eight = sum(group.flops for group in groups if group.kind in (INT8, FP8)) / 1e12
             counts = (
-                f"{sum(operations.values()) - eight:.1f}",
+                f"{sum(group.flops for group in groups) / 1e12 - eight:.1f}",
                 f"{eight:.1f}",
-                f"{row['gigabytes']:.0f}",
-                f"{row['launches']:,}",
+                f"{sum(group.bytes for group in groups) / 1e9:.0f}",
+                f"{sum(group.count for group in groups):,}",
             )
-            ratio = row["options"].partition("--gradient_checkpointing_ratio ")[2] or "1"
-            rows.append([family, name, ratio, f"{row['total'] / 1e9:.1f} GB", *counts])
+            ratio = words.partition("--gradient_checkpointing_ratio ")[2] or "1"
+            rows.append([family, name, ratio, f"{estimate.total / 1e9:.1f} GB", *counts])
     head = ("", "variant", "checkpointed", "memory", "16-bit and fp32 TFLOP", "8-bit TFLOP", "GB moved", "launches")
     return _table(head, rows)
+
+
+def _parts_of_steps() -> str:
+    """Return a table of where the time of some of these steps goes on three GPUs, by kinds of kernels."""
+    columns: Mapping[str, Sequence[str]] = {
+        "products": (SIXTEEN_BITS, FP32),
+        "8-bit products": (INT8, FP8, ROTATION),
+        "convolutions": (CONVOLUTION,),
+        "attention": (ATTENTION, MASKED_ATTENTION),
+        "memory traffic": (MEMORY,),
+    }
+    rows = []
+    for family in ("sdxl-lora", "flux-lora"):
+        for card in ("RTX 3060", "RTX 4090", "H100"):
+            for name in ("upstream", "fused graphs", "int8 fused graphs", "int8 compiled graphs"):
+                words, estimate = _eight_bit_rows()[family][name]
+                kinds = by_kind(Work.from_row(estimate.work or {}), gpus.named(card))
+                cells = [f"{sum(kinds.get(kind, 0.0) for kind in group):.2f}" for group in columns.values()]
+                time = eight_bit_steps.seconds(family, words, estimate)[card]
+                rows.append([family, card, name, *cells, f"{time.parts['host']:.2f}", f"{time.seconds:.2f}"])
+    return _table(("", "GPU", "variant", *columns, "host", "step"), rows)
 
 
 def _kernel_resources() -> str:
@@ -314,36 +384,47 @@ def _lora(row: str) -> tuple[str, str]:
 
 
 def _image() -> str:
-    """Return an SVG: a row for each family, a column for each GPU size, the predicted memory and speed in the cells."""
-    rows = [row for row in presets.rows() if row[2] and row[1].removesuffix("gb").isdigit()]  # without experimental ones
-    tiers = [(family, int(name.removesuffix("gb")), needs, speed) for family, name, needs, _, speed, *_ in rows]
-    families = sorted({family for family, *_ in tiers})
-    sizes = sorted({size for _, size, *_ in tiers})
-    width, height = LEFT + COLUMN * len(sizes) + 10, TOP + ROW * len(families) + 34
+    """Return an SVG: a row for each family, a column for each GPU size, memory and seconds in the cells."""
+    tiers = [(row, int(size), kind) for row in presets.rows() for size, kind in re.findall(r"^(\d+)gb(-int8)?$", row.name)]
+    lines = sorted({row.family + kind for row, _, kind in tiers})
+    gpus = {size: row.gpu for row, size, _ in tiers}
+    sizes = sorted(gpus)
+    width, height = LEFT + COLUMN * len(sizes) + 10, TOP + ROW * len(lines) + 50
+    notes = (
+        "Predicted without a GPU, in 1e9 bytes and seconds per image; no GeForce GPU has been measured. int8: experimental.",
+        "2.0x: half of the seconds of upstream's fastest configuration that fits this GPU. new: none of upstream's fits.",
+    )
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
-            _text(10, 22, "Presets by GPU size: predicted GPU memory, and speed relative to the family's fastest", "start", 14),
-            *(_text(LEFT + COLUMN * (i + 0.5), TOP - 12, f"{size} GB") for i, size in enumerate(sizes)),
-            *(_text(10, TOP + ROW * (i + 0.6), family, "start") for i, family in enumerate(families)),
-            *_cells(tiers, families, sizes),
-            _text(10, height - 12, "Predicted without a GPU, in 1e9 bytes; not compared with a GeForce GPU yet.", "start"),
+            _text(
+                10,
+                22,
+                "Presets by GPU size: predicted GPU memory, seconds per image, and speed relative to upstream",
+                "start",
+                14,
+            ),
+            *(_text(LEFT + COLUMN * (i + 0.5), TOP - 24, f"{size} GB") for i, size in enumerate(sizes)),
+            *(_text(LEFT + COLUMN * (i + 0.5), TOP - 10, gpus[size], size=10) for i, size in enumerate(sizes)),
+            *(_text(10, TOP + ROW * (i + 0.6), line, "start") for i, line in enumerate(lines)),
+            *_cells(tiers, lines, sizes),
+            *(_text(10, height - 28 + 16 * i, text, "start", 11) for i, text in enumerate(notes)),
             "</svg>\n",
         )
     )
 
 
-def _cells(tiers: Sequence[tuple[str, int, str, str]], families: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
-    for family, size, needs, speed in tiers:
-        x, y = LEFT + COLUMN * sizes.index(size), TOP + ROW * families.index(family)
-        share = int(speed.rstrip("%")) / 100
-        green = "#{:02x}{:02x}{:02x}".format(
-            *(round(255 - (255 - full) * max(share - 0.55, 0) / 0.45) for full in (95, 185, 140))
-        )
-        yield f'<rect x="{x}" y="{y}" width="{COLUMN - 3}" height="{ROW - 3}" rx="3" fill="{green}"/>'
-        yield _text(x + COLUMN / 2, y + 14, needs)
-        yield _text(x + COLUMN / 2, y + 27, speed, size=11)
+def _cells(tiers: Sequence[tuple[presets.Row, int, str]], lines: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    for row, size, kind in tiers:
+        x, y = LEFT + COLUMN * sizes.index(size), TOP + ROW * lines.index(row.family + kind)
+        ratio = (row.upstream or 0.0) / (row.seconds or inf)
+        share = min(max(ratio - 1, 0), 1.5) / 1.5
+        green = "#{:02x}{:02x}{:02x}".format(*(round(255 - (255 - full) * share) for full in (95, 185, 140)))
+        yield f'<rect x="{x}" y="{y}" width="{COLUMN - 3}" height="{ROW - 3}" rx="3" fill="{green}" stroke="#ccc"/>'
+        yield _text(x + COLUMN / 2, y + 14, row.needs)
+        faster = "new" if ratio == inf else f"{ratio:.1f}x"
+        yield _text(x + COLUMN / 2, y + 27, f"{presets.seconds_text(row.seconds)}, {faster}", size=11)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,9 +19,11 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, machine
+from kohya_ext.estimate import gpus, machine, step_time
 from kohya_ext.estimate.gpus import Gpu
-from kohya_ext.planning import automatic, tiers
+from kohya_ext.estimate.result import Estimate
+from kohya_ext.planning import automatic, tiers, upstream
+from kohya_ext.planning.tiers import Tier
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
 from kohya_ext.sdscripts.introspect import script_parser
 from kohya_ext.units import gigabytes
@@ -99,10 +103,11 @@ def _family(name: str) -> str | None:
 
 def _list(console: Console) -> None:
     families: dict[str, Table] = {}
-    for family, *cells in rows(machine.gpu()):
-        head = ("preset", "needs", "left free", "speed", "summary", "drawbacks")
-        table = families.setdefault(family, Table(*head, box=None, pad_edge=False))
-        table.add_row(*cells)
+    for row in rows(machine.gpu()):
+        head = ("preset", "needs", "speed", "s/image", "upstream", "summary", "drawbacks")
+        table = families.setdefault(row.family, Table(*head, box=None, pad_edge=False))
+        seconds = map(seconds_text, (row.seconds, row.upstream))
+        table.add_row(row.name, row.needs, row.speed, *seconds, row.summary, row.drawbacks)
     for family, table in families.items():
         named = "every script" if family == preset_files.ANY else ", ".join(preset_files.scripts(family))
         base = preset_files.base(family)
@@ -115,28 +120,68 @@ def _list(console: Console) -> None:
 
 #: The meaning of the columns.
 NOTE = (
-    "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. left "
-    "free: of the GPU. speed: by the predicted time per image on this machine's GPU, or on a common one of the preset's size, "
-    "relative to the family's fastest preset at that resolution that is not experimental."
+    "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. "
+    "s/image: predicted seconds on this machine's GPU, or on a common one of the preset's size, without further options. "
+    "speed: relative to the family's fastest preset at that resolution that is not experimental. upstream: seconds of the "
+    "fastest configuration of sd-scripts' own options that fits a GPU of that size. Nine in ten published times differ "
+    "from such predictions by less than half; both columns share most of that error."
 )
 
 
-def rows(gpu: Gpu | None = None) -> Iterator[tuple[str, str, str, str, str, str, str]]:
-    """Yield (family, name, needs, left free, speed, summary, drawbacks) for every preset, as text.
+@dataclass(frozen=True)
+class Row:
+    """A preset, its texts empty and its figures None where they are not known."""
 
-    The speed is that on ``gpu``, or on a common one of the preset's size.
-    """
+    family: str
+    name: str
+    needs: str = ""
+    left: str = ""
+    """Of the GPU."""
+    speed: str = ""
+    gpu: str = ""
+    seconds: float | None = None
+    """Per image on the GPU."""
+    upstream: float | None = None
+    """Seconds per image of upstream's fastest configuration there; infinite where nothing fits."""
+    options: str = ""
+    """Upstream's options for it."""
+    summary: str = ""
+    drawbacks: str = ""
+
+
+def rows(gpu: Gpu | None = None) -> Iterator[Row]:
+    """Yield a row for every preset, with its speed on ``gpu``, or on a common one of the preset's size."""
     usual = [*tiers.tiers()]
     known = {tier.name: tier for tier in [*usual, *tiers.tiers(experimental=True)]}
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
+        row = Row(family, name, summary=str(about.get("summary", "")), drawbacks=str(about.get("traded", "")))
         tier = known.get(f"{family}/{name}")
-        needs = left = speed = ""
-        if tier is not None and tier.estimate is not None:
-            needs, left = (f"{gigabytes(size)} GB" for size in (tier.estimate.total, tier.card - tier.estimate.total))
-            ratio = tiers.speed(tier, usual, gpu or gpus.typical(tier.card))
-            speed = "" if ratio is None else f"{ratio:.0%}"
-        yield family, name, needs, left, speed, str(about.get("summary", "")), str(about.get("traded", ""))
+        yield row if tier is None or tier.estimate is None else _with_figures(row, tier, tier.estimate, usual, gpu)
+
+
+def _with_figures(row: Row, tier: Tier, estimate: Estimate, usual: Sequence[Tier], gpu: Gpu | None) -> Row:
+    card = gpu or gpus.typical(tier.card)
+    needs, left = (f"{gigabytes(size)} GB" for size in (estimate.total, tier.card - estimate.total))
+    ratio = tiers.speed(tier, usual, card)
+    other = upstream.fastest(tier)
+    return replace(
+        row,
+        needs=needs,
+        left=left,
+        speed="" if ratio is None else f"{ratio:.0%}",
+        gpu=card.name,
+        seconds=None if ratio is None else step_time.seconds_per_image(estimate, card),
+        upstream=math.inf if other is None else step_time.seconds_per_image(other.estimate, card),
+        options="" if other is None else other.options,
+    )
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return a row's seconds as text."""
+    if seconds is None:
+        return ""
+    return "does not fit" if math.isinf(seconds) else step_time.format_seconds(seconds)
 
 
 def _path(preset: str) -> str:

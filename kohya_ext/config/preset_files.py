@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import tomlkit
 from tomlkit import TOMLDocument
@@ -97,9 +97,9 @@ class Overlay:
 
 
 def shipped() -> Iterator[tuple[str, str, Path]]:
-    """Yield (family, name, file) for every shipped preset, sorted by family name and tier size."""
+    """Yield (family, name, file) for every shipped preset: tiers by kind and size, then the others by name."""
     files = [file for folder in _folders() for file in folder.glob("*/*.toml") if file.stem != BASE]
-    for file in sorted(files, key=lambda file: (file.parent.name, _tier(file.stem) or math.inf, file.stem)):
+    for file in sorted(files, key=lambda file: (file.parent.name, _tier(file.stem) or _LAST, file.stem)):
         yield file.parent.name, file.stem, file
 
 
@@ -117,7 +117,8 @@ def base(family: str) -> Preset | None:
 def load(names: Iterable[str], script: str) -> Overlay:
     """Load presets for a script (its file name), each after those that it extends.
 
-    For a tier without a file the next smaller tier is loaded. Raises UserError for an unknown preset or another family's.
+    For a tier without a file the next smaller one of its kind is loaded. Raises UserError for an unknown preset, or one of
+    another family.
     """
     named = [_load_one(name, script) for name in names]
     stack: dict[str, Preset] = {}
@@ -160,12 +161,12 @@ def _load_one(name: str, script: str) -> Preset:
 
 def _shipped(name: str, script: str) -> Preset:
     family, _, stem = name.lower().rpartition("/")
-    size = _tier(stem)
-    stem = stem if size is None else f"{size}gb"
+    tier = _tier(stem)
+    stem = stem if tier is None else f"{tier.gb}gb{tier.kind}"
     folders = [family] if family else [FAMILIES.get(script, ""), ANY]
     file = next((file for folder in folders if (family or stem != BASE) and (file := file_of(folder, stem)) is not None), None)
-    if file is None and size is not None:
-        smaller = [(tier, file) for tier, file in _tiers(folders[0]) if tier < size]
+    if file is None and tier is not None:
+        smaller = [(other, file) for other, file in _tiers(folders[0]) if other.kind == tier.kind and other.gb < tier.gb]
         file = max(smaller)[1] if smaller else None
     if file is not None:
         return _read(file)
@@ -174,7 +175,7 @@ def _shipped(name: str, script: str) -> Preset:
     choices = ", ".join(other for folder, other, _ in shipped() if folder == family) if family else _choices(script)
     if not choices:
         raise UserError(f"no preset {name}; `presets list` shows all presets, or give the path of a TOML file")
-    if _tier(stem) is not None and (tiers := _tiers(folders[0])):
+    if tier is not None and (tiers := [each for each in _tiers(folders[0]) if each[0].kind == tier.kind]):
         raise UserError(f"no preset {name} for {script}; use {choices} ({min(tiers)[1].stem} is the smallest tier)")
     raise UserError(f"no preset {name} for {script}; use {choices}.{did_you_mean(stem, choices.split(', '))}")
 
@@ -196,13 +197,24 @@ def file_of(family: str, name: str) -> Path | None:
     return next((file for folder in _folders() if (file := folder / family / f"{name}.toml").is_file()), None)
 
 
-def _tiers(family: str) -> list[tuple[int, Path]]:
-    return [(size, file) for folder, name, file in shipped() if folder == family and (size := _tier(name)) is not None]
+class _Tier(NamedTuple):
+    """The size of a GPU that a preset's name has, and its kind, such as ``-int8``; sorted by kind, then size."""
+
+    kind: str
+    gb: int
 
 
-def _tier(name: str) -> int | None:
-    match = re.fullmatch(r"(\d+)\s*(?:g|gb)?", name)  # the formats of --vram
-    return int(match.group(1)) if match else None
+#: Sorts after every tier.
+_LAST = _Tier("~", 0)
+
+
+def _tiers(family: str) -> list[tuple[_Tier, Path]]:
+    return [(tier, file) for folder, name, file in shipped() if folder == family and (tier := _tier(name)) is not None]
+
+
+def _tier(name: str) -> _Tier | None:
+    match = re.fullmatch(r"(\d+)\s*(?:g|gb)?(-int8|)", name)  # the formats of --vram
+    return _Tier(match.group(2), int(match.group(1))) if match else None
 
 
 @functools.cache

@@ -46,6 +46,8 @@ class Gpu:
     checked: str
     host: float = 1.0
     """Seconds of a launch relative to a common host under Linux."""
+    windows: bool = False
+    """Whether its driver is that of Windows."""
     measured: bool = False
     """Whether `calibrate` measured it."""
 
@@ -86,6 +88,7 @@ def _read(row: Mapping[str, str]) -> Gpu:
         architecture=row["arch"],
         checked=row["checked"],
         host=WINDOWS if sys.platform == "win32" else 1.0,
+        windows=sys.platform == "win32",
     )
 
 

@@ -18,7 +18,7 @@ from kohya_ext.estimate.gpus import FP8, INT8, SIXTEEN_BITS, Gpu
 
 #: Kinds of kernels that are not matrix products; those are named by their operands' type: 16 bits, fp32, fp8, int8. A rotation
 #: is a 16-bit product within another kernel, so its count is 0. So is the count of a LoRA's products within one.
-MEMORY, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD = "memory", "convolution", "attention", "attention backward"
+MEMORY, CONVOLUTION, ATTENTION, MASKED_ATTENTION = "memory", "convolution", "attention", "masked attention"
 ROTATION = "rotation"
 
 
@@ -46,6 +46,8 @@ class Work:
     launch the others, at less cost to the host."""
     copied: float = 0
     """Bytes that one micro-batch copies between host and GPU: swapped blocks."""
+    waits: int = 0
+    """How often the optimizer makes the host wait for the GPU."""
 
     def as_row(self) -> dict[str, Any]:
         """Return the same as JSON, rounded to four digits: FLOPs in 1e9, bytes in 1e6."""
@@ -54,7 +56,7 @@ class Work:
             name: [[group.kind, group.count, _rounded(group.flops / 1e9), _rounded(group.bytes / 1e6)] for group in groups]
             for name, groups in parts.items()
         }
-        return {**rows, "from_python": self.from_python, "copied": _rounded(self.copied / 1e6)}
+        return {**rows, "from_python": self.from_python, "copied": _rounded(self.copied / 1e6), "waits": self.waits}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Work:
@@ -63,7 +65,7 @@ class Work:
             [Kernels(kind, count, flops * 1e9, size * 1e6) for kind, count, flops, size in row[name]]
             for name in ("batch", "optimizer")
         )
-        return cls(batch, optimizer, row["from_python"], row["copied"] * 1e6)
+        return cls(batch, optimizer, row["from_python"], row["copied"] * 1e6, row["waits"])
 
 
 def _rounded(value: float) -> float:
@@ -74,9 +76,9 @@ def _rounded(value: float) -> float:
 class Constants:
     """What a step reaches of a GPU's rates, and what a launch costs the host."""
 
-    product: float = 0.70
+    product: float = 0.77
     """Fraction of the GPU's rate that a large matrix product reaches."""
-    geforce: float = 1.02
+    geforce: float = 1.06
     """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
     int8: float = 0.64
     """The fraction of its own rate that an int8 product reaches, relative to a 16-bit product. This one, ``fp8`` and
@@ -89,29 +91,37 @@ class Constants:
     """Fraction of the GPU's 16-bit rate that rotations reach within their kernels, which do little else meanwhile."""
     geforce_rotation: float = 2.0
     """The same of a GeForce relative to an H100: an assumption, since small products use all of a GeForce's matrix units."""
-    convolution: float = 0.41
-    attention: float = 0.41
-    geforce_attention: float = 1.53
+    convolution: float = 0.38
+    attention: float = 0.43
+    geforce_attention: float = 2.1
     """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
-    bandwidth: float = 0.81
+    masked_attention: float = 0.26
+    """The speed of attention with a mask relative to that without. PyTorch has no flash attention for it."""
+    hopper_masked_attention: float = 0.55
+    """The same on Hopper, where PyTorch uses cuDNN's attention."""
+    bandwidth: float = 0.83
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
-    cached: float = 2.4
+    cached: float = 2.3
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
     cache_fraction: float = 0.4
     """Fraction of the L2 cache that holds a kernel's tensors."""
-    kernel: float = 3.2e-6
+    kernel: float = 3.3e-6
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
-    product_kernel: float = 3.8e-6
-    attention_kernel: float = 10.4e-6
+    product_kernel: float = 3.9e-6
+    attention_kernel: float = 10.6e-6
     gap: float = 1.9e-6
     """Seconds between two kernels, in which the GPU is not busy."""
-    launch: float = 25.4e-6
+    launch: float = 26.6e-6
     """Seconds of the host for one kernel of forward or recomputation: Python, autograd and the driver."""
     engine_launch: float = 0.4
     """The same for a kernel that autograd's engine or compiled code launches, relative to ``launch``. On the virtual GPU it is
     0.26; the driver, which costs nothing there, adds some 3 microseconds to each of both."""
-    optimizer_launch: float = 7.4e-6
+    optimizer_launch: float = 7.1e-6
     """Seconds of the host for one kernel of the optimizer, without autograd and modules."""
+    wait: float = 15e-6
+    """Seconds of the host for a wait for the GPU in the optimizer, which then has no work for a while."""
+    windows_wait: float = 470e-6
+    """The same under Windows, whose driver collects launches before it gives them to the GPU."""
     replay: float = 10e-3
     """Seconds of the host for one micro-batch with CUDA graphs."""
     power: float = 4.0
@@ -141,7 +151,23 @@ class Prediction:
 
 def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, constants: Constants = CONSTANTS) -> Prediction:
     """Return the predicted time of a step with ``micro_batches`` of gradient accumulation, replayed from CUDA graphs or not."""
-    parts = {"arithmetic": 0.0, "memory": 0.0}
+    kinds = by_kind(work, gpu, micro_batches, constants)
+    moving = kinds.pop(MEMORY, 0.0)
+    parts = {"arithmetic": sum(kinds.values()), "memory": moving}
+    from_engine = sum(group.count for group in work.batch) - work.from_python
+    launches = constants.launch * (work.from_python + constants.engine_launch * from_engine)
+    batch = constants.replay if graphs else launches
+    updates = sum(group.count for group in work.optimizer)
+    waits = work.waits * (constants.windows_wait if gpu.windows else constants.wait)
+    parts["host"] = gpu.host * (micro_batches * batch + constants.optimizer_launch * updates) + waits
+    parts["bus"] = micro_batches * work.copied / gpu.bus
+    together = (parts["arithmetic"] + parts["memory"], parts["host"], parts["bus"])
+    seconds = sum(part**constants.power for part in together) ** (1 / constants.power)
+    return Prediction(seconds, parts, _factor(together, gpu, constants.power))
+
+
+def by_kind(work: Work, gpu: Gpu, micro_batches: int = 1, constants: Constants = CONSTANTS) -> dict[str, float]:
+    """Return the seconds of a step's kernels on the GPU by their kind, with the gaps after them."""
     if gpu.measured:  # its rates are those that products reach
         constants = replace(constants, int8=1.0, fp8=1.0)
     elif gpu.is_geforce:
@@ -152,44 +178,41 @@ def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, 
             int8=constants.int8 * constants.geforce_int8,
             rotation=constants.rotation * constants.geforce_rotation,
         )
+    kinds: dict[str, float] = {}
     for groups, times in ((work.batch, micro_batches), (work.optimizer, 1)):
         for group in groups:
-            limit, seconds = _kernel_seconds(group, gpu, constants)
-            parts[limit] += times * (seconds + group.count * constants.gap)
-    from_engine = sum(group.count for group in work.batch) - work.from_python
-    launches = constants.launch * (work.from_python + constants.engine_launch * from_engine)
-    batch = constants.replay if graphs else launches
-    updates = sum(group.count for group in work.optimizer)
-    parts["host"] = gpu.host * (micro_batches * batch + constants.optimizer_launch * updates)
-    parts["bus"] = micro_batches * work.copied / gpu.bus
-    together = (parts["arithmetic"] + parts["memory"], parts["host"], parts["bus"])
-    seconds = sum(part**constants.power for part in together) ** (1 / constants.power)
-    return Prediction(seconds, parts, _factor(together, gpu, constants.power))
+            each = _kernel_seconds(group, gpu, constants) + group.count * constants.gap
+            kinds[group.kind] = kinds.get(group.kind, 0.0) + times * each
+    return kinds
 
 
-def _kernel_seconds(group: Kernels, gpu: Gpu, constants: Constants) -> tuple[str, float]:
-    """Return what limits kernels of one kind, and their seconds on the GPU."""
+def _kernel_seconds(group: Kernels, gpu: Gpu, constants: Constants) -> float:
+    """Return the seconds of kernels of one kind on the GPU."""
     cached = group.bytes < constants.cache_fraction * gpu.cache * group.count
     reached = constants.bandwidth * (constants.cached if cached else 1)
     moving = group.bytes / (reached * gpu.bandwidth)
     if group.kind == MEMORY:
-        return "memory", moving + group.count * constants.kernel
+        return moving + group.count * constants.kernel
     if group.kind == ROTATION:
-        return "arithmetic", group.flops / (constants.rotation * gpu.rates[SIXTEEN_BITS])
+        return group.flops / (constants.rotation * gpu.rates[SIXTEEN_BITS])
     if group.kind == CONVOLUTION:
         efficiency, each = constants.convolution, constants.kernel
-    elif group.kind in (ATTENTION, ATTENTION_BACKWARD):
+    elif group.kind == ATTENTION:
         efficiency, each = constants.attention, constants.attention_kernel
+    elif group.kind == MASKED_ATTENTION:
+        is_hopper = gpu.architecture in ("Hopper", "9.0")
+        relative = constants.hopper_masked_attention if is_hopper else constants.masked_attention
+        efficiency, each = constants.attention * relative, constants.attention_kernel
     else:
         of_type = {INT8: constants.int8, FP8: constants.fp8}.get(group.kind, 1.0)
         efficiency, each = constants.product * of_type, constants.product_kernel
     rate = gpu.rates.get(group.kind, gpu.rates[SIXTEEN_BITS])
-    return "arithmetic", max(group.flops / (efficiency * rate), moving) + group.count * each
+    return max(group.flops / (efficiency * rate), moving) + group.count * each
 
 
 #: Factors of nine in ten errors: of the host, which differs most between computers, of it when measured, of the GPU, and of a
 #: GPU whose rates are disputed or of an architecture with few published figures.
-_HOST, _HOST_MEASURED, _GPU, _GPU_UNSURE = 1.8, 1.4, 1.3, 1.45
+_HOST, _HOST_MEASURED, _GPU, _GPU_UNSURE = 2.0, 1.4, 1.4, 1.5
 
 
 def _factor(together: Sequence[float], gpu: Gpu, power: float) -> float:

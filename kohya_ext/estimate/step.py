@@ -39,6 +39,7 @@ from kohya_ext.estimate.triton_kernels import counted_kernels
 from kohya_ext.estimate.work import Counter
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
+from kohya_ext.quantization.selection import includes_text_encoders
 from kohya_ext.sdscripts.families import rotates
 
 CACHING, LOADING, SAMPLING = "caching", "loading", "sampling"
@@ -569,19 +570,21 @@ def _optimizer(config: MemoryConfig, arguments: Namespace, groups: Any) -> Any:
 
 @contextlib.contextmanager
 def _bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
-    """Count bitsandbytes' kernels instead of running them: they cannot take fake tensors, and allocate nothing."""
+    """Count bitsandbytes' kernels and waits instead of running them: they cannot take fake tensors, and allocate nothing."""
 
     def count(*args: Any, **kwargs: Any) -> None:
         tracker.work.kernel(args, kwargs, launcher=tracker.launcher)
 
     try:
         functional = importlib.import_module("bitsandbytes.functional")
+        optimizers = importlib.import_module("bitsandbytes.optim.optimizer")
     except ImportError:
         yield
         return
     with contextlib.ExitStack() as stack:
         for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
             stack.enter_context(replaced(functional, name, count))
+        stack.enter_context(replaced(optimizers, "sync_gpu", lambda _: tracker.work.wait()))
         yield
 
 
@@ -630,6 +633,10 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
         del last
     if _casts_text_encoders_to_8_bits(config) and not config.cache_text_encoder_outputs:
         _cast_in_gpu_memory(training, tracker)
+    if config.base_precision and includes_text_encoders(config):
+        for encoder in training.models.text_encoders:
+            tracker.mark(_tensors(encoder), Kind.TEXT_ENCODER)
+        eight_bits.convert_text_encoders(training.models.text_encoders, config.base_precision, tracker)
     for module, kind in training.resident:
         if module is training.models.unet and config.base_precision:
             eight_bits.log_conversion(module, training.weight_dtype, tracker)

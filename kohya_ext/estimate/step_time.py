@@ -12,7 +12,7 @@ from kohya_ext.estimate import machine, memory_config
 from kohya_ext.estimate import seconds as model
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.estimate.seconds import Prediction, Work
+from kohya_ext.estimate.seconds import Constants, Prediction, Work
 
 #: What limits a step -> its words.
 LIMITS = {
@@ -33,13 +33,13 @@ def predict(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | 
     return None if predicted is None else replace(predicted, seconds=predicted.seconds * machine.correction(gpu.name))
 
 
-def by_rates(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | None:
+def by_rates(estimate: Estimate, command: CommandLine, gpu: Gpu, constants: Constants = model.CONSTANTS) -> Prediction | None:
     """Return the same without the correction by runs."""
     config = memory_config.read(command)[0]
     if estimate.work is None or gpu.reason_without_kernels(config.base_precision) is not None:
         return None
     graphs = memory_config.normalized(config).cuda_graphs and command.settings["vram_budget"] is None
-    return model.predict(Work.from_row(estimate.work), gpu, config.gradient_accumulation_steps, graphs)
+    return model.predict(Work.from_row(estimate.work), gpu, config.gradient_accumulation_steps, graphs, constants)
 
 
 def slowness(estimates: Sequence[Estimate], gpu: Gpu) -> list[float]:
@@ -49,18 +49,19 @@ def slowness(estimates: Sequence[Estimate], gpu: Gpu) -> list[float]:
     """
     if not all_counted(estimates):
         return [estimate.flops_per_image for estimate in estimates]
-    return [_of_estimate(estimate, gpu).seconds / estimate.images for estimate in estimates]
+    return [seconds_per_image(estimate, gpu) for estimate in estimates]
+
+
+def seconds_per_image(estimate: Estimate, gpu: Gpu) -> float:
+    """Return the predicted seconds of an image by the GPU's rates. The kernels must have been counted."""
+    assert estimate.work is not None, "called with counted kernels"
+    micro_batches = int(estimate.config.get("gradient_accumulation_steps", 1))
+    return model.predict(Work.from_row(estimate.work), gpu, micro_batches).seconds / estimate.images
 
 
 def all_counted(estimates: Sequence[Estimate]) -> bool:
     """Return whether the kernels of all estimates were counted."""
     return all(estimate.work is not None for estimate in estimates)
-
-
-def _of_estimate(estimate: Estimate, gpu: Gpu) -> Prediction:
-    assert estimate.work is not None, "called with counted kernels"
-    micro_batches = int(estimate.config.get("gradient_accumulation_steps", 1))
-    return model.predict(Work.from_row(estimate.work), gpu, micro_batches)
 
 
 def lines(time: Prediction, gpu: Gpu) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
-from kohya_ext.estimate.seconds import ATTENTION, ATTENTION_BACKWARD, CONVOLUTION, MEMORY, ROTATION, Kernels, Work
+from kohya_ext.estimate.seconds import ATTENTION, CONVOLUTION, MASKED_ATTENTION, MEMORY, ROTATION, Kernels, Work
 from kohya_ext.estimate.triton_kernels import lora_flops, rotation_flops
 
 _aten = torch.ops.aten
@@ -29,6 +29,12 @@ _KERNELS = {
     _aten.convolution_backward: 4,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 3,
     _aten._scaled_dot_product_flash_attention_backward: 3,
+}
+
+#: Position of the mask among the arguments of the GPU's attention. The CPU's has it among the keywords.
+_MASKS = {
+    _aten._scaled_dot_product_efficient_attention: 3,
+    _aten._scaled_dot_product_efficient_attention_backward: 4,
 }
 
 #: Operators without a kernel that are not views by their schema. Optimizers read ``_local_scalar_dense`` of host tensors only.
@@ -65,6 +71,7 @@ class Counter:
     def __init__(self) -> None:
         self._groups: dict[tuple[bool, str, int], list[float]] = {}
         self._from_python = 0
+        self._waits = 0
 
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int, launcher: Launcher) -> None:
         """Add the kernels of one operator; none for a view."""
@@ -78,7 +85,7 @@ class Counter:
             return
         packet = func._overloadpacket
         size = _bytes(tree_iter(args)) + _bytes(tree_iter(kwargs)) + _bytes(tree_iter(result))
-        kind = _kind(packet, args) if flops else MEMORY
+        kind = _kind(packet, args, kwargs) if flops else MEMORY
         if kind is CONVOLUTION:
             size *= _LAYOUT_PASSES
         self.add(kind, _KERNELS.get(packet, 1), flops, size, launcher)
@@ -101,6 +108,10 @@ class Counter:
         """Add a kernel that reads and writes the tensors in ``values`` and does little else."""
         self.add(MEMORY, 1, 0, _bytes(tree_iter(values)), launcher)
 
+    def wait(self) -> None:
+        """Add a wait of the host for the GPU."""
+        self._waits += 1
+
     def work(self, copied: int = 0) -> Work:
         """Return the counts so far. ``copied`` is the number of bytes that a micro-batch copies between host and GPU."""
 
@@ -111,7 +122,7 @@ class Counter:
                 if at == optimizer
             )
 
-        return Work(part(False), part(True), self._from_python, copied)
+        return Work(part(False), part(True), self._from_python, copied, self._waits)
 
 
 def multi_tensor_launches(lists: Sequence[Sequence[Any]]) -> int:
@@ -131,10 +142,12 @@ def computes(func: Any) -> bool:
     return schema.is_mutable or not any(returned.alias_info is not None for returned in schema.returns)
 
 
-def _kind(packet: Any, args: Any) -> str:
+def _kind(packet: Any, args: Any, kwargs: Any) -> str:
     name = packet.__name__
     if "attention" in name:
-        return ATTENTION_BACKWARD if "backward" in name else ATTENTION
+        position = _MASKS.get(packet)
+        mask = kwargs.get("attn_mask") if position is None else args[position]
+        return ATTENTION if mask is None else MASKED_ATTENTION
     if "convolution" in name:
         return CONVOLUTION
     return _PRODUCTS.get(next(value.dtype for value in args if isinstance(value, torch.Tensor)), FP32)

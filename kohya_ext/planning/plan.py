@@ -26,6 +26,10 @@ from kohya_ext.units import gigabytes, label
 MAX_ESTIMATES = 12
 
 
+class NothingFitsError(UserError):
+    """No configuration fits the GPU."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A configuration of a script and its estimate."""
@@ -79,7 +83,7 @@ def plan(checkout: Checkout, command: CommandLine, card: int, gpu: Gpu, announce
 
     The user's options are kept, and so is the product of batch size and accumulation. If the memory of the shipped tiers
     with these arguments is not known, makes up to :data:`MAX_ESTIMATES` estimates and reports them through ``announce``.
-    Raises UserError when nothing fits, or for arguments that cannot be estimated.
+    Raises NothingFitsError when nothing fits, and UserError for arguments that cannot be estimated.
     """
     known = known_tiers(checkout, command)
     search = _Search(checkout, command, card, announce)
@@ -92,7 +96,7 @@ def plan(checkout: Checkout, command: CommandLine, card: int, gpu: Gpu, announce
     if not inside and not eight_bits and search.stopped:
         raise UserError(f"nothing fits in the first {MAX_ESTIMATES} estimates; rerun to continue (results are cached)")
     if not inside and not eight_bits:
-        raise UserError(
+        raise NothingFitsError(
             f"nothing fits the {label(card)} less 5 percent; the smallest configuration, {outside[0].name}, needs "
             f"{gigabytes(outside[0].estimate.total)} GB"
         )
@@ -190,7 +194,8 @@ def _can_have_8_bit_base(checkout: Checkout, command: CommandLine, gpu: Gpu) -> 
     base = preset_files.base(_kind(command))
     run = attempt(checkout, command.with_tier(base.name if base is not None else None), gpu)
     changes = next((step.changes for step in steps(run) if "base_precision" in step.changes), None)
-    return changes is not None and not command.given.keys() & changes.keys()
+    disabled = not {"base_precision", "*"}.isdisjoint(command.settings.disable_patch)
+    return changes is not None and not disabled and not command.given.keys() & changes.keys()
 
 
 def _with_8_bit_base(search: _Search, gpu: Gpu, answered: bool) -> list[Candidate]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
@@ -26,12 +26,31 @@ NETWORKS: Mapping[str, frozenset[Layout]] = {
 _CLASSES: Mapping[str, tuple[str, ...]] = {"sdxl": ("Transformer2DModel",), "sd15": ("Transformer2DModel",)}
 
 
+#: Classes of the blocks of text encoders: CLIP, T5, Gemma 2, Qwen 2.5 VL and Qwen 3 of transformers.
+_TEXT_CLASSES = ("CLIPEncoderLayer", "T5Block", "Gemma2DecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3DecoderLayer")
+
+
 def layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names and modules of the model's frozen linear layers that are kept in 8 bits."""
+    family = next((family for family in FAMILIES if family.model == type(model).__name__), None)
+    yield from _linear_layers(model, () if family is None else _CLASSES.get(family.name, family.blocks.classes))
+
+
+def text_layers(encoder: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the same of a text encoder, without layers in 8 bits."""
+    for name, layer in _linear_layers(encoder, _TEXT_CLASSES):
+        if layer.weight.itemsize > 1:
+            yield name, layer
+
+
+def includes_text_encoders(args: Any) -> bool:
+    """Return whether the text encoders of a LoRA script's run stay on the GPU and are not trained."""
+    return bool(args.network_train_unet_only) and not getattr(args, "cache_text_encoder_outputs", False)
+
+
+def _linear_layers(model: Any, classes: Collection[str]) -> Iterator[tuple[str, Any]]:
     import torch
 
-    family = next((family for family in FAMILIES if family.model == type(model).__name__), None)
-    classes = () if family is None else _CLASSES.get(family.name, family.blocks.classes)
     seen: set[Any] = set()  # a block may contain another
     for prefix, module in model.named_modules():
         if type(module).__name__ in classes:

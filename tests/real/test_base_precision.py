@@ -39,6 +39,31 @@ FAMILIES = ("train_network.py", "sd3_train_network.py", "lumina_train_network.py
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        "sdxl_train_network.py",
+        "flux_train_network.py",
+        *(pytest.param(script, marks=pytest.mark.slow) for script in FAMILIES),
+    ],
+)
+def test_text_encoders_that_stay_are_in_8_bits(checkout, train, script):
+    """Their rounding changes the LoRA a little more than that of the model alone."""
+    usual, run = (train(checkout, script, "--network_train_unet_only", *words) for words in ((), ("--base_precision", "int8")))
+    facts = run.report["facts"]["base_precision"]
+    assert facts["text_layers"] > 5
+    assert facts["text_bytes"] < 0.35 * facts["text_bytes_before"]  # from fp32
+    actual, expected = _trained(run), _trained(usual)
+    assert 0 < (actual - expected).norm() < 0.25 * expected.norm()
+
+
+@pytest.mark.only("v0.11")
+def test_text_encoders_that_leave_the_gpu_stay_as_they_are(checkout, train):
+    words = ("--network_train_unet_only", "--cache_text_encoder_outputs", "--base_precision", "int8")
+    run = train(checkout, "sdxl_train_network.py", *words)
+    assert run.report["facts"]["base_precision"].keys() & {"layers", "text_layers"} == {"layers"}
+
+
+@pytest.mark.parametrize(
     ("script", "precision"),
     [
         ("sdxl_train_network.py", "int8"),
@@ -101,8 +126,18 @@ def test_merged_networks_have_a_cache_of_their_own(checkout, train, tmp_path):
 
 
 @pytest.mark.only("v0.11")
-def test_refusal_precedes_loading(checkout, train):
-    run = train(checkout, "sdxl_train_network.py", "--base_precision", "int8", "--fp8_base", "--mixed_precision", "bf16")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--base_precision", "int8", "--fp8_base", "--mixed_precision", "bf16"),
+            "--base_precision int8: --fp8_base changes the base too; remove one of the two",
+        ),
+        (("--base_precision_cache", "kept"), "--base_precision, which is not set; add --base_precision int8"),
+    ],
+)
+def test_refusal_precedes_loading(checkout, train, options, message):
+    run = train(checkout, "sdxl_train_network.py", *options)
     assert run.code == 2
-    assert "--base_precision int8: --fp8_base changes the base too; remove one of the two" in run.output
+    assert message in " ".join(run.output.split())
     assert "base precision:" not in run.output

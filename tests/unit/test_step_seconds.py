@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import replace
 from functools import partial
@@ -14,10 +15,11 @@ from kohya_ext.patches import step_times
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import step_seconds
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, machine, seconds
+from kohya_ext.estimate import gpus, machine
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
-from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MEMORY, Kernels, Work, predict
+from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MASKED_ATTENTION, MEMORY, Kernels, Work, predict
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
 from kohya_ext.units import GIB
@@ -41,7 +43,24 @@ def test_attention_and_elementwise_operators_have_their_own_kinds() -> None:
     with Tracker() as tracker:
         torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
     kinds = {group.kind for group in tracker.work.work().batch}
-    assert {ATTENTION, seconds.ATTENTION_BACKWARD, MEMORY} <= kinds
+    assert {ATTENTION, MEMORY} <= kinds
+
+
+def test_attention_with_a_mask_is_slower() -> None:
+    q, mask = torch.zeros(1, 2, 32, 8, requires_grad=True), torch.ones(1, 1, 1, 32, dtype=torch.bool)
+    with Tracker() as tracker:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, mask).sum().backward()
+    groups = tracker.work.work().batch
+    assert sum(group.count for group in groups if group.kind == MASKED_ATTENTION) >= 2  # forward and backward
+    assert ATTENTION not in {group.kind for group in groups}
+    for name in ("RTX 3090", "H100"):
+        plain, masked = (Work([Kernels(kind, 1, 1e12, 0)], []) for kind in (ATTENTION, MASKED_ATTENTION))
+        assert predict(masked, gpus.named(name)).seconds > 1.5 * predict(plain, gpus.named(name)).seconds
+
+
+def test_waits_cost_the_host() -> None:
+    work = Work([], [Kernels(MEMORY, 1000, 0, 1e6)])
+    assert predict(replace(work, waits=1000), H100).seconds > 2 * predict(work, H100).seconds
 
 
 def test_python_launches_forward_and_recomputation_and_the_engine_the_rest() -> None:
@@ -174,6 +193,51 @@ def test_the_gpus_busy_seconds_are_those_measured_on_an_h100() -> None:
     for figure in rows:
         error = 0.21 if "--selective_torch_compile" in figure.arguments else 0.15
         assert shipped.busy(figure) == pytest.approx(figure.busy, rel=error), figure.comment
+
+
+# --- held-out figures ---------------------------------------------------------------------------------------------------
+
+
+def test_held_out_figures_share_no_page_with_the_figures_of_the_fit() -> None:
+    fitted, held_out = step_seconds.figures(), step_seconds.figures(step_seconds.HELD_OUT)
+    assert len(held_out) >= 12
+    assert not {figure.source for figure in fitted} & {figure.source for figure in held_out}
+    assert {figure.trainer for figure in held_out} == {"sd-scripts"}
+
+
+def test_held_out_figures_are_predicted_with_the_constants_of_kohya_ext(capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = step_seconds.figures(step_seconds.HELD_OUT)
+    shipped = step_seconds.Fit(CONSTANTS, {})
+    for figure in held_out:
+        host = gpus.WINDOWS if figure.comment.startswith("Windows") else 1.0
+        expected = predict(figure.work, replace(figure.gpu, host=host), figure.micro_batches)
+        assert shipped.predict(figure) == expected
+    step_seconds.report("held out", [(figure, shipped.predict(figure)) for figure in held_out])
+    assert f"held out: {len(held_out)} figures, median error" in capsys.readouterr().out
+
+
+def test_kernels_are_counted_for_both_files_and_once_for_a_command_that_both_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counted = []
+
+    def estimate(_checkout: object, command: CommandLine, **_options: object) -> SimpleNamespace:
+        counted.append(command.argv)
+        return SimpleNamespace(work={})
+
+    files = {"FIGURES": ("--network_dim 4", "--network_dim 8", "--seed 1"), "HELD_OUT": ("--network_dim 8", "--network_dim 16")}
+    for name, commands in files.items():
+        rows = "".join(f"train_network.py\t{arguments}\n" for arguments in commands)
+        (tmp_path / name).write_text(f"script\targuments\n{rows}", encoding="utf-8")
+        monkeypatch.setattr(step_seconds, name, tmp_path / name)
+    monkeypatch.setattr(step_seconds, "OUTPUT", tmp_path / "counted.json")
+    step_seconds.OUTPUT.write_text("{}", encoding="utf-8")
+    checkout = SimpleNamespace(layout=step_seconds.LAYOUT, script=Path)
+    monkeypatch.setattr("benchmarks.step_seconds.checkouts.registered", lambda: [checkout])
+    monkeypatch.setattr("benchmarks.step_seconds.predict.estimate", estimate)
+    step_seconds.count("--network_dim")
+    assert counted == [["--network_dim", "4"], ["--network_dim", "8"], ["--network_dim", "16"]]
+    assert len(json.loads(step_seconds.OUTPUT.read_text(encoding="utf-8"))) == 3
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
