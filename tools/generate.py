@@ -37,6 +37,7 @@ from kohya_ext.estimate.seconds import (
 )
 from kohya_ext.patching.patch import registry
 from kohya_ext.planning.tiers import usable_bytes
+from kohya_ext.sdscripts.families import BY_NAME
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -63,6 +64,7 @@ def generated() -> Mapping[Path, str]:
         "presets.md": [_presets()],
         "speed.md": [
             *(_gpu_time(), _host_time(), _peers(), _cold_compile()),
+            *(_block_errors(), _outlier_errors(), _learned(), _script_errors()),
             *(_kernel_resources(), _eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions()),
         ],
     }
@@ -195,6 +197,73 @@ def _cold_compile() -> str:
             step = f"{first['launches']:,}", f"{first['reserved'] / 1e9:.1f} GB"
             rows.append([name, variant, *seconds, str(first["kernels"]), *step])
     return _table(("LoRA", "compiled", "first start", "second start", "Triton kernels", "launches", "reserved"), rows)
+
+
+_BASES = {
+    "bf16": "bf16",
+    "upstream": "upstream's 8 bits",
+    "int8": "int8",
+    "int8 not rotated": "int8, not rotated",
+    "fp8": "fp8",
+}
+"""Variants of the results of benchmarks/base_weights_quality.py, and the columns of its tables."""
+
+
+def _quality(part: str) -> Mapping[str, Any]:
+    """Return the rows of a part of the results of benchmarks/base_weights_quality.py, by families."""
+    rows: Mapping[str, Mapping[str, Any]] = json.loads((RESULTS / "base_weights_quality.json").read_text(encoding="utf-8"))[
+        part
+    ]
+    order = list(BY_NAME)
+    return {name: rows[name] for name in sorted(rows, key=lambda name: order.index(name.split()[0]))}
+
+
+def _percent(values: Iterable[float]) -> str:
+    return " / ".join(f"{100 * value:.1f}" for value in values) or "none"
+
+
+def _block_errors() -> str:
+    """Return a table of the errors of a block's output, input gradient and LoRA gradients."""
+    rows = []
+    for name, bases in _quality("blocks").items():
+        measured = (bases.get(base, {}).get("outliers 20, depth 1", {}) for base in _BASES)
+        rows.append([name, *(_percent(error for error, _ in measures.values()) for measures in measured)])
+    return _table(("block", *_BASES.values()), rows)
+
+
+def _outlier_errors() -> str:
+    """Return a table of the largest of the three errors, by condition."""
+    rows = []
+    for name, bases in _quality("blocks").items():
+        conditions = (bases.get(base, {}).values() for base in _BASES)
+        largest = (_percent(max(error for error, _ in measures.values()) for measures in each) for each in conditions)
+        rows.append([name, *largest])
+    return _table(("block", *_BASES.values()), rows)
+
+
+def _learned() -> str:
+    """Return a table of the losses of LoRAs on the fp32 block."""
+    rows = []
+    for name, changes in _quality("learned").items():
+        for row in changes:
+            losses = (f"{row['losses'][base]:.2f}" for base in ("fp32", *_BASES))
+            rows.append([name, f"{100 * row['change']:.0f}%", *losses])
+    return _table(("block", "change", "fp32", *_BASES.values()), rows)
+
+
+def _script_errors() -> str:
+    """Return a table of the differences of real training runs on tiny models, and of the trained LoRA's loss."""
+    rows = []
+    for name, row in _quality("scripts").items():
+        bases = ("bf16", "int8", "fp8")
+        loss = {base: each["on_fp32"] for base, each in row.items()}
+        gain = loss["no LoRA"] - loss["bf16"]
+        cells = [_percent(row[base][measure] for base in bases) for measure in ("lora", "losses")]
+        trained = " / ".join(f"{loss[base]:.4g}" for base in bases)
+        kept = " / ".join(f"{100 * (loss['no LoRA'] - loss[base]) / gain:.1f}" for base in bases[1:])
+        rows.append([name, *cells, f"{loss['no LoRA']:.4g}", trained, kept])
+    head = ("", "LoRA after 4 steps", "40 losses", "loss without LoRA", "with the trained LoRA", "% of bf16's gain: int8 / fp8")
+    return _table(head, rows)
 
 
 def _eight_bit_rows() -> Mapping[str, Mapping[str, tuple[str, Estimate]]]:

@@ -54,3 +54,18 @@ def test_patched_steps_need_fewer_operations_than_upstreams(checkout, tmp_path):
     assert moved.summary()["patched"]["ratio"]["of_medians"] > 1.15
     assert moved.summary()["fused"]["ratio"]["of_medians"] > 1.5
     assert flops.variants[1].rounds == flops.variants[2].rounds, "skip_unit_scaling must not remove a matrix product"
+
+
+def test_blocks_of_both_generations_are_compared(checkout):
+    """An SD 1.5 block; wider ones take minutes."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(checkout.path)!r})\n"
+        "import json; from benchmarks.base_weights_quality import CASES, base_of, block_errors\n"
+        "print(json.dumps(block_errors(CASES[0], base_of(CASES[0]))))"
+    )
+    environ = {**os.environ, "PYTHONPATH": environment.python_path(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    error = {name: conditions["outliers 20, depth 1"]["output"][0] for name, conditions in measured.items()}
+    assert 0 < error["bf16"] < error["int8"] < error["fp8"] < error["int8 not rotated"]
