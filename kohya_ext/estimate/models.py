@@ -71,7 +71,8 @@ def _clip(module: Any, **sizes: Any) -> Any:
 
 
 def _clip_tokenizer() -> Any:
-    return SimpleNamespace(model_max_length=CLIP_TOKENS, eos_token_id=2)
+    # Equal ids make SD 2's long captions take SD 1's path, which has the same shapes and reads no token.
+    return SimpleNamespace(model_max_length=CLIP_TOKENS, eos_token_id=2, pad_token_id=2)
 
 
 def _clip_ids(batch: int, config: MemoryConfig) -> torch.Tensor:
