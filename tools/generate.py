@@ -342,7 +342,7 @@ def _eight_bit_counts() -> str:
 
 
 def _parts_of_steps() -> str:
-    """Return a table of where the time of some of these steps goes on three GPUs, by kinds of kernels."""
+    """Return a table of the seconds of some of these steps on three GPUs, by kinds of kernels."""
     columns: Mapping[str, Sequence[str]] = {
         "products": (SIXTEEN_BITS, FP32),
         "8-bit products": (INT8, FP8, ROTATION),

@@ -37,9 +37,9 @@ def main() -> int:
             continue
         if time.monotonic() > end:
             return 1
-        found = upstream.search(checkout, tier, note)
-        note(f"{name}: {'nothing fits' if found is None else found.options}")
-        rows[name] = upstream.row(found)
+        best = upstream.search(checkout, tier, note)
+        note(f"{name}: {'nothing fits' if best is None else best.options}")
+        rows[name] = upstream.row(best)
         upstream.write_table(TABLE, rows)
     return 0
 

@@ -76,9 +76,9 @@ def _rounded(value: float) -> float:
 class Constants:
     """What a step reaches of a GPU's rates, and what a launch costs the host."""
 
-    product: float = 0.77
+    product: float = 0.74
     """Fraction of the GPU's rate that a large matrix product reaches."""
-    geforce: float = 1.06
+    geforce: float = 1.1
     """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
     int8: float = 0.64
     """The fraction of its own rate that an int8 product reaches, relative to a 16-bit product. This one, ``fp8`` and
@@ -91,36 +91,36 @@ class Constants:
     """Fraction of the GPU's 16-bit rate that rotations reach within their kernels, which do little else meanwhile."""
     geforce_rotation: float = 2.0
     """The same of a GeForce relative to an H100: an assumption, since small products use all of a GeForce's matrix units."""
-    convolution: float = 0.38
-    attention: float = 0.43
-    geforce_attention: float = 2.1
+    convolution: float = 0.25
+    attention: float = 0.42
+    geforce_attention: float = 2.2
     """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
-    masked_attention: float = 0.26
+    masked_attention: float = 0.27
     """The speed of attention with a mask relative to that without. PyTorch has no flash attention for it."""
-    hopper_masked_attention: float = 0.55
+    hopper_masked_attention: float = 0.57
     """The same on Hopper, where PyTorch uses cuDNN's attention."""
-    bandwidth: float = 0.83
+    bandwidth: float = 0.84
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
-    cached: float = 2.3
+    cached: float = 2.6
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
     cache_fraction: float = 0.4
     """Fraction of the L2 cache that holds a kernel's tensors."""
-    kernel: float = 3.3e-6
+    kernel: float = 3.1e-6
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
-    product_kernel: float = 3.9e-6
-    attention_kernel: float = 10.6e-6
-    gap: float = 1.9e-6
+    product_kernel: float = 3.7e-6
+    attention_kernel: float = 11e-6
+    gap: float = 2.0e-6
     """Seconds between two kernels, in which the GPU is not busy."""
-    launch: float = 26.6e-6
+    launch: float = 27.7e-6
     """Seconds of the host for one kernel of forward or recomputation: Python, autograd and the driver."""
     engine_launch: float = 0.4
     """The same for a kernel that autograd's engine or compiled code launches, relative to ``launch``. On the virtual GPU it is
     0.26; the driver, which costs nothing there, adds some 3 microseconds to each of both."""
-    optimizer_launch: float = 7.1e-6
+    optimizer_launch: float = 6.8e-6
     """Seconds of the host for one kernel of the optimizer, without autograd and modules."""
-    wait: float = 15e-6
+    wait: float = 14e-6
     """Seconds of the host for a wait for the GPU in the optimizer, which then has no work for a while."""
-    windows_wait: float = 470e-6
+    windows_wait: float = 450e-6
     """The same under Windows, whose driver collects launches before it gives them to the GPU."""
     replay: float = 10e-3
     """Seconds of the host for one micro-batch with CUDA graphs."""

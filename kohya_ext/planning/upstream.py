@@ -76,9 +76,9 @@ def read_table(file: Path) -> dict[str, Any]:
     return dict(table["rows"]) if table.get("method") == cache.METHOD else {}
 
 
-def row(found: Upstream | None) -> dict[str, Any] | None:
+def row(best: Upstream | None) -> dict[str, Any] | None:
     """Return a configuration as a row of the table."""
-    return None if found is None else asdict(found)
+    return None if best is None else asdict(best)
 
 
 def write_table(file: Path, rows: Mapping[str, Mapping[str, Any] | None]) -> None:

@@ -15,7 +15,7 @@ from kohya_ext.estimate import cache, gpus, memory_config, predict
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Kernels, Work
-from kohya_ext.planning import automatic, tiers
+from kohya_ext.planning import automatic, tiers, upstream
 from kohya_ext.planning import plan as planning
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.units import GIB
@@ -100,7 +100,7 @@ def formula_estimates(monkeypatch, tmp_path):
     asked: list[CommandLine] = []
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
 
-    def formula(checkout, command):
+    def formula(checkout, command, timed=False):
         asked.append(command)
         config = memory_config.normalized(memory_config.read(command)[0])
         ratio = (config.gradient_checkpointing_ratio or 1.0) if config.gradient_checkpointing else 0.0
@@ -147,6 +147,24 @@ def test_an_8_bit_base_is_offered_as_experimental_where_it_is_faster(checkout, f
     assert "8-bit base" not in {branch.saving.name for branch in old.tree}
     refused = search(checkout, ["--network_dim", "77", "--network_module", "networks.oft"], 12 * GIB)
     assert refused.experimental is None
+
+
+def test_upstreams_fastest_configuration_has_upstreams_options_alone(checkout, formula_estimates, monkeypatch):
+    """Even where an 8-bit base would be faster, and where a part of the blocks could be checkpointed."""
+    usual = predict.estimate
+
+    def halved(checkout, command, timed=False):
+        estimate = usual(checkout, command, timed)
+        return replace(estimate, flops=estimate.flops // (1 if command.settings["base_precision"] is None else 2))
+
+    monkeypatch.setattr(predict, "estimate", halved)
+    tier = TIERS["sdxl-lora/12gb"]
+    assert tier.config.gradient_checkpointing_ratio is not None
+    best = upstream.search(checkout, tier, lambda line: None)
+    assert best.options == "--gradient_checkpointing"
+    assert best.estimate.config.get("gradient_checkpointing_ratio") in (None, 1)
+    assert all(command.settings["base_precision"] is None for command in formula_estimates)
+    assert upstream.search(checkout, replace(tier, about={**tier.about, "vram_gb": 2}), lambda line: None) is None
 
 
 def test_an_8_bit_base_is_the_answer_where_nothing_else_fits(checkout, formula_estimates, monkeypatch):
