@@ -53,11 +53,11 @@ class _Base(TrainingCallback):
     accelerator: Accelerator
     kind: Any
     products: Any
-    text_encoders: bool
-    """Whether they are converted, too."""
     cache_file: Path | None = None
     origin: Origin = field(default_factory=dict)
     """What the weights in the cache must be made from, except the layers' own content."""
+    text_encoders: bool = False
+    """Whether they are converted, too."""
     taken: int = 0
     """Layers whose weights are those of an 8-bit checkpoint file, without another rounding."""
     facts: dict[str, object] = field(default_factory=dict)
@@ -151,13 +151,13 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ba
     kind = KINDS[str(wanted)]
     products = _products(kind, str(wanted), accelerator.device)
     folder = settings[BASE_PRECISION_CACHE]
-    text_encoders = includes_text_encoders(args)
+    with_text = includes_text_encoders(args)
     if folder is None:
-        return _Base(accelerator, kind, products, text_encoders)
+        return _Base(accelerator, kind, products, text_encoders=with_text)
     from kohya_ext.weights import base_cache
 
     file = base_cache.file_in(folder, args, str(wanted))
-    return _Base(accelerator, kind, products, text_encoders, file, base_cache.origin(args, kind, accelerator.device))
+    return _Base(accelerator, kind, products, file, base_cache.origin(args, kind, accelerator.device), with_text)
 
 
 def _products(kind: Any, wanted: str, device: Any) -> str:

@@ -119,6 +119,7 @@ def named(name: str) -> Gpu:
 _TYPICAL = (
     "RTX 2060 6GB",
     "RTX 4060 8GB",
+    "RTX 3080 10GB",
     "RTX 3060 12GB",
     "RTX 4080 16GB",
     "RTX 4090 24GB",

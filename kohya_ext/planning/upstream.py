@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -12,10 +13,11 @@ from typing import Any
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
-from kohya_ext.estimate import cache, gpus, predict
+from kohya_ext.config.settings import options
+from kohya_ext.estimate import cache, gpus, predict, step_time
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.planning.plan import NothingFitsError, plan
-from kohya_ext.planning.tiers import Tier
+from kohya_ext.planning.tiers import Tier, fits
 from kohya_ext.sdscripts.checkouts import Checkout
 
 #: A file of this package, written by tools/make_upstream_table.py.
@@ -23,6 +25,8 @@ TABLE = "upstream.json"
 
 #: Turns off the extension, and keeps `plan` from checkpointing a part of the blocks, which upstream cannot.
 WITHOUT_EXTENSION = {"disable_patch": "*", "gradient_checkpointing_ratio": 1}
+
+_OURS = frozenset(name for name, _ in options())
 
 
 @dataclass(frozen=True)
@@ -44,20 +48,28 @@ def fastest(tier: Tier) -> Upstream | None:
 
 
 def search(checkout: Checkout, tier: Tier, announce: Callable[[str], None]) -> Upstream | None:
-    """Search the same configuration with `plan`: makes estimates that are not cached, about 20 seconds each."""
-    script = preset_files.scripts(tier.family)[0]
-    base = preset_files.load([f"{tier.family}/base"], script).values
+    """Search the same configuration: makes estimates that are not cached, about 20 seconds each.
+
+    It is the faster one of `plan`'s answer, and of the preset for this size that is not experimental. The extension is off.
+    """
+    script, gpu = preset_files.scripts(tier.family)[0], gpus.typical(tier.card)
+    base = {name: each.value for name, each in preset_files.load([f"{tier.family}/base"], script).values.items()}
     fixed: dict[str, object] = {**WITHOUT_EXTENSION, "train_batch_size": tier.config.train_batch_size}
     if "model_type" in base:
-        fixed["model_type"] = base["model_type"].value  # selects the family of a shared script
+        fixed["model_type"] = base["model_type"]  # selects the family of a shared script
     command = CommandLine(checkout.script(script), option_words(fixed), {})
-    try:
-        answer = plan(checkout, command, tier.card, gpus.typical(tier.card), announce).answer
-    except NothingFitsError:
+    candidates = [command.with_tier(f"{tier.family}/{tier.about['vram_gb']}gb")]
+    with contextlib.suppress(NothingFitsError):
+        candidates.append(plan(checkout, command, tier.card, gpu, announce).answer.command)
+    estimates = [predict.estimate(checkout, each, timed=True) for each in candidates]
+    fitting = [index for index, estimate in enumerate(estimates) if fits(estimate, tier.card)]
+    if not fitting:
         return None
-    before = {**fixed, "disable_patch": ("*",), "preset": (f"{tier.family}/base",), "gradient_accumulation_steps": 1}
-    added = {name: value for name, value in answer.command.given.items() if value != before.get(name)}
-    return Upstream(" ".join(option_words(added)), predict.estimate(checkout, answer.command, timed=True))
+    best = min(fitting, key=step_time.slowness(estimates, gpu).__getitem__)
+    usual = {**base, **fixed, "gradient_accumulation_steps": 1}
+    theirs = {name: value for name, value in candidates[best].values.items() if name not in _OURS}
+    added = {name: value for name, value in theirs.items() if value != usual.get(name, False)}
+    return Upstream(" ".join(option_words(added)), estimates[best])
 
 
 def key(tier: Tier) -> str:

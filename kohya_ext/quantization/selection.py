@@ -45,7 +45,7 @@ def text_layers(encoder: Any) -> Iterator[tuple[str, Any]]:
 
 def includes_text_encoders(args: Any) -> bool:
     """Return whether the text encoders of a LoRA script's run stay on the GPU and are not trained."""
-    return bool(args.network_train_unet_only) and not getattr(args, "cache_text_encoder_outputs", False)
+    return getattr(args, "network_train_unet_only", False) and not getattr(args, "cache_text_encoder_outputs", False)
 
 
 def _linear_layers(model: Any, classes: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomlkit
 
-from kohya_ext.config import settings
+from kohya_ext.config import preset_files, settings
 from tools import generate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -73,6 +73,8 @@ def _headings(file):
 
 def test_the_documentation_contains_only_existing_options():
     known = {flag for name, _ in settings.options() for flag in (*settings.flags(name), *settings.negated_flags(name))}
+    for family, name, _ in preset_files.shipped():
+        known |= {f"--{key}" for key in preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).values}
     parsers = [*(ROOT / "kohya_ext").rglob("*.py"), *(ROOT / "patches").glob("*.py")]
     sources = "\n".join(file.read_text(encoding="utf-8") for file in parsers)
     for page in PAGES:
