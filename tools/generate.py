@@ -42,7 +42,7 @@ from kohya_ext.sdscripts.families import BY_NAME
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 
-ROW, COLUMN, LEFT, TOP = 34, 84, 150, 64
+ROW, COLUMN, LEFT, TOP = 34, 84, 172, 64
 """Sizes in the image, in pixels."""
 
 
@@ -423,8 +423,9 @@ def _cells(tiers: Sequence[tuple[presets.Row, int, str]], lines: Sequence[str], 
         green = "#{:02x}{:02x}{:02x}".format(*(round(255 - (255 - full) * share) for full in (95, 185, 140)))
         yield f'<rect x="{x}" y="{y}" width="{COLUMN - 3}" height="{ROW - 3}" rx="3" fill="{green}" stroke="#ccc"/>'
         yield _text(x + COLUMN / 2, y + 14, row.needs)
-        faster = "new" if ratio == inf else f"{ratio:.1f}x"
-        yield _text(x + COLUMN / 2, y + 27, f"{presets.seconds_text(row.seconds)}, {faster}", size=11)
+        if row.seconds is not None:
+            faster = "new" if ratio == inf else f"{ratio:.1f}x"
+            yield _text(x + COLUMN / 2, y + 27, f"{presets.seconds_text(row.seconds)}, {faster}", size=11)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12) -> str:

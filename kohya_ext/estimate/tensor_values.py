@@ -61,6 +61,8 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
 
     _equal: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     """Results of comparisons for equality."""
+    _added: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    """Integer tensor -> the number that was added to the assumed one."""
     _results: ClassVar[dict[tuple[Any, ...], _Result | str]] = {}
     """Results by operator and arguments."""
 
@@ -80,12 +82,16 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
         """Return an assumed value, or run the operator."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
-            return args[0] in self._equal if dtype is torch.bool else 1.0 if dtype.is_floating_point else self.integer
+            if dtype is torch.bool:
+                return args[0] in self._equal
+            return 1.0 if dtype.is_floating_point else self.integer + self._added.get(args[0], 0)
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             return torch.zeros(1, args[0].dim(), dtype=torch.long)
         result = self._reuse(func, args, kwargs)
         if func in _EQUALITY or (func is torch.ops.aten.all.default and args[0] in self._equal):
             self._equal[result] = True
+        if func is torch.ops.aten.add.Tensor and isinstance(args[1], int) and not result.dtype.is_floating_point:
+            self._added[result] = args[1] + self._added.get(args[0], 0)
         return result
 
     def _reuse(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -69,6 +69,16 @@ def test_reused_results_equal_those_of_the_operators() -> None:
         assert torch.ones(3, 4).add(1).shape == (3, 4)  # another size
 
 
+def test_a_number_that_is_added_to_an_assumed_length_counts() -> None:
+    """Chroma's single blocks slice to the image's length plus the text's, which is on the GPU."""
+    with fake_tensors() as assumptions:
+        assumptions.integer = 5
+        length = torch.ones(2, dtype=torch.long)[0]
+        rows = torch.zeros(100, 3)
+        assert (length.item(), (10 + length).item(), (length + 10 + 1).item()) == (5, 15, 16)
+        assert rows[: 20 + length].shape == (25, 3)
+
+
 @pytest.mark.parametrize(
     ("shape", "stride", "dims", "expected"),
     [
