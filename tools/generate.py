@@ -392,7 +392,7 @@ def _image() -> str:
     width, height = LEFT + COLUMN * len(sizes) + 10, TOP + ROW * len(lines) + 50
     notes = (
         "Predicted without a GPU, in 1e9 bytes and seconds per image; no GeForce GPU has been measured. int8: experimental.",
-        "2.0x: half of the seconds of upstream's fastest configuration that fits this GPU. new: none of upstream's fits.",
+        "2.0x: half of the seconds of upstream's fastest configuration that fits this GPU.",
     )
     return "\n".join(
         (
@@ -424,8 +424,7 @@ def _cells(tiers: Sequence[tuple[presets.Row, int, str]], lines: Sequence[str], 
         yield f'<rect x="{x}" y="{y}" width="{COLUMN - 3}" height="{ROW - 3}" rx="3" fill="{green}" stroke="#ccc"/>'
         yield _text(x + COLUMN / 2, y + 14, row.needs)
         if row.seconds is not None:
-            faster = "new" if ratio == inf else f"{ratio:.1f}x"
-            yield _text(x + COLUMN / 2, y + 27, f"{presets.seconds_text(row.seconds)}, {faster}", size=11)
+            yield _text(x + COLUMN / 2, y + 27, f"{presets.seconds_text(row.seconds)}, {ratio:.1f}x", size=11)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12) -> str:

@@ -65,6 +65,11 @@ class Gpu:
         return None
 
 
+def on_windows() -> bool:
+    """Return whether this machine runs Windows."""
+    return sys.platform == "win32"
+
+
 @functools.cache
 def cards() -> tuple[Gpu, ...]:
     """Return the GPUs of cards.tsv."""
@@ -87,8 +92,8 @@ def _read(row: Mapping[str, str]) -> Gpu:
         memory=round(float(row["memory_gb"]) * GIB),
         architecture=row["arch"],
         checked=row["checked"],
-        host=WINDOWS if sys.platform == "win32" else 1.0,
-        windows=sys.platform == "win32",
+        host=WINDOWS if on_windows() else 1.0,
+        windows=on_windows(),
     )
 
 

@@ -56,7 +56,8 @@ def named(name: str) -> Gpu:
 def _measured(name: str, measured: Mapping[str, Any], known: Gpu | None) -> Gpu:
     rates = {kind: rate / CONSTANTS.product for kind, rate in measured["products"].items()}
     base = known or Gpu(
-        name, rates, 0.0, measured["cache"], 0.0, measured["memory"], measured["architecture"], checked="no"
+        name, rates, 0.0, measured["cache"], 0.0, measured["memory"], measured["architecture"], checked="no",
+        windows=gpus.on_windows(),
     )  # fmt: skip
     return replace(
         base,
