@@ -10,8 +10,8 @@ held_out_seconds.tsv has figures that no fit uses, and that were chosen before a
 with the constants that kohya_ext has.
 
 Figures are facts from public pages, named in the first column of the files. ``assumed`` is what a page leaves open.
-Hosts differ, so trainers built on diffusers have a factor of the host's seconds, fitted on other figures of theirs. sd-scripts
-has the factor that the extension has: 1, under Windows an assumed one, and on the H100's machine that of its measured launch.
+Hosts differ, so Google Colab has a factor of the host's seconds, and trainers built on diffusers have one, both fitted on other
+figures of theirs. Windows has the factor that the extension assumes, and the H100's machine that of its measured launch.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ OURS = "gpu_time.json"
 PRIOR = {
     "product": (0.65, 0.15),
     "geforce": (1.0, 0.15),
+    "recent": (1.0, 0.2),
     "convolution": (0.4, 0.3),
     "attention": (0.4, 0.2),
     "geforce_attention": (1.5, 0.3),
@@ -77,11 +78,11 @@ PRIOR = {
     "replay": (10e-3, 0.5),
 }
 
-#: Host -> its seconds relative to a common one, where they are not fitted. That of the H100's machine is its measured launch
-#: (results/gpu_rates.json), as `calibrate` would use it.
-KNOWN_HOSTS = {"sd-scripts": 1.0, "sd-scripts, Windows": gpus.WINDOWS, OURS: 27.18 / REFERENCE_LAUNCH}
+#: What a launch depends on -> its seconds relative to a common one, where they are not fitted. That of the H100's machine is
+#: its measured launch (results/gpu_rates.json), as `calibrate` would use it.
+KNOWN = {"sd-scripts": 1.0, gpus.LINUX: 1.0, gpus.WINDOWS: gpus.HOSTS[gpus.WINDOWS], OURS: 27.18 / REFERENCE_LAUNCH}
 
-#: The standard deviation for the factor of a trainer's or computer's host, around 1, and for a figure around its prediction.
+#: The standard deviation for a trainer's or a kind of computer's factor, around 1, and for a figure around its prediction.
 HOST_PRIOR, FIGURE_ERROR, BUSY_ERROR = 0.5, 0.2, 0.07
 
 
@@ -109,18 +110,18 @@ class Figure:
         return f"{self.gpu.name}: {self.comment} ({self.arguments.partition(' ')[0]})"
 
     @property
-    def host(self) -> str:
-        """The host whose factor the figure shares."""
+    def launch(self) -> tuple[str, str]:
+        """The trainer and the kind of computer, whose factors the figure shares."""
         if self.source == OURS:
-            return OURS
-        if self.trainer != "sd-scripts":
-            return "diffusers"  # the other trainers are built on diffusers and PEFT
-        return f"{self.trainer}, Windows" if self.is_windows else self.trainer
+            return "sd-scripts", OURS
+        # The other trainers are built on diffusers and PEFT.
+        return self.trainer if self.trainer == "sd-scripts" else "diffusers", self.host
 
     @property
-    def is_windows(self) -> bool:
-        """Whether the page's computer runs Windows."""
-        return self.comment.startswith("Windows")
+    def host(self) -> str:
+        """The kind of the page's computer."""
+        first = re.split(r"\W", self.comment.lower(), maxsplit=1)[0]
+        return first if first in gpus.HOSTS else gpus.LINUX
 
     @property
     def graphs(self) -> bool:
@@ -191,15 +192,15 @@ def figures(path: Path = FIGURES) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants, and the factor of each host."""
+    """Constants, and the factors of a launch by trainer and kind of computer."""
 
     constants: Constants
-    hosts: Mapping[str, float]
+    factors: Mapping[str, float]
 
     def predict(self, figure: Figure) -> Prediction:
         """Return the prediction for a figure."""
-        host = self.hosts.get(figure.host, KNOWN_HOSTS.get(figure.host, 1.0))
-        gpu = replace(figure.gpu, host=host, windows=figure.is_windows)
+        launch = math.prod(self.factors.get(part, KNOWN.get(part, 1.0)) for part in figure.launch)
+        gpu = replace(figure.gpu, host=figure.host, launch=launch)
         return seconds_of(figure.work, gpu, figure.micro_batches, figure.graphs, self.constants)
 
     def busy(self, figure: Figure) -> float:
@@ -211,12 +212,12 @@ class Fit:
 
 def fit(given: Sequence[Figure], steps: int = 800) -> Fit:
     """Return the constants with the smallest error on some figures and smallest distance from their prior, by random search."""
-    hosts = sorted({figure.host for figure in given} - KNOWN_HOSTS.keys())
-    start = {**{name: value for name, (value, _) in PRIOR.items()}, **dict.fromkeys(hosts, 1.0)}
-    sizes = {**{name: size for name, (_, size) in PRIOR.items()}, **dict.fromkeys(hosts, HOST_PRIOR)}
+    parts = sorted({part for figure in given for part in figure.launch} - KNOWN.keys())
+    start = {**{name: value for name, (value, _) in PRIOR.items()}, **dict.fromkeys(parts, 1.0)}
+    sizes = {**{name: size for name, (_, size) in PRIOR.items()}, **dict.fromkeys(parts, HOST_PRIOR)}
 
     def built(values: Mapping[str, float]) -> Fit:
-        return Fit(replace(CONSTANTS, **{name: values[name] for name in PRIOR}), {name: values[name] for name in hosts})
+        return Fit(replace(CONSTANTS, **{name: values[name] for name in PRIOR}), {name: values[name] for name in parts})
 
     def cost(values: Mapping[str, float]) -> float:
         tried = built(values)
@@ -245,14 +246,18 @@ def _loss(error: float) -> float:
 
 
 def cross_validate(given: Sequence[Figure]) -> Iterator[tuple[Figure, Prediction]]:
-    """Yield each figure with its prediction from a fit without its source."""
-    for source in dict.fromkeys(figure.source for figure in given):
-        fitted = fit([figure for figure in given if figure.source != source])
-        yield from ((figure, fitted.predict(figure)) for figure in given if figure.source == source)
+    """Yield each figure with its prediction from a fit without its page, and without others of that repository."""
+    for site in dict.fromkeys(_site(figure) for figure in given):
+        fitted = fit([figure for figure in given if _site(figure) != site])
+        yield from ((figure, fitted.predict(figure)) for figure in given if _site(figure) == site)
+
+
+def _site(figure: Figure) -> str:
+    return figure.source.partition(" ")[0]
 
 
 def leave_one_out(given: Sequence[Figure]) -> Iterator[tuple[Figure, Prediction]]:
-    """Yield each figure with its prediction from a fit without its model and trainer: the host's factor stays known."""
+    """Yield each figure with its prediction from a fit without its model and trainer: the factors stay known."""
     for key in dict.fromkeys(_model(figure) for figure in given):
         fitted = fit([figure for figure in given if _model(figure) != key])
         yield from ((figure, fitted.predict(figure)) for figure in given if _model(figure) == key)
@@ -322,7 +327,7 @@ def main() -> int:
     report("without its model, the host known", [*leave_one_out(rows)])
     ratios = engine_launches()
     print(f"launch of autograd's engine on the virtual GPU: {median(ratios):.2f} of a recomputation's, {len(ratios)} pairs")
-    shipped = Fit(CONSTANTS, {})
+    shipped = Fit(CONSTANTS, gpus.HOSTS)
     if held_out := figures(HELD_OUT):
         report("held out", [(figure, shipped.predict(figure)) for figure in held_out], each=True)
     for figure in rows:
@@ -331,7 +336,7 @@ def main() -> int:
             print(f"  {figure.busy:7.3f} s  {busy:7.3f} s  {busy / figure.busy - 1:+5.0%}  GPU busy: {figure.name}")
     if given.fit:
         fitted = fit(rows, steps=3000)
-        print({name: float(f"{value:.3g}") for name, value in asdict(fitted.constants).items()}, dict(fitted.hosts))
+        print({name: float(f"{value:.3g}") for name, value in asdict(fitted.constants).items()}, dict(fitted.factors))
         report("fitted on all", [(figure, fitted.predict(figure)) for figure in rows])
     return 0
 

@@ -18,7 +18,7 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import machine, memory_config, predict, step_time
+from kohya_ext.estimate import gpus, machine, memory_config, predict, step_time
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Prediction
@@ -64,6 +64,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "the one of this machine",
     )
     parser.add_argument(
+        "--gpu_host",
+        "--gpu-host",
+        choices=[*gpus.HOSTS],
+        default=argparse.SUPPRESS,
+        help="the computer of --gpu, whose launches cost more under Windows and on Google Colab; default: like this one",
+    )
+    parser.add_argument(
         "--fresh",
         action="store_true",
         default=argparse.SUPPRESS,
@@ -87,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     figure = charts.figure(9, 2.6) if "chart" in own else None
     if "vram" in own:
         command = command.with_({"vram": own["vram"]})
-    gpu = machine.named(own["gpu"]) if "gpu" in own else machine.gpu()
+    gpu = machine.chosen(own) or machine.gpu()
     card = command.settings.vram or (gpu.memory if gpu is not None and "gpu" in own else _preset_card(command))
     estimate = partial(predict.estimate, checkout, fresh=bool(own.get("fresh")), timed=gpu is not None)
     config = memory_config.read(command)[0]

@@ -54,6 +54,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help='the GPU to plan for, by name: "RTX 4070"; it also gives the size if --vram does not',
     )
     parser.add_argument(
+        "--gpu_host",
+        "--gpu-host",
+        choices=[*gpus.HOSTS],
+        default=argparse.SUPPRESS,
+        help="the computer of --gpu, whose launches cost more under Windows and on Google Colab; default: like this one",
+    )
+    parser.add_argument(
         "--gpus",
         metavar="NxSIZE",
         default=argparse.SUPPRESS,
@@ -79,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         several_gpus.print_plan(request.checkout, command, own)
         return 0
     settings = command.with_tier(None).with_({"vram": own["vram"]} if "vram" in own else {}).settings
-    given = machine.named(own["gpu"]) if "gpu" in own else None
+    given = machine.chosen(own)
     size = settings.vram or (given.memory if given is not None else None)
     name, card = (given.name if given is not None else "", size) if size else units.first_gpu() or ("", 0)
     if not card:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from kohya_ext.errors import UserError
@@ -20,8 +21,11 @@ from kohya_ext.units import GIB
 
 TABLE = "cards.tsv"
 
-#: Seconds of a launch under Windows relative to Linux: an assumption.
-WINDOWS = 1.2
+LINUX, WINDOWS, COLAB = "linux", "windows", "colab"
+
+#: Kind of computer -> seconds of a launch relative to a common one under Linux. That of Windows is an assumption, and Google
+#: Colab's, with its slow processors, is fitted (benchmarks/step_seconds.py).
+HOSTS = {LINUX: 1.0, WINDOWS: 1.2, COLAB: 2.05}
 
 #: Kinds of matrix products, by the type of their operands: bf16 and fp16 have one rate.
 SIXTEEN_BITS, FP32, FP8, INT8 = "16 bits", "fp32", "fp8", "int8"
@@ -44,10 +48,10 @@ class Gpu:
     """Bytes of its memory, as advertised: GiB."""
     architecture: str
     checked: str
-    host: float = 1.0
-    """Seconds of a launch relative to a common host under Linux."""
-    windows: bool = False
-    """Whether its driver is that of Windows."""
+    host: str = LINUX
+    """The kind of its computer."""
+    launch: float = 1.0
+    """Seconds of a launch relative to a common computer under Linux."""
     measured: bool = False
     """Whether `calibrate` measured it."""
 
@@ -65,9 +69,16 @@ class Gpu:
         return None
 
 
-def on_windows() -> bool:
-    """Return whether this machine runs Windows."""
-    return sys.platform == "win32"
+def this_host() -> str:
+    """Return the kind of this computer."""
+    if sys.platform == "win32":
+        return WINDOWS
+    return COLAB if "COLAB_RELEASE_TAG" in os.environ else LINUX
+
+
+def on(host: str, gpu: Gpu) -> Gpu:
+    """Return a GPU in another kind of computer."""
+    return replace(gpu, host=host, launch=HOSTS[host])
 
 
 @functools.cache
@@ -83,7 +94,7 @@ def _read(row: Mapping[str, str]) -> Gpu:
         for kind, column in ((SIXTEEN_BITS, "tensor_16_bits"), (FP32, "fp32"), (FP8, "fp8"), (INT8, "int8"))
         if row[column]
     }
-    return Gpu(
+    gpu = Gpu(
         name=row["card"],
         rates=rates,
         bandwidth=1e9 * float(row["bandwidth"]),
@@ -92,9 +103,8 @@ def _read(row: Mapping[str, str]) -> Gpu:
         memory=round(float(row["memory_gb"]) * GIB),
         architecture=row["arch"],
         checked=row["checked"],
-        host=WINDOWS if on_windows() else 1.0,
-        windows=on_windows(),
     )
+    return on(this_host(), gpu)
 
 
 def find(name: str, memory: int | None = None) -> Gpu | None:

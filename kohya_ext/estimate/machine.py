@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from kohya_ext import cache
+from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.seconds import CONSTANTS
@@ -44,8 +45,13 @@ def of(name: str, memory: int | None = None) -> Gpu | None:
     return None if known is None else replace(known, name=name)
 
 
-def named(name: str) -> Gpu:
-    """Return the GPU with a name: this machine's if it is that one. Raises UserError for an unknown name."""
+def named(name: str, host: str | None = None) -> Gpu:
+    """Return the GPU with a name: this machine's if it is that one and no kind of ``host`` is given.
+
+    Raises UserError for an unknown name.
+    """
+    if host is not None:
+        return gpus.on(host, gpus.named(name))
     wanted = gpus.find(name)
     here = first_gpu()
     if here is not None and (here[0] == name or (wanted is not None and gpus.find(*here) == wanted)):
@@ -53,11 +59,20 @@ def named(name: str) -> Gpu:
     return gpus.named(name)
 
 
+def chosen(options: Mapping[str, Any]) -> Gpu | None:
+    """Return the GPU of a command's ``gpu`` and ``gpu_host``; None without them. Raises UserError for the second alone."""
+    if "gpu" in options:
+        return named(options["gpu"], options.get("gpu_host"))
+    if "gpu_host" in options:
+        raise UserError('--gpu_host is about the GPU of --gpu: give its name, for example --gpu "RTX 4070"')
+    return None
+
+
 def _measured(name: str, measured: Mapping[str, Any], known: Gpu | None) -> Gpu:
     rates = {kind: rate / CONSTANTS.product for kind, rate in measured["products"].items()}
     base = known or Gpu(
         name, rates, 0.0, measured["cache"], 0.0, measured["memory"], measured["architecture"], checked="no",
-        windows=gpus.on_windows(),
+        host=gpus.this_host(),
     )  # fmt: skip
     return replace(
         base,
@@ -66,7 +81,7 @@ def _measured(name: str, measured: Mapping[str, Any], known: Gpu | None) -> Gpu:
         bandwidth=measured["bandwidth"] / CONSTANTS.bandwidth,
         bus=measured["bus"],
         cache=measured["cache"],
-        host=measured["launch_microseconds"] / REFERENCE_LAUNCH,
+        launch=measured["launch_microseconds"] / REFERENCE_LAUNCH,
         measured=True,
     )
 

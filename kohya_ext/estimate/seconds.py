@@ -2,7 +2,7 @@
 
 The GPU runs kernels one after another while the host launches the next ones, and blocks are copied over the bus meanwhile. So
 a step takes about as long as the slowest of the three, and somewhat longer where two are alike:
-``(gpu**p + host**p + bus**p) ** (1 / p)``.
+``(gpu**p + host**p + bus**p) ** (1 / p)``. An optimizer's waits for the GPU come on top: neither works ahead then.
 
 The constants were fitted by ``python -m benchmarks.step_seconds``, which prints the errors on the figures behind them.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kohya_ext.estimate.gpus import FP8, INT8, SIXTEEN_BITS, Gpu
+from kohya_ext.estimate.gpus import FP8, INT8, SIXTEEN_BITS, WINDOWS, Gpu
 
 #: Kinds of kernels that are not matrix products; those are named by their operands' type: 16 bits, fp32, fp8, int8. A rotation
 #: is a 16-bit product within another kernel, so its count is 0. So is the count of a LoRA's products within one.
@@ -76,10 +76,13 @@ def _rounded(value: float) -> float:
 class Constants:
     """What a step reaches of a GPU's rates, and what a launch costs the host."""
 
-    product: float = 0.74
+    product: float = 0.77
     """Fraction of the GPU's rate that a large matrix product reaches."""
-    geforce: float = 1.1
+    geforce: float = 1.06
     """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
+    recent: float = 1.34
+    """The same of Ada and Blackwell, with convolutions and attention, relative to earlier GPUs: they sustain their data sheet's
+    rate."""
     int8: float = 0.64
     """The fraction of its own rate that an int8 product reaches, relative to a 16-bit product. This one, ``fp8`` and
     ``rotation`` are those of an H100's large products (benchmarks/results/gpu_base_weights.json)."""
@@ -91,36 +94,36 @@ class Constants:
     """Fraction of the GPU's 16-bit rate that rotations reach within their kernels, which do little else meanwhile."""
     geforce_rotation: float = 2.0
     """The same of a GeForce relative to an H100: an assumption, since small products use all of a GeForce's matrix units."""
-    convolution: float = 0.25
-    attention: float = 0.42
-    geforce_attention: float = 2.2
+    convolution: float = 0.34
+    attention: float = 0.40
+    geforce_attention: float = 1.75
     """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
-    masked_attention: float = 0.27
+    masked_attention: float = 0.25
     """The speed of attention with a mask relative to that without. PyTorch has no flash attention for it."""
-    hopper_masked_attention: float = 0.57
+    hopper_masked_attention: float = 0.58
     """The same on Hopper, where PyTorch uses cuDNN's attention."""
     bandwidth: float = 0.84
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
-    cached: float = 2.6
+    cached: float = 2.45
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
     cache_fraction: float = 0.4
     """Fraction of the L2 cache that holds a kernel's tensors."""
     kernel: float = 3.1e-6
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
-    product_kernel: float = 3.7e-6
-    attention_kernel: float = 11e-6
-    gap: float = 2.0e-6
+    product_kernel: float = 4.15e-6
+    attention_kernel: float = 11.5e-6
+    gap: float = 1.9e-6
     """Seconds between two kernels, in which the GPU is not busy."""
-    launch: float = 27.7e-6
+    launch: float = 26.6e-6
     """Seconds of the host for one kernel of forward or recomputation: Python, autograd and the driver."""
     engine_launch: float = 0.4
     """The same for a kernel that autograd's engine or compiled code launches, relative to ``launch``. On the virtual GPU it is
     0.26; the driver, which costs nothing there, adds some 3 microseconds to each of both."""
-    optimizer_launch: float = 6.8e-6
+    optimizer_launch: float = 7.0e-6
     """Seconds of the host for one kernel of the optimizer, without autograd and modules."""
-    wait: float = 14e-6
-    """Seconds of the host for a wait for the GPU in the optimizer, which then has no work for a while."""
-    windows_wait: float = 450e-6
+    wait: float = 14.3e-6
+    """Seconds of a wait for the GPU in the optimizer: until the host knows, and until the GPU has work again."""
+    windows_wait: float = 330e-6
     """The same under Windows, whose driver collects launches before it gives them to the GPU."""
     replay: float = 10e-3
     """Seconds of the host for one micro-batch with CUDA graphs."""
@@ -137,7 +140,7 @@ class Prediction:
 
     seconds: float
     parts: Mapping[str, float]
-    """Seconds of ``host``, ``arithmetic``, ``memory`` and ``bus``, if nothing else limited the step."""
+    """Seconds of ``host`` with its waits, ``arithmetic``, ``memory`` and ``bus``, if nothing else limited the step."""
     factor: float
     """The range is from ``seconds / factor`` to ``seconds * factor``, with nine in ten published figures of sd-scripts."""
 
@@ -158,19 +161,38 @@ def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, 
     launches = constants.launch * (work.from_python + constants.engine_launch * from_engine)
     batch = constants.replay if graphs else launches
     updates = sum(group.count for group in work.optimizer)
-    waits = work.waits * (constants.windows_wait if gpu.windows else constants.wait)
-    parts["host"] = gpu.host * (micro_batches * batch + constants.optimizer_launch * updates) + waits
+    waits = work.waits * (constants.windows_wait if gpu.host == WINDOWS else constants.wait)
+    host = gpu.launch * (micro_batches * batch + constants.optimizer_launch * updates)
     parts["bus"] = micro_batches * work.copied / gpu.bus
-    together = (parts["arithmetic"] + parts["memory"], parts["host"], parts["bus"])
-    seconds = sum(part**constants.power for part in together) ** (1 / constants.power)
-    return Prediction(seconds, parts, _factor(together, gpu, constants.power))
+    parts["host"] = host + waits
+    together = (parts["arithmetic"] + parts["memory"], host, parts["bus"])
+    seconds = sum(part**constants.power for part in together) ** (1 / constants.power) + waits
+    return Prediction(seconds, parts, _factor((together[0], parts["host"], parts["bus"]), gpu, constants.power))
 
 
 def by_kind(work: Work, gpu: Gpu, micro_batches: int = 1, constants: Constants = CONSTANTS) -> dict[str, float]:
     """Return the seconds of a step's kernels on the GPU by their kind, with the gaps after them."""
+    constants = _of(gpu, constants)
+    kinds: dict[str, float] = {}
+    for groups, times in ((work.batch, micro_batches), (work.optimizer, 1)):
+        for group in groups:
+            each = _kernel_seconds(group, gpu, constants) + group.count * constants.gap
+            kinds[group.kind] = kinds.get(group.kind, 0.0) + times * each
+    return kinds
+
+
+def _of(gpu: Gpu, constants: Constants) -> Constants:
+    """Return the constants with the fractions of its rates that a GPU reaches."""
     if gpu.measured:  # its rates are those that products reach
-        constants = replace(constants, int8=1.0, fp8=1.0)
-    elif gpu.is_geforce:
+        return replace(constants, int8=1.0, fp8=1.0)
+    if gpu.architecture in ("Ada", "Blackwell"):
+        constants = replace(
+            constants,
+            product=constants.product * constants.recent,
+            convolution=constants.convolution * constants.recent,
+            attention=constants.attention * constants.recent,
+        )
+    if gpu.is_geforce:
         constants = replace(
             constants,
             product=constants.product * constants.geforce,
@@ -178,12 +200,7 @@ def by_kind(work: Work, gpu: Gpu, micro_batches: int = 1, constants: Constants =
             int8=constants.int8 * constants.geforce_int8,
             rotation=constants.rotation * constants.geforce_rotation,
         )
-    kinds: dict[str, float] = {}
-    for groups, times in ((work.batch, micro_batches), (work.optimizer, 1)):
-        for group in groups:
-            each = _kernel_seconds(group, gpu, constants) + group.count * constants.gap
-            kinds[group.kind] = kinds.get(group.kind, 0.0) + times * each
-    return kinds
+    return constants
 
 
 def _kernel_seconds(group: Kernels, gpu: Gpu, constants: Constants) -> float:

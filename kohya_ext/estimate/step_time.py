@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.estimate import machine, memory_config
+from kohya_ext.estimate import gpus, machine, memory_config
 from kohya_ext.estimate import seconds as model
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
@@ -21,6 +21,9 @@ LIMITS = {
     "memory": "the GPU's memory bandwidth",
     "bus": "copies of swapped blocks over the bus",
 }
+
+#: Kind of computer -> its words.
+_PLACES = {gpus.LINUX: "", gpus.WINDOWS: " under Windows", gpus.COLAB: " on Google Colab"}
 
 
 def predict(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | None:
@@ -68,8 +71,9 @@ def lines(time: Prediction, gpu: Gpu) -> list[str]:
     """Return the prediction for the console: seconds with their range, what limits the step, and the source of the rates."""
     low, high = time.seconds / time.factor, time.seconds * time.factor
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in time.parts.items() if seconds >= 0.005)
+    where = f"on the {gpu.name}{_PLACES[gpu.host]}"
     return [
-        f"{format_seconds(time.seconds)} per step on the {gpu.name} ({format_seconds(low)} to {format_seconds(high)}), limited "
+        f"{format_seconds(time.seconds)} per step {where} ({format_seconds(low)} to {format_seconds(high)}), limited "
         f"by {LIMITS[time.limit]}. Seconds of each alone: {parts}. {_source(gpu)}"
     ]
 
