@@ -63,6 +63,7 @@ PRIOR = {
     "convolution": (0.4, 0.3),
     "attention": (0.4, 0.2),
     "geforce_attention": (1.5, 0.3),
+    "turing_attention": (0.7, 0.4),
     "masked_attention": (0.3, 0.5),
     "hopper_masked_attention": (0.5, 0.3),
     "bandwidth": (0.85, 0.08),

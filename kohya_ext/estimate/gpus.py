@@ -25,7 +25,7 @@ LINUX, WINDOWS, COLAB = "linux", "windows", "colab"
 
 #: Kind of computer -> seconds of a launch relative to a common one under Linux. That of Windows is an assumption, and Google
 #: Colab's, with its slow processors, is fitted (benchmarks/step_seconds.py).
-HOSTS = {LINUX: 1.0, WINDOWS: 1.2, COLAB: 2.05}
+HOSTS = {LINUX: 1.0, WINDOWS: 1.2, COLAB: 2.0}
 
 #: Kinds of matrix products, by the type of their operands: bf16 and fp16 have one rate.
 SIXTEEN_BITS, FP32, FP8, INT8 = "16 bits", "fp32", "fp8", "int8"

@@ -76,11 +76,11 @@ def _rounded(value: float) -> float:
 class Constants:
     """What a step reaches of a GPU's rates, and what a launch costs the host."""
 
-    product: float = 0.77
+    product: float = 0.75
     """Fraction of the GPU's rate that a large matrix product reaches."""
-    geforce: float = 1.06
+    geforce: float = 1.07
     """The same of a GeForce relative to other GPUs: its clock is above the data sheet's, theirs below."""
-    recent: float = 1.34
+    recent: float = 1.33
     """The same of Ada and Blackwell, with convolutions and attention, relative to earlier GPUs: they sustain their data sheet's
     rate."""
     int8: float = 0.64
@@ -94,36 +94,39 @@ class Constants:
     """Fraction of the GPU's 16-bit rate that rotations reach within their kernels, which do little else meanwhile."""
     geforce_rotation: float = 2.0
     """The same of a GeForce relative to an H100: an assumption, since small products use all of a GeForce's matrix units."""
-    convolution: float = 0.34
+    convolution: float = 0.39
     attention: float = 0.40
-    geforce_attention: float = 1.75
+    geforce_attention: float = 1.8
     """The attention of a GeForce relative to other GPUs, whose products are faster than the rest of the kernel."""
+    turing_attention: float = 0.38
+    """The attention of Turing relative to later GPUs: PyTorch has no flash attention for it."""
     masked_attention: float = 0.25
-    """The speed of attention with a mask relative to that without. PyTorch has no flash attention for it."""
+    """The speed of attention with a mask relative to that without. PyTorch has no flash attention for it. Turing has none
+    at all, so there it is 1."""
     hopper_masked_attention: float = 0.58
     """The same on Hopper, where PyTorch uses cuDNN's attention."""
-    bandwidth: float = 0.84
+    bandwidth: float = 0.855
     """Fraction of the memory's bandwidth that a kernel without FLOPs reaches."""
     cached: float = 2.45
     """Bandwidth of kernels whose tensors fit the L2 cache, relative to the memory's."""
     cache_fraction: float = 0.4
     """Fraction of the L2 cache that holds a kernel's tensors."""
-    kernel: float = 3.1e-6
+    kernel: float = 3.2e-6
     """Seconds of a kernel beyond its work: it starts, waits for the one before, and fills the GPU."""
     product_kernel: float = 4.15e-6
     attention_kernel: float = 11.5e-6
-    gap: float = 1.9e-6
+    gap: float = 2.0e-6
     """Seconds between two kernels, in which the GPU is not busy."""
-    launch: float = 26.6e-6
+    launch: float = 26.9e-6
     """Seconds of the host for one kernel of forward or recomputation: Python, autograd and the driver."""
     engine_launch: float = 0.4
     """The same for a kernel that autograd's engine or compiled code launches, relative to ``launch``. On the virtual GPU it is
     0.26; the driver, which costs nothing there, adds some 3 microseconds to each of both."""
-    optimizer_launch: float = 7.0e-6
+    optimizer_launch: float = 6.9e-6
     """Seconds of the host for one kernel of the optimizer, without autograd and modules."""
-    wait: float = 14.3e-6
+    wait: float = 14.8e-6
     """Seconds of a wait for the GPU in the optimizer: until the host knows, and until the GPU has work again."""
-    windows_wait: float = 330e-6
+    windows_wait: float = 340e-6
     """The same under Windows, whose driver collects launches before it gives them to the GPU."""
     replay: float = 10e-3
     """Seconds of the host for one micro-batch with CUDA graphs."""
@@ -183,6 +186,8 @@ def by_kind(work: Work, gpu: Gpu, micro_batches: int = 1, constants: Constants =
 
 def _of(gpu: Gpu, constants: Constants) -> Constants:
     """Return the constants with the fractions of its rates that a GPU reaches."""
+    if gpu.architecture in ("Turing", "7.5"):
+        constants = replace(constants, attention=constants.attention * constants.turing_attention, masked_attention=1.0)
     if gpu.measured:  # its rates are those that products reach
         return replace(constants, int8=1.0, fp8=1.0)
     if gpu.architecture in ("Ada", "Blackwell"):

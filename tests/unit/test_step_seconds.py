@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import step_seconds
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, machine
+from kohya_ext.estimate import gpus, machine, step_time
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
-from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MASKED_ATTENTION, MEMORY, Kernels, Work, predict
+from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MASKED_ATTENTION, MEMORY, Kernels, Work, by_kind, predict
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
 from kohya_ext.units import GIB
@@ -58,9 +58,34 @@ def test_attention_with_a_mask_is_slower() -> None:
         assert predict(masked, gpus.named(name)).seconds > 1.5 * predict(plain, gpus.named(name)).seconds
 
 
-def test_waits_cost_the_host() -> None:
-    work = Work([], [Kernels(MEMORY, 1000, 0, 1e6)])
-    assert predict(replace(work, waits=1000), H100).seconds > 2 * predict(work, H100).seconds
+def test_waits_come_on_top_of_the_gpus_seconds() -> None:
+    work = Work([Kernels(SIXTEEN_BITS, 1, 1e15, 0)], [Kernels(MEMORY, 1000, 0, 1e6)])
+    added = predict(replace(work, waits=1000), H100).seconds - predict(work, H100).seconds
+    assert added == pytest.approx(1000 * CONSTANTS.wait)
+
+
+def test_launches_and_waits_cost_more_under_windows_and_launches_on_colab() -> None:
+    work = replace(TINY, waits=1000)
+    linux, windows, colab = (predict(work, gpus.on(host, H100)) for host in gpus.HOSTS)
+    assert windows.parts["host"] - linux.parts["host"] > 1000 * (CONSTANTS.windows_wait - CONSTANTS.wait)
+    waits = 1000 * CONSTANTS.wait
+    assert colab.parts["host"] - waits == pytest.approx(gpus.HOSTS[gpus.COLAB] * (linux.parts["host"] - waits))
+
+
+@pytest.mark.parametrize(("platform", "environ", "host"), [
+    ("linux", {}, "linux"), ("win32", {}, "windows"), ("linux", {"COLAB_RELEASE_TAG": "release-colab"}, "colab"),
+])  # fmt: skip
+def test_the_kind_of_this_computer(monkeypatch: pytest.MonkeyPatch, platform: str, environ: dict[str, str], host: str) -> None:
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("os.environ", environ)
+    assert gpus.this_host() == host
+
+
+def test_arithmetic_reaches_more_of_an_ada_gpus_rate_than_of_an_ampere_gpus() -> None:
+    fast, slow = (
+        gpu.rates[SIXTEEN_BITS] * by_kind(ARITHMETIC, gpu)[SIXTEEN_BITS] for gpu in map(gpus.named, ("RTX 4090", "RTX 3090"))
+    )
+    assert slow / fast == pytest.approx(CONSTANTS.recent, rel=0.01)
 
 
 def test_python_launches_forward_and_recomputation_and_the_engine_the_rest() -> None:
@@ -207,12 +232,11 @@ def test_held_out_figures_share_no_page_with_the_figures_of_the_fit() -> None:
 
 def test_held_out_figures_are_predicted_with_the_constants_of_kohya_ext(capsys: pytest.CaptureFixture[str]) -> None:
     held_out = step_seconds.figures(step_seconds.HELD_OUT)
-    shipped = step_seconds.Fit(CONSTANTS, {})
+    shipped = step_seconds.Fit(CONSTANTS, gpus.HOSTS)
     for figure in held_out:
-        windows = figure.comment.startswith("Windows")
-        host = gpus.WINDOWS if windows else 1.0
-        expected = predict(figure.work, replace(figure.gpu, host=host, windows=windows), figure.micro_batches)
-        assert shipped.predict(figure) == expected
+        first = figure.comment.split(",")[0].split()[0].lower()
+        host = first if first in gpus.HOSTS else gpus.LINUX
+        assert shipped.predict(figure) == predict(figure.work, gpus.on(host, figure.gpu), figure.micro_batches)
     step_seconds.report("held out", [(figure, shipped.predict(figure)) for figure in held_out])
     assert f"held out: {len(held_out)} figures, median error" in capsys.readouterr().out
 
@@ -269,7 +293,7 @@ def test_calibrated_rates_replace_those_of_the_table(rtx_3090: str) -> None:
     assert before.bandwidth == gpus.named("RTX 3090").bandwidth
     machine.keep_measured(rtx_3090, MEASURED)
     after = machine.named("RTX 3090")
-    assert (after.measured, after.host, after.bus) == (True, 2.0, 2.5e10)
+    assert (after.measured, after.launch, after.bus) == (True, 2.0, 2.5e10)
     assert CONSTANTS.product * after.rates[SIXTEEN_BITS] == pytest.approx(7e13)
     assert machine.named("RTX 4090") == gpus.named("RTX 4090")  # another GPU's rates stay those of the table
 
@@ -281,6 +305,17 @@ def test_a_gpu_outside_the_table_is_known_once_it_was_measured(rtx_3090: str) ->
     card = machine.of(name)
     assert card is not None
     assert predict(ARITHMETIC, card).seconds == pytest.approx(1e14 / 7e13, rel=0.05)
+
+
+def test_a_gpu_in_another_kind_of_computer_is_not_this_machines(rtx_3090: str) -> None:
+    machine.keep_measured(rtx_3090, MEASURED)
+    chosen = machine.chosen({"gpu": "RTX 3090", "gpu_host": "colab"})
+    assert chosen == gpus.on("colab", gpus.named("RTX 3090"))
+    assert "on the RTX 3090 on Google Colab" in step_time.lines(predict(TINY, chosen), chosen)[0]
+    assert machine.chosen({"gpu": "RTX 3090"}) == machine.gpu()
+    assert machine.chosen({}) is None
+    with pytest.raises(UserError, match="give its name"):
+        machine.chosen({"gpu_host": "windows"})
 
 
 def test_real_runs_correct_the_prediction_until_the_next_calibration(rtx_3090: str) -> None:
