@@ -372,8 +372,8 @@ def _prepare_network(
     if config.cache_text_encoder_outputs and train_text_encoder and not any(flags):  # the batch would have no captions
         title = config.family.checkpoints[0].title
         raise UserError(
-            f"{config.script} cannot train a text encoder of {title} whose outputs are cached; add --network_train_unet_only or "
-            "remove --cache_text_encoder_outputs"
+            f"{config.script} cannot train a text encoder of {title} whose outputs are cached; add --network_train_unet_only, "
+            "or remove --cache_text_encoder_outputs"
         )
     checkpointing = config.gradient_checkpointing
     if checkpointing:
