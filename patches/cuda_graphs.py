@@ -105,12 +105,15 @@ def _facts() -> Mapping[str, object]:
 def _replayed(original: Any, settings: Settings) -> Any:
     import torch
 
+    from kohya_ext.compiling.graphs import simulation
+
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = current(_Graphs)
-        if graphs is None or not torch.is_grad_enabled():
+        recorded = simulation() if graphs is None else graphs.forward
+        if recorded is None or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
-        return graphs.forward(original, self, args, kwargs)
+        return recorded(original, self, args, kwargs)
 
     return forward
 

@@ -115,7 +115,7 @@ RULES = (
     Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
     Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, _network_trains_or_caches),
     Rule(_CACHED_TEXT, ("train_text_encoder",), _is_set),
-    Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.caches_t5_alone),
+    Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.t5_tokens > 0),
     Rule(_CACHED_TEXT, ("train_t5xxl",), _is_set),
     Rule(_CACHED_TEXT, (*_CHANGING_CAPTIONS, "weighted_captions"), _is_set),
     Rule(_CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),

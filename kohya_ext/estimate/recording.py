@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ import torch
 from kohya_ext.compiling.graphs import tensor_of, with_tensor
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tracker import BACKWARD, Tracker
-from kohya_ext.patching.attributes import replaced
 
 #: The stream that recordings run on.
 _STREAM = 1
@@ -47,45 +44,34 @@ class RecordedPasses:
     recording: Recording | None = None
     """The last one; None before the first forward pass."""
 
-    @contextmanager
-    def of(self, model: torch.nn.Module) -> Iterator[None]:
-        """Record each call of a model with gradients inside the block."""
-        with replaced(type(model), "forward", self._recorded(type(model).forward)):
-            yield
-
-    def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(model, *args, **kwargs)
-            values = [*args, *kwargs.values()]
-            places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
-            tensors = [values[place] for place in places]
-            first = len(self.tracker.events)
-            inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            for place, tensor in zip(places, inputs, strict=True):
-                values[place] = tensor
-            before = [weight.grad for weight in self.trained]
-            for weight in self.trained:
-                weight.grad = None
-            start, kernels = len(self.tracker.events), self.tracker.kernels
-            output, result = self._run(
-                lambda: original(model, *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-            )
-            trained = [weight for weight in self.trained if weight.grad is not None]
-            for weight in trained:
-                weight.grad = None
-            end, kernels = len(self.tracker.events), self.tracker.kernels - kernels
-            buffers = [torch.empty_like(weight) for weight in trained]
-            self.tracker.mark(buffers, Kind.GRADIENT)
-            node = _Node(result, inputs, trained, buffers, torch.empty_like(result))
-            self.recording = Recording(first, start, end, len(self.tracker.events), kernels)
-            for weight, gradient in zip(self.trained, before, strict=True):
-                weight.grad = gradient
-            hook = torch.zeros((), requires_grad=True)
-            return with_tensor(output, _Replay.apply(node, hook, *tensors))
-
-        return forward
+    def forward(self, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the model's output, and deliver its gradients in backward, as a recorded model does."""
+        values = [*args, *kwargs.values()]
+        places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        tensors = [values[place] for place in places]
+        first = len(self.tracker.events)
+        inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        for place, tensor in zip(places, inputs, strict=True):
+            values[place] = tensor
+        before = [weight.grad for weight in self.trained]
+        for weight in self.trained:
+            weight.grad = None
+        start, kernels = len(self.tracker.events), self.tracker.kernels
+        output, result = self._run(
+            lambda: original(model, *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+        )
+        trained = [weight for weight in self.trained if weight.grad is not None]
+        for weight in trained:
+            weight.grad = None
+        end, kernels = len(self.tracker.events), self.tracker.kernels - kernels
+        buffers = [torch.empty_like(weight) for weight in trained]
+        self.tracker.mark(buffers, Kind.GRADIENT)
+        node = _Node(result, inputs, trained, buffers, torch.empty_like(result))
+        self.recording = Recording(first, start, end, len(self.tracker.events), kernels)
+        for weight, gradient in zip(self.trained, before, strict=True):
+            weight.grad = gradient
+        hook = torch.zeros((), requires_grad=True)
+        return with_tensor(output, _Replay.apply(node, hook, *tensors))
 
     def _run(self, call: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
         """Run both passes on the recordings' stream; return the output, and its tensor without its graph."""

@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_iter
 
+from kohya_ext.compiling.graphs import simulated
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import eight_bits, finetune, gradient_buckets, zero
 from kohya_ext.estimate.autocast import cuda_rules
@@ -98,6 +99,8 @@ class Training:
     """Trained weight -> its average, if that is in GPU memory (--ema)."""
     batch: Batch | None = None
     """The last step's batch. Like its loss, it is in GPU memory until the next step's."""
+    loaded: Sequence[int] = ()
+    """The storages of that batch before its step, which replaces the cached outputs of a trained text encoder."""
     loss: torch.Tensor | None = None
     variables: finetune.Variables = field(default_factory=finetune.Variables)
     """Of the last step of a fine-tune, whose script keeps them, too."""
@@ -159,7 +162,7 @@ def measure(
             stack.enter_context(counted_kernels(eight_bits=config.base_precision is not None))
         models = build(config)
         if config.cuda_graphs:
-            stack.enter_context(passes.of(models.unet))
+            stack.enter_context(simulated(passes.forward))  # where the patch of a run records the model
         training = prepare(config, arguments, trainer, models)
         for weights in frozen:
             _freeze_untrained(training, weights)
@@ -302,8 +305,7 @@ def prepare(
         raise UserError("nothing would be trained, since every learning rate is 0; set one above 0")
     optimizer = _optimizers(config, arguments, groups, models.unet)
     unet = (models.unet, Kind.WEIGHT)
-    encodes = not config.cache_text_encoder_outputs and not config.text_encoder_cpu
-    encoders = [(encoder, Kind.TEXT_ENCODER) for encoder in models.text_encoders] if encodes else []
+    encoders = [(encoder, Kind.TEXT_ENCODER) for encoder in _encoders_in_steps(config, arguments, trainer, models)]
     # Fine-tunes of SDXL and SD 1.5 move the text encoders into GPU memory after the U-Net, all others before their model.
     unet_first = network is None and config.family.unet
     resident = [unet, *encoders] if unet_first else [*encoders, unet]
@@ -323,6 +325,16 @@ def prepare(
         config, arguments, trainer, accelerator, models, network, trained, optimizer, train_text_encoder, weight_dtype,
         vae_dtype, resident,
     )  # fmt: skip
+
+
+def _encoders_in_steps(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer, models: Models) -> list[Any]:
+    """Return the text encoders in GPU memory during the steps. FLUX and SD3 train CLIP with cached outputs of T5."""
+    if config.text_encoder_cpu:
+        return []
+    if not config.cache_text_encoder_outputs:
+        return models.text_encoders
+    flags = trainer.get_text_encoders_train_flags(arguments, models.text_encoders)
+    return [encoder for encoder, is_trained in zip(models.text_encoders, flags, strict=True) if is_trained]
 
 
 def _prepare_network(
@@ -357,6 +369,12 @@ def _prepare_network(
     network.apply_to(encoders, models.unet, train_text_encoder, train_unet)
     _leave_constants_on_host(network)
     flags = trainer.get_text_encoders_train_flags(arguments, models.text_encoders)
+    if config.cache_text_encoder_outputs and train_text_encoder and not any(flags):  # the batch would have no captions
+        title = config.family.checkpoints[0].title
+        raise UserError(
+            f"{config.script} cannot train a text encoder of {title} whose outputs are cached; add --network_train_unet_only, "
+            "or remove --cache_text_encoder_outputs"
+        )
     checkpointing = config.gradient_checkpointing
     if checkpointing:
         models.unet.enable_gradient_checkpointing()
@@ -631,7 +649,7 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
         tracker.mark([last], Kind.TEMPORARY)
         tracker.release_unused()
         del last
-    if _casts_text_encoders_to_8_bits(config) and not config.cache_text_encoder_outputs:
+    if _casts_text_encoders_to_8_bits(config):
         _cast_in_gpu_memory(training, tracker)
     if config.base_precision and includes_text_encoders(config):
         for encoder in training.models.text_encoders:
@@ -706,7 +724,8 @@ def _paged(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _cast_in_gpu_memory(training: Training, tracker: Tracker) -> None:
     """Log text encoders that are in GPU memory in 16 bits, are cast to 8 as a whole, and some of their layers back."""
-    cast_here = training.models.text_encoders[: -1 if training.config.t5xxl == FP8 else None]  # T5, the last one, is in 8 bits
+    in_8_bits = training.models.text_encoders[-1:] if training.config.t5xxl == FP8 else []  # T5
+    cast_here = [module for module, kind in training.resident if kind is Kind.TEXT_ENCODER and module not in in_8_bits]
     encoders = [[*dict.fromkeys(_tensors(encoder))] for encoder in cast_here]
     wide = [torch.empty(tensor.shape, dtype=training.weight_dtype) for tensors in encoders for tensor in tensors]
     tracker.mark(wide, Kind.TEMPORARY)
@@ -774,6 +793,8 @@ class _Kept:
     """Its other variables, and the loss."""
     captions_last: bool = False
     """Whether the script assigns its captions after all other inputs, not after the first that is computed."""
+    loaded: Sequence[int] = ()
+    """The storages of the batch when it was complete; empty if the step does not change the batch."""
 
     def replaces(self, last: _Kept) -> Mapping[int, Sequence[int]]:
         """Return which of them replace those of the ``last`` micro-step (:attr:`Log.replaces`).
@@ -785,8 +806,9 @@ class _Kept:
         replaced = {new: [old] for new, old in pairs if new not in self.batch}
         if self.batch:  # a run on real tensors logs no batch
             captions = ({*last.inputs} & {*last.batch}) - {*last.inputs[:1]}
-            replaced[max(self.batch)] = [*{*last.batch} - captions]
-            computed = {*self.inputs} - {*self.batch} or {max(self.batch)}
+            complete = max({*self.batch} & {*(self.loaded or self.batch)})
+            replaced[complete] = [*{*last.batch} - captions]
+            computed = {*self.inputs} - {*self.batch} or {complete}
             replaced[(max if self.captions_last else min)(computed)] += captions
         return replaced
 
@@ -822,7 +844,7 @@ def run_step(training: Training, tracker: Tracker) -> tuple[int, Sequence[_Kept]
             training.earlier += [tensor.untyped_storage() for tensor in tensors]
         _run_passes(training, tracker)
         batch, inputs, others = map(tracker.numbers, _left(training))
-        kept.append(_Kept(batch, inputs, others, finetune.assigns_captions_last(training.config.family)))
+        kept.append(_Kept(batch, inputs, others, finetune.assigns_captions_last(training.config.family), training.loaded))
     network = training.network
     with tracker.during(STEP):
         if network is not None:
@@ -884,6 +906,7 @@ def _run_passes(training: Training, tracker: Tracker) -> None:
     if training.divided is not None:
         training.divided.begin()
     training.batch = make_batch(training)
+    training.loaded = tracker.numbers([*training.batch.values()])
     training.loss = forward(training, training.batch)
     tracker.mark_saved()
     with tracker.during(BACKWARD):
@@ -1062,7 +1085,7 @@ def make_batch(training: Training) -> Batch:
     inputs: Batch = {"loss_weights": torch.ones(batch)}  # in the dataset's order, in which they come into GPU memory
     if config.cache_text_encoder_outputs:
         inputs["text_encoder_outputs_list"] = models.conditions(batch)
-    else:
+    if training.train_text_encoder or not config.cache_text_encoder_outputs:
         inputs["input_ids_list"] = models.token_ids(batch)
     if config.cache_latents:
         vae_dtype = training.vae_dtype if training.trainer.cast_vae(training.arguments) else next(models.vae.parameters()).dtype

@@ -285,6 +285,9 @@ class _Run:
         family = families.of(script.name, vars(args))
         self.args, self.script, self.network = args, script.name, _NETWORK in script.name
         self.sdxl = family is not None and family.name == "sdxl"
+        # FLUX and SD3 train CLIP while T5's outputs are cached. Lumina 2's text encoder runs in spite of the cache if trained.
+        trains_cached = family is not None and (family.caches_t5_alone or family.name == "lumina")
+        self.freezes_cached_text = self.network and not trains_cached
         self.empty_caption_cached = family is not None and family.caches_empty_caption
         self.swaps_trained = family is not None and script.name in family.finetune and family.max_blocks_to_swap > 0
         self.offloads = family is None or script.name != family.lora or family.offloads_checkpoints
@@ -340,7 +343,7 @@ _SUBSET_RULES = (
 
 _RULES = (
     _Rule(("weighted_captions",), lambda run: run.cached_text, f"{_WITH_TEXT}upstream does not support it"),
-    _Rule((), lambda run: run.cached_text and run.sdxl and run.network and not run.has("network_train_unet_only"),
+    _Rule((), lambda run: run.cached_text and run.freezes_cached_text and not run.has("network_train_unet_only"),
           f"--{{run.cached_text}} needs --network_train_unet_only: {_IS_FROZEN}"),
     _Rule(("train_text_encoder",), lambda run: run.cached_text and run.sdxl and not run.network, f"{_WITH_TEXT}{_IS_FROZEN}"),
     _Rule(("cache_latents", "cache_latents_to_disk"), lambda run: run.has("train_inpainting"),

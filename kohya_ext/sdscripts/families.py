@@ -202,7 +202,6 @@ FAMILIES: tuple[Family, ...] = (
         blocks=Blocks("library.chroma_models", ("DoubleStreamBlock", "SingleStreamBlock"), "_forward"),
         bucket_steps=(32, 16),
         max_blocks_to_swap=34,
-        caches_t5_alone=True,
         t5_tokens=512,
         sampler=Sampler(moves_blocks_back=True),
     ),

@@ -17,8 +17,8 @@ SAMPLES = "--sample_prompts {prompts} --sample_every_n_steps 1"
 #: odd shapes in batches, copies of inputs, text encoders in 8 bits, quantizing on the GPU, upstream's block swap, fp16, a
 #: paged optimizer, blocks that differ, images that a fine-tune encodes, also over several micro-steps, OFT's constants, an
 #: average of 16-bit weights, variables of a fine-tune's script, also with swapped blocks, sampling with decoding under
-#: autocast, with blocks that move back, and with the VAE in memory, and an 8-bit base, also with swapped blocks, and with text
-#: encoders in 8 bits.
+#: autocast, with blocks that move back, and with the VAE in memory, an 8-bit base, also with swapped blocks, and with text
+#: encoders in 8 bits, and trained text encoders whose family caches T5, also recorded as CUDA graphs.
 COMMANDS = (
     f"sdxl_train_network.py --network_module networks.lora {LORA} --optimizer_type AdamW8bit --train_batch_size 3 "
     "--resolution 832,1216 --network_train_unet_only",
@@ -52,6 +52,10 @@ COMMANDS = (
     "sdxl_train_network.py --preset sdxl-lora/12gb-int8 --no-cache_text_encoder_outputs",
     "flux_train_network.py --preset flux-lora/base --gradient_checkpointing --base_precision int8 --blocks_to_swap 10",
     "flux_train_network.py --preset flux-lora/24gb-int8 --no-cache_text_encoder_outputs",
+    "flux_train_network.py --preset flux-lora/base --no-network_train_unet_only --gradient_checkpointing --fp8_base "
+    "--resolution 512 --network_dim 4 --optimizer_type AdamW8bit",
+    "sd3_train_network.py --preset sd3-lora/base --no-network_train_unet_only",
+    "flux_train_network.py --preset flux-lora/base --no-network_train_unet_only --gradient_checkpointing --cuda_graphs",
 )
 
 #: The generated code of a GPU's blocks differs a little from that of the estimate: dynamic shapes, other kernels of attention.

@@ -128,6 +128,48 @@ def test_full_size_estimates_match_another_method(
     assert output["reserved"] / 1e9 == pytest.approx(reserved, rel=0.01)
 
 
+def clip_sizes(width: int, layers: int, projected: bool) -> tuple[int, int]:
+    """Return the parameters of a CLIP text encoder, and those of its LoRA of rank 1."""
+    whole = (49_408 + 77 + 2) * width + layers * (12 * width**2 + 13 * width) + (width**2 if projected else 0)
+    return whole, layers * 18 * width
+
+
+CLIP_L, CLIP_L_PROJECTED, CLIP_G = (clip_sizes(*sizes) for sizes in ((768, 12, False), (768, 12, True), (1280, 32, True)))
+
+
+@pytest.mark.parametrize(
+    ("preset", "more", "encoders"),
+    [
+        ("flux-lora", (), [CLIP_L]),
+        pytest.param("flux-lora", ("--cuda_graphs",), [CLIP_L], marks=pytest.mark.slow),
+        pytest.param("sd3-lora", (), [CLIP_L_PROJECTED, CLIP_G], marks=pytest.mark.slow),
+    ],
+)
+def test_clip_is_in_memory_and_trained_while_t5_is_cached(
+    checkout: Checkout, call: Call, preset: str, more: tuple[str, ...], encoders: list[tuple[int, int]]
+) -> None:
+    script = preset_files.scripts(preset)[0]
+    words = ("--preset", f"{preset}/base", "--gradient_checkpointing", "--resolution", "256", "--no-network_train_unet_only")
+    done = call("-m", "kohya_ext", "estimate", "--sd-scripts", checkout.path, "--fresh", "--json", script, *words, *more)
+    assert done.returncode == 0, done.stderr[-2000:]
+    output = json.loads(done.stdout)
+    assert output["config"]["cache_text_encoder_outputs"]
+    assert output["parts"]["text encoders"] == pytest.approx(sum(2 * whole for whole, _ in encoders), rel=1e-4)
+    untrained = next(tier.estimate for tier in TIERS.values() if tier.family == preset and tier.estimate is not None)
+    rank = untrained.config["network_dim"]
+    added = sum(rank * of_rank for _, of_rank in encoders)
+    assert output["trainable_parameters"] == untrained.trainable_parameters + added
+    assert (output["recorded_kernels"] > 0) == bool(more)
+
+
+@pytest.mark.newest
+def test_gradients_leave_recorded_passes_for_a_trained_text_encoder(checkout: Checkout, call: Call) -> None:
+    words = ("train_network.py", "--preset", "sd15-lora/base", "--resolution", "256", "--no-network_train_unet_only")
+    done = call("-m", "kohya_ext", "estimate", "--sd-scripts", checkout.path, "--fresh", "--json", *words, "--cuda_graphs")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["recorded_kernels"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "phase"),
@@ -149,6 +191,9 @@ def test_the_peak_can_be_outside_the_step(
     assert output["phase_peaks"][phase] == output["allocated"]
 
 
+CACHED = "--cache_text_encoder_outputs"
+
+
 @pytest.mark.oldest
 @pytest.mark.parametrize(
     ("argv", "named"),
@@ -168,6 +213,10 @@ def test_the_peak_can_be_outside_the_step(
             marks=pytest.mark.slow,
         ),
         (("hunyuan_image_train_network.py", "--resolution", "1024"), "an estimate needs the network"),
+        (
+            ("flux_train_network.py", "--preset", "chroma-lora/base", "--no-network_train_unet_only", CACHED),
+            "cannot train a text encoder of Chroma whose outputs are cached; add --network_train_unet_only",
+        ),
     ],
 )
 def test_an_unsupported_run_is_one_line_and_exit_code_2(

@@ -15,6 +15,12 @@ def test_a_network_trainer_replaces_the_batch_at_once():
     assert kept.replaces(kept) == {IMAGES: [CAPTIONS, IMAGES], LOSS: [LOSS]}
 
 
+def test_outputs_of_a_trained_text_encoder_come_after_the_batch_that_they_become_part_of():
+    computed = 5
+    kept = _Kept([CAPTIONS, computed, IMAGES], [], [LOSS], loaded=[CAPTIONS, IMAGES])
+    assert kept.replaces(kept) == {IMAGES: [CAPTIONS, IMAGES, computed], LOSS: [LOSS]}
+
+
 def test_a_finetune_replaces_variables_when_it_assigns_them():
     kept = _Kept([CAPTIONS, IMAGES], [LATENTS, CAPTIONS, NOISE], [LOSS])
     assert kept.replaces(kept) == {IMAGES: [IMAGES], LATENTS: [LATENTS, CAPTIONS], NOISE: [NOISE], LOSS: [LOSS]}

@@ -441,6 +441,24 @@ def test_swapped_blocks_that_the_optimizer_finds_are_no_error(script, args):
 
 
 @pytest.mark.parametrize(
+    ("script", "args", "is_error"),
+    [
+        ("sdxl_train_network.py", {}, True),
+        ("sdxl_train_network.py", {"network_train_unet_only": True}, False),
+        ("anima_train_network.py", {}, True),
+        ("hunyuan_image_train_network.py", {}, True),
+        ("flux_train_network.py", {"model_type": "chroma"}, True),
+        ("flux_train_network.py", {}, False),
+        ("sd3_train_network.py", {}, False),
+        ("lumina_train_network.py", {}, False),
+    ],
+)
+def test_cached_outputs_need_frozen_text_encoders_unless_one_of_them_still_runs(script, args, is_error):
+    errors = check(options.check, script, cache_text_encoder_outputs=True, **args).errors
+    assert any("--cache_text_encoder_outputs needs --network_train_unet_only" in error for error in errors) == is_error
+
+
+@pytest.mark.parametrize(
     ("script", "option", "warned"),
     [("train_db.py", "full_bf16", True), ("lumina_train.py", "blocks_to_swap", True), ("sdxl_train.py", "full_bf16", False)],
 )

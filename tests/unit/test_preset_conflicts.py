@@ -11,6 +11,7 @@ from kohya_ext.config.user_files import read_config_file
 GUI = Path(__file__).parent.parent / "data" / "gui"
 
 LORA, FINE_TUNE, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
+CHROMA = "--model_type chroma"
 
 
 def held_back(script, *argv):
@@ -55,6 +56,14 @@ def held_back(script, *argv):
         (FLUX, "12gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
         (FLUX, "12gb", "--network_args train_t5xxl=True", {"network_train_unet_only", "cache_text_encoder_outputs"}),
         (FLUX, "12gb", "--cpu_offload_checkpointing", {"blocks_to_swap"}),
+        (FLUX, "12gb", f"{CHROMA} --text_encoder_lr 5e-5", {"network_train_unet_only", "cache_text_encoder_outputs"}),
+        (FLUX, "12gb", f"{CHROMA} --no-network_train_unet_only", {"cache_text_encoder_outputs"}),
+        (
+            FLUX,
+            "12gb",
+            f"{CHROMA} --network_args train_t5xxl=True",
+            {"network_train_unet_only", "cache_text_encoder_outputs"},
+        ),
         ("hunyuan_image_train_network.py", "12gb", "--text_encoder_lr 5e-5", set()),
     ],
 )
