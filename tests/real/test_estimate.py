@@ -140,7 +140,7 @@ CLIP_L, CLIP_L_PROJECTED, CLIP_G = (clip_sizes(*sizes) for sizes in ((768, 12, F
 @pytest.mark.parametrize(
     ("preset", "more", "encoders"),
     [
-        ("flux-lora", (), [CLIP_L]),
+        pytest.param("flux-lora", (), [CLIP_L], marks=pytest.mark.newest),
         pytest.param("flux-lora", ("--cuda_graphs",), [CLIP_L], marks=pytest.mark.slow),
         pytest.param("sd3-lora", (), [CLIP_L_PROJECTED, CLIP_G], marks=pytest.mark.slow),
     ],
