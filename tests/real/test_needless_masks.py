@@ -249,11 +249,11 @@ def test_compiled_blocks_have_few_graphs_for_all_lengths(checkout, train, case):
     script, *more = RUNS[case]
     options = (UNET_ONLY, "--fused_operations", "--selective_torch_compile", "--compile_backend", "aot_eager")
     without, ours = (
-        train(checkout, script, *more, *options, "--max_train_steps", "8", *flag, env={"SPY_LOSSES": "1"})
+        train(checkout, script, *more, *options, "--max_train_steps", "24", *flag, env={"SPY_LOSSES": "1"})
         for flag in (("--disable_patch", "needless_masks"), ())
     )
     compiled = ours.report["facts"]["selective_torch_compile"]
     assert compiled["graph_breaks"] == 0
-    assert sum(block["graphs"] for block in compiled["blocks"].values()) <= 6
-    assert ours.graphs[-1] == ours.graphs[3], "no further graph in the second epoch"
+    assert sum(block["graphs"] for block in compiled["blocks"].values()) <= (10 if "batch 2" in case else 5)
+    assert ours.graphs[-1] == ours.graphs[15], "no further graph for more lengths"
     assert ours.losses == pytest.approx(without.losses, abs=1e-4)
