@@ -35,7 +35,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Non
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    words, cause = describe(shapes(family, args), dtype, accelerator.device)
+    alone = ("lumina",) if settings["cuda_graphs"] else ("lumina", "flux")  # see needless_masks
+    words, cause = describe(shapes(family, args, alone if settings["fused_operations"] else ()), dtype, accelerator.device)
     if cause:
         warn(f"attention: {words}, which stores the scores of all pairs of tokens. Cause: {cause}")
     else:

@@ -4,7 +4,7 @@ Upstream expands the mask of shape (batch, 1, 1, tokens) to (batch, heads, token
 PyTorch turns a boolean mask into numbers of the same shape in each block and saves them for backward: 1 GB for each block of
 FLUX at 1024x1024 pixels. A mask with a single head and query is broadcast instead. The kernel reads the same numbers.
 
-Lengths instead of a mask would select another kernel (flash), whose results differ by rounding.
+Lengths instead of a mask would select another kernel (flash), whose results differ by rounding: see needless_masks.
 """
 
 from __future__ import annotations

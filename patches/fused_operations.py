@@ -31,7 +31,8 @@ FUSED_OPERATIONS = Option(
     "fused_operations",
     False,
     boolean,
-    "use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks; results differ by rounding only",
+    "use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks, and no needless masks of attention; "
+    "results differ by rounding only",
     activates=True,
 )
 

@@ -14,7 +14,12 @@ def assume(value: int) -> None:
 
     item, as_list = torch.Tensor.item, torch.Tensor.tolist
     torch.Tensor.item = lambda self: value if is_length(self) else item(self)
-    torch.Tensor.tolist = lambda self: torch.full(self.shape, value).tolist() if is_length(self) else as_list(self)
+
+    def read(self: Any) -> Any:
+        is_mask = self.is_cuda and self.dim() == 2  # of texts, which sd-scripts' datasets return as numbers of any type
+        return torch.full(self.shape, value).tolist() if is_mask or is_length(self) else as_list(self)
+
+    torch.Tensor.tolist = read
     index, equal, truth, every = torch.Tensor.__index__, torch.Tensor.__eq__, torch.Tensor.__bool__, torch.all
 
     def compare(self: Any, other: Any) -> Any:

@@ -18,7 +18,7 @@ from kohya_ext.estimate.result import Estimate
 from kohya_ext.sdscripts.checkouts import Checkout, cache_folder
 
 #: Bump when the measurement changes, to invalidate cached estimates.
-METHOD = 19
+METHOD = 20
 
 #: A file of this package, written by tools/make_estimate_table.py.
 TABLE = "table.json"

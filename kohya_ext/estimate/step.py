@@ -38,6 +38,7 @@ from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.triton_kernels import counted_kernels
 from kohya_ext.estimate.work import Counter
+from kohya_ext.patching import text_lengths
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Accelerator, Batch, NetworkTrainer
 from kohya_ext.quantization.selection import includes_text_encoders
@@ -157,6 +158,8 @@ def measure(
     passes = RecordedPasses(tracker)
     with contextlib.ExitStack() as stack:
         assumptions = stack.enter_context(_fake_training(config, tracker))
+        # Captions of a batch usually differ, and masks then remain. All of them have the longest length here.
+        stack.enter_context(replaced(text_lengths, "are_equal", lambda lengths: len(lengths) == 1))
         tracker.run = assumptions.run
         if config.base_precision or config.fused_operations:
             stack.enter_context(counted_kernels(eight_bits=config.base_precision is not None))

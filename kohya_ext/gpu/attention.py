@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,11 @@ class Shape:
     masked: bool = False
 
 
-def shapes(family: Family, args: Namespace) -> list[Shape]:
-    """Return the shapes of a family's attention in training, with the script's arguments."""
+def shapes(family: Family, args: Namespace, alone: Collection[str] = ()) -> list[Shape]:
+    """Return the shapes of a family's attention in training, with the script's arguments.
+
+    ``alone``: families whose texts need no mask in batches of one, besides those of upstream.
+    """
     heads = _SD2_HEADS if getattr(args, "v2", False) else HEADS[family.name]
     masked = {
         "lumina": True,
@@ -62,7 +65,8 @@ def shapes(family: Family, args: Namespace) -> list[Shape]:
         # Texts are cut to the longest of the batch, so a single one has no padding.
         "hunyuan-image": getattr(args, "train_batch_size", 1) > 1 and not getattr(args, "split_attn", False),
     }
-    return [Shape(head, bool(masked.get(family.name))) for head in heads]
+    needs_mask = masked.get(family.name) and not (family.name in alone and getattr(args, "train_batch_size", 1) == 1)
+    return [Shape(head, bool(needs_mask)) for head in heads]
 
 
 def kernel(shape: Shape, dtype: Any, device: Any) -> str:

@@ -104,7 +104,7 @@ class Run:
     @property
     def checkpoint_calls(self) -> dict[str, int]:
         """The number of calls of each kind of checkpointing."""
-        others = ("steps", "left", "losses", "graphs", "collectives", "weights")
+        others = ("steps", "left", "losses", "graphs", "collectives", "weights", "masks")
         return {kind: count for kind, count in self._record.items() if kind not in others}
 
     @property
@@ -134,6 +134,11 @@ class Run:
         Empty unless ``SPY_COLLECTIVES`` is set.
         """
         return self._record.get("collectives", [])
+
+    @property
+    def masks(self) -> dict[str, int]:
+        """Numbers of ``masked`` and ``unmasked`` calls of PyTorch's attention; empty unless ``SPY_MASKS`` is set."""
+        return self._record.get("masks", {})
 
     @property
     def weights(self) -> dict[str, int]:

@@ -64,6 +64,9 @@ def test_masks_of_the_families():
     masked = [name for name, family in BY_NAME.items() if shapes(family, Namespace(train_batch_size=2))[0].masked]
     assert masked == ["lumina", "hunyuan-image"]
     assert shapes(BY_NAME["flux"], Namespace(apply_t5_attn_mask=True)) == [Shape(128, masked=True)]
+    for batch in (1, 2):
+        args = Namespace(apply_t5_attn_mask=True, train_batch_size=batch)
+        assert shapes(BY_NAME["flux"], args, ("flux",)) == [Shape(128, masked=batch > 1)]
     assert shapes(BY_NAME["sd15"], Namespace(v2=True)) == [Shape(64)]
 
 

@@ -1,11 +1,12 @@
 """Shrink the models and record every real script's run. Python runs this module at startup.
 
 It counts calls of torch's checkpoint. Environment variables enable more: SPY_MEMORY records memory and FLOPs of every step,
-SPY_LOSSES records losses and compiled graphs, and SPY_OUT_OF_MEMORY_AT makes blocks run out of memory, in the process
-SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch. REPLAY_ON_CPU replaces
-CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail. WRAP_AS_ON_GPUS lets upstream's LoRA
-scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed there. BREAK breaks
-compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in the first step.
+SPY_LOSSES records losses and compiled graphs, SPY_MASKS counts calls of attention, and SPY_OUT_OF_MEMORY_AT makes blocks run
+out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch.
+REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail.
+WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
+there. BREAK breaks compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in
+the first step.
 """
 
 import atexit
@@ -29,6 +30,7 @@ losses = []
 graphs = []
 collectives = []
 weights = {}
+masks = collections.Counter()
 
 #: Training batch at which every block that is not checkpointed runs out of memory in forward.
 OUT_OF_MEMORY = int(os.environ.get("SPY_OUT_OF_MEMORY_AT", 0))
@@ -82,6 +84,17 @@ def record_losses(module):
         graphs.append(dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
     module.Accelerator.backward = backward
+
+
+def count_masks(module):
+    original = module.scaled_dot_product_attention
+
+    @functools.wraps(original)
+    def attend(*args, attn_mask=None, **kwargs):
+        masks["unmasked" if attn_mask is None else "masked"] += 1
+        return original(*args, attn_mask=attn_mask, **kwargs)
+
+    module.scaled_dot_product_attention = attend
 
 
 def record_collectives(module):
@@ -183,6 +196,7 @@ def write():
             "graphs": graphs,
             "collectives": collectives,
             "weights": weights,
+            "masks": masks,
         }
         recorded = {name: values for name, values in lists.items() if values}
         with open(os.environ["SPY_FILE"], "w") as file:
@@ -272,6 +286,8 @@ if "SPY_MEMORY" in os.environ:
     wrapt.register_post_import_hook(measure_memory, "accelerate.accelerator")
 if "SPY_LOSSES" in os.environ:
     wrapt.register_post_import_hook(record_losses, "accelerate.accelerator")
+if "SPY_MASKS" in os.environ:
+    wrapt.register_post_import_hook(count_masks, "torch.nn.functional")
 if "SPY_COLLECTIVES" in os.environ:
     wrapt.register_post_import_hook(record_collectives, "accelerate.accelerator")
 if "REPLAY_ON_CPU" in os.environ:
