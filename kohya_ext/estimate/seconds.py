@@ -186,11 +186,10 @@ def by_kind(work: Work, gpu: Gpu, micro_batches: int = 1, constants: Constants =
 
 def _of(gpu: Gpu, constants: Constants) -> Constants:
     """Return the constants with the fractions of its rates that a GPU reaches."""
+    product = constants.product
     if gpu.architecture in ("Turing", "7.5"):
         constants = replace(constants, attention=constants.attention * constants.turing_attention, masked_attention=1.0)
-    if gpu.measured:  # its rates are those that products reach
-        return replace(constants, int8=1.0, fp8=1.0)
-    if gpu.architecture in ("Ada", "Blackwell"):
+    if gpu.architecture in ("Ada", "Blackwell", "8.9", "12.0"):
         constants = replace(
             constants,
             product=constants.product * constants.recent,
@@ -204,6 +203,17 @@ def _of(gpu: Gpu, constants: Constants) -> Constants:
             attention=constants.attention * constants.geforce_attention,
             int8=constants.int8 * constants.geforce_int8,
             rotation=constants.rotation * constants.geforce_rotation,
+        )
+    if gpu.measured:  # its rates are those that products reach, so what they reach of the data sheet's is in them
+        reached = constants.product / product
+        constants = replace(
+            constants,
+            product=product,
+            convolution=constants.convolution / reached,
+            attention=constants.attention / reached,
+            rotation=constants.rotation / reached,
+            int8=1.0,
+            fp8=1.0,
         )
     return constants
 

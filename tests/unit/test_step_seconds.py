@@ -19,7 +19,17 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, step_time
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
-from kohya_ext.estimate.seconds import ATTENTION, CONSTANTS, MASKED_ATTENTION, MEMORY, Kernels, Work, by_kind, predict
+from kohya_ext.estimate.seconds import (
+    ATTENTION,
+    CONSTANTS,
+    CONVOLUTION,
+    MASKED_ATTENTION,
+    MEMORY,
+    Kernels,
+    Work,
+    by_kind,
+    predict,
+)
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
 from kohya_ext.units import GIB
@@ -305,6 +315,16 @@ def test_a_gpu_outside_the_table_is_known_once_it_was_measured(rtx_3090: str) ->
     card = machine.of(name)
     assert card is not None
     assert predict(ARITHMETIC, card).seconds == pytest.approx(1e14 / 7e13, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", [SIXTEEN_BITS, CONVOLUTION, ATTENTION, MASKED_ATTENTION])
+@pytest.mark.parametrize("name", ["RTX 3090", "RTX 4090", "RTX 2080 Ti", "H100"])
+def test_a_gpu_that_reaches_what_is_assumed_takes_as_long_once_it_was_measured(name: str, kind: str) -> None:
+    work, table = Work([Kernels(kind, 1, 1e14, 0)], []), gpus.named(name)
+    products = by_kind(Work([Kernels(SIXTEEN_BITS, 1, 1e14, 0)], []), table)[SIXTEEN_BITS]
+    rates = {SIXTEEN_BITS: 1e14 / products / CONSTANTS.product}
+    measured = replace(table, rates={**table.rates, **rates}, measured=True)
+    assert predict(work, measured).seconds == pytest.approx(predict(work, table).seconds, rel=0.01)
 
 
 def test_a_gpu_in_another_kind_of_computer_is_not_this_machines(rtx_3090: str) -> None:
