@@ -192,7 +192,13 @@ MORE_RUNS = {
 }
 
 
-@pytest.mark.parametrize("case", [*RUNS, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_RUNS)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=pytest.mark.newest if "batch" in case else ()) for case in RUNS),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_RUNS),
+    ],
+)
 def test_real_script_trains_to_the_same_tensors(checkout, train, case):
     script, *more = {**RUNS, **MORE_RUNS}[case]
     without, ours = (
@@ -226,6 +232,7 @@ def test_bf16_is_as_close_to_float32_as_without_the_patch(checkout, train, case)
     assert 0 < weights < 1.5 * weights_without
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case", ["flux", pytest.param("lumina", marks=pytest.mark.slow)])
 def test_sample_images_are_close(checkout, train, tmp_path, case):
     from PIL import Image, ImageChops
