@@ -113,10 +113,14 @@ class CommandLine:
         return replace(self, argv=(*kept, *option_words(changes)))
 
     def with_tier(self, tier: str | None) -> CommandLine:
-        """Return a copy with a tier instead of the preset ``auto``, or else before all presets; None removes ``auto``."""
+        """Return a copy with a tier instead of the preset ``auto``, or else before all presets; None removes ``auto``.
+
+        It is not added before presets of which it is one.
+        """
         names: Sequence[str] = self.given.get("preset", ())
         tiers = [] if tier is None else [tier]
-        names = [new for name in (names if AUTO in names else (AUTO, *names)) for new in (tiers if name == AUTO else [name])]
+        has_place = AUTO in names or tier in names
+        names = [new for name in (names if has_place else (AUTO, *names)) for new in (tiers if name == AUTO else [name])]
         # An empty name also overrides presets from the environment and the config file.
         presets = [word for name in names or ([""] if "preset" in self.given else []) for word in ("--preset", name)]
         return replace(self, argv=(*presets, *self.with_({"preset": None}).argv))

@@ -130,6 +130,11 @@ def test_a_tier_replaces_auto(script, argv, environ, presets):
     assert command.with_tier(None).settings.preset == tuple(name for name in presets if name == "quality")
 
 
+def test_a_tier_that_is_a_preset_already_is_not_added(script):
+    command = CommandLine(script, ["--preset", "quality", "--preset", "sdxl-lora/16gb"], {})
+    assert command.with_tier("sdxl-lora/16gb").settings.preset == ("quality", "sdxl-lora/16gb")
+
+
 def test_auto_is_resolved_by_the_callers_function():
     asked = []
     command = CommandLine(
