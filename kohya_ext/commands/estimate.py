@@ -18,7 +18,7 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, machine, memory_config, predict, step_time
+from kohya_ext.estimate import machine, memory_config, predict, step_time
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Prediction
@@ -63,13 +63,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help='the GPU for the seconds per step, and for --vram if that is not given: "RTX 4070", "RTX 3080 12GB"; default: '
         "the one of this machine",
     )
-    parser.add_argument(
-        "--gpu_host",
-        "--gpu-host",
-        choices=[*gpus.HOSTS],
-        default=argparse.SUPPRESS,
-        help="the computer of --gpu, whose launches cost more under Windows and on Google Colab; default: like this one",
-    )
+    machine.add_gpu_host(parser)
     parser.add_argument(
         "--fresh",
         action="store_true",

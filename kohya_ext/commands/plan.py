@@ -53,13 +53,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help='the GPU to plan for, by name: "RTX 4070"; it also gives the size if --vram does not',
     )
-    parser.add_argument(
-        "--gpu_host",
-        "--gpu-host",
-        choices=[*gpus.HOSTS],
-        default=argparse.SUPPRESS,
-        help="the computer of --gpu, whose launches cost more under Windows and on Google Colab; default: like this one",
-    )
+    machine.add_gpu_host(parser)
     parser.add_argument(
         "--gpus",
         metavar="NxSIZE",

@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -57,6 +58,17 @@ def named(name: str, host: str | None = None) -> Gpu:
     if here is not None and (here[0] == name or (wanted is not None and gpus.find(*here) == wanted)):
         return of(*here) or gpus.named(name)
     return gpus.named(name)
+
+
+def add_gpu_host(parser: argparse.ArgumentParser) -> None:
+    """Add ``--gpu_host`` to a command that has ``--gpu``."""
+    parser.add_argument(
+        "--gpu_host",
+        "--gpu-host",
+        choices=[*gpus.HOSTS],
+        default=argparse.SUPPRESS,
+        help="the computer of --gpu, whose launches cost more under Windows and on Google Colab; default: like this one",
+    )
 
 
 def chosen(options: Mapping[str, Any]) -> Gpu | None:
