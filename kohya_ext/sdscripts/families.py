@@ -10,7 +10,7 @@ To add a family, add a row here, its models in estimate/models.py (``BUILDERS``)
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -83,8 +83,12 @@ class Family:
     """The scripts for full fine-tuning, the most common first."""
     others: tuple[str, ...] = ()
     """Other training scripts: ControlNet, LLLite, textual inversion, LECO. They have no presets and no estimates."""
-    files: tuple[str, ...] = ()
-    """Options for the files that the scripts need in addition to the model."""
+    files: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Option for a file that every script needs in addition to the model -> the part in it (parts.py)."""
+    vae: str = ""
+    """The part in the file of --vae, for scripts that otherwise load the VAE in the model's file; empty if there is none."""
+    embedded: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Option of a file that is not needed if the model's file includes it -> the prefix of its tensors there."""
     networks: tuple[str, ...]
     """``--network_module`` values of upstream's LoRA networks, the most common first."""
 
@@ -164,6 +168,7 @@ FAMILIES: tuple[Family, ...] = (
         first_input="x",
         blocks=Blocks("library.sdxl_original_unet", ("BasicTransformerBlock", "ResnetBlock2D"), "forward_body"),
         unet=True,
+        vae="sd-vae",
         bucket_steps=(32, 32),
         offloads_checkpoints=False,
         sampler=Sampler(guided_together=True, moves_vae_first=True, autocast="denoising"),
@@ -183,6 +188,7 @@ FAMILIES: tuple[Family, ...] = (
         first_input="sample",
         blocks=Blocks("library.original_unet", ("BasicTransformerBlock", "ResnetBlock2D"), "forward"),
         unet=True,
+        vae="sd-vae",
         side=512,
         bucket_steps=(64, 64),
         offloads_checkpoints=False,
@@ -194,7 +200,7 @@ FAMILIES: tuple[Family, ...] = (
         name="chroma",
         checkpoints=(Checkpoint("Chroma", ("distilled_guidance_layer.",), ("model_type", "chroma")),),
         lora="flux_train_network.py",
-        files=("t5xxl", "ae"),
+        files={"t5xxl": "t5", "ae": "flux-ae"},
         networks=("networks.lora_flux",),
         module="library.chroma_models",
         model="Chroma",
@@ -211,7 +217,7 @@ FAMILIES: tuple[Family, ...] = (
         lora="flux_train_network.py",
         finetune=("flux_train.py",),
         others=("flux_train_control_net.py",),
-        files=("clip_l", "t5xxl", "ae"),
+        files={"clip_l": "clip-l", "t5xxl": "t5", "ae": "flux-ae"},
         networks=("networks.lora_flux",),
         module="library.flux_models",
         model="Flux",
@@ -230,7 +236,12 @@ FAMILIES: tuple[Family, ...] = (
         checkpoints=(Checkpoint("SD3", ("joint_blocks.0.",)),),
         lora="sd3_train_network.py",
         finetune=("sd3_train.py",),
-        files=("clip_l", "clip_g", "t5xxl"),
+        files={"clip_l": "clip-l", "clip_g": "clip-g", "t5xxl": "t5"},
+        embedded={
+            **{option: f"text_encoders.{option}." for option in ("clip_l", "clip_g", "t5xxl")},
+            "vae": "first_stage_model.",
+        },
+        vae="sd3-vae",
         networks=("networks.lora_sd3",),
         module="library.sd3_models",
         model="MMDiT",
@@ -250,7 +261,7 @@ FAMILIES: tuple[Family, ...] = (
         checkpoints=(Checkpoint("Lumina", ("cap_embedder.", "noise_refiner.")),),
         lora="lumina_train_network.py",
         finetune=("lumina_train.py",),
-        files=("gemma2", "ae"),
+        files={"gemma2": "gemma2", "ae": "lumina-ae"},
         networks=("networks.lora_lumina",),
         module="library.lumina_models",
         model="NextDiT",
@@ -270,7 +281,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune=("anima_train.py",),
         finetune_caches_captions_first=True,
         others=("anima_train_control_net_lllite.py",),
-        files=("qwen3", "vae"),
+        files={"qwen3": "qwen3", "vae": "qwen-vae"},
         networks=("networks.lora_anima",),
         module="library.anima_models",
         model="Anima",
@@ -287,7 +298,7 @@ FAMILIES: tuple[Family, ...] = (
         name="hunyuan-image",
         checkpoints=(Checkpoint("HunyuanImage", ("byt5_in.",)),),
         lora="hunyuan_image_train_network.py",
-        files=("text_encoder", "byt5", "vae"),
+        files={"text_encoder": "qwen-vl", "byt5": "byt5", "vae": "hunyuan-vae"},
         networks=("networks.lora_hunyuan_image",),
         module="library.hunyuan_image_models",
         model="HYImageDiffusionTransformer",

@@ -78,7 +78,7 @@ row = dataclasses.replace(
     lora="qwen_image_train_network.py",
     finetune=("qwen_image_train.py",),
     others=(),
-    files=("qwen_vl",),
+    files={"qwen_vl": "qwen-vl"},
     module="library.qwen_image_models",
     model="QwenImage",
     first_input="latents",
@@ -119,7 +119,7 @@ assert changes["fp8_scaled"] is True
 assert changes["blocks_to_swap"] == 29
 assert preset_conflicts.held_back(row.lora, {"cache_text_encoder_outputs": True}, {"caption_dropout_rate": 0.1})
 assert families.recognize(["transformer.txt_norm.weight"]) == (row, row.checkpoints[0])
-assert "qwen_vl" in models._OTHERS
+assert "qwen_vl" in models.OTHERS
 wrong = options._impossible(Path(row.lora), Namespace(enable_bucket=True, bucket_reso_steps=8))
 assert any("multiple of 16" in problem for problem in wrong)
 tiny = checkpoints.locate("qwen-image", Path("tiny"))

@@ -1,0 +1,114 @@
+"""Check that a script has all of its model files, and that each holds the model that the script loads from it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kohya_ext.config.command_line import option_words
+from kohya_ext.preflight import Findings, abbreviated
+from kohya_ext.sdscripts import families, parts
+from kohya_ext.sdscripts.families import Family
+
+MODEL = "pretrained_model_name_or_path"
+
+#: Option -> the shapes of the tensors in its file.
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+
+
+def missing_options(script: Path, args: Namespace, model: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield a message for each file that the script needs, and that is neither given nor part of the model's file."""
+    family = families.of(script.name, vars(args))
+    if family is None:
+        return
+    for option, name in family.files.items():
+        included = option in family.embedded and any(tensor.startswith(family.embedded[option]) for tensor in model)
+        if not getattr(args, option, None) and not included:
+            yield f"--{option} is missing: {script.name} needs {parts.of_name(name).title}"
+    if "vae" in family.embedded and model and not getattr(args, "vae", None):
+        if not any(tensor.startswith(family.embedded["vae"]) for tensor in model):
+            yield f"--vae is missing: {Path(getattr(args, MODEL)).name} has no VAE"
+
+
+def check_model(script: Path, args: Namespace, shapes: Mapping[str, tuple[int, ...]], findings: Findings) -> None:
+    """Check that the model's file is of the family that the script trains with these arguments, and complete."""
+    wanted = families.checkpoint_of(script.name, vars(args))
+    family = families.of(script.name, vars(args))
+    if wanted is None or family is None:
+        return
+    file = Path(getattr(args, MODEL))
+    recognized = families.recognize(shapes)
+    if _is_lora(shapes):
+        findings.errors.append(f"{file.name} is a LoRA, but {script.name} trains {wanted.title}; give the base model")
+    elif recognized is not None and recognized[1] != wanted:
+        other, checkpoint = recognized
+        option = option_words({} if checkpoint.option is None else dict([checkpoint.option]))
+        command = " ".join([_script_for(other, script), *option])
+        findings.errors.append(
+            f"{file.name} is a checkpoint of {checkpoint.title}, but {script.name} trains {wanted.title}; use {command}"
+        )
+    elif wanted == family.checkpoints[0]:  # SD 2 has no list of names
+        _check_part(file, f"--{MODEL}", family.name, shapes, findings, is_model=recognized is not None)
+
+
+def check_file(
+    script: Path, args: Namespace, option: str, file: Path, shapes: Mapping[str, tuple[int, ...]], findings: Findings
+) -> None:
+    """Check that the file of an option holds the part that the script loads from it."""
+    family = families.of(script.name, vars(args))
+    wanted = _parts_of(family).get(option)
+    if wanted is not None:
+        _check_part(file, f"--{option}", wanted, shapes, findings)
+
+
+def _parts_of(family: Family | None) -> dict[str, str]:
+    """Return the options of a family's other files -> the name of the part in each."""
+    if family is None:
+        return {}
+    return {**family.files, **({"vae": family.vae} if family.vae else {})}
+
+
+def _check_part(
+    file: Path,
+    option: str,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    findings: Findings,
+    is_model: bool = False,
+) -> None:
+    part = parts.of_name(name)
+    found = parts.contents(shapes, part)
+    if found.is_found and not found.missing:
+        return
+    if found.is_found:
+        findings.errors.append(
+            f"{option} {file} is incomplete: {len(found.missing)} of {found.required} tensors of {part.title} are missing "
+            f"({abbreviated(list(found.missing), 3)}); download it again"
+        )
+        return
+    other = found.other or _title(shapes)
+    if other is not None and not is_model:
+        findings.errors.append(f"{option} {file} is {other}, but the script loads {part.title} from it")
+    else:
+        findings.warnings.append(
+            f"{option} {file}: {len(found.missing)} of {found.required} tensors that the script loads for {part.title} have "
+            "other names or are missing, so the run will probably fail"
+        )
+
+
+def _title(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return what a file is, as far as known."""
+    if _is_lora(shapes):
+        return "a LoRA"
+    recognized = families.recognize(shapes)
+    return parts.recognize(shapes) or (f"a checkpoint of {recognized[1].title}" if recognized is not None else None)
+
+
+def _is_lora(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return any(part in name for name in shapes for part in families.LORA_TENSORS)
+
+
+def _script_for(family: Family, script: Path) -> str:
+    """Return the script of a family that corresponds to another family's: LoRA, or full fine-tuning where there is one."""
+    return family.lora if "network" in script.name or not family.finetune else family.finetune[0]
