@@ -106,7 +106,7 @@ def full_size_names(family: str, checkout: Path) -> dict[str, list[str]]:
     # Stable Diffusion's converters copy weights to the CPU; other models read values while they are built.
     mode = FakeTensorMode(allow_non_fake_inputs=True) if families.BY_NAME[family].unet else torch.device("meta")
     with (
-        mock.patch.object(shrink, "install", lambda: None),
+        mock.patch.object(shrink, "install"),
         mock.patch.object(weights, "_randomized", lambda module, seed: module),
         mock.patch.object(weights, "_flux_clip_l", torch.nn.Module),  # needs the tiny models' configuration
         mock.patch("safetensors.torch.save_file", save_file),

@@ -26,9 +26,9 @@ def missing_options(script: Path, args: Namespace, model: Mapping[str, tuple[int
         included = option in family.embedded and any(tensor.startswith(family.embedded[option]) for tensor in model)
         if not getattr(args, option, None) and not included:
             yield f"--{option} is missing: {script.name} needs {parts.of_name(name).title}"
-    if "vae" in family.embedded and model and not getattr(args, "vae", None):
-        if not any(tensor.startswith(family.embedded["vae"]) for tensor in model):
-            yield f"--vae is missing: {Path(getattr(args, MODEL)).name} has no VAE"
+    prefix = family.embedded.get("vae", "")
+    if model and not getattr(args, "vae", None) and not any(tensor.startswith(prefix) for tensor in model):
+        yield f"--vae is missing: {Path(getattr(args, MODEL)).name} has no VAE"
 
 
 def check_model(script: Path, args: Namespace, shapes: Mapping[str, tuple[int, ...]], findings: Findings) -> None:
@@ -50,6 +50,7 @@ def check_model(script: Path, args: Namespace, shapes: Mapping[str, tuple[int, .
         )
     elif wanted == family.checkpoints[0]:  # SD 2 has no list of names
         _check_part(file, f"--{MODEL}", family.name, shapes, findings, is_model=recognized is not None)
+        findings.errors.extend(_too_many_swapped(family, script, args, shapes))
 
 
 def check_file(
@@ -60,6 +61,27 @@ def check_file(
     wanted = _parts_of(family).get(option)
     if wanted is not None:
         _check_part(file, f"--{option}", wanted, shapes, findings)
+
+
+def _too_many_swapped(family: Family, script: Path, args: Namespace, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield a message if --blocks_to_swap leaves fewer than two blocks of a list on the GPU, which upstream refuses."""
+    swapped = getattr(args, "blocks_to_swap", None) or 0
+    if not swapped or "blocks_to_swap" in family.ignores(script.name):
+        return
+    prefixes = parts.of_name(family.name).prefixes
+    counts = [parts.count_blocks(shapes, name, prefixes) for name in family.swapped]
+    if not all(counts):
+        return
+    # Where a model has two lists, half of the number is swapped in the first, and two for each of the rest in the second.
+    most = next((number for number in range(sum(counts), 0, -1) if _fits(number, counts)), 0)
+    if swapped > most:
+        yield f"--blocks_to_swap {swapped} is too large for {Path(getattr(args, MODEL)).name}; use at most {most}"
+
+
+def _fits(swapped: int, counts: list[int]) -> bool:
+    """Return whether two blocks of each list stay on the GPU."""
+    each = [swapped] if len(counts) == 1 else [swapped // 2, 2 * (swapped - swapped // 2)]
+    return all(some <= count - 2 for some, count in zip(each, counts, strict=True))
 
 
 def _parts_of(family: Family | None) -> dict[str, str]:
@@ -78,21 +100,21 @@ def _check_part(
     is_model: bool = False,
 ) -> None:
     part = parts.of_name(name)
-    found = parts.contents(shapes, part)
-    if found.is_found and not found.missing:
+    contents = parts.contents(shapes, part)
+    if contents.is_recognized and not contents.missing:
         return
-    if found.is_found:
+    if contents.is_recognized:
         findings.errors.append(
-            f"{option} {file} is incomplete: {len(found.missing)} of {found.required} tensors of {part.title} are missing "
-            f"({abbreviated(list(found.missing), 3)}); download it again"
+            f"{option} {file} is incomplete: {len(contents.missing)} of {contents.required} tensors of {part.title} are missing "
+            f"({abbreviated(list(contents.missing), 3)}); download it again"
         )
         return
-    other = found.other or _title(shapes)
+    other = contents.other or _title(shapes)
     if other is not None and not is_model:
         findings.errors.append(f"{option} {file} is {other}, but the script loads {part.title} from it")
     else:
         findings.warnings.append(
-            f"{option} {file}: {len(found.missing)} of {found.required} tensors that the script loads for {part.title} have "
+            f"{option} {file}: {len(contents.missing)} of {contents.required} tensors that the script loads for {part.title} have "
             "other names or are missing, so the run will probably fail"
         )
 

@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -62,6 +63,9 @@ _RATES = ("learning_rate", "unet_lr", "text_encoder_lr")
 #: Scripts that cast the weights they train to the type of --mixed_precision. PyTorch's gradient scaler refuses fp16 weights,
 #: which upstream changes with --full_fp16 alone.
 CASTS_WEIGHTS = ("flux_train.py", "flux_train_control_net.py", "lumina_train.py", "sdxl_train_control_net_lllite.py")
+
+#: Networks that look for the classes of the families they know (``Family.detected_by_lycoris``).
+_DETECTING = ("networks.loha", "networks.lokr")
 
 _NETWORK = "network"
 """Part of the file name of every script that trains a network."""
@@ -202,15 +206,19 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
 
 def _check_samples(script: Path, args: Namespace, findings: Findings) -> None:
     """Check that the prompts of sample images can be read, and that they have a seed where the script needs one."""
-    if not any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")):
-        return
+    asked = next(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"), None)
     file = getattr(args, "sample_prompts", None)
-    if not file:
+    if asked is not None and not file:
+        findings.errors.append(f"--{asked} needs --sample_prompts FILE, with a prompt on each line")
+    # Caching encodes the prompts, too, even if no samples are generated.
+    if not file or not (asked or any(given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"))):
         return
     try:
         seedless = ", ".join(map(str, sample_prompts.without_seed(file)))
     except UserError as error:
-        findings.warnings.append(str(error))
+        findings.errors.append(str(error))
+        return
+    if asked is None:
         return
     family = families.of(script.name, vars(args))
     if seedless and family is not None and family.sampler.needs_seed:
@@ -299,6 +307,9 @@ class _Run:
         self.accumulation = get("gradient_accumulation_steps") or 1
         self.adafactor = str(get("optimizer_type")).lower() == "adafactor"
         self.scheduler = str(get("lr_scheduler_type") or get("lr_scheduler"))
+        self.detects_family = family is None or family.detected_by_lycoris
+        stops, limit = get("stop_text_encoder_training"), math.inf if self.has("max_train_epochs") else get("max_train_steps")
+        self.stops_text_encoder = stops is not None and 0 <= stops < (math.inf if limit is None else limit)
         self.own_rate = self.scheduler.startswith("adafactor")
         fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.own_rate
         self.refuses_warmup = fixed and not _is_schedule_free(args)
@@ -375,6 +386,15 @@ _RULES = (
     _together("v_pred_like_loss", "v_parameterization", because="the model predicts v already"),
     _Rule(("pretrained_model_name_or_path",), lambda run: run.sdxl and run.has("v2"),
           "--v2 and --{option} cannot be combined: SDXL has no v2"),
+    _Rule(("network_module",), lambda run: run.args.network_module in _DETECTING and not run.detects_family,
+          "--{option} {run.args.network_module} fails in {run.script}, because it supports SDXL and Anima only; use "
+          "lycoris.kohya with --network_args algo=loha or algo=lokr"),
+    _Rule((), lambda run: run.script == "train_db.py" and run.stops_text_encoder,
+          "--stop_text_encoder_training {run.args.stop_text_encoder_training} ends train_db.py with a TypeError at that step; "
+          "remove it, or use -1 to train without the text encoder"),
+    _Rule((), lambda run: run.script == "sdxl_train_control_net_lllite_old.py",
+          "{run.script} fails with a TypeError, because it is older than the rest of sd-scripts; use "
+          "sdxl_train_control_net_lllite.py"),
     _Rule((), lambda run: run.own_rate and not run.adafactor,
           "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
 )

@@ -16,7 +16,7 @@ TABLE = "tensor_names.json"
 """The names of the tensors of each part: a tree of the words between dots. Equal branches share a key, with commas in it. ``#``
 is each index of a list of blocks. Written by tools/make_tensor_names.py."""
 
-_FOUND = 0.5
+_RECOGNIZED = 0.5
 """The share of a part's tensors from which on a file is that part, though incomplete."""
 
 _CLIP = ("text_model.embeddings.token_embedding.weight", 1)
@@ -59,9 +59,9 @@ class Contents:
     """The title of the model that the file has instead: the names are those of the part, but the width is another."""
 
     @property
-    def is_found(self) -> bool:
+    def is_recognized(self) -> bool:
         """Return whether the file is the part, complete or not."""
-        return len(self.missing) <= _FOUND * self.required and not self.other
+        return len(self.missing) <= _RECOGNIZED * self.required and not self.other
 
 
 PARTS = (
@@ -114,16 +114,23 @@ def contents(shapes: Mapping[str, tuple[int, ...]], part: Part) -> Contents:
     if part.converted in shapes:
         return Contents(part, 0, ())
     stored = _tree(shapes)
-    found = [_contents(shapes, stored, part, prefix) for prefix in part.prefixes]
-    return min(found, key=lambda each: len(each.missing))
+    each = (_contents(shapes, stored, part, prefix) for prefix in part.prefixes)
+    return min(each, key=lambda contents: len(contents.missing))
 
 
 def recognize(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Return the title of the part that a file is; None if no part is known whose tensors it has."""
-    found = [contents(shapes, part) for part in PARTS]
-    similar = [each for each in found if len(each.missing) <= _FOUND * each.required]
+    every = [contents(shapes, part) for part in PARTS]
+    similar = [each for each in every if len(each.missing) <= _RECOGNIZED * each.required]
     best = max(similar, key=lambda each: (not each.other, each.required - len(each.missing)), default=None)
     return None if best is None else best.other or best.part.title
+
+
+def count_blocks(names: Iterable[str], blocks: str, prefixes: Iterable[str]) -> int:
+    """Return the number of blocks in a list of a model, under any of the prefixes that its names may have."""
+    starts = tuple(f"{prefix}{blocks}." for prefix in prefixes)
+    indexes = {name.partition(start)[2].partition(".")[0] for name in names for start in starts if name.startswith(start)}
+    return len({index for index in indexes if index.isdecimal()})
 
 
 def _contents(shapes: Mapping[str, tuple[int, ...]], stored: _Tree, part: Part, prefix: str) -> Contents:
@@ -138,7 +145,10 @@ def _contents(shapes: Mapping[str, tuple[int, ...]], stored: _Tree, part: Part, 
 
 
 def _required(wanted: _Tree, stored: _Tree, prefix: str) -> Iterator[tuple[str, bool]]:
-    """Yield each required name, with the prefix, and whether the file has it. A list of blocks ends at the file's last block."""
+    """Yield each required name, with the prefix, and whether the file has it.
+
+    A list of blocks ends at the file's last block.
+    """
     for key, branch in wanted.items():
         words: Iterable[str] = key.split(",")
         if key == "#":

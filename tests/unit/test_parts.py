@@ -29,9 +29,9 @@ def test_missing_tensors_are_counted_for_each_number_of_blocks_and_each_prefix(p
             lost = sorted(file)[len(file) // 2]
             del file[lost]
             incomplete = parts.contents({**file, "of.another.part": ()}, part)
-            assert incomplete.is_found
+            assert incomplete.is_recognized
             assert incomplete.missing == (lost,)
-            assert not parts.contents({f"unknown.{name}": () for name in file}, part).is_found
+            assert not parts.contents({f"unknown.{name}": () for name in file}, part).is_recognized
 
 
 def test_each_option_of_a_family_has_a_part():
@@ -40,15 +40,15 @@ def test_each_option_of_a_family_has_a_part():
         assert all(parts.of_name(part) for part in (*family.files.values(), *filter(None, [family.vae])))
 
 
-@pytest.mark.parametrize(("width", "found", "other"), [(768, True, ""), (32, True, ""), (1280, False, "CLIP-G")])
-def test_a_part_of_another_known_size_is_named(width, found, other):
+@pytest.mark.parametrize(("width", "is_clip", "other"), [(768, True, ""), (32, True, ""), (1280, False, "CLIP-G")])
+def test_a_part_of_another_known_size_is_named(width, is_clip, other):
     clip = parts.of_name("clip-l")
     contents = parts.contents(names(clip, 2) | {CLIP: (49408, width)}, clip)
-    assert (contents.is_found, contents.other) == (found, other)
+    assert (contents.is_recognized, contents.other) == (is_clip, other)
 
 
 def test_layouts_that_a_loader_converts_are_not_counted():
-    assert parts.contents({"conv1.bias": ()}, parts.of_name("qwen-vae")).is_found
+    assert parts.contents({"conv1.bias": ()}, parts.of_name("qwen-vae")).is_recognized
     assert parts.recognize({"conv1.bias": ()}) == "Qwen-Image's VAE"
 
 
