@@ -101,21 +101,19 @@ def _check_part(
 ) -> None:
     part = parts.of_name(name)
     contents = parts.contents(shapes, part)
-    if contents.is_recognized and not contents.missing:
-        return
-    if contents.is_recognized:
+    missing = f"{len(contents.missing)} of {contents.required} tensors"
+    other = contents.other or (None if contents.is_recognized else _title(shapes))
+    if contents.is_recognized and contents.missing:
         findings.errors.append(
-            f"{option} {file} is incomplete: {len(contents.missing)} of {contents.required} tensors of {part.title} are missing "
-            f"({abbreviated(list(contents.missing), 3)}); download it again"
+            f"{option} {file} is incomplete: {missing} of {part.title} are missing ({abbreviated(list(contents.missing), 3)}); "
+            "download it again"
         )
-        return
-    other = contents.other or _title(shapes)
-    if other is not None and not is_model:
+    elif not contents.is_recognized and other is not None and not is_model:
         findings.errors.append(f"{option} {file} is {other}, but the script loads {part.title} from it")
-    else:
+    elif not contents.is_recognized:
         findings.warnings.append(
-            f"{option} {file}: {len(contents.missing)} of {contents.required} tensors that the script loads for {part.title} have "
-            "other names or are missing, so the run will probably fail"
+            f"{option} {file}: {missing} that the script loads for {part.title} have other names or are missing, so the run "
+            "will probably fail"
         )
 
 
