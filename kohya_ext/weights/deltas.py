@@ -99,7 +99,16 @@ def missing_part(module: AdaptedModule) -> bool:
 def rank_of(file: TensorFile, module: AdaptedModule) -> int | None:
     """Return the rank of a module by its shapes; None for a change without one."""
     shapes = {part: file.specs[name].shape for part, name in module.tensors.items()}
-    for part in ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b", "oft_blocks", "oft_blocks.0", "lllite_down.0.weight", "lllite_down.weight"):
+    for part in (
+        "down",
+        "hada_w1_b",
+        "lokr_w2_b",
+        "lokr_w1_b",
+        "oft_blocks",
+        "oft_blocks.0",
+        "lllite_down.0.weight",
+        "lllite_down.weight",
+    ):
         if shapes.get(part):
             return shapes[part][0]
     return None
