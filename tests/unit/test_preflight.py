@@ -11,9 +11,10 @@ import pytest
 
 from kohya_ext import preflight
 from kohya_ext.config.settings import Settings
-from kohya_ext.preflight import data, hub, models, options, output
+from kohya_ext.preflight import captions, data, hub, models, options, output
 from kohya_ext.run import run_record
 from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.sdscripts import families
 
 image = pytest.importorskip("PIL.Image")
 
@@ -229,8 +230,8 @@ def test_truncated_image_is_damaged(tmp_path, kind):
     complete, truncated = tmp_path / f"complete.{kind}", tmp_path / f"truncated.{kind}"
     image.effect_noise((200, 200), 50).convert("RGB").save(complete)
     truncated.write_bytes(complete.read_bytes()[:-2000])
-    assert data.check_image(complete) == (None, (200, 200))
-    assert data.check_image(truncated)[0].startswith("is damaged")
+    assert data.check_image(complete) == data.CheckedImage(None, (200, 200))
+    assert data.check_image(truncated).problem.startswith("is damaged")
 
 
 def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monkeypatch):
@@ -257,6 +258,76 @@ def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monke
     image.with_suffix(".txt").write_text("")
     errors = check(data.check, **run, cache_latents_to_disk=True).errors
     assert [image.name in error or "empty captions" in error for error in errors] == [True, True]
+
+
+def write_colours(folder):
+    """Write images with transparent areas, with an opaque alpha channel, in Display P3, and in sRGB."""
+    folder.mkdir()
+    clear = image.new("RGBA", (64, 64), "red")
+    clear.paste((0, 0, 0, 0), (0, 0, 32, 64))
+    clear.save(folder / "clear.png")
+    image.new("RGBA", (64, 64), "red").save(folder / "opaque.png")
+    management = pytest.importorskip("PIL.ImageCms")
+    srgb = management.ImageCmsProfile(management.createProfile("sRGB")).tobytes()
+    p3 = srgb.replace("sRGB built-in".encode("utf-16-be"), "Display P3   ".encode("utf-16-be"))
+    assert p3 != srgb
+    for name, profile in (("p3.jpg", p3), ("srgb.jpg", srgb), ("p3.png", p3), ("srgb.webp", srgb)):
+        image.new("RGB", (64, 64), "red").save(folder / name, icc_profile=profile)
+    for file in [*folder.iterdir()]:
+        file.with_suffix(".txt").write_text("a cat")
+
+
+@pytest.mark.parametrize("options_", [{}, {"cache_latents_to_disk": True}])
+def test_transparent_images_and_other_colour_spaces_are_warnings(tmp_path, options_):
+    write_colours(tmp_path / "1_cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), **options_}
+    for _ in range(2):  # the second time from the index, if the run caches latents
+        alpha, profiles = [line for line in check(data.check, **args).warnings if "same name" not in line]
+        assert alpha.startswith("2 of 6 images in")
+        assert "--alpha_mask" in alpha
+        assert "2 of 6 images" in profiles
+        assert "(2 Display P3)" in profiles
+    (tmp_path / "1_cat" / "clear.png").unlink()
+    assert not any("alpha" in line for line in check(data.check, **args).warnings), "opaque alpha channels change nothing"
+
+
+def test_masks_use_transparent_images(tmp_path):
+    write_colours(tmp_path / "1_cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), "alpha_mask": True}
+    assert not any("alpha" in line for line in check(data.check, **args).warnings)
+
+
+@pytest.mark.parametrize(
+    ("script", "caption", "args", "expected"),
+    [
+        (
+            "sdxl_train.py",
+            "a cat, " * 26,
+            {},
+            "75 tokens, and sd-scripts leaves out the rest; use --max_token_length 150",
+        ),
+        ("sdxl_train.py", "a cat, " * 25, {}, None),
+        ("sdxl_train.py", "a cat, " * 26, {"max_token_length": 150}, None),
+        ("sdxl_train.py", "a cat, " * 80, {"max_token_length": 225}, "shorten them"),
+        ("sdxl_train.py", "a cat\n" + "a dog, " * 99, {}, None),
+        ("flux_train.py", "a cat " * 200, {}, None),
+        ("flux_train.py", "a cat " * 200, {"t5xxl_max_token_length": 256}, "use a larger --t5xxl_max_token_length"),
+        ("sd3_train.py", "a cat " * 200, {}, "more than 256 tokens"),
+        ("hunyuan_image_train_network.py", "a cat " * 200, {}, None),
+    ],
+)
+def test_captions_that_are_cut_are_a_warning(tmp_path, script, caption, args, expected):
+    folder = write_images(tmp_path / "1_cat")
+    (folder / "0.txt").write_text(caption)
+    for caching in ({}, {"cache_latents_to_disk": True}, {"cache_latents_to_disk": True}):
+        warnings = check(data.check, script, train_data_dir=str(tmp_path), **ARGS, **args, **caching).warnings
+        assert [expected in line and "at least 1 of 2 captions" in line for line in warnings] == [True] * (expected is not None)
+
+
+def test_tokens_of_captions_are_counted_from_below():
+    """CLIP's tokenizer makes these numbers of tokens, or more."""
+    assert captions.count_tokens("it's a cat's 12 paws, (really:1.2)!") == (16, 6)
+    assert set(captions.LIMITS) <= set(families.BY_NAME)
 
 
 def test_empty_and_invalid_images_are_problems(tmp_path):
