@@ -29,16 +29,16 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
     lost = [*_lost(script, args, kind)] if kind is not None else []
     if not lost or _can_download():
         return
-    where = "in the cache of Hugging Face"
+    lacks = "no connection to the Hugging Face Hub, and its cache lacks"
     if kind is not None and (tokenizers := [name for name in lost if name in kind.tokenizers]):
         findings.errors.append(
-            f"no connection to the Hugging Face Hub, and {abbreviated(tokenizers)} not {where}: {script.name} needs the "
-            "tokenizer; go online once, or set HF_HUB_CACHE to a folder that has it"
+            f"{lacks} {abbreviated(tokenizers)}, which {script.name} needs for its tokenizer; go online once, or set "
+            "HF_HUB_CACHE to a folder that has it"
         )
     if kind is not None and kind.reference in lost:
         findings.errors.append(
-            f"no connection to the Hugging Face Hub, and {kind.reference} not {where}: --save_model_as {args.save_model_as} "
-            "takes parts of it at the end of the training; use --save_model_as safetensors"
+            f"{lacks} {kind.reference}, of which --save_model_as {args.save_model_as} takes parts at the end of the training; "
+            "use --save_model_as safetensors"
         )
 
 
