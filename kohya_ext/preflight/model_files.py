@@ -84,6 +84,12 @@ def _fits(swapped: int, counts: list[int]) -> bool:
     return all(some <= count - 2 for some, count in zip(each, counts, strict=True))
 
 
+def is_read(option: str, family: Family | None) -> bool:
+    """Return whether a family's scripts read the file of an option, which may be another family's."""
+    of_families = {other for each in families.FAMILIES for other in _parts_of(each)}
+    return family is None or option in _parts_of(family) or option not in of_families
+
+
 def _parts_of(family: Family | None) -> dict[str, str]:
     """Return the options of a family's other files -> the name of the part in each."""
     if family is None:

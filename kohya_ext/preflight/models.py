@@ -47,6 +47,8 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         model_files.check_model(script, args, model, findings)
         _check_stored_weights(script, args, Path(name), header, settings, findings)
     for option in OTHERS:
+        if not model_files.is_read(option, family):
+            continue
         value = getattr(args, option, None)
         for file in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(file, str) and file and (header := _header(file, option, family, findings)) is not None:

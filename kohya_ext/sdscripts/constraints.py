@@ -270,7 +270,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--stop_text_encoder_training ends train_db.py with a TypeError at that step; remove it, or use -1, which "
                "trains the U-Net alone"),
     Constraint((), (), lambda run: run.script == "sdxl_train_control_net_lllite_old.py",
-               "{run.script} fails with a TypeError, because it is older than the rest of sd-scripts; use "
+               "{run.script} fails at its first step, because it is older than the rest of sd-scripts; use "
                "sdxl_train_control_net_lllite.py"),
     Constraint((), (), lambda run: run.scheduler.startswith("adafactor") and not run.uses_adafactor,
                "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),

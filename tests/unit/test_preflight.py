@@ -113,7 +113,8 @@ def test_weights_in_8_bits_with_scales_need_their_reader(tmp_path):
     warnings = check(models.check, pretrained_model_name_or_path=file, fp8_base=True).warnings
     assert "use --base_precision fp8" in warnings[-1]
     files = {"pretrained_model_name_or_path": "owner/name", "t5xxl": file}
-    assert check(models.check, settings=settings, **files).errors
+    errors = check(models.check, "flux_train.py", settings=settings, **files).errors
+    assert any("which sd-scripts would read without them" in error for error in errors)
 
 
 @pytest.mark.parametrize(("name", "start"), [("model.gguf", b"GGUF"), ("model.safetensors", b"GGUF")])
@@ -150,6 +151,12 @@ def test_every_file_that_a_script_needs_is_required(tmp_path, script, args, expe
     errors = check(models.check, script, pretrained_model_name_or_path=str(tmp_path), **args).errors
     errors = [error for error in errors if "is a folder" not in error]
     assert [error.removeprefix("--").split()[0] for error in errors] == expected
+
+
+def test_files_that_only_other_families_read_are_not_checked(tmp_path):
+    chroma = {"model_type": "chroma", "clip_l": str(tmp_path / "none.safetensors"), "vae": "nope"}
+    errors = check(models.check, "flux_train_network.py", pretrained_model_name_or_path=str(tmp_path), **chroma).errors
+    assert [error for error in errors if "clip_l" in error or "vae" in error] == []
 
 
 def test_a_missing_part_of_a_split_model_is_an_error(tmp_path):
