@@ -139,8 +139,8 @@ def test_fused_lora_equals_two_branches(bias):
         y = function(leaf)
         return y.detach(), *torch.autograd.grad(y, (leaf, down, up), gradient)
 
-    expected = results(lambda x: layer(x) + torch.nn.functional.linear(torch.nn.functional.linear(x, down), up))
-    for actual, each in zip(results(lambda x: layer.with_lora(x, down, up)), expected, strict=True):
+    expected = results(lambda x: layer(x) + torch.nn.functional.linear(torch.nn.functional.linear(x, down), up) * 0.25)
+    for actual, each in zip(results(lambda x: layer.with_lora(x, down, up, 0.25)), expected, strict=True):
         torch.testing.assert_close(actual, each, rtol=1e-4, atol=1e-4)
 
 
