@@ -22,9 +22,9 @@ from kohya_ext.quantization.rotation import BLOCK, GROWTH
 KINDS: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 Products = Literal["kernels", "triton", "operations", "weights"]
-"""How a layer multiplies: with Triton kernels, but fp8 in bf16 with torch's scaled product, which is faster; with Triton kernels
-alone, where torch lacks that product; with torch's own operations, for CPUs; or without quantizing activations, by weights that
-are dequantized in each pass."""
+"""How a layer multiplies: with Triton kernels, and fp8 in bf16 with torch's scaled product; with Triton kernels alone, where
+torch lacks that product; with torch's own operations, for CPUs; or without quantizing activations, by weights that are
+dequantized in each pass."""
 
 _BY_KERNELS = ("kernels", "triton")
 
@@ -74,8 +74,8 @@ def _input_gradient(
     return out if lora is None else out.addmm_(*lora)
 
 
-# A rotation can raise an element to eight times its size, which fp16 may not represent. So rotated values are kept at an eighth,
-# and the weight's scales take the factor. Powers of two change no rounding.
+# A rotation can raise an element to eight times its size, which fp16 may not represent. So rotated values are kept at an
+# eighth, and the weight's scales take the factor. Powers of two change no rounding.
 
 
 def _by_weights(x: Any, weight: Any, scales: Any, bias: Any, kind: torch.dtype) -> Any:
