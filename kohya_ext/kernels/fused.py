@@ -154,19 +154,25 @@ def group_norm(x: Any, module: torch.nn.GroupNorm) -> Any:
 
 @functools.cache
 def gate_kernels(device: str, dtype: torch.dtype) -> Any:
-    """Return the module of GEGLU's Triton kernels; None where they do not run: without Triton or a C compiler, or on a CPU."""
+    """Return the module of GEGLU's Triton kernels; None where they do not run.
+
+    That is on a CPU, on a GPU that Triton does not support, and without Triton or a C compiler.
+    """
     if device != "cuda":
         return None
     try:
         from kohya_ext.kernels import gates
+        from kohya_ext.kernels.support import unsupported_gpu
 
-        halves = torch.zeros(1, 2, device=device, dtype=dtype)
-        gates.backward(gates.forward(halves), halves)
+        reason = unsupported_gpu()
+        if reason is None:
+            halves = torch.zeros(1, 2, device=device, dtype=dtype)
+            gates.backward(gates.forward(halves), halves)
+            return gates
     except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        warn(f"--fused_operations: GEGLU takes more passes over memory, because its Triton kernels failed: {reason}")
-        return None
-    return gates
+        reason = f"its Triton kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    warn(f"--fused_operations: GEGLU takes more passes over memory, because {reason}")
+    return None
 
 
 class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
