@@ -67,4 +67,5 @@ PATCH = Patch(
     idea="https://github.com/tqdm/tqdm",
     stage=Stage.WRITE,
     on_start=_start,
+    observes=True,
 )

@@ -171,9 +171,12 @@ def event(kind: str, **data: Any) -> None:
         _current.write(kind, **{"step": _current.step(), **data})
 
 
-def saved(path: Path, seconds: float) -> None:
-    """Append the event of a complete model or state, written in ``seconds``. Files of other folders are left out."""
-    if _current is None or not _current.has(str(path.parent)) or path.suffix == ".npz":
+def saved(path: Path, seconds: float, intended: Path | None = None) -> None:
+    """Append the event of a complete model or state, written in ``seconds``. Files of other folders are left out.
+
+    ``intended``: where it belongs, if it had to be written elsewhere.
+    """
+    if _current is None or not _current.has(str((intended or path).parent)) or path.suffix == ".npz":
         return
     _current.files += 1
     _current.seconds += seconds

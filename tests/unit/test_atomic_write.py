@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kohya_ext.run import atomic_write
-from kohya_ext.run.atomic_write import DiskFullError, DiskFullPolicy, fail_fast, write_atomically
+from kohya_ext.run.atomic_write import DiskFullError, WritePolicy, fail_fast, write_atomically
 
 
 def fill_disk(path):
@@ -108,7 +108,7 @@ def test_other_errors_are_raised_unchanged(tmp_path):
 def test_write_is_retried_until_the_disk_has_space(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
     tries = iter([fill_disk, fill_disk, lambda path: path.write_text("complete")])
-    write_atomically(tmp_path / "x", lambda path: next(tries)(path), lambda: 9, DiskFullPolicy(wait_seconds=60))
+    write_atomically(tmp_path / "x", lambda path: next(tries)(path), lambda: 9, WritePolicy(wait_seconds=60))
     assert (tmp_path / "x").read_text() == "complete"
     log = capsys.readouterr().err
     assert "stays in memory" in log
@@ -118,14 +118,14 @@ def test_write_is_retried_until_the_disk_has_space(tmp_path, monkeypatch, capsys
 def test_retries_end_after_the_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
     with pytest.raises(DiskFullError):
-        write_atomically(tmp_path / "x", fill_disk, lambda: 9, DiskFullPolicy(wait_seconds=0.05))
+        write_atomically(tmp_path / "x", fill_disk, lambda: 9, WritePolicy(wait_seconds=0.05))
 
 
 def test_fallback_folder_is_used(tmp_path):
     def write(path):
         return fill_disk(path) if path.parent == tmp_path else path.write_text("complete")
 
-    write_atomically(tmp_path / "x", write, lambda: 9, DiskFullPolicy(60, tmp_path / "fallback"))
+    write_atomically(tmp_path / "x", write, lambda: 9, WritePolicy(60, tmp_path / "fallback"))
     assert (tmp_path / "fallback" / "x").read_text() == "complete"
 
 
@@ -133,10 +133,10 @@ def test_full_disk_inside_a_folder_fails_at_once_and_counts_all_bytes(tmp_path):
     def write(folder):
         folder.mkdir()
         (folder / "first").write_bytes(bytes(1000))
-        write_atomically(folder / "second", fill_disk, lambda: 500, DiskFullPolicy(wait_seconds=600))
+        write_atomically(folder / "second", fill_disk, lambda: 500, WritePolicy(wait_seconds=600))
 
     with fail_fast(), pytest.raises(DiskFullError) as caught:
-        write_atomically(tmp_path / "a-state", write, lambda: 0, DiskFullPolicy(wait_seconds=600))
+        write_atomically(tmp_path / "a-state", write, lambda: 0, WritePolicy(wait_seconds=600))
     assert caught.value.path.name == "a-state"
     assert caught.value.needed == 1500
 
