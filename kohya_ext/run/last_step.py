@@ -141,7 +141,7 @@ class LastStep(TrainingCallback):
         if ranks.is_sharded(self.accelerator):
             kind = str(self.accelerator.distributed_type).rpartition(".")[2]
             warn(f"nothing is saved, because {kind} saves with all processes; newest state: {self.newest_state() or 'none'}")
-        elif problem := _gpu_problem(self.accelerator.device):
+        elif problem := gpu_problem(self.accelerator.device):
             warn(f"nothing is saved: the GPU cannot be used after this error ({problem}); newest state: {self.newest_state()}")
         elif self.intact:
             if self.snapshot is None:
@@ -204,7 +204,7 @@ def _step_save(frames: Iterable[FrameType]) -> StepSave | None:
     return next((found for frame in frames if (found := step_save(frame)) is not None), None)
 
 
-def _gpu_problem(device: Any) -> str:
+def gpu_problem(device: Any) -> str:
     """Return why nothing can be read from the GPU any more, as after an illegal access; empty if it can."""
     if device.type != "cuda":
         return ""

@@ -1,0 +1,77 @@
+"""Exceptions injected into the real scripts: nothing that was trained is lost, and resumed runs are bit-identical."""
+
+import random
+
+import pytest
+
+from kohya_ext.run import resume
+from tests.real.test_losing_nothing import FULL, LORA, assert_all_complete, read, same
+
+torch = pytest.importorskip("torch")
+
+#: An epoch has eight batches.
+STEPS = 10
+
+OPTIONS = ("--max_train_steps", str(STEPS), "--shuffle_caption", "--save_every_n_epochs", "1", "--lr_scheduler", "cosine")
+
+#: Places whose failure is a warning, and the number of their calls in a run.
+CONTINUES = {"sampling": 3, "sample_file": 3, "validation": 12, "full_validation": 12, "journal": STEPS}
+ENDS = {"tracker": STEPS, "data": STEPS, "forward": STEPS, "log": STEPS}
+
+
+@pytest.fixture(scope="module")
+def extras(tmp_path_factory):
+    """Options with which the run samples, validates and logs."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    prompts.write_text("a cat --w 64 --h 64 --s 2\n")
+    logs = tmp_path_factory.mktemp("logs")
+    sampling = ("--sample_prompts", str(prompts), "--sample_every_n_steps", "3", "--sample_sampler", "euler")
+    validation = ("--validation_split", "0.25", "--validate_every_n_steps", "4", "--max_validation_steps", "1")
+    return (*OPTIONS, *sampling, *validation, "--log_with", "tensorboard", "--logging_dir", str(logs))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train, extras):
+    """(checkout, script) -> the run without a failure; each runs once."""
+    runs = {}
+
+    def of(checkout, script):
+        key = checkout.layout, script
+        if key not in runs:
+            runs[key] = train(checkout, script, *extras)
+            assert runs[key].code == 0, runs[key].output[-4000:]
+            assert "Traceback" not in runs[key].output
+        return runs[key]
+
+    return of
+
+
+def cases(count):
+    """Return (script, place, call) for ``count`` failures at random steps, each place in turn."""
+    places = [*CONTINUES, *ENDS]
+    for index in range(count):
+        place = places[index % len(places)]
+        script = {"validation": LORA, "full_validation": FULL}.get(place, (LORA, FULL)[index // len(places) % 2])
+        call = random.Random(index).randint(2, {**CONTINUES, **ENDS}[place])
+        yield pytest.param(script, place, call, id=f"{index}-{place}-{call}", marks=[] if index in (0, 5) else pytest.mark.slow)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(("script", "place", "call"), list(cases(20)))
+def test_exception_anywhere_loses_nothing(checkout, train, extras, undisturbed, script, place, call):
+    failed = train(checkout, script, *extras, env={"FAIL_IN": f"{place}:{call}"})
+    assert "injected" in failed.output, failed.output[-4000:]
+    assert_all_complete(failed.folder)
+    if place in CONTINUES:
+        assert failed.code == 0, failed.output[-4000:]
+        assert same(failed.tensors, undisturbed(checkout, script).tensors)
+        return
+    assert failed.code == 1, failed.output[-4000:]
+    state = resume.newest_state(failed.folder, "tiny")
+    step = torch.load(state / resume.FILE, weights_only=True)["step"]
+    model = failed.folder / f"tiny-step{step:08d}.safetensors"
+    assert f"no steps lost: state after step {step} saved in {state}" in failed.output
+    assert f"model after step {step} saved: {model}" in failed.output
+    resumed = train(checkout, script, *extras, "--resume", "auto", output=failed.folder)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert same(read(resumed.file), undisturbed(checkout, script).tensors)
