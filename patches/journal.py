@@ -487,7 +487,7 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
         result = f"error: {'; '.join(check['problems'])}" if check["problems"] else check["summary"]
         yield f"checked {Path(check['file']).name}: {result}"
     if status == "failed" and log.newest_state() is not None:
-        yield f"to resume: {log.start['resume_command']}"
+        yield f"to resume: {log.start.get('resume_command', 'add --resume auto to the command line')}"
     elif status == "finished" and written.complete:
         yield f"to see losses, times and events: python -m kohya_ext watch {written.file}"
 

@@ -25,7 +25,7 @@ SAVE_NOW = {
     "save_last_n_steps_state": None,
 }
 
-_EVERY, _STEP = "save_every_n_steps", "global_step"
+_EVERY, _STEP, _IS_FILE = "save_every_n_steps", "global_step", "save_stable_diffusion_format"
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,17 @@ class StepSave:
     code: CodeType
     variables: Mapping[str, Any]
 
-    def run(self, step: int, args: Namespace, accelerator: Any) -> None:
+    @property
+    def saves_folders(self) -> bool:
+        """Whether the model is saved in Diffusers' format, which needs other files, but could be saved as one file."""
+        return self.variables.get(_IS_FILE) is False
+
+    def run(self, step: int, args: Namespace, accelerator: Any, as_file: bool = False) -> None:
         """Save the model as that of a step. The processes of a run do not wait for each other."""
         # Upstream deletes some of its variables before it saves the last model.
         scope = {"args": args, "accelerator": accelerator, **self.variables, _STEP: step}
+        if as_file:
+            scope |= {_IS_FILE: True, "use_safetensors": True}
         scope.get("optimizer_eval_fn", _nothing)()  # schedule-free optimizers have other weights for training
         with _saving_only_the_model(args), replaced(accelerator, "wait_for_everyone", _nothing):
             exec(self.code, scope)

@@ -29,6 +29,7 @@ from typing import Any, TypeVar, cast
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import warn
+from kohya_ext.errors import first_line
 from kohya_ext.patching.attributes import Replacement, replace_attribute
 from kohya_ext.patching.step_values import StepValues
 from kohya_ext.patching.types import Accelerator, Batch, DataSet
@@ -212,9 +213,8 @@ class TrainingRun:
     def _warn(self, patch: str, problem: Exception) -> None:
         if patch not in self._failed:
             self._failed.add(patch)
-            reason = f"{type(problem).__name__}: {problem}".removesuffix(": ")
             with contextlib.suppress(Exception):  # the warning is a line of the journal, which may be at fault
-                warn(f"the patch {patch} failed, so its output is incomplete: {reason}; training continues")
+                warn(f"the patch {patch} failed, so its output is incomplete: {first_line(problem)}; training continues")
 
     def _each(self, method: str, *arguments: Any, reverse: bool = False) -> None:
         """Call a method of all callbacks, the first stage first, or last if ``reverse``."""

@@ -189,14 +189,22 @@ class LastStep(TrainingCallback):
     def _save_model(self, statements: StepSave | None, step: int, addition: str) -> None:
         watch = ranks.watch()
         if statements is not None and (watch is None or watch.rank == 0):
-            try:
-                with not_waiting(), written_files() as files:
-                    statements.run(step, self.args, self.accelerator)
+            files = self._model_files(statements, step)
+            if not files and statements.saves_folders:
+                files = self._model_files(statements, step, as_file=True)
+            if files:
                 note(f"model after step {step}{addition} saved: {', '.join(map(str, files))}")
-            except (Exception, SystemExit) as problem:
-                warn(f"could not save the model: {first_line(problem)}")
         if watch is not None and watch.rank == 0:
             watch.share(_SAVED, str(self.newest_state() or ""))
+
+    def _model_files(self, statements: StepSave, step: int, as_file: bool = False) -> list[Path]:
+        """Save the model; return its files, none if that failed."""
+        try:
+            with not_waiting(), written_files() as files:
+                statements.run(step, self.args, self.accelerator, as_file)
+        except (Exception, SystemExit) as problem:
+            warn(f"could not save the model{' as one file' if as_file else ''}: {first_line(problem)}")
+        return files
 
 
 def _step_save(frames: Iterable[FrameType]) -> StepSave | None:

@@ -352,7 +352,7 @@ if "WRAP_AS_ON_GPUS" in os.environ:
 if "DEEPSPEED_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(allow_deepspeed_on_cpu, "accelerate.state")
     wrapt.register_post_import_hook(partition_small_weights, "deepspeed")
-if "FAIL_IN" in os.environ:
+if "FAIL_IN" in os.environ and os.environ.get("RANK", "0") == os.environ.get("SPY_ONLY_RANK", os.environ.get("RANK", "0")):
     place, _, call_number = os.environ["FAIL_IN"].partition(":")
     failing_modules, failing, *counts = PLACES[place]
     decorator = fail_in_call(int(call_number), *counts)
