@@ -169,9 +169,9 @@ def _sample(original: Any, settings: Settings) -> Any:
     return sample
 
 
-def _of_family(module: str, one: str = "sample_image_inference") -> tuple[Target, ...]:
+def _of_family(module: str, function: str = "sample_image_inference") -> tuple[Target, ...]:
     """Return the functions of a family that sample one prompt and all prompts."""
-    names = (one, "sample_images")
+    names = (function, "sample_images")
     return tuple(Target(module, name, _sample, takes("accelerator"), body="runs") for name in names)
 
 

@@ -242,7 +242,7 @@ def write_together(final: Path, write: Callable[[Path], None], leads: bool, wait
 
 
 def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], int], error: WriteError, seconds: float) -> R:
-    """Retry for some seconds, first at once if the folder was deleted."""
+    """Retry for some seconds, and without a wait if the folder was deleted."""
     until = time.monotonic() + seconds
     if seconds > 0 and final.parent.exists():
         action = "" if isinstance(error, DiskFullError) else "; make the folder writable again"

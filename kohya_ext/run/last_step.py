@@ -49,7 +49,7 @@ class LastStep(TrainingCallback):
     steps: int = 0
     """Complete steps of this process."""
     snapshot: resume.Snapshot | None = None
-    """Position after the last complete step; None if exact_resume is off."""
+    """Position after the last complete step; None if no patch counts the position."""
     intact: bool = True
     """Whether the weights are still those after that step."""
     states: list[tuple[int, Path]] = field(default_factory=list)
@@ -145,7 +145,7 @@ class LastStep(TrainingCallback):
             warn(f"nothing is saved: the GPU cannot be used after this error ({problem}); newest state: {self.newest_state()}")
         elif self.intact:
             if self.snapshot is None:
-                warn("no state is saved, because the patch exact_resume is off")
+                warn("no state is saved, because no patch counts the position in the training data")
             self._save_state()
             self._save_model(statements, step, "")
         else:
@@ -209,7 +209,7 @@ class LastStep(TrainingCallback):
 
 def _step_save(frames: Iterable[FrameType]) -> StepSave | None:
     """Return what saves the model in the training function among frames."""
-    return next((found for frame in frames if (found := step_save(frame)) is not None), None)
+    return next((saving for frame in frames if (saving := step_save(frame)) is not None), None)
 
 
 def gpu_problem(device: Any) -> str:

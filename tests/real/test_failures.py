@@ -1,10 +1,12 @@
 """Exceptions injected into the real scripts: nothing that was trained is lost, and resumed runs are bit-identical."""
 
 import random
+import shutil
 
 import pytest
 
 from kohya_ext.run import resume
+from kohya_ext.tiny import dataset
 from tests.real.test_losing_nothing import FULL, LORA, assert_all_complete, read, same
 
 torch = pytest.importorskip("torch")
@@ -75,3 +77,66 @@ def test_exception_anywhere_loses_nothing(checkout, train, extras, undisturbed, 
     resumed = train(checkout, script, *extras, "--resume", "auto", output=failed.folder)
     assert resumed.code == 0, resumed.output[-4000:]
     assert same(read(resumed.file), undisturbed(checkout, script).tensors)
+
+
+ENDLESS = ("--max_train_steps", "500")
+
+
+@pytest.fixture
+def own_images(tmp_path):
+    """Images that a test may delete."""
+    folder = tmp_path / "images"
+    dataset.write(folder, 4, 128)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("script", [LORA, FULL])
+def test_deleted_images_lose_nothing(checkout, train, own_images, script, workers):
+    copy = own_images.with_name("copy")
+    shutil.copytree(own_images, copy)
+    options = ("--train_data_dir", str(own_images), "--max_data_loader_n_workers", workers)
+    failed = train(checkout, script, *options, *ENDLESS, at_step=3, act=lambda _: shutil.rmtree(own_images))
+    assert failed.code == 1, failed.output[-4000:]
+    assert_all_complete(failed.folder)
+    step = torch.load(resume.newest_state(failed.folder, "tiny") / resume.FILE, weights_only=True)["step"]
+    assert (failed.folder / f"tiny-step{step:08d}.safetensors").is_file()
+    shutil.copytree(copy, own_images)
+    until = (*options, "--max_train_steps", str(step + 2))
+    resumed = train(checkout, script, *until, "--resume", "auto", output=failed.folder)
+    assert f"resumed after step {step}" in resumed.output, resumed.output[-4000:]
+    assert same(resumed.tensors, train(checkout, script, *until).tensors)
+
+
+@pytest.mark.slow
+def test_tracker_whose_folder_is_gone_loses_nothing(checkout, train, tmp_path):
+    logs = tmp_path / "logs"
+    options = ("--log_with", "tensorboard", "--logging_dir", str(logs))
+    failed = train(checkout, LORA, *options, *ENDLESS, at_step=2, act=lambda _: shutil.rmtree(logs))
+    assert failed.code == 1, failed.output[-4000:]
+    assert "no steps lost: state after step " in failed.output
+    assert "model after step " in failed.output
+
+
+def replaced_by_a_file(folder):
+    def act(_):
+        folder.rename(folder.with_name("moved"))
+        folder.write_text("not a folder")
+
+    return act
+
+
+@pytest.mark.parametrize("script", [LORA, pytest.param(FULL, marks=pytest.mark.slow)])
+@pytest.mark.newest
+def test_output_folder_replaced_by_a_file_loses_nothing(checkout, train, tmp_path, script):
+    output, cache = tmp_path / "output", tmp_path / "cache"
+    options = ("--output_dir", str(output), "--disk_full_timeout", "0.01", "--save_state", "--max_train_steps", "6")
+    run = train(checkout, script, *options, env={"KOHYA_EXT_CACHE": str(cache)}, at_step=2, act=replaced_by_a_file(output))
+    assert run.code == 0, run.output[-4000:]
+    assert "Retrying for 0.01 minutes" in run.output
+    (model,) = cache.rglob("tiny.safetensors")
+    (state,) = cache.rglob("tiny-state")
+    assert f"Writing to {model} instead" in run.output
+    assert resume.state_problem(state) is None
+    assert same(read(model), train(checkout, script, "--max_train_steps", "6").tensors)
