@@ -87,7 +87,6 @@ class _Advice(TrainingCallback):
     def _advise(self, phase: Phase, state: Path | None) -> RetryRequest | None:
         """Print what to change; return the restart that the launcher of each machine shall make, if any."""
         if ranks.is_deepspeed(self.accelerator):
-            note(f"the failed step is lost, because DeepSpeed saves states with all processes; newest state: {state or 'none'}")
             note(f"add {_next_option(self.args)}, or reduce --train_batch_size")
             return None
         checkout, command = self.program.checkout, self.program.command

@@ -322,7 +322,7 @@ def written_files() -> Iterator[list[Path]]:
     try:
         yield files
     finally:
-        _recorders.remove(files)
+        _recorders[:] = [each for each in _recorders if each is not files]
 
 
 def _free(final: Path) -> int:

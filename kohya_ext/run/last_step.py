@@ -137,65 +137,68 @@ class LastStep(TrainingCallback):
                 self._save(statements)
 
     def _save(self, statements: StepSave | None) -> None:
-        step = self.snapshot.step if self.snapshot is not None else self.steps
-        if ranks.is_sharded(self.accelerator):
-            kind = str(self.accelerator.distributed_type).rpartition(".")[2]
-            warn(f"nothing is saved, because {kind} saves with all processes; newest state: {self.newest_state() or 'none'}")
-        elif problem := gpu_problem(self.accelerator.device):
-            warn(f"nothing is saved: the GPU cannot be used after this error ({problem}); newest state: {self.newest_state()}")
-        elif self.intact:
-            if self.snapshot is None:
-                warn("no state is saved, because no patch counts the position in the training data")
-            self._save_state()
-            self._save_model(statements, step, "")
-        else:
-            warn(
-                f"no state is saved, because step {step + 1} had begun to change the weights; "
-                f"newest state: {self.newest_state() or 'none'}"
-            )
-            self._save_model(statements, step, f", with a part of step {step + 1}")
-
-    def _save_state(self) -> None:
-        """Save the state after the last complete step. With several processes all call this, and the first one saves."""
-        position, snapshot, watch = resume.position(), self.snapshot, ranks.watch()
-        if snapshot is None or position is None:
+        """Save in the first process; the others share their random state, and wait."""
+        watch = ranks.watch()
+        if watch is None or not self._keeps_state():
+            self._save_here(statements, None)
             return
-        if watch is None:
-            self._write_state(position, snapshot, None)
-            return
-        watch.share(f"{_PART}{watch.rank}", [snapshot.step, snapshot.part()])
+        assert self.snapshot is not None
+        watch.share(f"{_PART}{watch.rank}", [self.snapshot.step, self.snapshot.part()])
         if watch.rank != 0:
             saved = watch.fetch(_SAVED, ranks.SAVING_TIMEOUT)
-            self.states += [(snapshot.step, Path(saved))] if saved else []
+            self.states += [(self.snapshot.step, Path(saved))] if saved else []
             return
         shared = [watch.fetch(f"{_PART}{rank}", _PART_TIMEOUT) for rank in range(self.accelerator.num_processes)]
-        self._write_state(position, snapshot, [part for step, part in filter(None, shared) if step == snapshot.step])
+        self._save_here(statements, [part for step, part in filter(None, shared) if step == self.snapshot.step])
+        watch.share(_SAVED, str(self.newest_state() or ""))
 
-    def _write_state(self, position: resume.Position, snapshot: resume.Snapshot, parts: list[dict[str, Any]] | None) -> None:
-        if not any(
-            step == snapshot.step and state.is_dir() and resume.state_problem(state) is None for step, state in self.states[-1:]
-        ):
-            state = rolling_state(Path(self.args.output_dir), self.args.output_name, snapshot.step)
-            try:
+    def _save_here(self, statements: StepSave | None, parts: list[dict[str, Any]] | None) -> None:
+        """Save in this process. ``parts``: what all processes share."""
+        newest, step = self.newest_state() or "none", self.snapshot.step if self.snapshot is not None else self.steps
+        if ranks.is_sharded(self.accelerator):
+            kind = str(self.accelerator.distributed_type).rpartition(".")[2]
+            warn(f"nothing is saved, because {kind} saves with all processes; newest state: {newest}")
+        elif problem := gpu_problem(self.accelerator.device):
+            warn(f"nothing is saved: the GPU cannot be used after this error ({problem}); newest state: {newest}")
+        elif self.intact:
+            self._save_state(parts)
+            self._save_model(statements, f"after step {step}", step)
+        else:
+            warn(f"no state is saved, because step {step + 1} had begun to change the weights; newest state: {newest}")
+            self._save_model(statements, f"after step {step}, with a part of step {step + 1}", step)
+
+    def _save_state(self, parts: list[dict[str, Any]] | None) -> None:
+        position, snapshot = resume.position(), self.snapshot
+        if snapshot is None or position is None:
+            warn("no state is saved, because no patch counts the position in the training data")
+            return
+        try:
+            if not self._has_state(snapshot.step):
                 position.restore(snapshot, parts)
                 position.fix_random_state()
                 with not_waiting():
-                    self.accelerator.save_state(str(state))
-            except (Exception, SystemExit) as problem:  # NaN weights must not prevent the other messages
-                warn(f"could not save the state: {first_line(problem)}")
-                return
-        note(f"no steps lost: state after step {snapshot.step} saved in {self.newest_state()}")
+                    self.accelerator.save_state(
+                        str(rolling_state(Path(self.args.output_dir), self.args.output_name, snapshot.step))
+                    )
+        except (Exception, SystemExit) as problem:  # NaN weights must not prevent the other messages
+            warn(f"could not save the state: {first_line(problem)}")
+        else:
+            note(f"no steps lost: state after step {snapshot.step} saved in {self.newest_state()}")
 
-    def _save_model(self, statements: StepSave | None, step: int, addition: str) -> None:
-        watch = ranks.watch()
-        if statements is not None and (watch is None or watch.rank == 0):
-            files = self._model_files(statements, step)
-            if not files and statements.saves_folders:
-                files = self._model_files(statements, step, as_file=True)
-            if files:
-                note(f"model after step {step}{addition} saved: {', '.join(map(str, files))}")
-        if watch is not None and watch.rank == 0:
-            watch.share(_SAVED, str(self.newest_state() or ""))
+    def _has_state(self, step: int) -> bool:
+        """Return whether the script or another patch has saved the state of a step."""
+        newest = self.states[-1:]
+        return any(saved == step and state.is_dir() and resume.state_problem(state) is None for saved, state in newest)
+
+    def _save_model(self, statements: StepSave | None, label: str, step: int) -> None:
+        """Save the model, in the first process; as one file if its folder format fails."""
+        if statements is None or not self.accelerator.is_main_process:
+            return
+        files = self._model_files(statements, step)
+        if not files and statements.saves_folders:
+            files = self._model_files(statements, step, as_file=True)
+        if files:
+            note(f"model {label} saved: {', '.join(map(str, files))}")
 
     def _model_files(self, statements: StepSave, step: int, as_file: bool = False) -> list[Path]:
         """Save the model; return its files, none if that failed."""
