@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patch, Patcher, registry  # noqa: E402
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback  # noqa: E402
-from kohya_ext.run import journal  # noqa: E402
+from kohya_ext.run import journal, last_step, ranks  # noqa: E402
 from kohya_ext.run.journal_reader import RunLog  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 
@@ -183,6 +183,31 @@ def test_nothing_is_saved_before_the_first_complete_step(arm, tmp_path, capsys):
     assert train(arguments(tmp_path / "out"), failing("forward", 0))
     assert "saved" not in capsys.readouterr().err.replace("no model", "")
     assert not list((tmp_path / "out").glob("cat-*"))
+
+
+def test_a_gpu_that_cannot_be_read_is_reported(arm, tmp_path, capsys, monkeypatch):
+    problem = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    monkeypatch.setattr(last_step, "gpu_problem", lambda device: problem)
+    arm()
+    assert train(arguments(tmp_path / "out"), failing("forward", 3))
+    expected = f"nothing is saved: the GPU cannot be used after this error ({problem}); newest state: none"
+    assert expected in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("cat-*"))
+
+
+def test_processes_that_save_together_save_nothing(arm, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ranks, "is_sharded", lambda accelerator: True)
+    arm()
+    assert train(arguments(tmp_path / "out"), failing("forward", 3))
+    assert "saves with all processes; newest state: none" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("cat-*"))
+
+
+def test_without_a_position_the_model_is_saved(arm, tmp_path, capsys):
+    arm(settings=Settings(disable_patch=("exact_resume",)))
+    assert train(arguments(tmp_path / "out"), failing("forward", 3))
+    assert "no state is saved, because no patch counts the position" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").glob("cat-*")] == ["cat-step00000003.pt"]
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, SystemExit])
