@@ -30,14 +30,13 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks, resume, retry_request
 from kohya_ext.run.atomic_write import final_path, not_waiting, written_files
 from kohya_ext.run.output_files import rolling_state
+from kohya_ext.sdscripts.constraints import fused_optimizer
 
 #: Keys of the values that the processes share.
 _PART, _SAVED = "failure/part/", "failure/saved"
 
 _PART_TIMEOUT = 30.0
 """Seconds that the first process waits for another one's random state."""
-
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
 
 @dataclass
@@ -66,7 +65,7 @@ class LastStep(TrainingCallback):
 
     def before_backward(self) -> None:
         """Note that a fused optimizer changes weights."""
-        self.intact = self.intact and not any(getattr(self.args, name, None) for name in _FUSED)
+        self.intact = self.intact and fused_optimizer(self.args) is None
 
     def before_optimizer_step(self) -> None:
         """Note that the optimizer changes weights."""
