@@ -300,6 +300,14 @@ def is_training_loss(tracker, values, *args, **kwargs):
     return "loss" in values or "loss/current" in values
 
 
+def trains(*args, **kwargs):
+    return sys.modules["torch"].is_grad_enabled()
+
+
+def is_training_data(data_set, index):
+    return getattr(data_set, "is_training_dataset", True)
+
+
 #: Place -> modules, attribute, and which calls count. A module or attribute that is missing is left out.
 PLACES = {
     "sampling": (("library.sampling", "library.train_util"), "sample_image_inference"),
@@ -308,8 +316,8 @@ PLACES = {
     "full_validation": (("kohya_ext.patching.step_loss",), "StepLoss.of"),
     "tracker": (("accelerate.tracking",), "TensorBoardTracker.log", is_training_loss),
     "journal": (("kohya_ext.run.journal",), "Journal.write"),
-    "data": (("library.dataset", "library.train_util"), "BaseDataset.__getitem__"),
-    "forward": (("library.sdxl_original_unet",), "SdxlUNet2DConditionModel.forward"),
+    "data": (("library.dataset", "library.train_util"), "BaseDataset.__getitem__", is_training_data),
+    "forward": (("library.sdxl_original_unet",), "SdxlUNet2DConditionModel.forward", trains),
     "log": (("accelerate.accelerator",), "Accelerator.log", is_training_loss),
     "step": (("accelerate.optimizer",), "AcceleratedOptimizer.step"),
     "schedule": (("accelerate.scheduler",), "AcceleratedScheduler.step"),
