@@ -30,12 +30,18 @@ from kohya_ext.run.last_step import gpu_problem
 
 _SAMPLING, _VALIDATION = "sampling", "validation"
 
+_ONE = "sample_image_inference"
+"""End of the names of the functions that sample one prompt."""
+
 _VALIDATION_LOOP = "_run_validation_loop"
 """The trainer's method that validates since sd-scripts v0.11."""
 
 
-def _or_warning(what: str, accelerator: Accelerator, action: Callable[[], Any], models: Any = ()) -> Any:
-    """Return the result of an action; None with a warning if it fails. ``models``: values with models that it moves."""
+def _or_warning(what: str, accelerator: Accelerator, action: Callable[[], Any], models: Any = (), is_last: bool = True) -> Any:
+    """Return the result of an action; None with a warning if it fails.
+
+    ``models``: values with models that it moves. ``is_last``: training continues after it, and not another sample.
+    """
     state, devices = resume.random_state(), [(module, _device(module)) for module in _modules(models)]
     try:
         return action()
@@ -48,7 +54,7 @@ def _or_warning(what: str, accelerator: Accelerator, action: Callable[[], Any], 
     gc.collect()
     resume.set_random_state(state)
     for module, device in devices:
-        _restore(module, device)
+        _restore(module, device, is_last)
     return None
 
 
@@ -66,7 +72,7 @@ def _device(module: Any) -> Any:
     return next((weight.device for weight in module.parameters()), None)
 
 
-def _restore(module: Any, device: Any) -> None:
+def _restore(module: Any, device: Any, is_last: bool) -> None:
     """Move a model back. One of --blocks_to_swap moves its own blocks, and may have begun to."""
     if not getattr(module, "blocks_to_swap", None):
         if device is not None and _device(module) != device:
@@ -76,7 +82,10 @@ def _restore(module: Any, device: Any) -> None:
         while moves:
             with contextlib.suppress(Exception):
                 moves.popitem()[1].result()
-    module.prepare_block_swap_before_forward()
+    if is_last and hasattr(module, "switch_block_swap_for_training"):
+        module.switch_block_swap_for_training()
+    else:
+        module.prepare_block_swap_before_forward()
 
 
 def _samples(args: Namespace) -> bool:
@@ -164,12 +173,13 @@ def _sample(original: Any, settings: Settings) -> Any:
         if not any(isinstance(value, Namespace) and _samples(value) for value in values):
             return original(*args, **kwargs)
         accelerator = next(value for value in values if hasattr(value, "num_processes"))
-        return _or_warning(_SAMPLING, accelerator, partial(original, *args, **kwargs), values)
+        is_last = not original.__name__.endswith(_ONE)
+        return _or_warning(_SAMPLING, accelerator, partial(original, *args, **kwargs), values, is_last)
 
     return sample
 
 
-def _of_family(module: str, function: str = "sample_image_inference") -> tuple[Target, ...]:
+def _of_family(module: str, function: str = _ONE) -> tuple[Target, ...]:
     """Return the functions of a family that sample one prompt and all prompts."""
     names = (function, "sample_images")
     return tuple(Target(module, name, _sample, takes("accelerator"), body="runs") for name in names)
@@ -179,12 +189,12 @@ PATCH = Patch(
     name="sampling_failures",
     summary="continue training after a failed sample or validation, with a warning",
     targets=(
-        *moved("sample_image_inference", "library.sampling", _sample, takes("accelerator"), body="runs"),
+        *moved(_ONE, "library.sampling", _sample, takes("accelerator"), body="runs"),
         *moved("sample_images_common", "library.sampling", _sample, takes("pipe_class", "accelerator"), body="runs"),
         *_of_family("library.flux_train_utils"),
         *_of_family("library.sd3_train_utils"),
         *_of_family("library.lumina_train_util"),
-        *_of_family("library.anima_train_utils", "_sample_image_inference"),
+        *_of_family("library.anima_train_utils", f"_{_ONE}"),
     ),
     exactness="exact",
     held_to="the same run without the patch, when no sample and no validation fails; otherwise the run without them",

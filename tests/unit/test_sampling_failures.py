@@ -38,6 +38,15 @@ class Model(torch.nn.Module):
         self.moved_back += 1
 
 
+class Rotating(Model):
+    """A model that upstream switches for sampling and back, such as Anima."""
+
+    trains = False
+
+    def switch_block_swap_for_training(self):
+        self.trains = True
+
+
 def fail(*args, **kwargs):
     raise ValueError("no prompt")
 
@@ -62,6 +71,20 @@ def test_a_failed_sample_restores_random_state_and_devices(capsys):
     assert vae.device.type == "cpu"
     assert swapped.moved_back == 1
     assert "sampling failed, training continues without it: ValueError: no prompt" in capsys.readouterr().err
+
+
+def test_blocks_rotate_for_training_again_only_after_the_last_sample():
+    def sample_images(*args):
+        fail()
+
+    def sample_image_inference(*args):
+        fail()
+
+    model = Rotating(blocks_to_swap=2)
+    sampling_failures._sample(sample_image_inference, Settings())(accelerator(), ARGS, model)
+    assert (model.trains, model.moved_back) == (False, 1)
+    sampling_failures._sample(sample_images, Settings())(accelerator(), ARGS, model)
+    assert (model.trains, model.moved_back) == (True, 1)
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
