@@ -63,19 +63,20 @@ def _saving_only_the_model(args: Namespace) -> Iterator[None]:
 
 
 def step_save(frame: FrameType) -> StepSave | None:
-    """Return the statements in the source file of a training function; None for any other function."""
+    """Return what saves the model of a running or failed training function; None for any other function."""
     if _STEP not in local_names(frame.f_code):
         return None
-    statements = _statements(frame.f_code)
-    if statements is None:
+    module = saving_statements(frame.f_code)
+    if module is None:
         return None
-    names = {node.id for node in ast.walk(statements) if isinstance(node, ast.Name)} | {"optimizer_eval_fn"}
+    names = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)} | {"optimizer_eval_fn"}
     known = variables(frame)  # to keep all of them would keep the activations of the failed step
-    code = compile(statements, frame.f_code.co_filename, "exec")
+    code = compile(module, frame.f_code.co_filename, "exec")
     return StepSave(code, {name: known[name] for name in names if name in known})
 
 
-def _statements(function: CodeType) -> ast.Module | None:
+def saving_statements(function: CodeType) -> ast.Module | None:
+    """Return the statements of a function that save its model every some steps; None if it has none."""
     definition = definition_of(function)
     for node in ast.walk(definition) if definition is not None else ():
         if isinstance(node, ast.If) and _is_due(node.test):

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 
+from kohya_ext.patching.step_save import saving_statements
 from kohya_ext.run import resume
+from kohya_ext.sdscripts.checkouts import is_training_script
 from kohya_ext.tiny import dataset
 from tests.real.test_losing_nothing import FULL, LORA, assert_all_complete, read, same
 
@@ -140,3 +142,19 @@ def test_output_folder_replaced_by_a_file_loses_nothing(checkout, train, tmp_pat
     assert f"Writing to {model} instead" in run.output
     assert resume.state_problem(state) is None
     assert same(read(model), train(checkout, script, "--max_train_steps", "6").tensors)
+
+
+def functions_of(code):
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            yield constant
+            yield from functions_of(constant)
+
+
+def test_every_training_script_has_statements_that_save(checkout):
+    scripts = [file for file in sorted(checkout.path.glob("*.py")) if is_training_script(file)]
+    assert len(scripts) > 20
+    for script in scripts:
+        code = compile(script.read_text(encoding="utf-8"), str(script), "exec")
+        loops = [each for each in functions_of(code) if "accumulate" in each.co_names]
+        assert all(saving_statements(each) is not None for each in loops), script
