@@ -41,12 +41,25 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     except OSError as error:
         findings.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
         return
+    if (problem := _logging_problem(args)) is not None:
+        findings.errors.append(problem)
     if (owner := output_lock.other_owner(args)) is not None:
         findings.errors.append(output_lock.conflict_message(args, owner))
     _check_earlier(folder, name, findings, settings)
     size = sizes.predict(script, args)
     if size is not None:
         _check_free_space(args, folder, size, findings, settings)
+
+
+def _logging_problem(args: Namespace) -> str | None:
+    """Return why trackers cannot write to --logging_dir, which would end the run after the model has loaded."""
+    name = getattr(args, "logging_dir", None)
+    if not name:
+        return None
+    nearest = next(path for path in (Path(name).absolute(), *Path(name).absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        return f"--logging_dir {name} cannot be a folder: {nearest} is a file"
+    return None if os.access(nearest, os.W_OK) else f"--logging_dir {name} cannot be written to"
 
 
 def name_problem(folder: Path, name: str) -> str | None:
