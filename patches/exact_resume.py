@@ -155,8 +155,8 @@ def _init_trackers(original: Any, settings: Settings) -> Any:
 def _load_control_net(original: Any, settings: Settings) -> Any:
     """Let accelerate load a state into SDXL's ControlNet.
 
-    Upstream's method returns nothing where accelerate expects the missing names. Unless told otherwise it also replaces the
-    parameters, which the optimizer would go on training.
+    accelerate expects the missing names as the result; upstream's method returns nothing. By default it also replaces the
+    parameters, but the optimizer keeps training the old ones.
     """
 
     @wraps(original)

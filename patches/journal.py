@@ -528,7 +528,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     rank_reports.remove(file)
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     fallback = settings["fallback_dir"]
-    folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)
+    places = (folder, folder and Path(folder, name).parent, fallback)
+    folders = frozenset(os.path.abspath(each) for each in places if each)
     written = Journal(file, run.id, folders)
     written.open()
     try:
@@ -554,6 +555,18 @@ def _add(original: Any, settings: Settings) -> Any:
             recorder.add_loss(loss)
 
     return add
+
+
+def _log(original: Any, settings: Settings) -> Any:
+    """Read the loss of LECO's scripts, which record it nowhere else."""
+
+    @wraps(original)
+    def log(self: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original(self, values, *args, **kwargs)
+        if (recorder := current(_Recorder)) is not None and not self._dataloaders:
+            recorder.add_loss(values.get("loss"))
+
+    return log
 
 
 def _backward(original: Any, settings: Settings) -> Any:
@@ -583,6 +596,7 @@ PATCH = Patch(
     targets=(
         *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.log", _log, takes("self", "values"), body="runs"),
         Target("PIL.Image", "Image.save", _save_image, takes("self", "fp"), body="runs"),
     ),
     options=(JOURNAL, JOURNAL_FILE),

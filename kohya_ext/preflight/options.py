@@ -369,6 +369,8 @@ _RULES = (
     _Rule((), lambda run: run.precision == "fp16" and run.script in CASTS_WEIGHTS and not run.has("full_fp16"),
           "{run.script} fails at its first step with --mixed_precision fp16; use --mixed_precision bf16, or add --full_fp16"),
     _Rule(("fp8_base", "fp8_base_unet"), lambda run: run.precision == "no", "--{option} needs --mixed_precision bf16 or fp16"),
+    _Rule(("save_state", "save_state_on_train_end"), lambda run: run.script.endswith("_leco.py"),
+          "{run.script} does not read --{option}; use --save_state_every_n_minutes"),
     _Rule(("adaptive_noise_scale",), lambda run: not run.has("noise_offset"), "--{option} needs --noise_offset"),
     _Rule(("scale_v_pred_loss_like_noise_pred",), lambda run: not run.has("v_parameterization"),
           "--{option} needs --v_parameterization"),

@@ -1,7 +1,7 @@
 """Parts of a loaded state that upstream's scripts lose before their first step.
 
-- With ``--fused_optimizer_groups`` and ``--blockwise_fused_optimizers`` the scripts load a state before they prepare all
-  optimizers but the first, whose files are then ignored.
+- With ``--fused_optimizer_groups`` and ``--blockwise_fused_optimizers`` the scripts load a state after they have prepared the
+  first optimizer, and prepare the others later. The files of the others are not read.
 - Schedule-free optimizers keep one of two versions of a weight in the model. Scripts switch to the other version and back for
   sample images and at the end of each epoch, which rounds the weights. A resumed run does this for skipped epochs too.
 - The norms of GGPO (``--network_args ggpo_sigma=...``) are tensors of the network, but neither weights nor buffers.
@@ -93,12 +93,12 @@ class LoadedParts:
 
 def network_norms(accelerator: Accelerator) -> dict[str, dict[str, Any]]:
     """Return the norms of GGPO, by the name of the module and of the attribute; empty without GGPO."""
-    found = {}
+    norms = {}
     for name, module in _network_modules(accelerator):
-        norms = {key: value.cpu() for key in _NORMS if (value := vars(module).get(key)) is not None}
-        if norms:
-            found[name] = norms
-    return found
+        values = {key: value.cpu() for key in _NORMS if (value := vars(module).get(key)) is not None}
+        if values:
+            norms[name] = values
+    return norms
 
 
 def _network_modules(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:

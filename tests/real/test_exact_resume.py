@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.real.test_losing_nothing import FULL, LORA, same
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_nothing_failed, read, same
 
 torch = pytest.importorskip("torch")
 
@@ -55,7 +55,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: The generation that runs a case by default; the other cases are slow.
+DEFAULTS = {"epochs": pytest.mark.newest, "fused blocks of FLUX": pytest.mark.oldest}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=DEFAULTS.get(case, pytest.mark.slow)) for case in CASES])
 def test_resume_equals_the_undisturbed_run(checkout, train, case):
     script, options, states = CASES[case]
     undisturbed = train(checkout, script, *options)
@@ -69,3 +73,32 @@ def test_resume_equals_the_undisturbed_run(checkout, train, case):
                 for name, tensor in resumed.tensors.items()
             )
     assert not different
+
+
+@pytest.mark.parametrize("scripts", SCRIPTS)
+def test_resume_at_the_last_step_writes_the_final_model_once(checkout, train, scripts, tmp_path):
+    """As after a kill between the last state and the final model. The output name has a folder."""
+    folder, prompts = tmp_path / "cats", tmp_path / "prompts.txt"
+    folder.mkdir()
+    prompts.write_text("a cat --w 64 --h 64 --s 1 --d 1")
+    options = (*TIMED, "--max_train_steps", "3", "--output_name", "cats/tiny", "--sample_prompts", str(prompts))
+    options += ("--sample_at_first", "--sample_every_n_steps", "99", "--resume", "auto")
+    first = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
+    assert first.code == 0, first.output[-4000:]
+    assert "written to" in first.output
+    assert_nothing_failed(first)
+    model, samples = folder / "tiny.safetensors", len(list(tmp_path.rglob("*.png")))
+    expected = read(model)
+    model.unlink()
+
+    resumed = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert "all 3 steps are trained; writing the final model" in resumed.output
+    assert same(read(model), expected)
+    assert len(list(tmp_path.rglob("*.png"))) == samples
+
+    written = model.stat().st_mtime_ns
+    again = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
+    assert again.code == 0, again.output[-4000:]
+    assert f"this run is finished: {model} was written after" in again.output
+    assert model.stat().st_mtime_ns == written
