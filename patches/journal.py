@@ -596,7 +596,7 @@ PATCH = Patch(
     targets=(
         *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
-        Target("accelerate.accelerator", "Accelerator.log", _log, takes("self", "values"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.log", _log, body="runs"),
         Target("PIL.Image", "Image.save", _save_image, takes("self", "fp"), body="runs"),
     ),
     options=(JOURNAL, JOURNAL_FILE),
