@@ -21,12 +21,11 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, t
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run import ranks
+from kohya_ext.sdscripts.constraints import fused_optimizer
 
 #: Starts of the names of weights that may have no gradient. SDXL, Lumina 2 and --clip_skip do not use the last layers of text
 #: encoders.
 _USUAL = ("lora_te", "text_model.encoder.layers.", "text_model.final_layer_norm.", "text_projection.")
-
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
 
 @dataclass
@@ -101,10 +100,10 @@ def _check_dataset(original: Any, settings: Settings) -> Any:
 
 def _between_processes(args: Namespace, accelerator: Accelerator) -> Iterator[str]:
     # DistributedDataParallel averages a gradient after the hooks in which these optimizers step and free it.
-    fused = [name for name in _FUSED if getattr(args, name, None)]
-    if fused and accelerator.num_processes > 1:
+    fused = fused_optimizer(args)
+    if fused is not None and accelerator.num_processes > 1:
         yield (
-            f"--{fused[0]} steps before the processes have averaged their gradients, so each would train its own weights; "
+            f"--{fused} steps before the processes have averaged their gradients, so each would train its own weights; "
             "remove it or use one process"
         )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
