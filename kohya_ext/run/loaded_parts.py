@@ -2,8 +2,9 @@
 
 - With ``--fused_optimizer_groups`` and ``--blockwise_fused_optimizers`` the scripts load a state after they have prepared the
   first optimizer, and prepare the others later. The files of the others are not read.
-- Schedule-free optimizers keep one of two versions of a weight in the model. Scripts switch to the other version and back for
-  sample images and at the end of each epoch, which rounds the weights. A resumed run does this for skipped epochs too.
+- Schedule-free optimizers keep one of two versions of a weight in the model. Scripts switch to the other version and back after
+  each step and each epoch, which rounds the weights. A resumed run does this for skipped epochs too, but not after the step
+  that saved the state.
 - The norms of GGPO (``--network_args ggpo_sigma=...``) are tensors of the network, but neither weights nor buffers.
 """
 
@@ -40,8 +41,11 @@ class _ScheduleFree:
         weights = [weight.detach().to("cpu", copy=True) for weight in _weights(optimizer)]
         return cls(optimizer, [group[_MODE] for group in optimizer.param_groups], weights)
 
-    def restore(self) -> None:
-        """Restore the weights and switch to the version to train, as the script did after it saved."""
+    def restore(self, switches: bool) -> None:
+        """Restore the weights and switch to the version to train, as the script did after the state was saved.
+
+        ``switches``: the script switches after each step. A state that the extension saves is saved before that.
+        """
         import torch
 
         with torch.no_grad():
@@ -49,6 +53,8 @@ class _ScheduleFree:
                 weight.copy_(saved)
         for group, mode in zip(self.optimizer.param_groups, self.modes, strict=True):
             group[_MODE] = mode
+        if switches:
+            self.optimizer.eval()
         self.optimizer.train()
 
 
@@ -82,10 +88,10 @@ class LoadedParts:
             )
         prepared.load_state_dict(load(str(file), map_location="cpu"))
 
-    def restore(self) -> None:
-        """Restore weights and norms."""
+    def restore(self, switches: bool) -> None:
+        """Restore weights and norms. ``switches``: the script has switched schedule-free optimizers after the step."""
         for each in self.schedule_free:
-            each.restore()
+            each.restore(switches)
         for name, module in _network_modules(self.accelerator):
             for attribute, value in self.norms.get(name, {}).items():
                 setattr(module, attribute, value.to(self.accelerator.device))

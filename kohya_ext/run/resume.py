@@ -410,7 +410,7 @@ class Position(TrainingCallback):
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _set_initial_step(bar, self.step)
         if self._loaded_parts is not None:
-            self._loaded_parts.restore()
+            self._loaded_parts.restore("optimizer_eval_fn" in frame.f_locals)
             self._loaded_parts = None
         set_random_state(self._random)
         self._warn_of_differences()

@@ -45,8 +45,9 @@ def accelerator_of(network, *optimizers):
     )
 
 
+@pytest.mark.parametrize("switches", [True, False])
 @pytest.mark.parametrize("saved_for_training", [True, False])
-def test_weights_of_a_schedule_free_optimizer_are_those_of_the_state(saved_for_training, tmp_path):
+def test_weights_of_a_schedule_free_optimizer_are_those_after_the_step_of_the_state(saved_for_training, switches, tmp_path):
     torch.manual_seed(0)
     network = Network()
     optimizer = ScheduleFree(network.parameters())
@@ -58,10 +59,15 @@ def test_weights_of_a_schedule_free_optimizer_are_those_of_the_state(saved_for_t
         optimizer.eval()
         optimizer.train()
     assert not torch.equal(network.down.weight, loaded)
-    parts.restore()
-    assert optimizer.param_groups[0]["train_mode"]
-    expected = loaded if saved_for_training else loaded.lerp(torch.full_like(loaded, 0.7), 1 - 0.9)
-    assert torch.equal(network.down.weight, expected)
+    parts.restore(switches)
+    restored, training = network.down.weight.detach().clone(), optimizer.param_groups[0]["train_mode"]
+    network.down.weight.data.copy_(loaded)
+    optimizer.param_groups[0]["train_mode"] = saved_for_training
+    if switches:
+        optimizer.eval()
+    optimizer.train()
+    assert training
+    assert torch.equal(restored, network.down.weight)
 
 
 def test_norms_of_ggpo_are_saved_and_restored(tmp_path):
@@ -70,7 +76,7 @@ def test_norms_of_ggpo_are_saved_and_restored(tmp_path):
     norms = network_norms(accelerator_of(network))
     assert {name: list(each) for name, each in norms.items()} == {"down": ["grad_norms"]}
     resumed = Network()
-    LoadedParts.of(accelerator_of(resumed), tmp_path, norms, at_position=True).restore()
+    LoadedParts.of(accelerator_of(resumed), tmp_path, norms, at_position=True).restore(False)
     assert torch.equal(resumed.down.grad_norms, torch.ones(2, 1))
 
 
