@@ -52,8 +52,8 @@ def set_next_step(loader: Any, value: int | None) -> None:
 
 def steps(loader: Any) -> list[int | None]:
     """Return the step that the datasets have, and the one that they get with the next batch."""
-    order = state(loader)
-    return [order["counters"][1], order["next_step"]]
+    sets = _datasets(loader)
+    return [getattr(sets[0], "current_step", 0) if sets else 0, getattr(_next_step(loader), "value", None)]
 
 
 def set_steps(loader: Any, saved: list[int | None] | None) -> None:

@@ -351,14 +351,19 @@ class Position(TrainingCallback):
             for name in self._original:
                 setattr(self.args, name, _SKIPPED_EPOCH[name])
             self.accelerator.log = lambda *args, **kwargs: None
-        unfinished = self.epoch == target["epoch"] - 1 and not target["finished"]
-        began = target["earlier"] if unfinished else target if self.epoch == target["epoch"] and target["finished"] else None
-        if began is None or not _is_persistent(loader) or self._is_last(target):
+        began = self._last_skipped(target) if _is_persistent(loader) and not self._is_last(target) else None
+        if began is None:
             loader.iteration += 1
             return
         self._begin_again(began)
         for _ in batches():
             pass
+
+    def _last_skipped(self, target: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the start of the current epoch if the next one is trained; else None."""
+        if target["finished"]:
+            return target if self.epoch == target["epoch"] else None
+        return target["earlier"] if self.epoch == target["epoch"] - 1 else None
 
     @contextlib.contextmanager
     def _watched(self, loader: Any, skipped: int = 0, loaded: dict[str, Any] | None = None) -> Iterator[None]:
