@@ -113,6 +113,8 @@ class Position(TrainingCallback):
     """With several processes, the random state of each after this step: see :meth:`gather`."""
     _fixed: dict[str, Any] | None = None
     """The random state for states that an uninterrupted run would not save: see :meth:`fix_random_state`."""
+    _has_left_step: bool = False
+    """Whether the loop has finished the statements after the last step: saving, sampling and logging."""
     _new_states: list[Path] = field(default_factory=list)
     """States saved since the loop last took a batch: see :meth:`_save_next_random_state`."""
     _is_due: bool = False
@@ -131,7 +133,7 @@ class Position(TrainingCallback):
     def after_batch(self, accelerator: Accelerator) -> None:
         """Count a micro-batch, and the optimizer step if there was one."""
         self.batch += 1
-        self._order = None
+        self._order, self._has_left_step = None, False
         self.step += bool(accelerator.sync_gradients)
         if accelerator.num_processes > 1 and accelerator.sync_gradients:
             self._ranks = None
@@ -200,7 +202,7 @@ class Position(TrainingCallback):
             own = self.snapshot().part()
             ranks = self._ranks or [{**own, "random": self._fixed or own["random"]}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
-            norms = {"norms": network_norms(self.accelerator)}
+            norms = {"norms": network_norms(self.accelerator), "left": self._has_left_step}
             torch.save({**counters, **accumulated, **processes, **norms}, folder / FILE)
             if self._fixed is None:
                 self._new_states.append(final_path(folder))
@@ -397,6 +399,7 @@ class Position(TrainingCallback):
     def _after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield batch
+            self._has_left_step = True
             if self._new_states or self._is_due:  # the loop has finished saving, sampling and logging for this step
                 self._save_next_random_state()
 
@@ -415,7 +418,7 @@ class Position(TrainingCallback):
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _set_initial_step(bar, self.step)
         if self._loaded_parts is not None:
-            self._loaded_parts.restore("optimizer_eval_fn" in frame.f_locals)
+            self._loaded_parts.restore("optimizer_eval_fn" in frame.f_locals and not target.get("left", False))
             self._loaded_parts = None
         set_random_state(self._random)
         self._warn_of_differences()
