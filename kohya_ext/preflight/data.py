@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.config.user_files import read_dataset_config
+from kohya_ext.config.user_files import read_dataset_config, read_toml
 from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings, abbreviated, buckets, caches, captions, colours
 from kohya_ext.preflight.buckets import Buckets
@@ -72,6 +72,10 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     """Check every subset and its images; add the number of steps."""
     if getattr(args, "dataset_class", None):
         return  # the user's own code reads the data
+    if not any(hasattr(args, option) for option in ("train_data_dir", "dataset_config")):
+        _check_prompts_file(args, findings)
+        findings.steps = args.max_train_steps
+        return
     subsets = list(_subsets(script, args, findings))
     sizes: dict[Path, list[tuple[int, int] | None]] = {}
     for subset in subsets:
@@ -94,6 +98,20 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
     if any(sizes.values()) and not findings.errors:
         _add_steps(subsets, sizes, args, findings)
+
+
+def _check_prompts_file(args: Namespace, findings: Findings) -> None:
+    """Check the file that LECO's scripts read instead of images."""
+    file = getattr(args, "prompts_file", None)
+    if file is None:
+        return
+    try:
+        prompts = read_toml(Path(file), f"--prompts_file {file}")
+    except UserError as error:
+        findings.errors.append(str(error))
+        return
+    if not prompts:
+        findings.errors.append(f"--prompts_file {file} is empty; add a [[prompts]] section")
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

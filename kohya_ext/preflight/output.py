@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.preflight import Findings, sizes
+from kohya_ext.preflight import Findings, given, sizes
 from kohya_ext.preflight.sizes import Size
 from kohya_ext.run import output_lock
 from kohya_ext.run.atomic_write import previous
@@ -26,7 +26,7 @@ _INVALID_ON_WINDOWS = '<>:"|?*'
 
 
 def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
-    """Check the output folder. Creates the folder and changes nothing else."""
+    """Check the output folder. Creates the folder, with that for samples, and changes nothing else."""
     if not getattr(args, "output_dir", None):
         findings.errors.append("no output folder: --output_dir is required")
         return
@@ -36,6 +36,8 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if name and any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")):
+            (folder / "sample" / name).parent.mkdir(parents=True, exist_ok=True)  # upstream does not create folders in a name
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -258,6 +258,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--full_fp16"),
     Constraint(("fp8_base", "fp8_base_unet"), _PRECISION, lambda run: run.precision == "no",
                "--{option} needs --mixed_precision bf16 or fp16"),
+    Constraint(("save_state", "save_state_on_train_end"), (), lambda run: run.script.endswith("_leco.py"),
+               "{run.script} does not read --{option}; use --save_state_every_n_minutes"),
     Constraint(("adaptive_noise_scale",), (), lambda run: not run.has("noise_offset"), "--{option} needs --noise_offset"),
     Constraint(("scale_v_pred_loss_like_noise_pred",), (), lambda run: not run.has("v_parameterization"),
                "--{option} needs --v_parameterization"),

@@ -213,7 +213,10 @@ FAMILIES: tuple[Family, ...] = (
         ),
         lora="train_network.py",
         finetune=("fine_tune.py", "train_db.py"),
-        others=("train_textual_inversion.py", "train_control_net.py", "train_controlnet.py", "train_leco.py"),
+        others=(
+            *("train_textual_inversion.py", "train_textual_inversion_XTI.py", "train_control_net.py", "train_controlnet.py"),
+            "train_leco.py",
+        ),
         networks=("networks.lora", "networks.lora_fa"),
         module="library.original_unet",
         model="UNet2DConditionModel",
