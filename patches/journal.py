@@ -518,7 +518,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     rank_reports.remove(file)
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     fallback = settings["fallback_dir"]
-    folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)
+    places = (folder, folder and Path(folder, name).parent, fallback)
+    folders = frozenset(os.path.abspath(each) for each in places if each)
     written = Journal(file, run.id, folders)
     written.open()
     try:
@@ -544,6 +545,18 @@ def _add(original: Any, settings: Settings) -> Any:
     return add
 
 
+def _log(original: Any, settings: Settings) -> Any:
+    """Read the loss of LECO's scripts, which record it nowhere else."""
+
+    @wraps(original)
+    def log(self: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original(self, values, *args, **kwargs)
+        if not self._dataloaders:
+            observe(_Recorder, lambda recorder: recorder.add_loss(values.get("loss")))
+
+    return log
+
+
 def _save_image(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def save(self: Any, fp: Any, *args: Any, **kwargs: Any) -> Any:
@@ -560,6 +573,7 @@ PATCH = Patch(
     summary="write settings, losses, times, memory and events of the run to a journal, and a summary at the end; see `watch`",
     targets=(
         *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.log", _log, body="runs"),
         Target("PIL.Image", "Image.save", _save_image, takes("self", "fp"), body="runs"),
     ),
     options=(JOURNAL, JOURNAL_FILE),
