@@ -7,6 +7,7 @@ arguments are changed to "save now, with the state". So names, formats and metad
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -141,7 +142,7 @@ class Stopper(TrainingCallback):
         if self.parent and os.getppid() != self.parent:
             note("the launcher has ended: saving the model and the state")
             self.request("its launcher ended", 128 + signal.SIGTERM)
-        elif self.file.exists():
+        elif os.path.exists(self.file):  # False, too, for a folder that cannot be read any more
             note(f"stop file {self.file} exists: saving the model and the state")
             self.request(f"stop file {self.file.name}", _STOP_FILE_CODE)
 
@@ -155,7 +156,8 @@ class Stopper(TrainingCallback):
         accelerator.wait_for_everyone()
         ranks.leave()
         if accelerator.is_main_process:
-            self.file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.file.unlink()
             state = self.states[-1] if self.states else None
             if state is None:
                 warn("the script saved no state, so this run cannot be resumed")
