@@ -1,8 +1,11 @@
 """Hold back preset values that contradict the user's options.
 
 A preset only sets options that the user does not set, but its values can still contradict the user's other options. For
-example, a cached text encoder cannot be trained, cached captions cannot be shuffled, and Adafactor's arguments are invalid for
-other optimizers. Each rule stands for an assertion or error in sd-scripts, or for an option that it silently ignores.
+example, a cached text encoder cannot be trained, and cached captions cannot be shuffled. Each of :data:`RULES` stands for an
+assertion or error in sd-scripts, or for an option that it silently ignores.
+
+Some values only have a meaning together: a preset's alpha suits its rank. A preset sets such a group only if the user sets
+nothing of it (:data:`GROUPS`).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts import families, networks
 from kohya_ext.sdscripts.families import Family
 
 #: (user's value of an option, values of all other options) -> whether it contradicts the preset.
@@ -28,6 +31,8 @@ class Rule:
     """(model family, script's file name) -> whether the rule holds; None means every script, known or not."""
     costs_memory: bool = True
     """Whether the run needs more memory without a key of :data:`SAVES_MEMORY`."""
+    consequence: str = ""
+    """Follows the user's option in messages."""
 
     def is_for(self, script: str, family: Family | None) -> bool:
         """Return whether the rule holds for a script and the model family that it trains."""
@@ -38,8 +43,12 @@ class Rule:
         for option in (option for option in self.options if option in given):
             others = {**_DEFAULTS, **filled, **{key: value for key, value in given.items() if key != option}}
             if self.when(given[option], others):
-                return f"{option} = {given[option]}"
+                return f"{option} = {given[option]}{self.consequence and f': {self.consequence}'}"
         return None
+
+
+def _is_given(value: object, others: Mapping[str, object]) -> bool:
+    return True
 
 
 def _is_set(value: object, others: Mapping[str, object]) -> bool:
@@ -62,8 +71,16 @@ def _accumulates(value: object, others: Mapping[str, object]) -> bool:
     return isinstance(value, (int, float)) and value > 1
 
 
-def _takes_no_warmup(value: object, others: Mapping[str, object]) -> bool:
-    return value == "constant" or str(value).startswith("adafactor")
+def _has_other_rates(value: object, others: Mapping[str, object]) -> bool:
+    return str(value).lower() not in _RATES_OF_ADAM
+
+
+def _has_no_rank(value: object, others: Mapping[str, object]) -> bool:
+    return networks.meaning_of_dim(value, others.get("network_args")) is not None
+
+
+def _names_no_optimizer(value: object, others: Mapping[str, object]) -> bool:
+    return _is_set(value, others) and "optimizer_type" not in others
 
 
 def _is_not_bf16(value: object, others: Mapping[str, object]) -> bool:
@@ -72,6 +89,16 @@ def _is_not_bf16(value: object, others: Mapping[str, object]) -> bool:
 
 def _trains_t5(value: object, others: Mapping[str, object]) -> bool:
     return any(str(item).lower() == "train_t5xxl=true" for item in (value if isinstance(value, list) else [value]))
+
+
+def _is_other_resolution(value: object, others: Mapping[str, object]) -> bool:
+    """Return whether a resolution is not the preset's, in any notation: ``1024``, ``"1024,1024"``, ``[1024, 1024]``."""
+    return _sides(value) != _sides(others.get("resolution"))
+
+
+def _sides(resolution: object) -> list[str]:
+    sides = [str(side).strip() for side in (resolution if isinstance(resolution, list) else str(resolution).split(","))]
+    return sides * 2 if len(sides) == 1 else sides
 
 
 def _has_no_buckets(value: object, others: Mapping[str, object]) -> bool:
@@ -96,6 +123,14 @@ _CHANGING_IMAGES = ("color_aug", "random_crop")
 
 _TEXT_RATES = ("text_encoder_lr", "network_train_text_encoder_only")
 
+_RANK = ("network_dim", "network_alpha")
+_BUCKET_LIMITS = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
+_SCHEDULERS = ("lr_scheduler", "lr_scheduler_type")
+_SHAPES_OF_SCHEDULES = ("lr_scheduler_args", "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_decay_steps")
+
+#: Optimizers with the same learning rates: their steps are about as long as the rate, whatever the gradients' size.
+_RATES_OF_ADAM = ("adamw", "adamw8bit", "pagedadamw", "pagedadamw8bit", "pagedadamw32bit", "adafactor")
+
 #: Upstream's defaults of options that conditions read.
 _DEFAULTS: Mapping[str, object] = {"min_bucket_reso": 256, "max_bucket_reso": 1024}
 
@@ -109,7 +144,28 @@ def _network_trains_or_caches(family: Family, script: str) -> bool:
     return script == family.lora and _trains_or_caches(family, script)
 
 
+#: Keys that a preset sets together. If the user sets one of a rule's options, sd-scripts' defaults apply to its keys.
+#:
+#: A learning rate alone does not change the optimizer, nor a number of warmup steps the scheduler: sd-scripts' default scheduler
+#: rejects warmup, and its default optimizer needs four times the memory of a fine-tuning preset's.
+GROUPS = (
+    Rule(_RANK, _RANK, _is_given),
+    Rule(_RANK, ("dim_from_weights",), _is_set),
+    Rule(_RANK, ("network_module",), _has_no_rank, consequence="its dimension is not a rank"),
+    Rule(_BUCKET_LIMITS, _BUCKET_LIMITS, _is_given),
+    Rule(_BUCKET_LIMITS, ("resolution",), _is_other_resolution),
+    Rule(("optimizer_args", "max_grad_norm", "fused_backward_pass"), ("optimizer_type",), _is_other_optimizer),
+    Rule(("learning_rate",), ("optimizer_type",), _has_other_rates, consequence="set its --learning_rate"),
+    Rule(("learning_rate",), ("use_lion_optimizer",), _is_set, consequence="set its --learning_rate"),
+    Rule(("optimizer_type", "optimizer_args", "max_grad_norm", "fused_backward_pass"), _OLD_OPTIMIZER_SWITCHES, _is_set),
+    Rule(("optimizer_type",), ("optimizer_args",), _is_set),
+    Rule(("max_grad_norm", "fused_backward_pass"), ("optimizer_args",), _names_no_optimizer),
+    Rule(("lr_warmup_steps", *_SHAPES_OF_SCHEDULES), _SCHEDULERS, _is_set),
+    Rule(("lr_scheduler",), ("lr_scheduler_type",), _is_set),
+)
+
 RULES = (
+    *GROUPS,
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
     Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, lambda family, script: family.trains_text_encoders),
     Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
@@ -120,7 +176,12 @@ RULES = (
     Rule(_CACHED_TEXT, (*_CHANGING_CAPTIONS, "weighted_captions"), _is_set),
     Rule(_CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
     Rule(_CACHED_LATENTS, (*_CHANGING_IMAGES, "train_inpainting"), _is_set),
-    Rule(("enable_bucket",), ("resolution",), _has_no_buckets),
+    Rule(
+        ("enable_bucket",),
+        ("resolution",),
+        _has_no_buckets,
+        consequence="outside the bucket limits; set --enable_bucket, --min_bucket_reso and --max_bucket_reso for it",
+    ),
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set, costs_memory=False),
     Rule(("gradient_checkpointing_ratio",), ("gradient_checkpointing",), _is_off),
     Rule(("blocks_to_swap",), ("cpu_offload_checkpointing", "unsloth_offload_checkpointing"), _is_set),
@@ -128,14 +189,9 @@ RULES = (
     Rule(("full_bf16",), ("mixed_precision",), _is_not_bf16),
     Rule(("full_bf16",), ("full_fp16",), _is_set),
     Rule(("fp8_base", "fp8_base_unet"), ("mixed_precision",), lambda value, others: value == "no"),
-    # Arguments, gradient clipping and fused backward pass are specific to the optimizer.
-    Rule(("optimizer_args", "max_grad_norm", "fused_backward_pass"), ("optimizer_type",), _is_other_optimizer),
-    Rule(("optimizer_type", "optimizer_args", "max_grad_norm", "fused_backward_pass"), _OLD_OPTIMIZER_SWITCHES, _is_set),
     Rule(("fused_backward_pass",), _FUSED_STEPS[1:], _is_set),
     Rule(("fused_backward_pass",), ("gradient_accumulation_steps",), _accumulates),
     Rule(("gradient_accumulation_steps",), _FUSED_STEPS, _is_set),
-    Rule(("lr_warmup_steps",), ("lr_scheduler",), _takes_no_warmup),
-    Rule(("lr_warmup_steps",), ("lr_scheduler_type",), _is_set),
 )
 
 #: Preset keys without which a run needs more memory.

@@ -48,6 +48,11 @@ ANY = "any"
 BASE = "base"
 
 
+class NotForScriptError(UserError):
+    """A preset exists, but not for this script."""
+
+
+
 @dataclass(frozen=True)
 class Value:
     """One key of a preset."""
@@ -79,6 +84,8 @@ class Overlay:
     """The presets that the user named, for messages: ``sdxl-lora/16gb + sdxl-lora/quality``."""
     held_back: Mapping[str, Reason] = field(default_factory=dict)
     """Keys that are not applied because they contradict the user's options."""
+    remarks: tuple[str, ...] = ()
+    """Presets from the environment that are not applied, with the reasons."""
 
     @property
     def values(self) -> dict[str, Value]:
@@ -104,8 +111,10 @@ def shipped() -> Iterator[tuple[str, str, Path]]:
 
 
 def scripts(family: str) -> list[str]:
-    """Return the scripts that a family of presets is for."""
-    return [script for script, folder in FAMILIES.items() if family in (folder, ANY) or SIBLINGS.get(family) == script]
+    """Return the scripts that a family of presets is for; those with presets of their own first."""
+    if family == ANY:
+        return list(dict.fromkeys([*FAMILIES, *(script for each in families.FAMILIES for script in each.scripts)]))
+    return [script for script, folder in FAMILIES.items() if family == folder or SIBLINGS.get(family) == script]
 
 
 def base(family: str) -> Preset | None:
@@ -117,15 +126,17 @@ def base(family: str) -> Preset | None:
 def load(names: Iterable[str], script: str) -> Overlay:
     """Load presets for a script (its file name), each after those that it extends.
 
-    For a tier without a file the next smaller one of its kind is loaded. Raises UserError for an unknown preset, or one of
-    another family.
+    For a tier without a file the next smaller one of its kind is loaded. A tier replaces earlier ones. Raises UserError for an
+    unknown preset, and NotForScriptError for one of other scripts.
     """
     named = [_load_one(name, script) for name in names]
     stack: dict[str, Preset] = {}
     for top in named:
         for preset in _with_bases(top):
             stack.setdefault(preset.name, preset)
-    return Overlay(tuple(stack.values()), " + ".join(preset.name for preset in named))
+    replaced = [preset.name for preset in stack.values() if "vram_gb" in preset.about][:-1]
+    label = " + ".join(preset.name for preset in named if preset.name not in replaced)
+    return Overlay(tuple(preset for preset in stack.values() if preset.name not in replaced), label)
 
 
 def _with_bases(preset: Preset) -> Iterator[Preset]:
@@ -150,10 +161,10 @@ def _load_one(name: str, script: str) -> Preset:
         preset = parse(read_text(Path(name).expanduser(), f"preset {name}"), name, None)
     else:
         preset = _shipped(name, script)
-    if preset.family is not None and script not in scripts(preset.family):
+    if preset.family not in (None, ANY) and script not in scripts(str(preset.family)):
         choices = _choices(script)
-        raise UserError(
-            f"preset {preset.name} is for {', '.join(scripts(preset.family)) or preset.family}, not for {script}."
+        raise NotForScriptError(
+            f"preset {preset.name} is for {', '.join(scripts(str(preset.family))) or preset.family}, not for {script}."
             + (f" Presets for {script}: {choices}" if choices else "")
         )
     return preset
@@ -176,7 +187,9 @@ def _shipped(name: str, script: str) -> Preset:
     if not choices:
         raise UserError(f"no preset {name}; `presets list` shows all presets, or give the path of a TOML file")
     if tier is not None and (tiers := [each for each in _tiers(folders[0]) if each[0].kind == tier.kind]):
-        raise UserError(f"no preset {name} for {script}; use {choices} ({min(tiers)[1].stem} is the smallest tier)")
+        raise NotForScriptError(f"no preset {name} for {script}; use {choices} ({min(tiers)[1].stem} is the smallest tier)")
+    if not family and (tier is not None or any(other == stem for _, other, _ in shipped())):
+        raise NotForScriptError(f"no preset {name} for {script}; use {choices}")
     raise UserError(f"no preset {name} for {script}; use {choices}.{did_you_mean(stem, choices.split(', '))}")
 
 
@@ -184,7 +197,7 @@ def _choices(script: str) -> str:
     """Return the preset names for a script, separated by commas; those of its other models with their family."""
     own = [name for family, name, _ in shipped() if family == FAMILIES.get(script)]
     others = [f"{family}/{name}" for family, name, _ in shipped() if SIBLINGS.get(family) == script]
-    common = [name for family, name, _ in shipped() if family == ANY and name not in own and script in scripts(ANY)]
+    common = [name for family, name, _ in shipped() if family == ANY and name not in own]
     return ", ".join([*own, *others, *common])
 
 
