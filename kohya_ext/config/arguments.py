@@ -40,6 +40,8 @@ class TrainingParser(argparse.ArgumentParser):
         """
         parsed = super().parse_args(args, namespace)
         if args is None and (namespace is not None or not getattr(parsed, "config_file", None)):
+            for remark in self.command.presets.remarks:
+                warn(remark)
             if self.command.presets.presets:
                 note(preset_line(self.command))
             self.when_final(parsed)

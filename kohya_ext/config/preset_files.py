@@ -47,6 +47,9 @@ ANY = "any"
 #: The preset that the others of a family extend; users cannot choose it.
 BASE = "base"
 
+#: The preset that a GPU without bf16 adds to others.
+FP16 = "fp16"
+
 
 class NotForScriptError(UserError):
     """A preset exists, but not for this script."""

@@ -60,6 +60,11 @@ class Gpu:
         """Whether it is a GeForce: RTX and four digits."""
         return re.search(r"\brtx \d{4}\b", self.name.lower()) is not None and "ada" not in self.name.lower()
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies bf16 in hardware, as Ampere and later ones do."""
+        return self.architecture not in ("Turing", "7.5", "7.0")
+
     def reason_without_kernels(self, precision: str | None) -> str | None:
         """Return why a run with this ``--base_precision`` does not multiply in 8 bits on it; None if it does, or without it."""
         if precision == "int8" and self.architecture in ("Turing", "7.5"):

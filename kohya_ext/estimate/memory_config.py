@@ -314,8 +314,14 @@ def _parallel(config: MemoryConfig) -> dict[str, Any]:
 
 
 def with_bf16(config: MemoryConfig) -> MemoryConfig:
-    """Return a configuration with bf16 for fp16. Its memory is within 1%, and the package's table has its estimate."""
-    return replace(config, mixed_precision="bf16") if config.mixed_precision == "fp16" else config
+    """Return a configuration with bf16 for fp16. Its memory is within 1%, and the package's table has its estimate.
+
+    A VAE in fp32 that caches one image at a time does not raise the peak, except Anima's.
+    """
+    if config.mixed_precision != "fp16":
+        return config
+    raises_peak = not config.cache_latents or config.vae_batch_size > 1 or config.family.name == "anima"
+    return replace(config, mixed_precision="bf16", no_half_vae=config.no_half_vae and raises_peak)
 
 
 def _is_recorded(config: MemoryConfig) -> bool:

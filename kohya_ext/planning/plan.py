@@ -11,6 +11,7 @@ from typing import Literal
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
+from kohya_ext.config.preset_files import NotForScriptError
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config, predict, step_time
 from kohya_ext.estimate.gpus import Gpu
@@ -21,6 +22,9 @@ from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
 from kohya_ext.units import gigabytes, label
+
+#: Smallest fraction of its advertised size that the driver reports for a GPU: 24,564 MiB of an RTX 4090, 15,360 of a T4.
+ADVERTISED = 0.93
 
 #: Maximum number of new estimates for one plan, about 20 seconds each.
 MAX_ESTIMATES = 12
@@ -118,16 +122,18 @@ def automatic(command: CommandLine, card: int) -> str:
     This is the largest tier that fits with the user's arguments or, where its memory is not known, the tier of the GPU's size.
     Raises UserError when there is none.
     """
+    if command.name not in preset_files.FAMILIES:
+        raise NotForScriptError(f"--preset auto: {command.name} has no presets for GPU sizes")
     smaller = ""
     tier = None
     for tier, tier_command in _tiers_with(command):
         row = cache.shipped(_config(tier_command))
         if row is not None and fits(Estimate(**row), card):
             return tier.name
-        if row is None and tier.card <= card and not smaller:
+        if row is None and tier.card <= card / ADVERTISED and not smaller:
             smaller = tier.name
     if tier is None:
-        raise UserError(
+        raise NotForScriptError(
             f"--preset auto: {command.name} has no presets for GPU sizes; run `python -m kohya_ext plan {command.name}`"
         )
     if not smaller:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kohya_ext import units
+from kohya_ext import installed_gpus, units
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.console import note
@@ -48,7 +48,7 @@ def read_gpus(text: str) -> tuple[int, int, gpus.Gpu]:
 
 def _host_memory(count: int) -> int | None:
     """Return this machine's memory if it has the GPUs; None if the plan is for another one."""
-    if units.visible_gpus() < count:
+    if installed_gpus.visible_gpus() < count:
         return None
     import psutil
 

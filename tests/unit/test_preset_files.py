@@ -20,6 +20,7 @@ def test_sdxl_families_have_every_tier_and_quality():
         "balanced",
         "quality",
         "fused-adamw",
+        "fp16",
     }
 
 
@@ -80,6 +81,29 @@ def test_preset_overrides_those_that_it_extends(tmp_path):
         preset_files.load([str(mine)], "sdxl_train.py")
 
 
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["12gb", "24gb"], "sdxl-lora/24gb"),
+        (["12gb", "quality", "24gb"], "sdxl-lora/quality + sdxl-lora/24gb"),
+        (["24gb", "quality", "12gb-int8"], "sdxl-lora/quality + sdxl-lora/12gb-int8"),
+    ],
+)
+def test_a_tier_replaces_a_tier(names, label):
+    stacked = preset_files.load(names, "sdxl_train_network.py")
+    alone = preset_files.load([name for name in label.split(" + ")], "sdxl_train_network.py")
+    assert (stacked.label, stacked.values) == (label, alone.values)
+
+
+def test_a_tier_replaces_the_one_that_a_file_extends(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('seed = 1\n[preset]\nextends = ["sdxl-lora/12gb"]\n')
+    stacked = preset_files.load([str(mine), "24gb"], "sdxl_train_network.py")
+    assert "gradient_checkpointing_ratio" not in stacked.values
+    assert stacked.values["seed"].value == 1
+    assert "gradient_checkpointing_ratio" in preset_files.load(["24gb", str(mine)], "sdxl_train_network.py").values
+
+
 def test_later_preset_overrides_earlier_ones(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text("train_batch_size = 3 # because\n")
@@ -93,8 +117,9 @@ def test_later_preset_overrides_earlier_ones(tmp_path):
     ("names", "script", "message"),
     [
         (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py; use 10gb, "),
-        (["4gb"], "sdxl_train.py", r"fused-adamw, speed \(10gb is the smallest tier\)$"),
-        (["balanced"], "train_textual_inversion.py", r"not for train_textual_inversion\.py\.$"),
+        (["4gb"], "sdxl_train.py", r"speed \(10gb is the smallest tier\)$"),
+        (["12gb"], "train_textual_inversion.py", "no preset 12gb for train_textual_inversion.py; use balanced, fp16, fused-adamw"),
+        (["16gp"], "train_textual_inversion.py", r"no preset 16gp for train_textual_inversion.py; use balanced, "),
         (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py; .*Did you mean 24gb\?"),
         (["base"], "sdxl_train.py", "no preset base"),
         (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kohya_ext import units
+from kohya_ext import installed_gpus
 from kohya_ext.__main__ import main
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
@@ -143,7 +143,7 @@ def test_the_link_is_the_usual_one_of_a_gpu(name, link):
 
 
 def test_the_command_prints_the_host_memory_and_a_line_to_paste(checkout, monkeypatch, capsys):
-    monkeypatch.setattr(units, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(installed_gpus, "visible_gpus", lambda: 0)
     argv = ["plan", "--sd-scripts", str(checkout.path), "--gpus", "2x16GB", FULL]
     assert main(argv) == 0
     printed = capsys.readouterr().out
