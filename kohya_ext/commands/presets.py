@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, step_time
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.output import Console
 from kohya_ext.planning import automatic, tiers, upstream
 from kohya_ext.planning.tiers import Tier
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script

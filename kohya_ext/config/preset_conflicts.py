@@ -146,8 +146,8 @@ def _network_trains_or_caches(family: Family, script: str) -> bool:
 
 #: Keys that a preset sets together. If the user sets one of a rule's options, sd-scripts' defaults apply to its keys.
 #:
-#: A learning rate alone does not change the optimizer, nor a number of warmup steps the scheduler: sd-scripts' default scheduler
-#: rejects warmup, and its default optimizer needs four times the memory of a fine-tuning preset's.
+#: A learning rate alone does not change the optimizer, nor a number of warmup steps the scheduler: sd-scripts' default
+#: scheduler rejects warmup, and its default optimizer needs four times the memory of a fine-tuning preset's.
 GROUPS = (
     Rule(_RANK, _RANK, _is_given),
     Rule(_RANK, ("dim_from_weights",), _is_set),

@@ -55,7 +55,6 @@ class NotForScriptError(UserError):
     """A preset exists, but not for this script."""
 
 
-
 @dataclass(frozen=True)
 class Value:
     """One key of a preset."""

@@ -52,6 +52,8 @@ class Attempt:
     """Whether the script's parser has a key. Not called for the extension's options."""
     experimental: bool = False
     """Whether experimental savings are offered, which the GPU then supports."""
+    bf16: bool = True
+    """Whether the GPU computes in bf16."""
 
     @property
     def family(self) -> Family | None:
@@ -129,7 +131,9 @@ _FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_opti
 
 
 def _mixed_precision(run: Attempt) -> Changes:
-    return {} if run.values.get("mixed_precision") in ("bf16", "fp16") else {"mixed_precision": "bf16"}
+    if run.values.get("mixed_precision") in ("bf16", "fp16"):
+        return {}
+    return {"mixed_precision": "bf16"} if run.bf16 else {"mixed_precision": "fp16"}
 
 
 def _attention(run: Attempt) -> Changes:
@@ -295,8 +299,8 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "mixed precision",
-        "bf16 mixed precision for activations and frozen weights",
-        "rounding to 8 bits of mantissa; it is also faster. On RTX 20xx use fp16 with --no_half_vae",
+        "16-bit mixed precision for activations and frozen weights",
+        "rounding to 8 bits of mantissa with bf16, to 11 with fp16; it is also faster. SDXL's VAE needs --no_half_vae with fp16",
         exact=False,
         resumes=True,
         helps=_RESIDENT | {"caching latents", "caching text encoder outputs"},
@@ -431,7 +435,7 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
     MemorySaving(
         "resolution",
         "smaller images",
-        "less detail; images are trained at three quarters of the side",
+        "less detail; images are trained at fewer pixels, down to half of the model's side",
         exact=False,
         resumes=True,
         helps=_ACTIVATIONS | {"caching latents"},

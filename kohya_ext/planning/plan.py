@@ -409,4 +409,5 @@ def attempt(checkout: Checkout, command: CommandLine, gpu: Gpu | None = None) ->
     For a ``gpu``, experimental savings are offered that it supports.
     """
     experimental = gpu is not None and gpu.reason_without_kernels("int8") is None
-    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__, experimental)
+    bf16 = gpu is None or gpu.has_bf16
+    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__, experimental, bf16)

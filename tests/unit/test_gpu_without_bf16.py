@@ -24,7 +24,12 @@ def turing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("script", "half_vae"),
-    [("sdxl_train_network.py", False), ("flux_train_network.py", False), ("anima_train_network.py", True), ("train_network.py", True)],
+    [
+        ("sdxl_train_network.py", False),
+        ("flux_train_network.py", False),
+        ("anima_train_network.py", True),
+        ("train_network.py", True),
+    ],
 )
 def test_a_preset_gives_fp16_on_it(turing, script, half_vae):
     run = CommandLine(Path(script), ["--preset", "12gb"], {})

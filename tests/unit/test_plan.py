@@ -1,7 +1,6 @@
 """Plans from the tiers, the search over memory savings, and --preset auto, without torch or sd-scripts."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 

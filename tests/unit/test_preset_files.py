@@ -91,7 +91,7 @@ def test_preset_overrides_those_that_it_extends(tmp_path):
 )
 def test_a_tier_replaces_a_tier(names, label):
     stacked = preset_files.load(names, "sdxl_train_network.py")
-    alone = preset_files.load([name for name in label.split(" + ")], "sdxl_train_network.py")
+    alone = preset_files.load(label.split(" + "), "sdxl_train_network.py")
     assert (stacked.label, stacked.values) == (label, alone.values)
 
 
@@ -118,7 +118,11 @@ def test_later_preset_overrides_earlier_ones(tmp_path):
     [
         (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py; use 10gb, "),
         (["4gb"], "sdxl_train.py", r"speed \(10gb is the smallest tier\)$"),
-        (["12gb"], "train_textual_inversion.py", "no preset 12gb for train_textual_inversion.py; use balanced, fp16, fused-adamw"),
+        (
+            ["12gb"],
+            "train_textual_inversion.py",
+            r"no preset 12gb for train_textual_inversion.py; use balanced, fp16",
+        ),
         (["16gp"], "train_textual_inversion.py", r"no preset 16gp for train_textual_inversion.py; use balanced, "),
         (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py; .*Did you mean 24gb\?"),
         (["base"], "sdxl_train.py", "no preset base"),
