@@ -10,6 +10,9 @@ GB, GIB = 10**9, 2**30
 #: The value of ``--vram_budget`` for the GPU's free memory less a margin.
 AUTO = "auto"
 
+#: Smallest fraction of its advertised size that the driver reports for a GPU: 24,564 MiB of an RTX 4090, 15,360 of a T4.
+SMALLEST_SHARE = 0.93
+
 #: Limits of a GPU's size in GB and in bytes. A number without a unit is in bytes from :data:`MIN_BYTES` on.
 MAX_GB, MIN_BYTES = 1024, 2**28
 

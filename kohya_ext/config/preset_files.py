@@ -108,7 +108,7 @@ class Overlay:
 def shipped() -> Iterator[tuple[str, str, Path]]:
     """Yield (family, name, file) for every shipped preset: tiers by kind and size, then the others by name."""
     files = [file for folder in _folders() for file in folder.glob("*/*.toml") if file.stem != BASE]
-    for file in sorted(files, key=lambda file: (file.parent.name, _tier(file.stem) or _LAST, file.stem)):
+    for file in sorted(files, key=lambda file: (file.parent.name, tier_of(file.stem) or _LAST, file.stem)):
         yield file.parent.name, file.stem, file
 
 
@@ -174,7 +174,7 @@ def _load_one(name: str, script: str) -> Preset:
 
 def _shipped(name: str, script: str) -> Preset:
     family, _, stem = name.lower().rpartition("/")
-    tier = _tier(stem)
+    tier = tier_of(stem)
     stem = stem if tier is None else f"{tier.gb}gb{tier.kind}"
     folders = [family] if family else [FAMILIES.get(script, ""), ANY]
     file = next((file for folder in folders if (family or stem != BASE) and (file := file_of(folder, stem)) is not None), None)
@@ -212,7 +212,7 @@ def file_of(family: str, name: str) -> Path | None:
     return next((file for folder in _folders() if (file := folder / family / f"{name}.toml").is_file()), None)
 
 
-class _Tier(NamedTuple):
+class Tier(NamedTuple):
     """The size of a GPU that a preset's name has, and its kind, such as ``-int8``; sorted by kind, then size."""
 
     kind: str
@@ -220,16 +220,17 @@ class _Tier(NamedTuple):
 
 
 #: Sorts after every tier.
-_LAST = _Tier("~", 0)
+_LAST = Tier("~", 0)
 
 
-def _tiers(family: str) -> list[tuple[_Tier, Path]]:
-    return [(tier, file) for folder, name, file in shipped() if folder == family and (tier := _tier(name)) is not None]
+def _tiers(family: str) -> list[tuple[Tier, Path]]:
+    return [(tier, file) for folder, name, file in shipped() if folder == family and (tier := tier_of(name)) is not None]
 
 
-def _tier(name: str) -> _Tier | None:
+def tier_of(name: str) -> Tier | None:
+    """Return the tier that a preset's name means; None for another preset."""
     match = re.fullmatch(r"(\d+)\s*(?:g|gb)?(-int8|)", name)  # the formats of --vram
-    return _Tier(match.group(2), int(match.group(1))) if match else None
+    return Tier(match.group(2), int(match.group(1))) if match else None
 
 
 @functools.cache

@@ -300,7 +300,7 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
     MemorySaving(
         "mixed precision",
         "16-bit mixed precision for activations and frozen weights",
-        "rounding to 8 bits of mantissa with bf16, to 11 with fp16; it is also faster. SDXL's VAE needs --no_half_vae with fp16",
+        "8 bits of mantissa with bf16, 11 with fp16; it is also faster. SDXL's VAE needs --no_half_vae with fp16",
         exact=False,
         resumes=True,
         helps=_RESIDENT | {"caching latents", "caching text encoder outputs"},

@@ -21,10 +21,7 @@ from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, 
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
-from kohya_ext.units import gigabytes, label
-
-#: Smallest fraction of its advertised size that the driver reports for a GPU: 24,564 MiB of an RTX 4090, 15,360 of a T4.
-ADVERTISED = 0.93
+from kohya_ext.units import SMALLEST_SHARE, gigabytes, label
 
 #: Maximum number of new estimates for one plan, about 20 seconds each.
 MAX_ESTIMATES = 12
@@ -130,7 +127,7 @@ def automatic(command: CommandLine, card: int) -> str:
         row = cache.shipped(_config(tier_command))
         if row is not None and fits(Estimate(**row), card):
             return tier.name
-        if row is None and tier.card <= card / ADVERTISED and not smaller:
+        if row is None and tier.card <= card / SMALLEST_SHARE and not smaller:
             smaller = tier.name
     if tier is None:
         raise NotForScriptError(

@@ -168,9 +168,9 @@ class SeveralPlan:
     """The fastest shipped tier on one of the GPUs; None if none fits, or if its time is not known."""
 
     @property
-    def together(self) -> Option | None:
-        """The fastest close configuration on all GPUs; None if there is none."""
-        return next((option for option in (self.answer, *self.others) if option.is_close and option is not self.alone), None)
+    def together(self) -> Option:
+        """The best configuration on all GPUs."""
+        return next(option for option in (self.answer, *self.others) if option is not self.alone)
 
 
 def plan(checkout: Checkout, command: CommandLine, machine: Machine, announce: Callable[[str], None]) -> SeveralPlan:
@@ -186,13 +186,21 @@ def plan(checkout: Checkout, command: CommandLine, machine: Machine, announce: C
     candidate = next((each for each in known_tiers(checkout, command) if fits(each.estimate, machine.card)), None)
     if not inside:
         raise UserError(_reason(machine, outside, candidate))
-    alone = None
-    if candidate is not None and step_time.predict(candidate.estimate, candidate.command, machine.gpu) is not None:
-        name = replace(candidate, name=f"one GPU, {candidate.name}")
-        alone = Option(name, Engine.LORA, replace(machine, gpus=1))
-        inside.append(alone)
+    alone = _alone(candidate, machine)
+    inside += [alone] if alone is not None else []
     answer, *others = sorted(inside, key=lambda each: (not each.is_close, each.seconds_per_image))
     return SeveralPlan(machine, answer, tuple(others), tuple(outside), _images(command), alone)
+
+
+def _alone(candidate: Candidate | None, machine: Machine) -> Option | None:
+    """Return a configuration as an option for one of the GPUs; None without one, or if its time is not known."""
+    if candidate is None or step_time.predict(candidate.estimate, candidate.command, machine.gpu) is None:
+        return None
+    config = memory_config.read(candidate.command)[0]
+    base = preset_files.base(config.kind)
+    usual = base is not None and "full_bf16" in base.values
+    renamed = replace(candidate, name=f"one GPU, {candidate.name}")
+    return Option(renamed, Engine.LORA, replace(machine, gpus=1), is_close=usual or not config.full_bf16)
 
 
 def _reason(machine: Machine, outside: list[Option], alone: Candidate | None) -> str:

@@ -119,15 +119,16 @@ def _images(option: Option) -> str:
 def _several_or_one(result: SeveralPlan) -> Iterator[str]:
     """Yield whether the other GPUs pay, if the time on one is known."""
     alone, together, count = result.alone, result.together, result.machine.gpus
-    if alone is None or together is None:
+    if alone is None:
         return
     times = f"{alone.seconds_per_image:.2f} s per image on one of them, {together.seconds_per_image:.2f} s on {count}"
     if alone is result.answer:
         yield f"One GPU is faster than {count}: {times}, because of what they exchange. Train two models at once instead."
-    else:
-        yield f"One GPU is slower: {times} ({alone.candidate.name})."
-    if alone is result.answer:
         yield f"The fastest on {count} GPUs: {quoted(words(together))}"
+    elif alone.seconds_per_image < together.seconds_per_image:
+        yield f"One GPU is faster, but stores weights only in bf16: {times}. Its command: {quoted(words(alone))}"
+    else:
+        yield f"One GPU is slower: {times}."
 
 
 def _host(result: SeveralPlan) -> Iterator[str]:

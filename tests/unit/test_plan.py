@@ -293,7 +293,7 @@ def test_auto_selects_the_tier_that_fits_with_the_users_arguments():
     ("script", "message"),
     [
         ("anima_train.py", "anima_train.py has no presets for GPU sizes"),
-        ("train_controlnet.py", "the memory of train_controlnet.py cannot be estimated"),
+        ("train_controlnet.py", "train_controlnet.py has no presets for GPU sizes"),
     ],
 )
 def test_auto_fails_without_presets_for_gpu_sizes(script, message):
@@ -322,7 +322,12 @@ def test_auto_and_plan_without_a_gpu_ask_for_its_size(checkout, monkeypatch, cap
 def test_the_command_prints_the_command_line_and_json(checkout, capsys):
     arguments = ["plan", "--sd-scripts", str(checkout.path), LORA, "--vram", "16", "--output_name", "a name"]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.rstrip().endswith(f"python -m kohya_ext {LORA} --preset 16gb --output_name 'a name'")
+    printed = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in printed.splitlines()[1:4]] == ["time", "memory", "drawbacks"]
+    assert f"\nTo run it:\n  python -m kohya_ext {LORA} --preset 16gb --output_name 'a name'\n" in printed
+    assert "too big" not in printed
+    assert main([*arguments, "--verbose"]) == 0
+    assert "too big: preset sdxl-lora/" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["answer"]["total"] == output["answer"]["reserved"] + CONTEXT_BYTES <= output["usable"]
