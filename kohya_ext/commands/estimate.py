@@ -26,6 +26,7 @@ from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import fits, usable_bytes
+from kohya_ext.sdscripts import networks
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
 
 #: Returns the estimate of a command line.
@@ -266,6 +267,10 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
             )
     if (assumed := _assumed(prediction)) is not None:
         lines.append(f"Assumed, since it depends on the model files: {assumed}.")
+    meaning = networks.meaning_of_dim(prediction.config.get("network_module"), prediction.config.get("network_args"))
+    if meaning is not None:
+        name, dimension = prediction.config["network_module"], prediction.config["network_dim"]
+        lines.append(f"--network_dim {dimension} is not a rank, but {meaning} with {name}, and is counted as that.")
     lines += _of_processes(prediction)
     if prediction.recorded_kernels:
         lines.append(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import options
 from kohya_ext.quantization.selection import reason_to_refuse
+from kohya_ext.run.safetensors_header import count_blocks
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
 
@@ -251,8 +252,14 @@ def _eight_bit_base(run: Attempt) -> Changes:
     return {"base_precision": "int8", **off}
 
 
+def _most_swapped(run: Attempt) -> int:
+    if run.family is None or not run.family.usual_blocks:
+        return run.family.max_blocks_to_swap if run.family is not None else 0
+    return (count_blocks(run.values.get("pretrained_model_name_or_path")) or run.family.usual_blocks) - 2
+
+
 def _swap(run: Attempt) -> Changes:
-    most = run.family.max_blocks_to_swap if run.family is not None else 0
+    most = _most_swapped(run)
     now = run.number("blocks_to_swap", 0)
     if now >= most or run.has("cpu_offload_checkpointing", "unsloth_offload_checkpointing"):
         return {}
