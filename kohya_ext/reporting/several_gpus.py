@@ -123,7 +123,7 @@ def _several_or_one(result: SeveralPlan) -> Iterator[str]:
         return
     times = f"{alone.seconds_per_image:.2f} s per image on one of them, {together.seconds_per_image:.2f} s on {count}"
     if alone is result.answer:
-        yield f"One GPU is faster than {count}: {times}, because the GPUs wait for their exchange of gradients. Train another model on the second GPU."
+        yield f"One GPU is faster than {count}: {times}, because {count} wait for the exchange of gradients."
         yield f"The fastest on {count} GPUs: {quoted(words(together))}"
     elif alone.seconds_per_image < together.seconds_per_image:
         yield f"One GPU is faster, but stores weights only in bf16: {times}. Its command: {quoted(words(alone))}"
