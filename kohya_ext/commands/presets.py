@@ -166,7 +166,7 @@ def _table(listed: Sequence[Row], verbose: bool) -> Table:
 
 
 #: The meaning of the columns.
-SHORT_NOTE = "needs: predicted GB of the GPU (1e9 bytes); s/image: predicted seconds. --verbose prints more."
+SHORT_NOTE = "needs: predicted GPU memory; s/image: predicted seconds. --verbose prints more."
 
 NOTE = (
     "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. "

@@ -133,6 +133,15 @@ def test_a_run_fits_with_5_percent_left_free_as_for_plan(checkout, capsys, more,
     assert ("kohya_ext plan" in printed) is not fits
 
 
+def test_a_dimension_that_is_not_a_rank_is_mentioned(checkout, capsys, formula_estimates):
+    words = ["estimate", "sdxl_train_network.py", "--sd-scripts", str(checkout), "--preset", "8gb", "--network_dim", "8"]
+    main([*words, "--network_module", "networks.oft"])
+    line = "--network_dim 8 is not a rank, but the number of blocks of each layer with networks.oft, and is counted as that."
+    assert line in capsys.readouterr().out
+    main([*words, "--network_module", "networks.lora_fa"])
+    assert "not a rank" not in capsys.readouterr().out
+
+
 def test_a_chart_is_a_png(checkout, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "c.png"

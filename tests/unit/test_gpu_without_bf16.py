@@ -5,13 +5,16 @@ from pathlib import Path
 import pytest
 
 from kohya_ext import installed_gpus
+from kohya_ext.__main__ import main
 from kohya_ext.config import preset_files
 from kohya_ext.config.arguments import preset_line
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import gpus
 from kohya_ext.installed_gpus import InstalledGpu
 from kohya_ext.planning import automatic
+from kohya_ext.planning.memory_savings import Attempt, steps
 from kohya_ext.units import GIB
+from tests.unit.test_plan import checkout  # noqa: F401
 
 LORA = Path("sdxl_train_network.py")
 TURING, AMPERE = InstalledGpu("NVIDIA GeForce RTX 2060", 6 * GIB, 7.5), InstalledGpu("NVIDIA GeForce RTX 3060", 12 * GIB, 8.6)
@@ -45,6 +48,23 @@ def test_a_preset_gives_fp16_on_it(turing, script, half_vae):
 def test_auto_gives_fp16_on_it(turing):
     run = CommandLine(LORA, ["--preset", "auto"], {}, automatic)
     assert [preset.name for preset in run.presets.presets] == ["sdxl-lora/base", "sdxl-lora/6gb", "any/fp16"]
+
+
+def test_a_plan_for_it_says_so(checkout, capsys):  # noqa: F811
+    words = ["plan", "--sd-scripts", str(checkout.path), LORA.name]
+    assert main([*words, "--gpu", "RTX 2060"]) == 0
+    printed = capsys.readouterr().out
+    assert "precision: fp16, because the GPU has no bf16" in printed
+    assert "s per step on the RTX 2060" in printed
+    assert f"python -m kohya_ext {LORA} --preset 6gb\n" in printed
+    assert main([*words, "--gpu", "RTX 3060"]) == 0
+    assert "fp16" not in capsys.readouterr().out
+
+
+def test_memory_savings_offer_fp16_on_it():
+    for bf16, precision in ((True, "bf16"), (False, "fp16")):
+        run = Attempt(LORA.name, {}, lambda key: True, bf16=bf16)
+        assert {"mixed_precision": precision} in [step.changes for step in steps(run)]
 
 
 def test_fine_tuning_presets_keep_no_16_bit_weights(turing):

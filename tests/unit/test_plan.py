@@ -17,7 +17,7 @@ from kohya_ext.estimate.seconds import Kernels, Work
 from kohya_ext.planning import automatic, tiers, upstream
 from kohya_ext.planning import plan as planning
 from kohya_ext.sdscripts import checkouts
-from kohya_ext.units import GIB
+from kohya_ext.units import GIB, read_card
 
 LORA, FULL, FLUX = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py"
 GPU = gpus.named("RTX 4070")
@@ -299,6 +299,13 @@ def test_auto_selects_the_tier_that_fits_with_the_users_arguments():
 def test_auto_fails_without_presets_for_gpu_sizes(script, message):
     with pytest.raises(UserError, match=message):
         _ = CommandLine(Path(script), ["--preset", "auto", "--vram", "24"], {}, automatic).presets
+
+
+@pytest.mark.parametrize(("size", "tier"), [("24564MiB", "24gb"), ("15360MiB", "16gb"), ("11GB", "10gb")])
+def test_auto_takes_the_tier_of_the_advertised_size_where_memory_is_not_known(size, tier):
+    """A driver reports slightly less than the advertised size: 24,564 MiB for an RTX 4090."""
+    argv = ["--network_dim", "77", "--vram", size]
+    assert planning.automatic(CommandLine(Path(LORA), argv, {}), read_card(size)) == f"sdxl-lora/{tier}"
 
 
 def test_auto_combines_with_presets_and_reports_its_selection(tmp_path):

@@ -1,12 +1,15 @@
 """Loading, stacking and parsing of presets."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kohya_ext.config import preset_files
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.preset_files import NotForScriptError
 from kohya_ext.errors import UserError
-from kohya_ext.planning import tiers
+from kohya_ext.planning import automatic, tiers
 
 SHIPPED = list(preset_files.shipped())
 
@@ -163,3 +166,27 @@ def test_binary_preset_file_is_an_error(tmp_path):
     file.write_bytes(bytes(range(256)))
     with pytest.raises(UserError, match=r"mine\.toml is not UTF-8 text"):
         preset_files.load([str(file)], "sdxl_train.py")
+
+
+def test_a_preset_for_every_script_leaves_out_options_that_a_script_lacks(tmp_path):
+    (tmp_path / "train_leco.py").write_text('def setup_parser():\n    parser.add_argument("--lr_scheduler")\n')
+    presets = CommandLine(tmp_path / "train_leco.py", ["--preset", "quality"], {}).presets
+    assert presets.values.keys() == {"lr_scheduler"}
+    assert presets.held_back["lr_warmup_steps"].text == "not an option of train_leco.py"
+
+
+@pytest.mark.parametrize("name", ["12gb", "auto", "sdxl-lora/16gb", "99gb"])
+def test_a_preset_of_the_environment_that_does_not_apply_is_a_remark(name):
+    script = Path("train_textual_inversion.py")
+    presets = CommandLine(script, [], {"KOHYA_EXT_PRESET": f"{name},quality", "KOHYA_EXT_VRAM": "12"}, automatic).presets
+    assert presets.label == "any/quality"
+    (remark,) = presets.remarks
+    assert remark.startswith("KOHYA_EXT_PRESET: ")
+    assert remark.endswith("; training without it")
+    with pytest.raises(NotForScriptError):
+        _ = CommandLine(script, ["--preset", name, "--vram", "12"], {}, automatic).presets
+
+
+def test_a_misspelt_preset_of_the_environment_is_an_error():
+    with pytest.raises(UserError, match="no preset 12bg for train_textual_inversion"):
+        _ = CommandLine(Path("train_textual_inversion.py"), [], {"KOHYA_EXT_PRESET": "12bg"}, automatic).presets
