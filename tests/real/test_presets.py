@@ -103,9 +103,10 @@ def test_rank_of_a_gui_keeps_sd_scripts_alpha(checkout, train):
     """fluxgym gives --network_dim and no --network_alpha: sd-scripts' default of 1, not the preset's 16."""
     from safetensors.torch import load_file
 
-    usual = ("--network_dim", "4", "--network_alpha", "1", "--train_batch_size", "--seed")
-    more = ("--network_dim", "4", "--train_batch_size", "1", "--seed", "1")
-    run = train(checkout, "flux_train_network.py", *more, without=usual, start="environment", env={"KOHYA_EXT_PRESET": "12gb"})
+    usual = ("--network_dim", "4", "--network_alpha", "1", "--train_batch_size", "--seed", "--max_train_steps")
+    more = ("--network_dim", "4", "--train_batch_size", "1", "--seed", "1", "--max_train_steps", "4")
+    env = {"KOHYA_EXT_PRESET": "12gb"}
+    run = train(checkout, "sdxl_train_network.py", *more, without=usual, start="environment", env=env)
     assert run.code == 0, run.output[-4000:]
     assert "skipped network_alpha (network_dim = 4)" in run.output
     alphas = {float(value) for name, value in load_file(run.file).items() if name.endswith(".alpha")}
