@@ -32,6 +32,7 @@ from kohya_ext.config.settings import (
 )
 from kohya_ext.config.user_files import ConfigFile, read_config_file, read_dataset_config, subsets
 from kohya_ext.errors import UserError
+from kohya_ext.sdscripts.constraints import Run, newly_broken
 from kohya_ext.sdscripts.introspect import option_names
 
 Origin = Literal["command line", "environment", "config file", "preset", "default"]
@@ -200,6 +201,10 @@ class CommandLine:
         if value is None or value.value != "bf16" or "mixed_precision" in self.given or self._has_bf16():
             return presets
         half = preset_files.load([FP16], self.name)
+        values = {key: value.value for key, value in presets.values.items()}
+        changes = {key: value.value for key, value in half.values.items()}
+        if newly_broken(Run(self.name, {**values, **self.given}), changes):
+            return presets
         label = f"{presets.label} + {half.label} (the GPU has no bf16)"
         return replace(presets, presets=(*presets.presets, *half.presets), label=label)
 

@@ -1,8 +1,8 @@
 """Hold back preset values that contradict the user's options.
 
 A preset only sets options that the user does not set, but its values can still contradict the user's other options. For
-example, a cached text encoder cannot be trained, and cached captions cannot be shuffled. Each of :data:`RULES` stands for an
-assertion or error in sd-scripts, or for an option that it silently ignores.
+example, a cached text encoder cannot be trained, and cached captions cannot be shuffled. What sd-scripts cannot run with is in
+its table of constraints; the rules here are about options that it silently ignores, or that say what is wanted.
 
 Some values only have a meaning together: a preset's alpha suits its rank. A preset sets such a group only if the user sets
 nothing of it (:data:`GROUPS`).
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kohya_ext.sdscripts import families, networks
+from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, CONSTRAINTS, Constraint
 from kohya_ext.sdscripts.families import Family
 
 #: (user's value of an option, values of all other options) -> whether it contradicts the preset.
@@ -29,21 +30,18 @@ class Rule:
     when: Condition
     holds_for: Callable[[Family, str], bool] | None = None
     """(model family, script's file name) -> whether the rule holds; None means every script, known or not."""
-    costs_memory: bool = True
-    """Whether the run needs more memory without a key of :data:`SAVES_MEMORY`."""
     consequence: str = ""
     """Follows the user's option in messages."""
 
-    def is_for(self, script: str, family: Family | None) -> bool:
-        """Return whether the rule holds for a script and the model family that it trains."""
-        return self.holds_for is None or (family is not None and self.holds_for(family, script))
-
-    def applies(self, given: Mapping[str, object], filled: Mapping[str, object]) -> str | None:
-        """Return the contradicting option and its value, or None."""
-        for option in (option for option in self.options if option in given):
-            others = {**_DEFAULTS, **filled, **{key: value for key, value in given.items() if key != option}}
-            if self.when(given[option], others):
-                return f"{option} = {given[option]}{self.consequence and f': {self.consequence}'}"
+    def contradicting(self, key: str, script: str, filled: Mapping[str, object], user: Mapping[str, object]) -> str | None:
+        """Return the user's option that contradicts the preset's value of ``key``, or None."""
+        family = families.of(script, {**filled, **user})
+        if key not in self.keys or (self.holds_for is not None and (family is None or not self.holds_for(family, script))):
+            return None
+        for option in (option for option in self.options if option in user):
+            others = {**_DEFAULTS, **filled, **{key: value for key, value in user.items() if key != option}}
+            if self.when(user[option], others):
+                return option
         return None
 
 
@@ -67,10 +65,6 @@ def _is_other_optimizer(value: object, others: Mapping[str, object]) -> bool:
     return str(value).lower() != str(others.get("optimizer_type")).lower()
 
 
-def _accumulates(value: object, others: Mapping[str, object]) -> bool:
-    return isinstance(value, (int, float)) and value > 1
-
-
 def _has_other_rates(value: object, others: Mapping[str, object]) -> bool:
     return str(value).lower() not in _RATES_OF_ADAM
 
@@ -83,14 +77,6 @@ def _names_no_optimizer(value: object, others: Mapping[str, object]) -> bool:
     return _is_set(value, others) and "optimizer_type" not in others
 
 
-def _is_not_bf16(value: object, others: Mapping[str, object]) -> bool:
-    return value != "bf16"
-
-
-def _trains_t5(value: object, others: Mapping[str, object]) -> bool:
-    return any(str(item).lower() == "train_t5xxl=true" for item in (value if isinstance(value, list) else [value]))
-
-
 def _is_other_resolution(value: object, others: Mapping[str, object]) -> bool:
     """Return whether a resolution is not the preset's, in any notation: ``1024``, ``"1024,1024"``, ``[1024, 1024]``."""
     return _sides(value) != _sides(others.get("resolution"))
@@ -99,6 +85,10 @@ def _is_other_resolution(value: object, others: Mapping[str, object]) -> bool:
 def _sides(resolution: object) -> list[str]:
     sides = [str(side).strip() for side in (resolution if isinstance(resolution, list) else str(resolution).split(","))]
     return sides * 2 if len(sides) == 1 else sides
+
+
+def _trains_t5(value: object, others: Mapping[str, object]) -> bool:
+    return any(str(item).lower() == "train_t5xxl=true" for item in (value if isinstance(value, list) else [value]))
 
 
 def _has_no_buckets(value: object, others: Mapping[str, object]) -> bool:
@@ -111,15 +101,10 @@ def _has_no_buckets(value: object, others: Mapping[str, object]) -> bool:
     return min(sides) < smallest or max(sides) > largest
 
 
-_CACHED_TEXT = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
-_CACHED_LATENTS = ("cache_latents", "cache_latents_to_disk")
-_FUSED_STEPS = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 _OLD_OPTIMIZER_SWITCHES = ("use_8bit_adam", "use_lion_optimizer")
 _UNTRAINED_TEXT = ("network_train_unet_only",)
 
-_CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "token_warmup_step")
 _CAPTION_DROPOUT = ("caption_dropout_rate", "caption_dropout_every_n_epochs")
-_CHANGING_IMAGES = ("color_aug", "random_crop")
 
 _TEXT_RATES = ("text_encoder_lr", "network_train_text_encoder_only")
 
@@ -138,10 +123,6 @@ _DEFAULTS: Mapping[str, object] = {"min_bucket_reso": 256, "max_bucket_reso": 10
 def _trains_or_caches(family: Family, script: str) -> bool:
     """Return whether a script either trains its text encoders or caches the outputs of all of them."""
     return family.trains_text_encoders and not family.caches_t5_alone
-
-
-def _network_trains_or_caches(family: Family, script: str) -> bool:
-    return script == family.lora and _trains_or_caches(family, script)
 
 
 #: Keys that a preset sets together. If the user sets one of a rule's options, sd-scripts' defaults apply to its keys.
@@ -168,39 +149,38 @@ RULES = (
     *GROUPS,
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
     Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, lambda family, script: family.trains_text_encoders),
-    Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
-    Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, _network_trains_or_caches),
-    Rule(_CACHED_TEXT, ("train_text_encoder",), _is_set),
-    Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.t5_tokens > 0),
-    Rule(_CACHED_TEXT, ("train_t5xxl",), _is_set),
-    Rule(_CACHED_TEXT, (*_CHANGING_CAPTIONS, "weighted_captions"), _is_set),
-    Rule(_CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
-    Rule(_CACHED_LATENTS, (*_CHANGING_IMAGES, "train_inpainting"), _is_set),
+    Rule(CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
+    Rule(
+        CACHED_TEXT,
+        _UNTRAINED_TEXT,
+        _is_off,
+        lambda family, script: script == family.lora and _trains_or_caches(family, script),
+    ),
+    Rule(CACHED_TEXT, ("train_text_encoder",), _is_set),
+    Rule((*CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.t5_tokens > 0),
+    Rule(CACHED_TEXT, ("train_t5xxl",), _is_set),
+    Rule(CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
     Rule(
         ("enable_bucket",),
         ("resolution",),
         _has_no_buckets,
         consequence="outside the bucket limits; set --enable_bucket, --min_bucket_reso and --max_bucket_reso for it",
     ),
-    Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set, costs_memory=False),
+    Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set),
     Rule(("gradient_checkpointing_ratio",), ("gradient_checkpointing",), _is_off),
-    Rule(("blocks_to_swap",), ("cpu_offload_checkpointing", "unsloth_offload_checkpointing"), _is_set),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
-    Rule(("full_bf16",), ("mixed_precision",), _is_not_bf16),
-    Rule(("full_bf16",), ("full_fp16",), _is_set),
-    Rule(("fp8_base", "fp8_base_unet"), ("mixed_precision",), lambda value, others: value == "no"),
-    Rule(("fused_backward_pass",), _FUSED_STEPS[1:], _is_set),
-    Rule(("fused_backward_pass",), ("gradient_accumulation_steps",), _accumulates),
-    Rule(("gradient_accumulation_steps",), _FUSED_STEPS, _is_set),
 )
 
 #: Preset keys without which a run needs more memory.
 SAVES_MEMORY = frozenset(
     {
-        *(*_CACHED_TEXT, *_CACHED_LATENTS, *_UNTRAINED_TEXT, "blocks_to_swap", "fp8_base", "fp8_scaled", "fp8_vl", "full_bf16"),
+        *(*CACHED_TEXT, *CACHED_LATENTS, *_UNTRAINED_TEXT, "blocks_to_swap", "fp8_base", "fp8_scaled", "fp8_vl", "full_bf16"),
         *("fused_backward_pass", "gradient_checkpointing", "sdpa", "text_encoder_cpu"),
     }
 )
+
+#: Keys that a rule holds back for an option which saves as much.
+_REPLACED = frozenset({"sdpa"})
 
 
 @dataclass(frozen=True)
@@ -228,18 +208,30 @@ def held_back(
     user = {**dict.fromkeys(off_in_gui, False), **given}
     left = {key: value for key, value in filled.items() if key not in given or key in off_in_gui}
     reasons: dict[str, Reason] = {}
-    family = families.of(script, {**filled, **given})
-    for rule in (rule for rule in RULES if rule.is_for(script, family)):
-        for key in [key for key in rule.keys if left.get(key, False) is not False]:
+    rules: tuple[Rule | Constraint, ...] = (*RULES, *CONSTRAINTS)
+    for rule in rules:
+        for key in [key for key, value in left.items() if value is not False]:
             others = {key: value for key, value in filled.items() if key not in reasons}
-            conflict = next(filter(None, (rule.applies({**user, **subset}, others) for subset in subsets or [{}])), None)
+            conflict = _conflict(rule, key, script, others, [{**user, **subset} for subset in subsets or [{}]])
             if conflict is not None:
-                reasons[key] = Reason(conflict, rule.costs_memory and key in SAVES_MEMORY)
+                reasons[key] = Reason(conflict, key in SAVES_MEMORY - _REPLACED)
                 del left[key]
     for key in [key for key, value in left.items() if value and key in off_in_gui]:
         reasons[key] = Reason("off in the GUI", key in SAVES_MEMORY, in_gui=True)
         del left[key]
     return reasons
+
+
+def _conflict(
+    rule: Rule | Constraint, key: str, script: str, filled: Mapping[str, object], users: Sequence[Mapping[str, object]]
+) -> str | None:
+    """Return the option and value, of the run or a subset, that contradict the preset's value of ``key``, or None."""
+    for user in users:
+        option = rule.contradicting(key, script, filled, user)
+        if option is not None:
+            consequence = rule.consequence if isinstance(rule, Rule) else ""
+            return f"{option} = {user[option]}{consequence and f': {consequence}'}"
+    return None
 
 
 def summary(label: str, filled: Mapping[str, object], reasons: Mapping[str, Reason]) -> str:

@@ -68,7 +68,13 @@ def test_memory_savings_offer_fp16_on_it():
 
 
 def test_fine_tuning_presets_keep_no_16_bit_weights(turing):
-    assert CommandLine(Path("flux_train.py"), ["--preset", "24gb"], {}).values["full_bf16"] is False
+    values = CommandLine(Path("sdxl_train.py"), ["--preset", "12gb"], {}).values
+    assert (values["mixed_precision"], values["full_bf16"]) == ("fp16", False)
+
+
+def test_a_script_that_cannot_train_in_fp16_keeps_bf16(turing):
+    values = CommandLine(Path("flux_train.py"), ["--preset", "24gb"], {}).values
+    assert (values["mixed_precision"], values["full_bf16"]) == ("bf16", True)
 
 
 def test_the_users_precision_stays(turing):
