@@ -11,8 +11,9 @@ from kohya_ext.config.arguments import preset_line
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import gpus
 from kohya_ext.installed_gpus import InstalledGpu
-from kohya_ext.planning import automatic
+from kohya_ext.planning import automatic, tiers
 from kohya_ext.planning.memory_savings import Attempt, steps
+from kohya_ext.planning.plan import plan
 from kohya_ext.units import GIB
 from tests.unit.test_plan import checkout  # noqa: F401
 
@@ -59,6 +60,16 @@ def test_a_plan_for_it_says_so(checkout, capsys):  # noqa: F811
     assert f"python -m kohya_ext {LORA} --preset 6gb\n" in printed
     assert main([*words, "--gpu", "RTX 3060"]) == 0
     assert "fp16" not in capsys.readouterr().out
+
+
+def test_figures_of_presets_are_known_on_it(turing):
+    assert all(tier.estimate is not None for tier in tiers.tiers("sdxl-lora"))
+
+
+def test_a_plan_on_it_is_from_the_table(turing, checkout):  # noqa: F811
+    result = plan(checkout, CommandLine(checkout.script(LORA.name), [], {}), 8 * GIB, gpus.named("RTX 2070"), pytest.fail)
+    assert result.answer.name == "preset sdxl-lora/8gb"
+    assert result.answer.command.values["mixed_precision"] == "fp16"
 
 
 def test_memory_savings_offer_fp16_on_it():
