@@ -204,7 +204,8 @@ class CommandLine:
         values = {key: value.value for key, value in presets.values.items()}
         changes = {key: value.value for key, value in half.values.items()}
         if newly_broken(Run(self.name, {**values, **self.given}), changes):
-            return presets
+            slow = f"the GPU has no bf16, and {self.name} cannot train in fp16 with this preset: steps are slow"
+            return replace(presets, remarks=(*presets.remarks, slow))
         label = f"{presets.label} + {half.label} (the GPU has no bf16)"
         return replace(presets, presets=(*presets.presets, *half.presets), label=label)
 

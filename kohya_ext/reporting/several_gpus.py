@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -26,6 +27,7 @@ def print_plan(checkout: Checkout, command: CommandLine, own: Mapping[str, Any])
     """Print the plan for the GPUs of the option ``gpus``."""
     count, size, gpu = read_gpus(own["gpus"])
     host = units.read_size(own["host_memory"]) if "host_memory" in own else _host_memory(count)
+    command = replace(command, has_bf16=gpu.has_bf16)
     result = plan(checkout, command, Machine(count, size, gpu, host), note)
     if own.get("json"):
         print(json.dumps(_as_json(result), indent=1))

@@ -84,8 +84,9 @@ def test_fine_tuning_presets_keep_no_16_bit_weights(turing):
 
 
 def test_a_script_that_cannot_train_in_fp16_keeps_bf16(turing):
-    values = CommandLine(Path("flux_train.py"), ["--preset", "24gb"], {}).values
-    assert (values["mixed_precision"], values["full_bf16"]) == ("bf16", True)
+    run = CommandLine(Path("flux_train.py"), ["--preset", "24gb"], {})
+    assert (run.values["mixed_precision"], run.values["full_bf16"]) == ("bf16", True)
+    assert "flux_train.py cannot train in fp16" in run.presets.remarks[0]
 
 
 def test_the_users_precision_stays(turing):
