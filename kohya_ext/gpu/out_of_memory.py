@@ -13,6 +13,7 @@ from typing import Any
 from kohya_ext.config.command_line import CommandLine, quoted, restart_line
 from kohya_ext.estimate import predict
 from kohya_ext.gpu.peak_memory import peak_memory
+from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import GB, format_size, gigabytes, index_of
@@ -112,7 +113,9 @@ def next_step(args: Namespace, command: CommandLine, phase: Phase, keep_state: b
     """Return the cheapest change that helps in a phase; with ``keep_state``, one that can resume a saved state, if any."""
     known = vars(args)
     values = {**known, **{name: value for name, value in command.settings.values().items() if value is not None}}
-    helpful = list(steps(Attempt(command.name, values, known.__contains__), phase))
+    gpu = first_gpu()
+    bf16 = gpu is None or gpu.has_bf16
+    helpful = list(steps(Attempt(command.name, values, known.__contains__, bf16=bf16), phase))
     resumable = [step for step in helpful if step.saving.resumes] if keep_state else []
     return next(iter(resumable or helpful), None)
 

@@ -120,6 +120,9 @@ class Family:
     """The lists of blocks that --blocks_to_swap swaps, by the names of their tensors."""
     max_blocks_to_swap: int = 0
     """The largest --blocks_to_swap of the scripts; 0 if not all of them support it."""
+    usual_blocks: int = 0
+    """The number of blocks of the common checkpoint, if the checkpoints differ in it; 0 for other families. Then
+    all but two blocks can be swapped."""
     fp8: str = "fp8_base"
     """The LoRA script's option to load the model in 8 bits; empty if there is none."""
     offloads_checkpoints: bool = True
@@ -331,6 +334,7 @@ FAMILIES: tuple[Family, ...] = (
         bucket_steps=(16, 16),
         swapped=("blocks",),
         max_blocks_to_swap=26,  # 28 blocks; two stay on the GPU
+        usual_blocks=28,  # Anima-2.9B has 40
         fp8="",
         caches_empty_caption=True,
         sampler=Sampler(empties_cache_first=True),
