@@ -5,6 +5,7 @@ recordings is overwritten, because on a GPU they share it with each other and wi
 """
 
 import contextlib
+import time
 from unittest.mock import patch
 
 import torch
@@ -75,13 +76,14 @@ def _read(tensor):
 class CpuRecorder:
     """Stands for `kohya_ext.compiling.cuda_recorder.CudaRecorder`."""
 
-    def __init__(self, device=None, free=2**40, bytes_per_recording=0):
+    def __init__(self, device=None, free=2**40, bytes_per_recording=0, busy=1.0):
         self.device = torch.device("cpu")
         self.generators = (torch.default_generator,)
         self.recordings = []
         self.replays = 0
-        self.used = 0
+        self.used = self.unused = 0
         self.released = 0
+        self.busy = busy
         self._free, self._bytes = free, bytes_per_recording
 
     @staticmethod
@@ -111,8 +113,20 @@ class CpuRecorder:
     def free_bytes(self):
         return self._free - self._bytes * len(self.recordings)
 
-    def used_bytes(self):
+    def pool_bytes(self):
         return self.used
+
+    def unused_bytes(self):
+        return self.unused
+
+    def return_unused(self):
+        pass
+
+    def mark(self):
+        return time.perf_counter()
+
+    def seconds(self, start, end):
+        return end - start, (end - start) * self.busy
 
     def release(self):
         self.released += 1

@@ -1,0 +1,100 @@
+"""The steps that run eager before a model is recorded: is there time to gain, and how much memory does the rest of a step need?
+
+- A replay spares the host. If the GPU is the limit, it finishes long after the host has launched its work, and a recording
+  costs five passes and memory for nothing.
+- Recordings keep the memory of the passes. Everything else in a step, such as the VAE if latents are not cached and the
+  optimizer, needs memory next to them, which it shares with the passes in an eager step. The allocator's unused memory is
+  returned before each of these parts, so that what it has reserved afterwards is what the part has needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+#: Steps before the first measured one: it creates the optimizer's state.
+FIRST = 1
+
+#: Steps whose passes are timed.
+TIMED = 2
+
+#: The GPU's seconds for both passes, divided by the host's, above which launching is no limit.
+BUSY = 1.1
+
+
+class Meter(Protocol):
+    """Measures time and memory of a device."""
+
+    def mark(self) -> Any:
+        """Return a mark of the present, on the host and behind the device's queued work."""
+
+    def seconds(self, start: Any, end: Any) -> tuple[float, float]:
+        """Return the seconds between two marks, on the host and on the device; waits for the device."""
+
+    def unused_bytes(self) -> int:
+        """Return the reserved bytes that no tensor uses."""
+
+    def return_unused(self) -> None:
+        """Return unused memory to the driver."""
+
+
+@dataclass
+class EagerSteps:
+    """Measures the first steps of a run: one that creates the optimizer's state, timed ones, and one whose memory is measured."""
+
+    meter: Meter
+    timed: int = TIMED
+    """The number of timed steps; 0 to record in any case."""
+    needed: int = 0
+    """Bytes that a step needs next to the model's passes."""
+    _steps: int = 0
+    _passes: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether all of these steps have run."""
+        return self._steps > FIRST + self.timed
+
+    @property
+    def _measures_memory(self) -> bool:
+        return self._steps == FIRST + self.timed
+
+    def before_batch(self) -> None:
+        """Begin a micro-batch."""
+        if self._measures_memory:
+            self.meter.return_unused()
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Return the model's output, and measure its passes."""
+        if self._measures_memory:
+            self._measure()
+        start = self.meter.mark() if FIRST <= self._steps < FIRST + self.timed else None
+        output = forward()
+        tensor = getattr(output, "sample", output)
+        if getattr(tensor, "requires_grad", False) and (start is not None or self._measures_memory):
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            tensor.register_hook(lambda gradient: queue(partial(self._after_backward, start)))
+        return output
+
+    def after_batch(self, stepped: bool) -> None:
+        """End a micro-batch; ``stepped``: whether the optimizer has stepped."""
+        if self._measures_memory:
+            self._measure()
+        self._steps += stepped
+
+    def seconds(self) -> tuple[float, float] | None:
+        """Return the host's and the GPU's seconds for both passes of the micro-batch that the host launched fastest."""
+        return min((self.meter.seconds(*marks) for marks in self._passes), default=None)
+
+    def _measure(self) -> None:
+        self.needed = max(self.needed, self.meter.unused_bytes())
+
+    def _after_backward(self, start: Any) -> None:
+        if start is None:
+            self.meter.return_unused()
+        else:
+            self._passes.append((start, self.meter.mark()))
