@@ -73,6 +73,16 @@ def _read(tensor):
     raise RuntimeError("tolist while capturing")
 
 
+class Done:
+    """An event of a device whose work is done at once."""
+
+    def record(self):
+        pass
+
+    def query(self):
+        return True
+
+
 class CpuRecorder:
     """Stands for `kohya_ext.compiling.cuda_recorder.CudaRecorder`."""
 
@@ -121,6 +131,10 @@ class CpuRecorder:
 
     def return_unused(self):
         pass
+
+    @staticmethod
+    def new_event():
+        return Done()
 
     def mark(self):
         return time.perf_counter()

@@ -101,6 +101,11 @@ class CudaRecorder:
         """Return the allocator's unused memory to the driver, except for the pool's."""
         torch.cuda.empty_cache()
 
+    @staticmethod
+    def new_event() -> torch.cuda.Event:
+        """Return an event that marks the end of work on the current stream."""
+        return torch.cuda.Event()
+
     def mark(self) -> tuple[float, torch.cuda.Event]:
         """Return the host's clock, and an event behind the work of the default stream."""
         event = torch.cuda.Event(enable_timing=True)

@@ -383,7 +383,10 @@ class RecordedModel:
         if len(self._states) > MOST_STATES:
             raise RecordingError(f"{self._values.last_changed} changes between steps")
         if not self._addresses:
-            held = (*(t for module in self._modules for t in (*module.parameters(), *module.buffers())), *self._values.tensors())
+            held = (
+                *(t for module in self._modules for t in (*module.parameters(), *module.buffers())),
+                *self._values.tensors(),
+            )
             self._weights = list(dict.fromkeys(held))
         addresses = [weight.data_ptr() for weight in self._weights]
         if addresses != (self._addresses or addresses):

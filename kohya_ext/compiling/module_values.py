@@ -170,4 +170,3 @@ def _is_plain(value: Any) -> bool:
 def _read_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the keys that a getter reads: of one alone it would return no tuple."""
     return keys * 2 if len(keys) == 1 else keys
-

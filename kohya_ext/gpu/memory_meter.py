@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from kohya_ext.estimate.tracker import Allocations
+from kohya_ext.gpu import peak_memory
 from kohya_ext.units import index_of
 
 
@@ -33,7 +34,7 @@ class GPUMemoryMeter:
     def begin(self) -> int:
         """Release memory of earlier phases (caching latents reserves gigabytes), so that the peak is the step's own."""
         self.release()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        peak_memory.reset(self.device)
         return int(torch.cuda.memory_reserved(self.device))
 
     def end(self) -> int:
