@@ -94,7 +94,7 @@ class CpuRecorder:
         self.used = self.unused = 0
         self.released = 0
         self.busy = busy
-        self._free, self._bytes = free, bytes_per_recording
+        self.free, self._bytes = free, bytes_per_recording
 
     @staticmethod
     def obstacle(device):
@@ -121,7 +121,7 @@ class CpuRecorder:
                 whole.fill_(float("nan") if whole.dtype.is_floating_point else 0)
 
     def free_bytes(self):
-        return self._free - self._bytes * len(self.recordings)
+        return self.free - self._bytes * len(self.recordings)
 
     def pool_bytes(self):
         return self.used

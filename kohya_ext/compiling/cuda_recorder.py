@@ -27,7 +27,7 @@ class CudaRecorder:
         if device.type != "cuda":
             return f"the model runs on {device.type}"
         if (allocator := torch.cuda.get_allocator_backend()) != "native":
-            return f"PyTorch's allocator {allocator} keeps no pool for recordings; remove backend:{allocator} from PYTORCH_ALLOC_CONF"
+            return f"the allocator {allocator} has no pool for recordings; remove backend:{allocator} from PYTORCH_ALLOC_CONF"
         return None
 
     def __init__(self, device: torch.device) -> None:

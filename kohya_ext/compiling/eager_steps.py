@@ -1,4 +1,4 @@
-"""The steps that run eager before a model is recorded: is there time to gain, and how much memory does the rest of a step need?
+"""The eager steps before a model is recorded. They measure what there is to gain, and the memory of a step's other work.
 
 - A replay spares the host. If the GPU is the limit, it finishes long after the host has launched its work, and a recording
   costs five passes and memory for nothing.
@@ -44,7 +44,7 @@ class Meter(Protocol):
 
 @dataclass
 class EagerSteps:
-    """Measures the first steps of a run: one that creates the optimizer's state, timed ones, and one whose memory is measured."""
+    """Measures the first steps of a run: one that creates the optimizer's state, timed ones, and one for the memory."""
 
     meter: Meter
     timed: int = TIMED

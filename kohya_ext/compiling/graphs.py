@@ -135,6 +135,8 @@ class _Call:
     """The places of the tensors among the arguments."""
     names: tuple[str, ...]
     """The names of the last arguments."""
+    precision: tuple[bool, torch.dtype]
+    """Whether autocast is on, and its type. In backward, where passes may run again, it is off."""
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the model with other tensors, in the call's precision."""
@@ -144,7 +146,8 @@ class _Call:
         positional = len(values) - len(self.names)
         device = tensors[0].device.type
         # Autocast's cache would keep casts of the weights of one recording for the next.
-        with torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False):
+        enabled, dtype = self.precision
+        with torch.autocast(device, dtype, enabled, cache_enabled=False):
             return self.forward(*values[:positional], **dict(zip(self.names, values[positional:], strict=True)))
 
 
@@ -366,7 +369,7 @@ class RecordedModel:
         device = self._recorder.device.type
         precision = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         key = (tuple(kwargs), *places, *constants, *kinds, *precision, self._state())
-        return _Call(forward, tensors, key, constants, places, tuple(kwargs))
+        return _Call(forward, tensors, key, constants, places, tuple(kwargs), precision)
 
     def _state(self) -> Any:
         """Return the state of the modules. Raises RecordingError if recordings cannot follow its changes."""

@@ -1,5 +1,6 @@
 """--cuda_graphs: recorded passes train bit for bit as eager ones, and stand aside where they cannot."""
 
+import copy
 import random
 import signal
 import weakref
@@ -16,6 +17,7 @@ from kohya_ext.patches import cuda_graphs  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from kohya_ext.compiling import graphs  # noqa: E402
 from kohya_ext.compiling.graphs import RecordedModel  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from tests.replayer import CpuRecorder, Recording  # noqa: E402
@@ -446,6 +448,287 @@ def test_little_free_memory_ends_recording():
     # After the first size 8 MiB are free; a second one would leave 6, and a third one less than the reserve.
     assert training.recorded.counts == {"recorded": 2, "replayed": 2, "not_recorded": 1}
     assert training.lines == ["6 MiB of GPU memory are free; image sizes after the first 2 run eager"]
+
+
+def test_too_little_free_memory_for_the_rest_of_a_step_ends_recording():
+    training = Training(True, memory={"free": 10 * 2**20, "bytes_per_recording": 2**20}, reserve=5 * 2**20)
+    training.recorded.needed = 4 * 2**20
+    training.step()
+    reason = "recordings leave 8 MiB of GPU memory free, and the rest of a step needs 9 MiB"
+    assert training.lines == [f"{reason}; training continues without CUDA graphs"]
+    assert training.recorded.counts["eager"] == 1
+
+
+def test_size_that_takes_the_rest_of_a_step_its_memory_limits_the_number_of_sizes():
+    eager, recorded = Training(False), Training(True, memory={"free": 2**30, "bytes_per_recording": 0}, reserve=5 * 2**20)
+    for training in (eager, recorded):
+        training.step(4)
+        training.recorder.free = 2**20  # another program has started
+        training.step(3)
+        training.recorder.free = 2**30
+        training.step(4, 3)
+    assert recorded.recorded.counts == {"recorded": 1, "eager": 1, "replayed": 2, "not_recorded": 1}
+    assert recorded.lines == [
+        "recordings leave 1 MiB of GPU memory free, and the rest of a step needs 5 MiB; at most 1 image sizes are recorded"
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+class _OutOfMemory:
+    """Fails in one pass between recordings: in its n-th call from now on."""
+
+    def __init__(self):
+        self.calls = None
+
+    def __call__(self, x):
+        if self.calls is not None:
+            self.calls -= 1
+            if self.calls == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. More")
+        return x + torch.rand(1)
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.fail(gradient) * 1.0, None
+
+
+def _fails_in_backward(fail, x):
+    return _FailsInBackward.apply(x + torch.rand(1), fail)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_out_of_memory_between_recordings_falls_back(place):
+    states = []
+    for training in (Training(False), Training(True, max_sizes=1)):
+        fail = _OutOfMemory()
+        training.model.before_output = fail if place == "forward" else partial(_fails_in_backward, fail)
+        torch.manual_seed(4)
+        training.step(4)
+        training.micro_batch(3)
+        if training.recorded is not None:
+            fail.calls = 1
+        training.micro_batch(2)
+        training.step(3, 4)
+        states.append([*training.state, torch.rand(3)])
+    reason = "OutOfMemoryError: CUDA out of memory"
+    assert training.lines == [f"{reason}; training continues without CUDA graphs"]
+    assert training.recorder.recordings == []
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_tensors_that_an_eager_pass_leaves_in_the_pool_end_recording():
+    training = Training(True, max_sizes=1)
+
+    def keep(x):
+        training.recorder.used += 100 * (x.shape[1] == 2 * 3)
+        return x
+
+    training.model.before_output = keep
+    training.step(4, 3)
+    assert training.lines == []
+    training.step(2)
+    assert training.lines == ["the model keeps tensors of each image size; training continues without CUDA graphs"]
+
+
+# --- when recordings begin, and what they make room for --------------------------------------------------------------
+
+
+def test_sizes_are_recorded_at_their_third_occurrence():
+    eager, recorded = Training(False), Training(True, occurrences=3)
+    for training in (eager, recorded):
+        training.step(3, 2, 3, 4, 3, 3)
+        training.step(2, 2, 4, 4)
+    # The larger size comes after the first recording: it is recorded at once, and 3 before it is lost.
+    assert recorded.recorded.counts == {"recorded": 1, "larger": 1, "replayed": 5, "not_recorded": 1, "eager": 4}
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_largest_size_of_the_data_is_recorded_first():
+    eager, recorded = Training(False), Training(True, occurrences=3, is_largest=lambda: height == 4)
+    for height in (3, 2, 3, 3, 3, 4, 3, 2, 2):
+        eager.step(height)
+        recorded.step(height)
+    # 3 waits for 4 and then replays at once, because it came often; 2 is recorded at its third occurrence.
+    assert recorded.recorded.counts == {"recorded": 3, "eager": 5, "replayed": 3, "not_recorded": 1}
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_rare_largest_size_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(graphs, "WAIT", 4)
+    training = Training(True, occurrences=3, is_largest=lambda: False)
+    for _ in range(7):
+        training.step(2)
+    assert training.recorded.counts == {"recorded": 1, "eager": 4, "replayed": 3}
+
+
+@pytest.mark.parametrize(("needed", "released"), [(None, 1), (2**20, 0), (2**31, 1)])
+def test_recordings_make_room_for_work_between_steps(needed, released):
+    eager, recorded = Training(False), Training(True, memory={"free": 2**30}, reserve=2**20)
+    for training in (eager, recorded):
+        training.step(3)
+        if training.recorded is not None:
+            training.recorded.leave_room(needed)
+            assert len(training.recorder.recordings) == 2 - 2 * released
+        training.step(3)
+        training.step(2)
+    assert recorded.recorder.released == released
+    assert recorded.recorded.counts["released"] == released
+    assert recorded.recorded.counts["replayed"] == 3
+    assert recorded.lines == []
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_recordings_that_are_dropped_too_often_end():
+    training = Training(True)
+    for _ in range(3):
+        training.step()
+        training.recorded.leave_room(None)
+    reason = "sample images and validation need the memory of the recordings too often"
+    assert training.lines == [f"{reason}; training continues without CUDA graphs"]
+    assert training.recorded.counts == {"recorded": 1, "replayed": 2, "released": 1, "eager": 1}
+
+
+# --- values that modules hold ----------------------------------------------------------------------------------------
+
+
+def _number(training, step):
+    training.network[0].multiplier = (0.5, 1.0)[step % 2]
+
+
+def _same_number(training, step):
+    training.network[0].multiplier = float("1.0")
+
+
+def _new_mode(training, step):
+    training.network[0].dropout = 0.5 if step == 2 else 0.0
+    training.network.train(step != 2)
+
+
+FOLLOWED = [_number, _same_number, _new_mode]
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_changed_numbers_and_modes_have_their_own_recordings(change):
+    eager, recorded = Training(False), Training(True)
+    for training in (eager, recorded):
+        torch.manual_seed(2)
+        for step in range(5):
+            change(training, step)
+            training.step()
+    assert recorded.lines == []
+    assert recorded.recorded.counts["replayed"] == 5
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+class _Perturbed(Adapter):
+    """Adds what was set between two steps, as LoRA-GGPO does."""
+
+    def __init__(self, layer, dropout=0.0):
+        super().__init__(layer, dropout)
+        self.norms, self.table, self.listed = None, {"a": None}, [None]
+        self.register_buffer("buffer", torch.zeros(1))
+
+    def forward(self, x):
+        added = [value for value in (self.norms, self.table["a"], self.listed[0], self.buffer) if value is not None]
+        return super().forward(x) + sum(added)
+
+
+def _attribute(network, value):
+    network.norms = value
+
+
+def _entry(network, value):
+    network.table["a"] = value
+
+
+def _element(network, value):
+    network.listed[0] = value
+
+
+def _buffer(network, value):
+    network.buffer = value
+
+
+def _parameter(network, value):
+    network.up.weight = torch.nn.Parameter(network.up.weight.detach() + value)
+
+
+def _layer(network, value):
+    network.down = copy.deepcopy(network.down)
+
+
+def _forward_of_a_layer(network, value):
+    before = network.down.forward
+    network.down.forward = lambda x: before(x) + value
+
+
+def _hook(network, value):
+    network.register_forward_hook(lambda module, args, output: output + value)
+
+
+REPLACED = {
+    "_Perturbed.norms": _attribute,
+    "_Perturbed.table": _entry,
+    "_Perturbed.listed": _element,
+    "_Perturbed.buffer": _buffer,
+    "Linear.weight": _parameter,
+    "_Perturbed.down": _layer,
+    "forward of a layer": _forward_of_a_layer,
+    "_Perturbed._forward_hooks": _hook,
+}
+
+
+@pytest.mark.parametrize(("name", "replace"), REPLACED.items(), ids=REPLACED.keys())
+def test_objects_that_are_replaced_between_steps_end_recording(name, replace):
+    eager, recorded = Training(False, network=_Perturbed), Training(True, network=_Perturbed)
+    for training in (eager, recorded):
+        for step in range(5):
+            training.step()
+            replace(training.network[1], torch.full((1,), 0.1 * step))
+    assert recorded.lines == [f"{name} is replaced between steps; training continues without CUDA graphs"]
+    assert recorded.recorded.counts["replayed"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_number_that_changes_in_every_step_ends_recording(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_STATES", 2)
+    training = Training(True)
+    for step in range(4):
+        training.network[0].multiplier = 1.0 + step
+        training.step()
+    assert training.lines == ["Adapter.multiplier changes between steps; training continues without CUDA graphs"]
+
+
+def test_new_entry_of_a_table_is_no_change():
+    training = Training(True, network=_Perturbed)
+    for step in range(3):
+        training.step()
+        training.network[0].table[step] = torch.zeros(1)
+    assert training.lines == []
+    assert training.recorded.counts == {"recorded": 1, "replayed": 3}
+
+
+def test_hook_of_a_trained_weight_runs_on_its_own_gradients_alone():
+    states, calls = [], []
+    for training in (Training(False), Training(True)):
+        seen = []
+        training.network[0].up.weight.register_post_accumulate_grad_hook(
+            lambda weight, seen=seen: seen.append(weight.grad.sum())
+        )
+        training.step()
+        training.step()
+        states.append(training.state)
+        calls.append(torch.stack(seen))
+    assert training.lines[0].startswith("a hook of a trained weight would run with the gradients of a recording; ")
+    assert torch.equal(*calls)
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 # --- the patch -------------------------------------------------------------------------------------------------------
