@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from types import MappingProxyType
 
 from kohya_ext.estimate.allocator import CachingAllocator
@@ -120,16 +120,14 @@ def replay_steps(
 
 
 def tensor_peak(step: Log) -> Peak:
-    """Return the peak of a step's tensors: with CUDA graphs of the first step, which records them, or of a later one."""
+    """Return the peak of a step's tensors: with CUDA graphs of one that runs eager or records, or of a later one."""
     if step.recording is None:
         return peak(step.events, step.kinds)
     parts = _parts(step, has_workspace=False)
-    events = parts.steps(1)
-    before = [*takewhile(lambda event: event.phase != _PASSES, events)]
-    first = [*parts.loaded, *before, *parts.passes, *events]
     kept = _kept(parts.passes)
+    recording = [*parts.loading, *parts.before, *parts.passes, *parts.after]
     later = [*parts.loading, *(event for event in parts.passes if event.storage in kept), *parts.before, *parts.after]
-    return max((peak(log, step.kinds) for log in (first, later)), key=lambda each: each.bytes)
+    return max((peak(log, step.kinds) for log in (recording, later)), key=lambda each: each.bytes)
 
 
 @dataclass(frozen=True)

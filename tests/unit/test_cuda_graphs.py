@@ -3,6 +3,7 @@
 import copy
 import random
 import signal
+import threading
 import weakref
 from argparse import Namespace
 from functools import partial
@@ -17,8 +18,10 @@ from kohya_ext.patches import cuda_graphs  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from kohya_ext.compiling import graphs  # noqa: E402
+from kohya_ext.compiling import cuda_recorder, graphs, replay_watch  # noqa: E402
+from kohya_ext.compiling.eager_steps import EagerSteps  # noqa: E402
 from kohya_ext.compiling.graphs import RecordedModel  # noqa: E402
+from kohya_ext.compiling.replay_watch import ReplayWatch  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from tests.replayer import CpuRecorder, Recording  # noqa: E402
 
@@ -731,6 +734,139 @@ def test_hook_of_a_trained_weight_runs_on_its_own_gradients_alone():
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
+# --- the eager steps before -------------------------------------------------------------------------------------------
+
+
+class _Meter(CpuRecorder):
+    """Counts what is returned, and has unused memory after each part of a step."""
+
+    def __init__(self, *unused, **rest):
+        super().__init__(**rest)
+        self.parts, self.returned = iter(unused), 0
+
+    def unused_bytes(self):
+        return next(self.parts)
+
+    def return_unused(self):
+        self.returned += 1
+
+
+def _run_eager_steps(eager, count):
+    weight = torch.nn.Parameter(torch.ones(2))
+    for _ in range(count):
+        eager.before_batch()
+        eager.run(lambda: weight * 2).sum().backward()
+        eager.after_batch(True)
+
+
+def test_eager_steps_measure_the_memory_of_what_else_a_step_does():
+    # Before the passes, such as the VAE's, and after them, such as the optimizer's.
+    eager = EagerSteps(_Meter(300, 100))
+    _run_eager_steps(eager, 3)
+    assert not eager.done
+    assert eager.meter.returned == 0
+    _run_eager_steps(eager, 1)
+    assert eager.done
+    assert (eager.needed, eager.meter.returned) == (300, 2)
+
+
+@pytest.mark.parametrize("busy", [0.5, 4.0])
+def test_eager_steps_time_the_host_and_the_gpu(busy):
+    eager = EagerSteps(_Meter(0, 0, busy=busy))
+    _run_eager_steps(eager, 4)
+    host, gpu = eager.seconds()
+    assert host > 0
+    assert gpu == pytest.approx(busy * host)
+
+
+def test_eager_steps_are_fewer_without_timing():
+    eager = EagerSteps(_Meter(1, 2), timed=0)
+    _run_eager_steps(eager, 2)
+    assert eager.done
+    assert eager.seconds() is None
+
+
+# --- a replay that does not end --------------------------------------------------------------------------------------
+
+
+class _Event:
+    """An event of a GPU that answers as often as it is told to."""
+
+    def __init__(self, done=False):
+        self.done, self.looks = done, 0
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.looks += 1
+        if self.done == "error":
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return self.done
+
+
+def _watched(event, replay=lambda: None, looks=3):
+    hung = threading.Event()
+    watch = ReplayWatch(lambda: event, hung.set, interval=0.001, looks=looks)
+    watch.replay(replay)
+    return watch, hung
+
+
+def test_replay_that_does_not_end_is_noticed():
+    _, hung = _watched(_Event())
+    assert hung.wait(60)
+
+
+def test_replay_that_blocks_its_own_launch_is_noticed():
+    hung = threading.Event()
+    watch = ReplayWatch(_Event, hung.set, interval=0.001, looks=3)
+    watch.replay(lambda: hung.wait(60))
+    assert hung.is_set()
+
+
+@pytest.mark.parametrize("done", [True, "error"])
+def test_replay_that_ends_is_not_reported(done):
+    event = _Event(done)
+    watch, hung = _watched(event)
+    while event.looks < 10:
+        threading.Event().wait(0.001)
+    watch.end()
+    watch._thread.join()
+    assert not hung.is_set()
+
+
+def test_gpu_that_hung_is_not_recorded_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    gpu = "NVIDIA GeForce RTX 5090 Laptop GPU"
+    assert replay_watch.reason_forbidden(gpu) is None
+    file = replay_watch.forbid(gpu, "torch 2.13.0, CUDA 13.0")
+    assert " with torch 2.13.0, CUDA 13.0; after a driver update, delete " in replay_watch.reason_forbidden(gpu)
+    assert replay_watch.reason_forbidden("NVIDIA GeForce RTX 4090") is None
+    file.write_text("{")
+    assert "a replay did not end on this GPU earlier" in replay_watch.reason_forbidden(gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True)) is None
+    file.unlink()
+    assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True)) is not None
+
+
+def test_hung_run_ends_and_says_how_to_go_on(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
+    codes = []
+    monkeypatch.setattr(cuda_graphs.os, "_exit", codes.append)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    args = Namespace(**_NETWORK, output_dir=str(tmp_path), output_name="cat")
+    cuda_graphs.PATCH.on_start(args, accelerator, Settings(cuda_graphs=True))._on_hang()
+    printed = capsys.readouterr().err
+    assert codes == [1]
+    assert "a replay of CUDA graphs has not ended for 5 minutes: the NVIDIA GeForce RTX 5090 or its driver hangs" in printed
+    assert "this run has saved no state" in printed
+    assert replay_watch.reason_forbidden("NVIDIA GeForce RTX 5090") is not None
+
+
 # --- the patch -------------------------------------------------------------------------------------------------------
 
 _NETWORK = {"network_module": "networks.lora"}
@@ -765,3 +901,77 @@ def test_patch_takes_part_in_the_training_of_a_network(more, capsys):
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True, **more)) is not None
     assert capsys.readouterr().err == ""
+
+
+class _Run:
+    """The loop of a script around the patch, with its model's forward replaced as the patch does."""
+
+    def __init__(self, monkeypatch, busy=1.0, always=False):
+        monkeypatch.setattr(cuda_recorder, "CudaRecorder", lambda device: CpuRecorder(busy=busy))
+        self.training = Training(False)
+        training = self.training
+        self.accelerator = SimpleNamespace(
+            device=torch.device("cpu"),
+            num_processes=1,
+            sync_gradients=True,
+            _models=[training.model, training.network],
+            _optimizers=[training.optimizer],
+            _dataloaders=[],
+            unwrap_model=lambda model: model,
+        )
+        self.graphs = cuda_graphs._Graphs(Namespace(), self.accelerator, always)
+        monkeypatch.setattr(training.model, "forward", partial(self.forward, training.model))
+
+    def forward(self, model, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            self.graphs.forward_without_gradients(model)
+            return Model.forward(model, *args, **kwargs)
+        return self.graphs.forward(Model.forward, model, args, kwargs)
+
+    def steps(self, count):
+        for _ in range(count):
+            self.graphs.before_batch(self.accelerator)
+            self.training.step(2)
+            self.graphs.after_batch(self.accelerator)
+
+    @property
+    def counts(self):
+        return self.graphs.recorded.counts
+
+
+def test_patch_records_after_four_eager_steps_and_two_occurrences(monkeypatch, capsys):
+    run = _Run(monkeypatch)
+    run.steps(8)
+    assert run.counts == {"recorded": 1, "eager": 2, "replayed": 2}
+    assert "so it waits for Python; recording" in capsys.readouterr().err
+
+
+def test_patch_does_not_record_where_the_gpu_is_the_limit(monkeypatch, capsys):
+    run = _Run(monkeypatch, busy=3.0)
+    run.steps(8)
+    assert run.counts == {"eager": 1}, "the later ones are not even counted"
+    printed = capsys.readouterr().err
+    assert "so there is nothing to gain; training continues without CUDA graphs (--cuda_graphs_always" in printed
+    forced = _Run(monkeypatch, busy=3.0, always=True)
+    forced.steps(4)
+    assert forced.counts == {"recorded": 1, "replayed": 2}
+
+
+def test_patch_makes_room_for_the_first_work_between_steps(monkeypatch):
+    run = _Run(monkeypatch, always=True)
+    run.steps(3)
+    with torch.no_grad():
+        run.training(*run.training.inputs(2))
+        run.training(*run.training.inputs(2))
+    assert run.counts["released"] == 1
+    run.steps(1)
+    assert run.counts == {"recorded": 1, "released": 1, "replayed": 2}
+
+
+def test_patch_keeps_recordings_in_passes_without_gradients_of_a_step(monkeypatch):
+    run = _Run(monkeypatch, always=True)
+    run.steps(3)
+    run.graphs.before_batch(run.accelerator)
+    with torch.no_grad():  # as the prior of upstream's preservation of classes
+        run.training(*run.training.inputs(2))
+    assert run.counts["released"] == 0
