@@ -112,13 +112,14 @@ class _Graphs(TrainingCallback):
         from kohya_ext.compiling import cuda_recorder
         from kohya_ext.compiling.eager_steps import TIMED, EagerSteps
         from kohya_ext.compiling.graphs import RecordedModel
+        from kohya_ext.gpu.memory_meter import TemporaryMemoryMeter
 
         prepared = [self.accelerator.unwrap_model(each) for each in self.accelerator._models]
         modules = [model, *(each for each in prepared if each is not model)]
         trained = list(trained_weights(self.accelerator._optimizers))
         self.model = model
         recorder = cuda_recorder.CudaRecorder(self.accelerator.device)
-        self.eager = EagerSteps(recorder, 0 if self.always else TIMED)
+        self.eager = EagerSteps(recorder, TemporaryMemoryMeter(self.accelerator.device), 0 if self.always else TIMED)
         self.watch = replay_watch.ReplayWatch(recorder.new_event, self._on_hang)
         self.recorded = RecordedModel(
             recorder,

@@ -91,7 +91,7 @@ class CpuRecorder:
         self.generators = (torch.default_generator,)
         self.recordings = []
         self.replays = 0
-        self.used = self.unused = 0
+        self.used = 0
         self.released = 0
         self.busy = busy
         self.free, self._bytes = free, bytes_per_recording
@@ -125,9 +125,6 @@ class CpuRecorder:
 
     def pool_bytes(self):
         return self.used
-
-    def unused_bytes(self):
-        return self.unused
 
     def return_unused(self):
         pass

@@ -93,10 +93,6 @@ class CudaRecorder:
         segments = torch.cuda.memory_snapshot()
         return sum(each["allocated_size"] for each in segments if tuple(each["segment_pool_id"]) == self._pool)
 
-    def unused_bytes(self) -> int:
-        """Return the allocator's bytes that no tensor uses."""
-        return int(torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device))
-
     def return_unused(self) -> None:
         """Return the allocator's unused memory to the driver, except for the pool's."""
         torch.cuda.empty_cache()

@@ -3,8 +3,7 @@
 - A replay spares the host. If the GPU is the limit, it finishes long after the host has launched its work, and a recording
   costs five passes and memory for nothing.
 - Recordings keep the memory of the passes. Everything else in a step, such as the VAE if latents are not cached and the
-  optimizer, needs memory next to them, which it shares with the passes in an eager step. The allocator's unused memory is
-  returned before each of these parts, so that what it has reserved afterwards is what the part has needed.
+  optimizer, needs memory next to them, which it shares with the passes in an eager step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,12 @@ TIMED = 2
 BUSY = 1.1
 
 
-class Meter(Protocol):
-    """Measures time and memory of a device."""
+#: Reserved bytes for each byte of tensors: the allocator cannot use all of its memory.
+FRAGMENTED = 1.1
+
+
+class Clock(Protocol):
+    """Measures time on the host and on a device."""
 
     def mark(self) -> Any:
         """Return a mark of the present, on the host and behind the device's queued work."""
@@ -35,17 +38,22 @@ class Meter(Protocol):
     def seconds(self, start: Any, end: Any) -> tuple[float, float]:
         """Return the seconds between two marks, on the host and on the device; waits for the device."""
 
-    def unused_bytes(self) -> int:
-        """Return the reserved bytes that no tensor uses."""
 
-    def return_unused(self) -> None:
-        """Return unused memory to the driver."""
+class Meter(Protocol):
+    """Measures the memory of temporary tensors on a device."""
+
+    def begin(self) -> None:
+        """Begin to measure."""
+
+    def end(self) -> int:
+        """Return the bytes of tensors at their peak since :meth:`begin`, beyond those that are left."""
 
 
 @dataclass
 class EagerSteps:
     """Measures the first steps of a run: one that creates the optimizer's state, timed ones, and one for the memory."""
 
+    clock: Clock
     meter: Meter
     timed: int = TIMED
     """The number of timed steps; 0 to record in any case."""
@@ -66,13 +74,13 @@ class EagerSteps:
     def before_batch(self) -> None:
         """Begin a micro-batch."""
         if self._measures_memory:
-            self.meter.return_unused()
+            self.meter.begin()
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Return the model's output, and measure its passes."""
         if self._measures_memory:
             self._measure()
-        start = self.meter.mark() if FIRST <= self._steps < FIRST + self.timed else None
+        start = self.clock.mark() if FIRST <= self._steps < FIRST + self.timed else None
         output = forward()
         tensor = getattr(output, "sample", output)
         if getattr(tensor, "requires_grad", False) and (start is not None or self._measures_memory):
@@ -88,13 +96,13 @@ class EagerSteps:
 
     def seconds(self) -> tuple[float, float] | None:
         """Return the host's and the GPU's seconds for both passes of the micro-batch that the host launched fastest."""
-        return min((self.meter.seconds(*marks) for marks in self._passes), default=None)
+        return min((self.clock.seconds(*marks) for marks in self._passes), default=None)
 
     def _measure(self) -> None:
-        self.needed = max(self.needed, self.meter.unused_bytes())
+        self.needed = max(self.needed, int(self.meter.end() * FRAGMENTED))
 
     def _after_backward(self, start: Any) -> None:
         if start is None:
-            self.meter.return_unused()
+            self.meter.begin()
         else:
-            self._passes.append((start, self.meter.mark()))
+            self._passes.append((start, self.clock.mark()))

@@ -31,7 +31,6 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from kohya_ext.compiling.eager_steps import Meter
 from kohya_ext.compiling.host_access import HostAccess
 from kohya_ext.compiling.module_values import ModuleValues
 
@@ -98,7 +97,7 @@ class Recording(Protocol):
         """Run the work again, on the same addresses."""
 
 
-class Recorder(Meter, Protocol):
+class Recorder(Protocol):
     """Records and replays work on one device."""
 
     device: torch.device
@@ -113,6 +112,9 @@ class Recorder(Meter, Protocol):
 
     def free_bytes(self) -> int:
         """Return the free memory of the device."""
+
+    def return_unused(self) -> None:
+        """Return unused memory outside of the pool to the device."""
 
     def pool_bytes(self) -> int:
         """Return the bytes of tensors in the recordings' pool."""
@@ -422,6 +424,7 @@ class RecordedModel:
         return size
 
     def _prepare(self, size: _Size, states: Sequence[torch.Tensor]) -> None:
+        self._recorder.return_unused()  # of eager passes, next to which the pool might not fit
         # The first pass sets up what later passes reuse, such as tables and workspaces.
         first = self._warm_up(size)
         draws = any(

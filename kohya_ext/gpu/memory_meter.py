@@ -47,6 +47,26 @@ class GPUMemoryMeter:
         torch.cuda.empty_cache()
 
 
+class TemporaryMemoryMeter:
+    """Measures the temporary tensors of a CUDA device. It neither waits for the device nor releases memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = index_of(device)
+
+    def begin(self) -> None:
+        """Begin to measure."""
+        if torch.cuda.is_available():
+            peak_memory.reset(self.device)
+
+    def end(self) -> int:
+        """Return the bytes of tensors at their peak since :meth:`begin`, beyond those that are left; 0 without a GPU."""
+        return (
+            0
+            if not torch.cuda.is_available()
+            else int(torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device))
+        )
+
+
 class HostMemoryMeter:
     """Measures tensors in host memory: all storages alive, plus the peak of a step's allocations."""
 

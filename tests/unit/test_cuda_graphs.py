@@ -737,18 +737,17 @@ def test_hook_of_a_trained_weight_runs_on_its_own_gradients_alone():
 # --- the eager steps before -------------------------------------------------------------------------------------------
 
 
-class _Meter(CpuRecorder):
-    """Counts what is returned, and has unused memory after each part of a step."""
+class _Meter:
+    """Has measured these bytes."""
 
-    def __init__(self, *unused, **rest):
-        super().__init__(**rest)
-        self.parts, self.returned = iter(unused), 0
+    def __init__(self, *parts):
+        self.parts, self.begun = iter(parts), 0
 
-    def unused_bytes(self):
+    def begin(self):
+        self.begun += 1
+
+    def end(self):
         return next(self.parts)
-
-    def return_unused(self):
-        self.returned += 1
 
 
 def _run_eager_steps(eager, count):
@@ -761,18 +760,18 @@ def _run_eager_steps(eager, count):
 
 def test_eager_steps_measure_the_memory_of_what_else_a_step_does():
     # Before the passes, such as the VAE's, and after them, such as the optimizer's.
-    eager = EagerSteps(_Meter(300, 100))
+    eager = EagerSteps(CpuRecorder(), _Meter(300, 100))
     _run_eager_steps(eager, 3)
     assert not eager.done
-    assert eager.meter.returned == 0
+    assert eager.meter.begun == 0
     _run_eager_steps(eager, 1)
     assert eager.done
-    assert (eager.needed, eager.meter.returned) == (300, 2)
+    assert (eager.needed, eager.meter.begun) == (330, 2)
 
 
 @pytest.mark.parametrize("busy", [0.5, 4.0])
 def test_eager_steps_time_the_host_and_the_gpu(busy):
-    eager = EagerSteps(_Meter(0, 0, busy=busy))
+    eager = EagerSteps(CpuRecorder(busy=busy), _Meter(0, 0))
     _run_eager_steps(eager, 4)
     host, gpu = eager.seconds()
     assert host > 0
@@ -780,7 +779,7 @@ def test_eager_steps_time_the_host_and_the_gpu(busy):
 
 
 def test_eager_steps_are_fewer_without_timing():
-    eager = EagerSteps(_Meter(1, 2), timed=0)
+    eager = EagerSteps(CpuRecorder(), _Meter(1, 2), timed=0)
     _run_eager_steps(eager, 2)
     assert eager.done
     assert eager.seconds() is None
