@@ -87,6 +87,24 @@ def test_other_runs_train_eager_and_print_the_reason(checkout, script, options, 
     assert run.steps[-1].launches_in_graphs == 0
 
 
+@pytest.mark.newest
+def test_recordings_are_dropped_for_samples_and_validation_and_made_again(checkout, train_on_gpu, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat --w 64 --h 64 --s 2\n")
+    options = (
+        *("--mixed_precision", "bf16", "--no-cache_latents", "--max_train_steps", "13"),
+        *("--sample_prompts", str(prompts), "--sample_every_n_steps", "6"),
+        *("--validation_split", "0.5", "--validate_every_n_steps", "6", "--max_validation_steps", "1"),
+    )
+    run = train_on_gpu(checkout, LORA, *options, *RECORDED)
+    assert "without CUDA graphs" not in run.output, run.output[-4000:]
+    # The first samples' need is unknown; the second ones fit next to the recordings.
+    recorded = [step.launches_in_graphs > 0 for step in run.steps]
+    assert recorded == [False, False, *[True] * 10]
+    recordings = [step.launches_in_graphs for step in run.steps]
+    assert recordings[2] > recordings[3] < recordings[6] > recordings[7] == recordings[11]
+
+
 @pytest.fixture(scope="module")
 def on_8_gib(gpu_libraries):
     """(way of training) -> the results of room_for_recordings.py on a GPU of 8 GiB."""
