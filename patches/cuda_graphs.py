@@ -160,7 +160,7 @@ class _Graphs(TrainingCallback):
             _report(f"{measured}, so it waits for Python; recording")
 
     def _is_largest(self) -> bool | None:
-        """Return whether the batch is the data set's largest one; None if that is not known."""
+        """Return whether the batch is the dataset's largest one; None if that is not known."""
         from kohya_ext.gpu.batch_sizes import largest_batch, pixels_of
 
         largest, pixels = largest_batch(self.accelerator), pixels_of(current_batch(), self.accelerator)

@@ -74,7 +74,7 @@ def _read(tensor):
 
 
 class Done:
-    """An event of a device whose work is done at once."""
+    """An event of a device whose work is done immediately."""
 
     def record(self):
         pass

@@ -21,7 +21,7 @@ FIRST = 1
 #: Steps whose passes are timed.
 TIMED = 2
 
-#: The GPU's seconds for both passes, divided by the host's, above which launching is no limit.
+#: The GPU's seconds for both passes, divided by the host's, above which launching does not limit a step.
 BUSY = 1.1
 
 

@@ -40,7 +40,7 @@ MAX_SIZES = 24
 #: GPU memory that recordings leave free besides what the rest of a step needs, in bytes.
 RESERVE = 512 * 2**20
 
-#: Micro-batches that wait for the data set's largest size to be recorded first.
+#: Micro-batches that wait for the dataset's largest size to be recorded first.
 WAIT = 100
 
 #: How often the modules may replace an object, and the number of states that their numbers and flags may have.
@@ -192,7 +192,7 @@ class RecordedModel:
 
     ``trained``: all trained weights of the run. ``modules``: the model, and the networks that change its layers.
     ``report`` receives one line if the model is not recorded after all, or not for further sizes. ``occurrences``: at which
-    occurrence a size is recorded. ``is_largest`` returns whether the present batch is the data set's largest; None if that is
+    occurrence a size is recorded. ``is_largest`` returns whether the present batch is the dataset's largest; None if that is
     unknown. ``watch`` runs a replay.
     """
 
@@ -314,7 +314,7 @@ class RecordedModel:
         return None
 
     def _size(self, call: _Call) -> _Size | None:
-        """Return the passes of a size: recorded, eager between recordings, or None if there are no recordings."""
+        """Return the passes of a size: recorded, eager between recordings, or None without recordings."""
         size = self._sizes.get(call.key)
         if size is not None and size.is_recorded:
             return size
@@ -330,7 +330,7 @@ class RecordedModel:
         return size
 
     def _is_due(self, key: Any) -> bool:
-        """Return whether a size is recorded now: at its n-th occurrence, but the data set's largest one at its first."""
+        """Return whether a size is recorded now: at its n-th occurrence, but the dataset's largest one at its first."""
         self._seen[key] += 1
         if self.counts["recorded"] >= self._max_sizes:
             return False
@@ -341,7 +341,7 @@ class RecordedModel:
         return bool(is_largest) or self._seen[key] >= self._occurrences
 
     def _recorded(self, call: _Call) -> _Size | None:
-        """Return a new recording; None if there is no room for a further one."""
+        """Return a new recording; None without room for a further one."""
         recorded = self.counts["recorded"]
         try:
             self._sizes[call.key] = self._new_size(call)

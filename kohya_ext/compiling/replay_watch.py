@@ -37,7 +37,7 @@ class ReplayWatch:
         self._begun = self._recorded = 0
         """Numbers of the last replay that has begun, and of the last one that was launched."""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="kohya_ext replay watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kohya_ext replay watch", daemon=True)
 
     def replay(self, replay: Callable[[], None]) -> None:
         """Run a replay under watch."""
@@ -52,7 +52,7 @@ class ReplayWatch:
         """Stop looking."""
         self._ended.set()
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         seen, looks = 0, 0
         while not self._ended.wait(self._interval):
             number = self._begun

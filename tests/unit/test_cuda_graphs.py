@@ -548,7 +548,7 @@ def test_sizes_are_recorded_at_their_third_occurrence():
     for training in (eager, recorded):
         training.step(3, 2, 3, 4, 3, 3)
         training.step(2, 2, 4, 4)
-    # The larger size comes after the first recording: it is recorded at once, and 3 before it is lost.
+    # The larger size comes after the first recording: it is recorded immediately, and 3 before it is lost.
     assert recorded.recorded.counts == {"recorded": 1, "larger": 1, "replayed": 5, "not_recorded": 1, "eager": 4}
     assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
 
@@ -558,7 +558,7 @@ def test_largest_size_of_the_data_is_recorded_first():
     for height in (3, 2, 3, 3, 3, 4, 3, 2, 2):
         eager.step(height)
         recorded.step(height)
-    # 3 waits for 4 and then replays at once, because it came often; 2 is recorded at its third occurrence.
+    # 3 waits for 4 and then replays immediately, because it came often; 2 is recorded at its third occurrence.
     assert recorded.recorded.counts == {"recorded": 3, "eager": 5, "replayed": 3, "not_recorded": 1}
     assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
 
@@ -789,7 +789,7 @@ def test_eager_steps_are_fewer_without_timing():
 
 
 class _Event:
-    """An event of a GPU that answers as often as it is told to."""
+    """An event of a GPU, which counts its answers."""
 
     def __init__(self, done=False):
         self.done, self.looks = done, 0
@@ -851,7 +851,7 @@ def test_gpu_that_hung_is_not_recorded_again(monkeypatch, tmp_path):
     assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True)) is not None
 
 
-def test_hung_run_ends_and_says_how_to_go_on(monkeypatch, tmp_path, capsys):
+def test_hung_run_ends_with_how_to_resume(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
     codes = []
