@@ -137,7 +137,7 @@ class _Graphs(TrainingCallback):
         from kohya_ext.gpu.batch_sizes import pixels_of
 
         self.pixels = max(self.pixels, pixels_of(current_batch(), self.accelerator))
-        self.recorded.look()
+        self.recorded.check_state()
         return self.eager.run(forward)
 
     def _decide(self) -> None:

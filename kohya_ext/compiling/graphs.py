@@ -259,7 +259,7 @@ class RecordedModel:
         self.counts["eager"] += 1
         return forward(*args, **kwargs)
 
-    def look(self) -> None:
+    def check_state(self) -> None:
         """Notice what changes between eager steps before the first recording."""
         if self.off is None:
             try:

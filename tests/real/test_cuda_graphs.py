@@ -173,7 +173,7 @@ def _read_in_forward(module):
         names |= {*code.co_names}
         left += [name for name in code.co_names if name not in ("forward", "__init__")]
     own = {*vars(module), *module._parameters, *module._buffers, *module._modules} - {*vars(torch.nn.Module())}
-    return sorted(names & own) + ["training"]
+    return [*sorted(names & own), "training"]
 
 
 #: Network -> arguments of its module's class beyond name, layer, multiplier, rank and alpha.
