@@ -100,6 +100,14 @@ def visible_gpus() -> int:
     return min(installed, len([device for device in chosen.split(",") if device.strip() not in ("", "-1")]))
 
 
+def has_gpu() -> bool:
+    """Return whether PyTorch can use a GPU of any kind. Imports torch."""
+    import torch
+
+    kinds = (torch.cuda, getattr(torch, "xpu", None), torch.backends.mps, getattr(torch, "npu", None))
+    return any(kind is not None and kind.is_available() for kind in kinds)
+
+
 def index_of(device: Any) -> int:
     """Return the index of a CUDA device; accelerate leaves it out for a single GPU, but some functions of torch need it."""
     import torch

@@ -14,7 +14,7 @@ import contextlib
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from types import CodeType, FrameType
@@ -22,6 +22,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note, stop, warn
+from kohya_ext.errors import first_line
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.step_loss import StepLoss, callers, local_names, step_loss, variables
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
@@ -114,13 +115,15 @@ class _Validation(TrainingCallback):
         if not kinds:
             return
         try:
-            loss = self.loss(of_loop)
+            self._validate(of_loop, recorder, epoch, step, kinds)
         except Exception as problem:
             if self.accelerator.num_processes > 1:  # the other processes would wait for this one
                 raise
             self._failed = True
-            warn(f"validation failed, training continues without it: {type(problem).__name__}: {problem}")
-            return
+            warn(f"validation failed, training continues without it: {first_line(problem)}")
+
+    def _validate(self, of_loop: dict[str, Any], recorder: Any, epoch: int, step: int, kinds: Sequence[str]) -> None:
+        loss = self.loss(of_loop)
         if loss is None:
             return
         journal.event("validation", loss=loss, epoch=epoch + 1)
@@ -226,6 +229,10 @@ def _preserving_random_state() -> Iterator[None]:
         resume.set_random_state(state)
 
 
+_NO_LOOP = "this script has no loop in which its loss can be computed for other images"
+_CONTROL_NET = "upstream cannot split images with conditioning images"
+
+
 # --- patch -----------------------------------------------------------------------------------------------------------
 
 _split_by_datasets = False
@@ -257,7 +264,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Va
         return None
     loss = step_loss(frame.f_code) if frame is not None and "loss_recorder" in local_names(frame.f_code) else None
     if frame is None or loss is None:
-        _refuse(asked, "this script has no loop in which its loss can be computed for other images")
+        _refuse(asked, _NO_LOOP)
         return None
     if images is None or not len(images):
         _refuse(asked, "the fraction is less than one image")
@@ -267,6 +274,13 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Va
         return None
     note(f"validation: {images.num_train_images} images with repeats, {len(images)} batches, {_TIMESTEPS} timesteps each")
     return _Validation(args, accelerator, settings, frame.f_code, loss, local["train_dataset_group"], images)
+
+
+def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
+    if settings[VALIDATION_SPLIT] > 0:
+        reason = _CONTROL_NET if "control_net" in script else _NO_LOOP if "textual_inversion" in script else None
+        if reason is not None:
+            yield f"--validation_split: {reason}; remove the option"
 
 
 def _refuse(asked: bool, reason: str) -> None:
@@ -288,7 +302,7 @@ def _generate(original: Any, settings: Settings) -> Any:
         global _split_by_datasets
         _split_by_datasets = True
         if any(row.is_controlnet for row in rows):
-            _refuse(settings[VALIDATION_SPLIT] > 0, "upstream cannot split images with conditioning images")
+            _refuse(settings[VALIDATION_SPLIT] > 0, _CONTROL_NET)
             return original(dataset_group_blueprint)
         for row in rows:
             if row.params.validation_seed is None:
@@ -367,5 +381,6 @@ PATCH = Patch(
     held_to="training on the same images without it, bit for bit",
     idea="https://github.com/kohya-ss/sd-scripts/pull/1638",
     stage=Stage.VALIDATE,
+    problems=_problems,
     on_start=_start,
 )

@@ -19,8 +19,8 @@ from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options, secrets
-from kohya_ext.console import note, should_print, stop, warn
-from kohya_ext.errors import UserError
+from kohya_ext.console import hide_notices_of_libraries, note, should_print, stop, warn
+from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
 from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
@@ -49,6 +49,7 @@ class Session:
     @classmethod
     def start(cls, checkout: Checkout, command: CommandLine) -> Session:
         """Resolve the options and arm the patches. Raises UserError for anything wrong in the command line."""
+        hide_notices_of_libraries()
         engine = (_options_patch(command), accelerate_signals.PATCH)
         patcher = Patcher(registry(), command.settings, checkout, engine, Program(checkout, command))
         session = cls(checkout, command, patcher, time.monotonic())
@@ -117,8 +118,8 @@ class Session:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(self.report(), indent=1), encoding="utf-8")
-        except OSError as error:
-            note(f"could not write the report {file}: {error}")
+        except Exception as error:  # a measurement may fail, too
+            note(f"could not write the report {file}: {first_line(error)}")
 
 
 def _training_script(checkout: Checkout, argv: Sequence[str]) -> Path | None:

@@ -19,19 +19,12 @@ from typing import Any
 from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, note_at_once, warn
+from kohya_ext.patching.step_save import SAVE_NOW
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.output_files import DEFAULT_NAME
-
-#: Arguments that the scripts read after a step -> values that save model and state and remove nothing.
-_SAVE_NOW = {
-    "save_every_n_steps": 1,
-    "save_state": True,
-    "save_last_n_steps": None,
-    "save_last_n_steps_state": None,
-}
+from kohya_ext.run.output_files import DEFAULT_NAME, rolling_state
 
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
@@ -55,6 +48,8 @@ class Stopper(TrainingCallback):
     """Whether the first step has begun. Before that there is nothing to save."""
     states: list[Path] = field(default_factory=list)
     """The states that were saved in this process, in order."""
+    states_before: int = 0
+    """Number of states before the script was made to save."""
     _original: dict[str, Any] | None = None
     """The user's values of the save arguments, while they are changed to save now."""
     _handlers: dict[int, Any] = field(default_factory=dict)
@@ -109,7 +104,16 @@ class Stopper(TrainingCallback):
         for name, value in self._original.items():
             setattr(self.args, name, value)
         self._original = None
+        self._save_state(accelerator)
         self._exit(accelerator)
+
+    def _save_state(self, accelerator: Accelerator) -> None:
+        """Save the state in a script that saves none (LECO)."""
+        current = resume.position()
+        if self.states_before != len(self.states) or current is None or not accelerator.is_main_process:
+            return
+        with current.preserving_random_state():
+            accelerator.save_state(str(rolling_state(Path(self.args.output_dir), self.args.output_name, current.step)))
 
     def after_batch(self, accelerator: Accelerator) -> None:
         """Make the script save if a stop was requested in any process of the run."""
@@ -122,9 +126,10 @@ class Stopper(TrainingCallback):
             current.gather()
             if not current.state_is_due():
                 current.fix_random_state()
-        self._original = {name: getattr(self.args, name) for name in _SAVE_NOW if hasattr(self.args, name)}
+        self.states_before = len(self.states)
+        self._original = {name: getattr(self.args, name) for name in SAVE_NOW if hasattr(self.args, name)}
         for name in self._original:
-            setattr(self.args, name, _SAVE_NOW[name])
+            setattr(self.args, name, SAVE_NOW[name])
 
     def on_state_save(self, folder: Path) -> None:
         """Record the path of a saved state."""
