@@ -27,6 +27,7 @@ from kohya_ext.config.settings import Option, Settings, boolean, path, secrets
 from kohya_ext.console import note, warn
 from kohya_ext.errors import first_line
 from kohya_ext.estimate import predict
+from kohya_ext.gpu.peak_memory import before_reset as peaks_before
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, data_sets, observe, program
@@ -285,9 +286,9 @@ class _Recorder(TrainingCallback):
 
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         memory: dict[str, int] = {}
-        for name in ("allocated", "reserved"):
+        for name, earlier in zip(("allocated", "reserved"), peaks_before(self.device), strict=True):
             values = stats.get(f"{name}_bytes", {}).get("all", {})
-            memory |= {name: values.get("current", 0), f"peak_{name}": values.get("peak", 0)}
+            memory |= {name: values.get("current", 0), f"peak_{name}": max(values.get("peak", 0), earlier)}
         return memory
 
 

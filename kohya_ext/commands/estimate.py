@@ -276,7 +276,7 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
         lines.append(
             f"CUDA graphs: {prediction.recorded_kernels:,} kernels are recorded for one image size, as estimated here; each "
             f"further one takes {gigabytes(prediction.recordings)} GB of the driver's memory (assumed: "
-            f"{BYTES_PER_RECORDED_KERNEL / 1000:g} KB per kernel)."
+            f"{BYTES_PER_RECORDED_KERNEL / 1000:g} KB per kernel). A run in which they do not fit continues without them."
         )
     if prediction.config.get("base_precision"):
         lines.append(

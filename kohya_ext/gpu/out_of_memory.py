@@ -12,6 +12,7 @@ from typing import Any
 
 from kohya_ext.config.command_line import CommandLine, quoted, restart_line
 from kohya_ext.estimate import predict
+from kohya_ext.gpu.peak_memory import of_device as peaks_of_device
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
@@ -82,7 +83,7 @@ def usage(device: Any) -> str:
     index = index_of(device)
     free, total = torch.cuda.mem_get_info(index)
     reserved = torch.cuda.memory_reserved(index)
-    tensors, peak = torch.cuda.memory_allocated(index), torch.cuda.max_memory_allocated(index)
+    tensors, peak = torch.cuda.memory_allocated(index), peaks_of_device(index)[0]
     others = max(0, total - free - reserved)
     return (
         f"GPU memory: {gigabytes(total)} GB; this run reserves {gigabytes(reserved)} ({gigabytes(tensors)} in tensors, "
