@@ -3,8 +3,9 @@
 A step of a small model can be bound by Python and kernel launches instead of the GPU. A replay is a single launch. The engine
 is `kohya_ext.compiling.graphs`; this patch connects it to the models' forward methods and decides which runs it is for.
 
-The first steps run eager. They show whether the GPU waits for Python at all, and how much memory a step needs next to the
-model's passes (`kohya_ext.compiling.eager_steps`). Work between steps, sample images and validation, begins with a forward pass
+The first steps run eager. They show whether the GPU is the limit by far, and how much memory a step needs next to the model's
+passes (`kohya_ext.compiling.eager_steps`). A full queue of launches makes the host as slow as the GPU, so the first recording
+must also be faster than eager passes. Work between steps, sample images and validation, begins with a forward pass
 without gradients. Recordings are dropped before it unless the memory that such work has needed is free.
 
 FLUX and Chroma copy the frequencies of the timestep embedding from the CPU in every forward pass, which cannot be recorded.
@@ -128,6 +129,7 @@ class _Graphs(TrainingCallback):
             _report,
             occurrences=1 if self.always else _OCCURRENCES,
             is_largest=self._is_largest,
+            must_gain=not self.always,
             watch=self.watch.replay,
         )
         if {id(weight) for weight in model.parameters()} & {id(weight) for weight in trained}:
@@ -152,12 +154,10 @@ class _Graphs(TrainingCallback):
         if seconds is None or self.recorded.off is not None:
             return
         host, gpu = seconds
-        measured = f"Python launches forward and backward in {host:.2f} s, and the GPU takes {gpu:.2f} s"
         if gpu > BUSY * host:
+            measured = f"Python launches forward and backward in {host:.2f} s, and the GPU takes {gpu:.2f} s"
             self.recorded.off = f"{measured}, so there is nothing to gain"
             _report(f"{self.recorded.off}; training continues without CUDA graphs (--cuda_graphs_always records anyway)")
-        else:
-            _report(f"{measured}, so it waits for Python; recording")
 
     def _is_largest(self) -> bool | None:
         """Return whether the batch is the dataset's largest one; None if that is not known."""

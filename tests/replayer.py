@@ -84,16 +84,20 @@ class Done:
 
 
 class CpuRecorder:
-    """Stands for `kohya_ext.compiling.cuda_recorder.CudaRecorder`."""
+    """Stands for `kohya_ext.compiling.cuda_recorder.CudaRecorder`.
 
-    def __init__(self, device=None, free=2**40, bytes_per_recording=0, busy=1.0):
+    ``busy``: seconds of the device for each second of the host in eager work; ``replayed``: in a replay. By default the device
+    computes in no time, so that a replay, which runs on the host here, is never too slow.
+    """
+
+    def __init__(self, device=None, free=2**40, bytes_per_recording=0, busy=0.0, replayed=0.0):
         self.device = torch.device("cpu")
         self.generators = (torch.default_generator,)
         self.recordings = []
         self.replays = 0
         self.used = 0
         self.released = 0
-        self.busy = busy
+        self.busy, self.replayed = busy, replayed
         self.free, self._bytes = free, bytes_per_recording
 
     @staticmethod
@@ -134,10 +138,11 @@ class CpuRecorder:
         return Done()
 
     def mark(self):
-        return time.perf_counter()
+        return time.perf_counter(), self.replays
 
     def seconds(self, start, end):
-        return end - start, (end - start) * self.busy
+        host = end[0] - start[0]
+        return host, host * (self.busy if start[1] == end[1] else self.replayed)
 
     def release(self):
         self.released += 1

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy
@@ -45,6 +46,9 @@ WAIT = 100
 
 #: How often the modules may replace an object, and the number of states that their numbers and flags may have.
 MOST_REPLACED, MOST_STATES = 2, 16
+
+#: Seconds of eager passes, divided by a replay's, that make recordings worth their memory.
+LEAST_GAIN = 1.03
 
 #: Replays for each recording that make it worth its five passes, if recordings are dropped for the work between steps.
 WORTHWHILE = 10
@@ -193,7 +197,7 @@ class RecordedModel:
     ``trained``: all trained weights of the run. ``modules``: the model, and the networks that change its layers.
     ``report`` receives one line if the model is not recorded after all, or not for further sizes. ``occurrences``: at which
     occurrence a size is recorded. ``is_largest`` returns whether the present batch is the dataset's largest; None if that is
-    unknown. ``watch`` runs a replay.
+    unknown. ``must_gain``: whether the first recording is dropped unless it is faster. ``watch`` runs a replay.
     """
 
     def __init__(
@@ -206,6 +210,7 @@ class RecordedModel:
         reserve: int = RESERVE,
         occurrences: int = 1,
         is_largest: Callable[[], bool | None] = lambda: None,
+        must_gain: bool = False,
         watch: Callable[[Callable[[], None]], None] = lambda replay: replay(),
     ) -> None:
         self.counts: Counter[str] = Counter()
@@ -217,6 +222,7 @@ class RecordedModel:
         """Bytes that the rest of a step needs next to the recordings."""
         self._recorder, self._report, self._reserve = recorder, report, reserve
         self._occurrences, self._is_largest, self._watch = occurrences, is_largest, watch
+        self._must_gain = must_gain
         self._modules, self._trained = modules, [weight for weight in trained if weight.requires_grad]
         self._max_sizes = max_sizes
         self._switches = [vars(part) for module in modules for part in module.modules() if _CHECKPOINTING in vars(part)]
@@ -438,12 +444,30 @@ class RecordedModel:
         _check_repeated(first, second)
         self._add_staging_buffers(size)
         self._set_random_state(states)
+        eager = self._seconds(partial(self._run_eager, size)) if self._must_gain else None
+        self._set_random_state(states)
         self._recorder.return_unused()
         before = self._recorder.free_bytes()
         self._record(size)
         self._set_random_state(states)
         _check_replay(first, second, self._replay_once(size))
+        if eager is not None:
+            self._check_gain(eager, self._seconds(partial(self._replay, size)))
         self._check_room(before)
+
+    def _seconds(self, passes: Callable[[], object]) -> float:
+        """Return the seconds from the start of both passes until the device has finished them."""
+        start = self._recorder.mark()
+        passes()
+        return self._recorder.seconds(start, self._recorder.mark())[1]
+
+    def _check_gain(self, eager: float, replayed: float) -> None:
+        """Compare the seconds of both passes. Raises RecordingError if a replay is not faster."""
+        measured = f"forward and backward take {replayed:.2f} s replayed and {eager:.2f} s eager"
+        if replayed * LEAST_GAIN > eager:
+            raise RecordingError(f"{measured}, so there is nothing to gain")
+        self._must_gain = False
+        self._report(measured)
 
     def _check_room(self, before: int) -> None:
         """Count a recording, before which ``before`` bytes were free. Raises NoRoomError if it leaves too little."""
@@ -463,9 +487,8 @@ class RecordedModel:
         """Run both passes eager."""
         used = self._recorder.pool_bytes()
         random_state = _host_random_state(self._recorder.device)
-        with self._recorder.in_pool(), access or nullcontext():
-            result = self._forward(size)
-            self._backward(size, result, _test_gradient(result))
+        with access or nullcontext():
+            result = self._run_eager(size)
         results = _Results(result, [self._trained[number].grad for number in size.trained], size.input_gradients)
         del result
         for tensor in (*self._trained, *size.inputs):
@@ -478,6 +501,13 @@ class RecordedModel:
             # Its memory in the pool is free in earlier recordings, which overwrite it.
             raise RecordingError(_KEEPS_TENSORS)
         return results
+
+    def _run_eager(self, size: _Size) -> torch.Tensor:
+        """Run both passes eager in the pool, with a test gradient; return the output."""
+        with self._recorder.in_pool():
+            result = self._forward(size)
+            self._backward(size, result, _test_gradient(result))
+        return result
 
     def _forward(self, size: _Size) -> torch.Tensor:
         with torch.enable_grad():
@@ -521,7 +551,8 @@ class RecordedModel:
             self._stage(size)
         size.result = result.detach()
 
-    def _replay_once(self, size: _Size) -> _Results:
+    def _replay(self, size: _Size) -> None:
+        """Replay both passes with a test gradient."""
         assert size.forward_recording is not None
         assert size.backward_recording is not None
         assert size.output_gradient is not None
@@ -529,6 +560,10 @@ class RecordedModel:
         self._watch(size.forward_recording.replay)
         size.output_gradient.copy_(_test_gradient(size.result))
         self._watch(size.backward_recording.replay)
+
+    def _replay_once(self, size: _Size) -> _Results:
+        self._replay(size)
+        assert size.result is not None
         return _Results(size.result, [self._staged[number] for number in size.trained], size.input_gradients)
 
     # --- the passes of a training step -------------------------------------------------------------------------------

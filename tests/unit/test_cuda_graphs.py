@@ -942,7 +942,20 @@ def test_patch_records_after_four_eager_steps_and_two_occurrences(monkeypatch, c
     run = _Run(monkeypatch)
     run.steps(8)
     assert run.counts == {"recorded": 1, "eager": 2, "replayed": 2}
-    assert "so it waits for Python; recording" in capsys.readouterr().err
+    assert "cuda_graphs: forward and backward take 0.00 s replayed and" in capsys.readouterr().err
+
+
+def test_patch_drops_recordings_that_are_not_faster(monkeypatch, capsys):
+    """A GPU that is the limit throttles the host, whose seconds are then nearly the GPU's: only replays show the gain."""
+    run = _Run(monkeypatch, busy=1.0)
+    recorder = CpuRecorder(busy=1.0, replayed=1e6)
+    monkeypatch.setattr(cuda_recorder, "CudaRecorder", lambda device: recorder)
+    run.steps(8)
+    assert run.counts["replayed"] == run.counts["recorded"] == 0
+    assert recorder.released == 1
+    printed = capsys.readouterr().err
+    assert "so there is nothing to gain; training continues without CUDA graphs" in printed
+    assert "forward and backward take" in printed
 
 
 def test_patch_does_not_record_where_the_gpu_is_the_limit(monkeypatch, capsys):
