@@ -204,7 +204,7 @@ def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
     table.add_row("LoRA file", f"{files.lora} ({files.lora.stat().st_size / 1e6:.2f} MB)")
     console.print(table)
     if checkout is None:
-        note("there is no report on the run, because only sd-scripts' runs write a journal; run `python -m kohya_ext setup`")
+        note("no report on the run, because only runs of sd-scripts write a journal; run `python -m kohya_ext setup`")
     else:
         _open_report(files.journal, console.is_terminal)
 

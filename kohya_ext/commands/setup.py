@@ -75,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _clean(console: Console, agreed: bool) -> int:
     """Print what is in the cache, ask, and remove it."""
-    found = [(path, what, cache.size(path)) for path, what in cache.parts()]
-    if not found:
+    folders = [(path, what, cache.size(path)) for path, what in cache.parts()]
+    if not folders:
         console.print(f"nothing to remove: no cache in {escape(str(cache.folder()))}")
         return 0
-    for path, what, size in found:
+    for path, what, size in folders:
         console.print(f"{size / 1e6:10,.1f} MB  {escape(str(path))}: {what}")
     if not agreed and not sys.stdin.isatty():
         raise UserError("nothing was removed; add --yes to remove these folders without a question")

@@ -207,5 +207,5 @@ def test_demo_trains_without_sd_scripts_and_matplotlib(call, tmp_path, path_with
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "sd-scripts was not found and could not be fetched" in " ".join(done.stdout.split())
     assert "the built-in loop, without sd-scripts" in done.stdout
-    assert "only sd-scripts' runs write a journal" in done.stderr
+    assert "only runs of sd-scripts write a journal" in done.stderr
     assert (tmp_path / "demo" / "demo.safetensors").is_file()

@@ -256,7 +256,7 @@ def test_an_unreadable_registry_is_empty(cache):
     assert checkouts.registered() == []
 
 
-def fill(folder):
+def populate(folder):
     for name in ("sd-scripts/v0.11.1/.git/objects/ab", "estimates", "mine"):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_bytes(b"x" * 1000)
@@ -264,7 +264,7 @@ def fill(folder):
 
 
 def test_clean_shows_what_it_removes_and_asks(cache, monkeypatch, capsys):
-    fill(cache.parent)
+    populate(cache.parent)
     asked = []
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
@@ -281,7 +281,7 @@ def test_clean_shows_what_it_removes_and_asks(cache, monkeypatch, capsys):
 
 
 def test_clean_without_a_terminal_needs_yes(cache, monkeypatch, capsys):
-    fill(cache.parent)
+    populate(cache.parent)
     (cache.parent / "mine" / "file").unlink()
     (cache.parent / "mine").rmdir()
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
