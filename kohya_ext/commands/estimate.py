@@ -18,7 +18,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import machine, memory_config, predict, step_time
-from kohya_ext.estimate.memory_config import FP8, MemoryConfig
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
@@ -265,7 +265,7 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
                 f"It can still run, more slowly: under Linux the allocator frees unused segments, down to "
                 f"{gigabytes(prediction.minimum_reserved)} GB. On Windows and WSL the driver spills to system memory."
             )
-    if (assumed := _assumed(prediction)) is not None:
+    if assumed := MemoryConfig(**prediction.config).assumed:
         lines.append(f"Assumed, since it depends on the model files: {assumed}.")
     meaning = networks.meaning_of_dim(prediction.config.get("network_module"), prediction.config.get("network_args"))
     if meaning is not None:
@@ -318,18 +318,6 @@ def _of_processes(prediction: Estimate) -> Iterator[str]:
     if prediction.host:
         every = gigabytes(processes * sum(prediction.host.values()))
         yield f"Host memory is per process: {processes} need {every} GB. At the start each process reads the model, too."
-
-
-def _assumed(prediction: Estimate) -> str | None:
-    """Return the assumptions about the user's files and captions; None without any."""
-    family = MemoryConfig(**prediction.config).family
-    if family.name in ("flux", "chroma"):
-        return (
-            "T5 in fp8" if prediction.config.get("t5xxl") == FP8 else "T5 in 16 bits (for fp8, give the fp8 file with --t5xxl)"
-        )
-    if family.name == "sd3":
-        return f"Stable Diffusion {prediction.config.get('pretrained_model_name_or_path', '3.5 medium')}, T5 in 16 bits"
-    return family.assumed or None
 
 
 def _workload(prediction: Estimate) -> str:

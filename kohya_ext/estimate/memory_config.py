@@ -23,7 +23,7 @@ from kohya_ext.config.arguments import find_problem
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import FAMILIES
 from kohya_ext.config.quiet_parser import QuietParser
-from kohya_ext.config.settings import negated_flags
+from kohya_ext.config.settings import negated_flags, options
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.run.safetensors_header import count_blocks, read_header
@@ -38,22 +38,10 @@ FP8 = "fp8"
 _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
 
 
-#: The models of Stable Diffusion 3 other than 3.5 medium.
-SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
+SD3_DEFAULT = "3.5 medium"
 
-#: The extension's own options in :class:`MemoryConfig`.
-OWN = (
-    "gradient_checkpointing_ratio",
-    "selective_torch_compile",
-    "activation_memory_budget",
-    "fused_operations",
-    "cuda_graphs",
-    "expandable_segments",
-    "ema",
-    "ema_device",
-    "base_precision",
-    "num_processes",
-)
+#: The other models of Stable Diffusion 3.
+SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
 
 #: Families whose models can be recorded as CUDA graphs. The others read results on the CPU, or copy from it, in each step.
 RECORDED = ("sd15", "sdxl", "flux", "anima")
@@ -196,6 +184,12 @@ class MemoryConfig:
         return self.train_text_encoder
 
     @property
+    def assumed(self) -> str:
+        """The assumptions about the user's files and captions, for messages; empty without any."""
+        t5 = "fp8" if self.t5xxl == FP8 else "16 bits (for fp8, give the fp8 file with --t5xxl)"
+        return self.family.assumed.format(t5=t5, sd3=self.pretrained_model_name_or_path or SD3_DEFAULT)
+
+    @property
     def steps_in_backward(self) -> bool:
         """Whether the optimizer steps within the backward pass, in one of upstream's three ways."""
         return fused_optimizer(self) is not None
@@ -240,7 +234,7 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return MemoryConfig(command.name, **given, **{name: command.settings[name] for name in OWN})
+    return MemoryConfig(command.name, **given, **{name: command.settings[name] for name in own_fields()})
 
 
 def normalized(config: MemoryConfig) -> MemoryConfig:
@@ -482,17 +476,24 @@ def _largest_bucket(area: int, config: MemoryConfig) -> tuple[int, int]:
 
 
 @functools.cache
+def own_fields() -> tuple[str, ...]:
+    """Return the fields of a configuration that are the extension's own options."""
+    own = {name for name, _ in options()}
+    return tuple(row.name for row in fields(MemoryConfig) if row.name in own)
+
+
+@functools.cache
 def _fields() -> dict[str, tuple[Any, bool]]:
     """Return field name -> (type of a value, whether it takes several)."""
     rows = {}
     hints = typing.get_type_hints(MemoryConfig)
     for row in fields(MemoryConfig):
-        if row.name in ("script", *OWN):
+        if row.name in ("script", *own_fields()):
             continue
         kind = hints[row.name]
-        options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
-        several = typing.get_origin(options[0]) is tuple
-        rows[row.name] = (typing.get_args(options[0])[0] if several else options[0], several)
+        kinds = [each for each in typing.get_args(kind) or (kind,) if each is not type(None)]
+        several = typing.get_origin(kinds[0]) is tuple
+        rows[row.name] = (typing.get_args(kinds[0])[0] if several else kinds[0], several)
     return rows
 
 

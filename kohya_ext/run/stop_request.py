@@ -25,7 +25,7 @@ from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.output_files import DEFAULT_NAME, rolling_state
+from kohya_ext.run.output_files import output_name, rolling_state
 
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
@@ -171,8 +171,7 @@ class Stopper(TrainingCallback):
 
 def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent: int) -> Stopper:
     """Start to watch for signals (in the main thread only), the stop file and the end of the launcher."""
-    name = getattr(args, "output_name", None) or DEFAULT_NAME
-    file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
+    file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{output_name(args)}.stop"
     stopper = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():
         file.unlink()

@@ -142,7 +142,8 @@ class Family:
     t5_tokens: int = 0
     """The default of --t5xxl_max_token_length; 0 without T5."""
     assumed: str = ""
-    """The assumption of estimates about captions, for messages."""
+    """The assumptions of estimates about files and captions, for messages, with the fields ``t5`` (the type of T5's weights)
+    and ``sd3`` (the model of Stable Diffusion 3)."""
     sampler: Sampler = Sampler()
 
     @property
@@ -248,6 +249,7 @@ FAMILIES: tuple[Family, ...] = (
         swapped=("double_blocks", "single_blocks"),
         max_blocks_to_swap=34,
         t5_tokens=512,
+        assumed="T5 in {t5}",
         sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
@@ -269,6 +271,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune_in_16_bits=True,
         caches_t5_alone=True,
         t5_tokens=512,
+        assumed="T5 in {t5}",
         sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
@@ -295,6 +298,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune_caches_captions_first=True,
         caches_t5_alone=True,
         t5_tokens=256,
+        assumed="Stable Diffusion {sd3}, T5 in 16 bits",
         sampler=Sampler(guided_together=True, empties_cache_first=True, moves_blocks_back=True),
     ),
     Family(
