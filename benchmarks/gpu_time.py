@@ -49,7 +49,7 @@ VARIANTS = {
     "compiled-int8-graphs": ["--base_precision", "int8", "--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always"],
     "compiled-fp8-graphs": ["--base_precision", "fp8", "--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always"],
 }
-FIRST_STEPS = 4
+FIRST_STEPS = 8
 MEASURED_STEPS = 12
 PROFILED_STEPS = 2
 
