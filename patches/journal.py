@@ -27,6 +27,7 @@ from kohya_ext.config.settings import Option, Settings, boolean, path, secrets
 from kohya_ext.console import note, warn
 from kohya_ext.errors import first_line
 from kohya_ext.estimate import predict
+from kohya_ext.gpu.peak_memory import before_reset as peaks_before
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, data_sets, observe, program
@@ -35,7 +36,7 @@ from kohya_ext.preflight import abbreviated
 from kohya_ext.run import journal, rank_reports, ranks, resume, run_record, step_times, stop_request
 from kohya_ext.run.journal import Journal
 from kohya_ext.run.journal_reader import RunLog, process_start
-from kohya_ext.run.output_files import DEFAULT_NAME
+from kohya_ext.run.output_files import output_name
 from kohya_ext.units import format_size, index_of
 
 JOURNAL = Option(
@@ -285,9 +286,9 @@ class _Recorder(TrainingCallback):
 
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         memory: dict[str, int] = {}
-        for name in ("allocated", "reserved"):
+        for name, earlier in zip(("allocated", "reserved"), peaks_before(self.device), strict=True):
             values = stats.get(f"{name}_bytes", {}).get("all", {})
-            memory |= {name: values.get("current", 0), f"peak_{name}": values.get("peak", 0)}
+            memory |= {name: values.get("current", 0), f"peak_{name}": max(values.get("peak", 0), earlier)}
         return memory
 
 
@@ -325,7 +326,7 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
 
     checkout, command = run.checkout, run.command
     started_by = _without_secrets(of_this_process())
-    name = getattr(args, "output_name", None) or DEFAULT_NAME
+    name = output_name(args)
     stopper = stop_request.stopper()
     facts: dict[str, Any] = {
         "name": name,
@@ -510,7 +511,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     folder = getattr(args, "output_dir", None)
     if getattr(args, "debug_dataset", False) or not (folder or settings[JOURNAL_FILE]):
         return None
-    name = getattr(args, "output_name", None) or DEFAULT_NAME
+    name = output_name(args)
     file = settings[JOURNAL_FILE] or Path(folder or ".") / f"{name}{journal.SUFFIX}"
     if not accelerator.is_main_process:
         report = rank_reports.RankReport(file, accelerator.process_index, socket.gethostname())

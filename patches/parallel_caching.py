@@ -28,28 +28,17 @@ from typing import Any
 
 from kohya_ext.caching.checks import NOT_FINITE, Check, is_finite, latents_problem, outputs_problem, state_of
 from kohya_ext.caching.threads import Writer, default_workers, in_order
-from kohya_ext.config.settings import Option, Settings
+from kohya_ext.config.settings import Option, Settings, whole_number
 from kohya_ext.console import error, note, progress, should_print, warn
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.patch import Patch, moved, takes
 from kohya_ext.run.atomic_write import remove_abandoned
 from kohya_ext.run.file_index import FileIndex
 
-
-def _workers(value: object) -> int:
-    try:
-        number = int(str(value))
-    except ValueError:
-        number = -1
-    if number < 0 or isinstance(value, bool):
-        raise ValueError(f"must be a whole number, 0 or more, not {value!r}")
-    return number
-
-
 CACHING_WORKERS = Option[int | None](
     "caching_workers",
     None,
-    _workers,
+    whole_number,
     "threads that prepare images while latents are cached, by default one per CPU core up to 16; 0: cache as upstream does",
     metavar="N",
 )

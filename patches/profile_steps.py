@@ -26,7 +26,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, resume, step_profile
-from kohya_ext.run.output_files import DEFAULT_NAME
+from kohya_ext.run.output_files import output_name
 from kohya_ext.run.step_profile import DATA, PART, SAVING, STEP, DeviceEvent, HostEvent, Summary
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.units import index_of
@@ -339,8 +339,7 @@ class _Profile(TrainingCallback):
     def _write(self, profiler: Any, summary: Summary, result: step_profile.Verdict, last: int) -> dict[str, str]:
         """Write the trace and the tables; return their paths, none if the folder cannot be written."""
         folder = Path(getattr(self.args, "output_dir", None) or ".")
-        name = getattr(self.args, "output_name", None) or DEFAULT_NAME
-        stem = folder / f"{name}.profile-{self.began_at}-{last}"
+        stem = folder / f"{output_name(self.args)}.profile-{self.began_at}-{last}"
         trace, table, raw = (Path(f"{stem}{suffix}") for suffix in (".json.gz", ".txt", ".json"))
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks, resume, run_record
 from kohya_ext.run.atomic_write import fail_fast, remove_atomically
-from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
+from kohya_ext.run.output_files import ROLLING, output_name, rolling_state, states
 
 SAVE_STATE_EVERY_N_MINUTES = Option[float | None](
     "save_state_every_n_minutes",
@@ -99,9 +99,7 @@ class _Rolling(TrainingCallback):
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Rolling:
     minutes = settings[SAVE_STATE_EVERY_N_MINUTES] or 0.0
-    return _Rolling(
-        Path(args.output_dir or "."), args.output_name or DEFAULT_NAME, minutes * 60, settings[SAVE_LAST_N_TIMED_STATES]
-    )
+    return _Rolling(Path(args.output_dir or "."), output_name(args), minutes * 60, settings[SAVE_LAST_N_TIMED_STATES])
 
 
 PATCH = Patch(

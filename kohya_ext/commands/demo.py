@@ -1,6 +1,6 @@
 """Train a LoRA on a tiny SDXL model with the real script.
 
-The model and a dozen images are generated; the loss is printed and drawn.
+The model and a dozen images are generated. The results are printed, and the report on the run is opened in the browser.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import os
 import re
 import subprocess
 import sys
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kohya_ext import charts
+from kohya_ext.commands import report as report_command
 from kohya_ext.config.settings import count, flags
-from kohya_ext.console import note, progress
+from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
+from kohya_ext.run.journal import SUFFIX
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 
@@ -103,12 +104,12 @@ class _Files:
         return self.folder / f"{OUTPUT_NAME}.safetensors"
 
     @property
-    def plot(self) -> Path:
-        return self.folder / "loss.png"
+    def journal(self) -> Path:
+        return self.folder / f"{OUTPUT_NAME}{SUFFIX}"
 
     def remove_results(self) -> None:
         """Remove the results of an earlier demo."""
-        for file in (self.report, self.log, self.lora, self.plot, *self.events.rglob("events.*")):
+        for file in (self.report, self.log, self.lora, self.journal, *self.events.rglob("events.*")):
             file.unlink(missing_ok=True)
 
 
@@ -194,7 +195,6 @@ def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
         "trained by", f"{report['script']} of {checkout.label}" if checkout else "the built-in loop, without sd-scripts"
     )
     table.add_row("preset", ", ".join(report["presets"]))
-    table.add_row("patches applied", ", ".join(_applied(report)) or "none")
     table.add_row("steps per second", f"{(len(losses) - 1) / seconds:.1f}" if seconds > 0 else "not measured")
     table.add_row("peak memory", _memory(report["memory"]))
     table.add_row(
@@ -202,16 +202,28 @@ def _show(console: Console, files: _Files, checkout: Checkout | None) -> None:
         f"{_mean(losses[: len(losses) // 4]):.3f} in the first quarter, {_mean(losses[-len(losses) // 4 :]):.3f} in the last",
     )
     table.add_row("LoRA file", f"{files.lora} ({files.lora.stat().st_size / 1e6:.2f} MB)")
-    try:
-        _plot(losses, files.plot)
-        table.add_row("loss chart", str(files.plot))
-    except UserError as error:
-        table.add_row("loss chart", escape(f"none: {error}"))
     console.print(table)
+    if checkout is None:
+        note("no report on the run, because only runs of sd-scripts write a journal; run `python -m kohya_ext setup`")
+    else:
+        _open_report(files.journal, console.is_terminal)
 
 
-def _applied(report: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["patch"] for row in report["patches"] if row["status"] == "applied"))
+def _open_report(journal: Path, in_terminal: bool) -> None:
+    """Write the report on a run, print its path, and open it where there is a browser."""
+    try:
+        page = report_command.write(journal)
+    except UserError as error:
+        warn(f"no report on the run: {error}")
+        return
+    note(f"report on the run: {page}")
+    if in_terminal and _has_browser():
+        webbrowser.open(page.as_uri())
+
+
+def _has_browser() -> bool:
+    """Return whether a page can be opened in a window; without a display Linux would show it in the terminal."""
+    return not sys.platform.startswith("linux") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _memory(memory: dict[str, int]) -> str:
@@ -238,16 +250,3 @@ def _losses(folder: Path) -> tuple[list[float], float]:
                 break
     rows.sort()
     return [value for _, value, _ in rows], rows[-1][2] - rows[0][2] if rows else 0.0
-
-
-def _plot(losses: Sequence[float], file: Path) -> None:
-    window = max(1, len(losses) // 8)
-    smooth = [_mean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
-    figure = charts.figure(7, 4)
-    axes = figure.add_subplot()
-    axes.plot(range(1, len(losses) + 1), losses, color="#b8c4d6", linewidth=1, label="each step")
-    axes.plot(range(1, len(losses) + 1), smooth, color="#1f4e8c", linewidth=2, label=f"mean of {window}")
-    axes.set(xlabel="step", ylabel="loss", title="kohya_ext demo: a tiny LoRA")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    charts.save(figure, file)

@@ -69,6 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def write(journal: Path) -> Path:
+    """Write the report on the newest run of a journal into its folder; return the file. Raises UserError without a run."""
+    readers: dict[Path, JournalReader] = {}
+    runs = _read([journal], readers, every=False)
+    file = _default_file(runs, readers)
+    _write(file, page.html(runs, Thumbnails(), time.time(), None))
+    return file.resolve()
+
+
 def _read(places: Sequence[Path], readers: dict[Path, JournalReader], every: bool) -> list[History]:
     """Read new lines; return the newest run of each place, or every run, the oldest first. Raises UserError without a run."""
     runs: dict[int, History] = {}

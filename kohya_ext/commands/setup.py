@@ -1,17 +1,19 @@
 """Fetch sd-scripts or register a copy, and choose the default.
 
-Checkouts are kept next to each other in the user cache.
+Checkouts are kept next to each other in the user cache, which --clean removes.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kohya_ext import cache
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -40,11 +42,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list", action="store_true", help="list the checkouts, and which of them is used in this folder and why"
     )
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="remove the cache: fetched checkouts, compiled kernels, estimates and measurements; asks first",
+    )
+    parser.add_argument("--yes", action="store_true", help="with --clean: do not ask")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     console = Console(soft_wrap=True)
+    if arguments.clean:
+        return _clean(console, arguments.yes)
     if arguments.list:
         console.print(_table())
         return 0
@@ -60,6 +70,29 @@ def run(arguments: argparse.Namespace) -> int:
             checkouts.make_default(str(checkout.path))
     for line in _use(checkout):
         console.print(escape(line))
+    return 0
+
+
+def _clean(console: Console, agreed: bool) -> int:
+    """Print what is in the cache, ask, and remove it."""
+    folders = [(path, what, cache.size(path)) for path, what in cache.parts()]
+    if not folders:
+        console.print(f"nothing to remove: no cache in {escape(str(cache.folder()))}")
+        return 0
+    for path, what, size in folders:
+        console.print(f"{size / 1e6:10,.1f} MB  {escape(str(path))}: {what}")
+    if not agreed and not sys.stdin.isatty():
+        raise UserError("nothing was removed; add --yes to remove these folders without a question")
+    if not agreed and input("remove these folders? [y/N] ").strip().lower() not in ("y", "yes"):
+        console.print("nothing was removed")
+        return 1
+    try:
+        cache.remove()
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or cache.folder()} cannot be removed: {error.strerror or error}; end its runs"
+        ) from None
+    console.print("removed; the next run fetches and computes again what it needs")
     return 0
 
 

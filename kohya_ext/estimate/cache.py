@@ -13,9 +13,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kohya_ext import cache as user_cache
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.sdscripts.checkouts import Checkout, cache_folder
+from kohya_ext.sdscripts.checkouts import Checkout
 
 #: Bump when the measurement changes, to invalidate cached estimates.
 METHOD = 20
@@ -110,7 +111,7 @@ def _file(checkout: Checkout, key: Mapping[str, Any], disabled_patches: Sequence
         **{package: version(package) for package in ("kohya-ext", "torch", "accelerate", "transformers", "diffusers")},
     }
     name = hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()
-    return cache_folder().parent / "estimates" / f"{name[:32]}.json"
+    return user_cache.folder() / "estimates" / f"{name[:32]}.json"
 
 
 def version(package: str) -> str | None:

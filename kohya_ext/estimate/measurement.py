@@ -21,6 +21,7 @@ from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.memory_config import MemoryConfig
+from kohya_ext.estimate.read_values import Recorded, same_for
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.patching.types import NetworkTrainer
@@ -194,26 +195,20 @@ def _trainer(checkout: Checkout, script: str) -> tuple[NetworkTrainer, dict[str,
     return trainer(), vars(names["setup_parser"]().parse_args([]))
 
 
-#: The fields of a configuration that change caching.
-_CACHING_FIELDS = (
-    *("script", "resolution", "train_batch_size", "cache_latents", "cache_text_encoder_outputs", "vae_batch_size"),
-    *("lowram", "text_encoder_batch_size", "text_encoder_cpu", "mixed_precision", "no_half_vae", "vae_chunk_size", "v2"),
-    *("model_type", "vae_disable_cache", "qwen_image_vae_2d"),
-    *("t5xxl", "fp8_vl", "max_token_length", "t5xxl_max_token_length", "gemma2_max_token_length", "qwen3_max_token_length"),
-    *("t5_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
-)
-
-#: Logs of caching by configuration: many configurations differ only in the step.
-_CACHING_LOGS: dict[tuple[object, ...], Any] = {}
+#: Checkout, configuration and arguments as a measurement read them, and its logs: many configurations differ only in the step.
+_CACHING_LOGS: list[tuple[Path, Recorded, Recorded, Any]] = []
 
 
 def _caching(checkout: Checkout, config: MemoryConfig, arguments: argparse.Namespace, trainer: NetworkTrainer) -> Any:
     from kohya_ext.estimate.step import measure_caching
 
-    key = (checkout.path, *(getattr(config, name) for name in _CACHING_FIELDS))
-    if key not in _CACHING_LOGS:
-        _CACHING_LOGS[key] = measure_caching(config, arguments, trainer)
-    return _CACHING_LOGS[key]
+    for path, read_config, read_arguments, logs in _CACHING_LOGS:
+        if path == checkout.path and same_for(read_config, config) and same_for(read_arguments, arguments):
+            return logs
+    inputs: tuple[Any, Any] = Recorded(config), Recorded(arguments)
+    logs = measure_caching(*inputs, trainer)
+    _CACHING_LOGS.append((checkout.path, *inputs, logs))
+    return logs
 
 
 def _measure_step(

@@ -23,10 +23,10 @@ from kohya_ext.config.arguments import find_problem
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import FAMILIES
 from kohya_ext.config.quiet_parser import QuietParser
-from kohya_ext.config.settings import negated_flags
+from kohya_ext.config.settings import negated_flags, options
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
-from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.run.safetensors_header import count_blocks, read_header
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.constraints import fused_optimizer
 from kohya_ext.sdscripts.families import Family
@@ -38,22 +38,10 @@ FP8 = "fp8"
 _PARSERS: Mapping[Any, Any] = {int: int, float: float, str: str}
 
 
-#: The models of Stable Diffusion 3 other than 3.5 medium.
-SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
+SD3_DEFAULT = "3.5 medium"
 
-#: The extension's own options in :class:`MemoryConfig`.
-OWN = (
-    "gradient_checkpointing_ratio",
-    "selective_torch_compile",
-    "activation_memory_budget",
-    "fused_operations",
-    "cuda_graphs",
-    "expandable_segments",
-    "ema",
-    "ema_device",
-    "base_precision",
-    "num_processes",
-)
+#: The other models of Stable Diffusion 3.
+SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
 
 #: Families whose models can be recorded as CUDA graphs. The others read results on the CPU, or copy from it, in each step.
 RECORDED = ("sd15", "sdxl", "flux", "anima")
@@ -127,7 +115,7 @@ class MemoryConfig:
     dim_from_weights: bool = False
     train_inpainting: bool = False
     pretrained_model_name_or_path: str | None = None
-    """Once normalized, the model of Stable Diffusion 3, None for 3.5 medium."""
+    """Once normalized, the model of Stable Diffusion 3, None for 3.5 medium, or Anima's number of blocks, None for 28."""
     v2: bool = False
     model_type: str = "flux"
     t5xxl: str | None = None
@@ -196,6 +184,12 @@ class MemoryConfig:
         return self.train_text_encoder
 
     @property
+    def assumed(self) -> str:
+        """The assumptions about the user's files and captions, for messages; empty without any."""
+        t5 = "fp8" if self.t5xxl == FP8 else "16 bits (for fp8, give the fp8 file with --t5xxl)"
+        return self.family.assumed.format(t5=t5, sd3=self.pretrained_model_name_or_path or SD3_DEFAULT)
+
+    @property
     def steps_in_backward(self) -> bool:
         """Whether the optimizer steps within the backward pass, in one of upstream's three ways."""
         return fused_optimizer(self) is not None
@@ -240,7 +234,7 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return MemoryConfig(command.name, **given, **{name: command.settings[name] for name in OWN})
+    return MemoryConfig(command.name, **given, **{name: command.settings[name] for name in own_fields()})
 
 
 def normalized(config: MemoryConfig) -> MemoryConfig:
@@ -294,7 +288,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         sample_at_first=False,
         activation_memory_budget=_none_if(config.activation_memory_budget, 1.0) if compiled else None,
         learning_rate=defaults.learning_rate if lora or config.learning_rate else 0.0,
-        pretrained_model_name_or_path=_sd3_model(config.pretrained_model_name_or_path) if config.family.name == "sd3" else None,
+        pretrained_model_name_or_path=_model(config),
         unet_lr=None if config.unet_lr or not lora else _nonzero_rate(config.unet_lr),
         text_encoder_lr=None if all(config.text_encoder_lr or ()) or not lora else _nonzero_rates(config.text_encoder_lr),
         learning_rate_te=_nonzero_rate(config.learning_rate_te),
@@ -315,8 +309,14 @@ def _parallel(config: MemoryConfig) -> dict[str, Any]:
 
 
 def with_bf16(config: MemoryConfig) -> MemoryConfig:
-    """Return a configuration with bf16 for fp16. Its memory is within 1%, and the package's table has its estimate."""
-    return replace(config, mixed_precision="bf16") if config.mixed_precision == "fp16" else config
+    """Return a configuration with bf16 for fp16. Its memory is within 1%, and the package's table has its estimate.
+
+    A VAE in fp32 that caches one image at a time does not raise the peak, except Anima's.
+    """
+    if config.mixed_precision != "fp16":
+        return config
+    raises_peak = not config.cache_latents or config.vae_batch_size > 1 or config.family.name == "anima"
+    return replace(config, mixed_precision="bf16", no_half_vae=config.no_half_vae and raises_peak)
 
 
 def _is_recorded(config: MemoryConfig) -> bool:
@@ -377,6 +377,17 @@ def _samples(config: MemoryConfig) -> bool:
 
 def _default_sample_size(config: MemoryConfig) -> int:
     return config.family.sampler.side
+
+
+def _model(config: MemoryConfig) -> str | None:
+    """Return what decides the model's size: Stable Diffusion 3's model, or an unusual number of blocks; None for the usual."""
+    name, family = config.pretrained_model_name_or_path, config.family
+    if family.name == "sd3":
+        return _sd3_model(name)
+    if not family.usual_blocks or name is None:
+        return None
+    count = int(name) if name.isdecimal() else count_blocks(name)
+    return None if count in (None, family.usual_blocks) else str(count)
 
 
 def _sd3_model(name: str | None) -> str | None:
@@ -465,17 +476,24 @@ def _largest_bucket(area: int, config: MemoryConfig) -> tuple[int, int]:
 
 
 @functools.cache
+def own_fields() -> tuple[str, ...]:
+    """Return the fields of a configuration that are the extension's own options."""
+    own = {name for name, _ in options()}
+    return tuple(row.name for row in fields(MemoryConfig) if row.name in own)
+
+
+@functools.cache
 def _fields() -> dict[str, tuple[Any, bool]]:
     """Return field name -> (type of a value, whether it takes several)."""
     rows = {}
     hints = typing.get_type_hints(MemoryConfig)
     for row in fields(MemoryConfig):
-        if row.name in ("script", *OWN):
+        if row.name in ("script", *own_fields()):
             continue
         kind = hints[row.name]
-        options = [option for option in typing.get_args(kind) or (kind,) if option is not type(None)]
-        several = typing.get_origin(options[0]) is tuple
-        rows[row.name] = (typing.get_args(options[0])[0] if several else options[0], several)
+        kinds = [each for each in typing.get_args(kind) or (kind,) if each is not type(None)]
+        several = typing.get_origin(kinds[0]) is tuple
+        rows[row.name] = (typing.get_args(kinds[0])[0] if several else kinds[0], several)
     return rows
 
 

@@ -641,10 +641,27 @@ def _garbage_of_the_step_only() -> Iterator[None]:
 
 def allocate_resident(training: Training, tracker: Tracker) -> int:
     """Allocate everything in GPU memory before a step, including optimizer state; return the number of events."""
-    config, optimizer = training.config, training.optimizer
+    config = training.config
     swapped = training.models.blocks(config.blocks_to_swap or 0)
     lists = _lists_of(swapped, training.models.unet)
     _hook_where_blocks_move(lists, swapped)
+    _log_casts_while_loading(training, tracker, lists)
+    for module, kind in training.resident:
+        _allocate_model(training, tracker, module, kind, lists, swapped)
+    if config.deepspeed:
+        with tracker.during(LOADING):
+            training.divided = zero.divide(zero.division_of(config), training.optimizer, training.gathered, tracker)
+    loaded = len(tracker.events)
+    tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
+    _allocate_training_state(training, tracker)
+    _prepare_gradients(training, tracker)
+    gc.collect()
+    return _expect_uses_of_state(training, tracker, loaded)
+
+
+def _log_casts_while_loading(training: Training, tracker: Tracker, lists: Sequence[Any]) -> None:
+    """Log models that are quantized or cast in GPU memory while they are loaded."""
+    config = training.config
     if lists and config.fp8_scaled:
         # Upstream quantizes on the GPU. When it empties the cache, the last weight is still there (fp8_optimization_utils.py).
         quantized = [part for part in training.models.unet.modules() if hasattr(part, "scale_weight")]
@@ -658,32 +675,38 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
         for encoder in training.models.text_encoders:
             tracker.mark(_tensors(encoder), Kind.TEXT_ENCODER)
         eight_bits.convert_text_encoders(training.models.text_encoders, config.base_precision, tracker)
-    for module, kind in training.resident:
-        if module is training.models.unet and config.base_precision:
-            eight_bits.log_conversion(module, training.weight_dtype, tracker)
-        if training.gathered is not None and module in training.gathered.models:
-            tracker.leave_out(module.parameters())
-            tracker.mark(module.buffers(), kind)
-            continue
-        tracker.mark(_tensors(module, lists), kind)
-        for blocks in lists if module is training.models.unet else ():
-            first = next(index for index, block in enumerate(blocks) if block in swapped)
-            for index, block in enumerate(blocks):
-                tracker.mark(_tensors(block), kind)
-                if index >= first:
-                    # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's
-                    # weights (custom_offloading_utils.py).
-                    tracker.offload(_exchanged(block, blocks[index - first]))
-            tracker.release_unused()
-        if config.num_processes and not config.deepspeed:
-            training.buckets |= gradient_buckets.allocate(module, tracker)
-    if config.deepspeed:
-        with tracker.during(LOADING):
-            training.divided = zero.divide(zero.division_of(config), optimizer, training.gathered, tracker)
-    loaded = len(tracker.events)
-    tracker.mark(training.trained, Kind.TRAINED_WEIGHT)
-    # Keep the optimizer state, drop the gradients that created it.
+
+
+def _allocate_model(
+    training: Training, tracker: Tracker, module: Any, kind: Kind, lists: Sequence[Any], swapped: Sequence[Any]
+) -> None:
+    """Allocate a model's tensors; of ``swapped`` blocks, memory for those that are in GPU memory at a time."""
+    config, is_unet = training.config, module is training.models.unet
+    if is_unet and config.base_precision:
+        eight_bits.log_conversion(module, training.weight_dtype, tracker)
+    if training.gathered is not None and module in training.gathered.models:
+        tracker.leave_out(module.parameters())
+        tracker.mark(module.buffers(), kind)
+        return
+    tracker.mark(_tensors(module, lists), kind)
+    for blocks in lists if is_unet else ():
+        first = next(index for index, block in enumerate(blocks) if block in swapped)
+        for index, block in enumerate(blocks):
+            tracker.mark(_tensors(block), kind)
+            if index >= first:
+                # Upstream moves the whole block, then its weights back; in a step it gets the memory of another block's
+                # weights (custom_offloading_utils.py).
+                tracker.offload(_exchanged(block, blocks[index - first]))
+        tracker.release_unused()
+    if config.num_processes and not config.deepspeed:
+        training.buckets |= gradient_buckets.allocate(module, tracker)
+
+
+def _allocate_training_state(training: Training, tracker: Tracker) -> None:
+    """Allocate optimizer state, averaged weights, and the gradients of earlier micro-steps."""
+    config, optimizer = training.config, training.optimizer
     if training.divided is None:
+        # Keep the optimizer state, drop the gradients that created it.
         _make_gradients(training)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -701,16 +724,24 @@ def allocate_resident(training: Training, tracker: Tracker) -> int:
     if config.gradient_accumulation_steps > 1 and config.cuda_graphs:  # only its last micro-step is logged
         _make_gradients(training)
         tracker.mark((parameter.grad for parameter in training.trained if parameter.grad is not None), Kind.GRADIENT)
+
+
+def _prepare_gradients(training: Training, tracker: Tracker) -> None:
+    """Let the backward pass mark gradients, and step where the optimizer is fused with it."""
     if training.network is None:  # a network's gradients are averaged one by one, without its buckets
-        gradient_buckets.use(training.buckets, config.ddp_gradient_as_bucket_view)
+        gradient_buckets.use(training.buckets, training.config.ddp_gradient_as_bucket_view)
     for parameter in training.trained if training.divided is None else ():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda weight: tracker.mark([weight.grad], Kind.GRADIENT))
-    if config.steps_in_backward:
+    if training.config.steps_in_backward:
         step_in_backward(training)
-    gc.collect()
+
+
+def _expect_uses_of_state(training: Training, tracker: Tracker, loaded: int) -> int:
+    """Drop the events between loading and the step, which create the state; return the number of events that are left."""
+    optimizer = training.optimizer
     parts = optimizer.parts if isinstance(optimizer, MultipleOptimizers) else (optimizer,)
-    paged = [*_paged(parts)] if config.optimizer_type.lower().startswith("paged") else []
+    paged = [*_paged(parts)] if training.config.optimizer_type.lower().startswith("paged") else []
     start = tracker.compact(loaded, paged)
     for part in parts:
         tracker.expect_first_use(part, paged)
@@ -957,14 +988,16 @@ def _log_sampling(training: Training, tracker: Tracker) -> Log:
             stack.enter_context(autocast())
         if sampler.empties_cache_first:
             tracker.release_unused()
-        _moved = _log_denoising(replace(training, config=sampling), tracker)  # in GPU memory while decoding
+        returned = _log_denoising(replace(training, config=sampling), tracker)
         tracker.release_unused()
         tracker.mark(_tensors(models.vae), Kind.VAE)
         latents = torch.zeros(1, channels, height // scale, width // scale, dtype=next(models.vae.parameters()).dtype)
         if sampler.autocast == "apart":
             stack.enter_context(autocast())
         getattr(models.vae, "decode_to_pixels", models.vae.decode)(latents)
-    return Log([*tracker.events], tracker.kinds, start, 0)
+    log = Log([*tracker.events], tracker.kinds, start, 0)
+    del returned  # in GPU memory until the image is decoded
+    return log
 
 
 def _log_denoising(training: Training, tracker: Tracker) -> list[list[torch.Tensor]]:

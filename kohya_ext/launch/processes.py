@@ -17,10 +17,11 @@ from typing import Any
 from kohya_ext.config.command_line import LAUNCHED, option_words, without_secrets
 from kohya_ext.config.settings import MASTER_SWITCH, Settings
 from kohya_ext.errors import UserError
+from kohya_ext.installed_gpus import visible_gpus
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
-from kohya_ext.units import has_gpu, visible_gpus
+from kohya_ext.units import has_gpu
 
 #: Options that ``accelerate launch`` has under the same name.
 _OPTIONS = ("num_processes", "multi_gpu", "num_machines", "machine_rank", "main_process_ip", "main_process_port")

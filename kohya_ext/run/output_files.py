@@ -6,6 +6,7 @@ An output name may contain folders (``--output_name cats/tabby``), because upstr
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,12 @@ ROLLING = "rolling"
 
 DEFAULT_NAME = "last"
 """Upstream's name for the final model without --output_name."""
+
+
+def output_name(args: Namespace) -> str:
+    """Return the name of a run's final model, which also begins the names of the extension's files."""
+    return getattr(args, "output_name", None) or DEFAULT_NAME
+
 
 _MODEL = r"\.(safetensors|ckpt|pt|bin)"
 

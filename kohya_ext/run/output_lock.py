@@ -20,7 +20,7 @@ from typing import IO, Any
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.run.atomic_write import PARTIAL, remove, truncated
-from kohya_ext.run.output_files import DEFAULT_NAME, temporary_paths
+from kohya_ext.run.output_files import output_name, temporary_paths
 
 _LOCKED_BYTE = 1 << 30
 """The byte that is locked on Windows. Others cannot read a locked byte, so it is far behind the owner's description."""
@@ -37,7 +37,7 @@ def lock_file(args: Namespace) -> Path | None:
     folder = getattr(args, "output_dir", None)
     if not folder or getattr(args, "debug_dataset", False) or not Path(folder).is_dir():
         return None
-    output = Path(folder).resolve() / (getattr(args, "output_name", None) or DEFAULT_NAME)
+    output = Path(folder).resolve() / output_name(args)
     return output.with_name(f".{truncated(output.name)}.lock")
 
 
@@ -86,10 +86,9 @@ def other_owner(args: Namespace) -> dict[str, Any] | None:
 
 def conflict_message(args: Namespace, owner: dict[str, Any]) -> str:
     """Return the error message for an output name that another run uses."""
-    name = getattr(args, "output_name", None) or DEFAULT_NAME
     who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}" if owner else "a run that just started"
     return (
-        f"another run uses --output_name {name} in {args.output_dir} ({who}); "
+        f"another run uses --output_name {output_name(args)} in {args.output_dir} ({who}); "
         "choose another --output_name, or stop that run first"
     )
 

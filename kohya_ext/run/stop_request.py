@@ -7,6 +7,7 @@ arguments are changed to "save now, with the state". So names, formats and metad
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -24,7 +25,7 @@ from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.output_files import DEFAULT_NAME, rolling_state
+from kohya_ext.run.output_files import output_name, rolling_state
 
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
@@ -141,7 +142,7 @@ class Stopper(TrainingCallback):
         if self.parent and os.getppid() != self.parent:
             note("the launcher has ended: saving the model and the state")
             self.request("its launcher ended", 128 + signal.SIGTERM)
-        elif self.file.exists():
+        elif os.path.exists(self.file):  # False, too, for a folder that cannot be read any more
             note(f"stop file {self.file} exists: saving the model and the state")
             self.request(f"stop file {self.file.name}", _STOP_FILE_CODE)
 
@@ -155,7 +156,8 @@ class Stopper(TrainingCallback):
         accelerator.wait_for_everyone()
         ranks.leave()
         if accelerator.is_main_process:
-            self.file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.file.unlink()
             state = self.states[-1] if self.states else None
             if state is None:
                 warn("the script saved no state, so this run cannot be resumed")
@@ -169,8 +171,7 @@ class Stopper(TrainingCallback):
 
 def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent: int) -> Stopper:
     """Start to watch for signals (in the main thread only), the stop file and the end of the launcher."""
-    name = getattr(args, "output_name", None) or DEFAULT_NAME
-    file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
+    file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{output_name(args)}.stop"
     stopper = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():
         file.unlink()

@@ -120,6 +120,9 @@ class Family:
     """The lists of blocks that --blocks_to_swap swaps, by the names of their tensors."""
     max_blocks_to_swap: int = 0
     """The largest --blocks_to_swap of the scripts; 0 if not all of them support it."""
+    usual_blocks: int = 0
+    """The number of blocks of the common checkpoint, if the checkpoints differ in it; 0 for other families. Then
+    all but two blocks can be swapped."""
     fp8: str = "fp8_base"
     """The LoRA script's option to load the model in 8 bits; empty if there is none."""
     offloads_checkpoints: bool = True
@@ -139,7 +142,8 @@ class Family:
     t5_tokens: int = 0
     """The default of --t5xxl_max_token_length; 0 without T5."""
     assumed: str = ""
-    """The assumption of estimates about captions, for messages."""
+    """The assumptions of estimates about files and captions, for messages, with the fields ``t5`` (the type of T5's weights)
+    and ``sd3`` (the model of Stable Diffusion 3)."""
     sampler: Sampler = Sampler()
 
     @property
@@ -245,6 +249,7 @@ FAMILIES: tuple[Family, ...] = (
         swapped=("double_blocks", "single_blocks"),
         max_blocks_to_swap=34,
         t5_tokens=512,
+        assumed="T5 in {t5}",
         sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
@@ -266,6 +271,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune_in_16_bits=True,
         caches_t5_alone=True,
         t5_tokens=512,
+        assumed="T5 in {t5}",
         sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
@@ -292,6 +298,7 @@ FAMILIES: tuple[Family, ...] = (
         finetune_caches_captions_first=True,
         caches_t5_alone=True,
         t5_tokens=256,
+        assumed="Stable Diffusion {sd3}, T5 in 16 bits",
         sampler=Sampler(guided_together=True, empties_cache_first=True, moves_blocks_back=True),
     ),
     Family(
@@ -331,6 +338,7 @@ FAMILIES: tuple[Family, ...] = (
         bucket_steps=(16, 16),
         swapped=("blocks",),
         max_blocks_to_swap=26,  # 28 blocks; two stay on the GPU
+        usual_blocks=28,  # Anima-2.9B has 40
         fp8="",
         caches_empty_caption=True,
         sampler=Sampler(empties_cache_first=True),

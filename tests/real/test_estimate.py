@@ -10,7 +10,7 @@ import pytest
 from kohya_ext.config import preset_files
 from kohya_ext.config.preset_files import FAMILIES
 from kohya_ext.estimate import cache
-from kohya_ext.estimate.memory_config import OWN, MemoryConfig
+from kohya_ext.estimate.memory_config import MemoryConfig, own_fields
 from kohya_ext.planning import tiers
 from kohya_ext.planning.memory_savings import Attempt, Step, after, steps
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -25,7 +25,7 @@ def test_memory_config_has_the_names_and_defaults_of_the_scripts(checkout: Check
     assert done.returncode == 0, done.stderr[-2000:]
     parsers = json.loads(done.stdout.split("JSON", 1)[1])
     assert set(parsers) == set(SCRIPTS)
-    defaults = {row.name: row.default for row in fields(MemoryConfig) if row.name not in ("script", *OWN)}
+    defaults = {row.name: row.default for row in fields(MemoryConfig) if row.name not in ("script", *own_fields())}
     # This default differs between scripts; the builders know SD3's.
     del defaults["t5xxl_max_token_length"]
     everywhere = {name for parser in parsers.values() for name in parser}

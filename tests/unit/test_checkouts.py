@@ -1,13 +1,17 @@
 import json
+import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kohya_ext.__main__ import main
+from kohya_ext.cache import PARTS
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import checkouts
 
+ROOT = Path(__file__).parents[2]
 GIT = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=main")
 
 
@@ -250,3 +254,48 @@ def test_an_unreadable_registry_is_empty(cache):
     assert checkouts.registered() == []
     (cache / "registry.json").write_text(json.dumps([{"path": str(cache / "gone"), "cloned": True}]))
     assert checkouts.registered() == []
+
+
+def populate(folder):
+    for name in ("sd-scripts/v0.11.1/.git/objects/ab", "estimates", "mine"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_bytes(b"x" * 1000)
+    (folder / "sd-scripts/v0.11.1/.git/objects/ab/file").chmod(0o444)
+
+
+def test_clean_shows_what_it_removes_and_asks(cache, monkeypatch, capsys):
+    populate(cache.parent)
+    asked = []
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    assert main(["setup", "--clean"]) == 1
+    assert asked == ["remove these folders? [y/N] "]
+    shown = capsys.readouterr().out
+    assert f"{cache}: fetched checkouts of sd-scripts" in shown
+    assert "mine" not in shown
+    assert (cache.parent / "estimates" / "file").is_file()
+
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert main(["setup", "--clean"]) == 0
+    assert [path.name for path in cache.parent.iterdir()] == ["mine"]
+
+
+def test_clean_without_a_terminal_needs_yes(cache, monkeypatch, capsys):
+    populate(cache.parent)
+    (cache.parent / "mine" / "file").unlink()
+    (cache.parent / "mine").rmdir()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    assert main(["setup", "--clean"]) == 2
+    assert "add --yes" in capsys.readouterr().err
+    assert cache.is_dir()
+    assert main(["setup", "--clean", "--yes"]) == 0
+    assert not cache.parent.exists()
+    assert main(["setup", "--clean", "--yes"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
+
+
+def test_every_folder_of_the_cache_is_known_to_clean():
+    sources = [file.read_text("utf-8") for folder in ("kohya_ext", "virtual_gpu") for file in (ROOT / folder).rglob("*.py")]
+    used = {name for text in sources for name in re.findall(r'(?:cache\.folder\(\)|\broot) / "([\w-]+)"', text)}
+    assert used >= {"sd-scripts", "compiled", "estimates"}
+    assert used <= set(PARTS)

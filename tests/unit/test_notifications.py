@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import threading
-import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,17 +142,21 @@ def test_post_is_json(server):
 
 
 def test_slow_target_delays_neither_steps_nor_the_end(monkeypatch, capsys):
-    release = threading.Event()
-    monkeypatch.setattr(notifications, "deliver", lambda target, message: "" if release.wait(60) else "late")
+    release, delivered = threading.Event(), []
+
+    def deliver_late(target, message):
+        release.wait(60)
+        delivered.append(message)
+        return ""
+
+    monkeypatch.setattr(notifications, "deliver", deliver_late)
     monkeypatch.setattr(notifications, "LAST_SECONDS", 0.2)
     notifier = Notifier(URL)
     notifier.open()
-    began = time.monotonic()
     for step in range(100):
         notifier.on_line({"kind": "spill", "time": 0.0, "step": step})
-    assert time.monotonic() - began < 5
     notifier.close()
-    assert time.monotonic() - began < 10
+    assert delivered == []
     release.set()
     text = capsys.readouterr().err
     assert "the last message was not delivered within 0 s" in text

@@ -336,7 +336,7 @@ def test_unknown_networks_are_no_checkpoints(write):
 
 def test_memory_does_not_grow_to_the_size_of_a_checkpoint(tmp_path):
     pytest.importorskip("resource")
-    size = 2**29  # of each of two tensors, in bytes
+    size = 2**28  # of each of two tensors, in bytes
     rows = {
         f"double_blocks.{block}.weight": {
             "dtype": "F32",
