@@ -133,7 +133,8 @@ class _Recorder(TrainingCallback):
         self._write_step()
         status, reason, code = self._outcome()
         _check_newest_file(self.journal)
-        facts: dict[str, Any] = {"status": status, "reason": reason, "code": code, "step": self.step, "memory": peak_memory()}
+        step = self.current_step()
+        facts: dict[str, Any] = {"status": status, "reason": reason, "code": code, "step": step, "memory": peak_memory()}
         if self.own is not None:
             facts["ranks"] = self._ranks()
             rank_reports.remove(self.journal.file)
