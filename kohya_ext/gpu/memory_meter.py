@@ -48,23 +48,21 @@ class GPUMemoryMeter:
 
 
 class TemporaryMemoryMeter:
-    """Measures the temporary tensors of a CUDA device. It neither waits for the device nor releases memory."""
+    """Measures the temporary tensors of a CUDA device; 0 of another one. It neither waits for the device nor frees memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = index_of(device)
+        self.device = index_of(device) if device.type == "cuda" else None
 
     def begin(self) -> None:
         """Begin to measure."""
-        if torch.cuda.is_available():
+        if self.device is not None:
             peak_memory.reset(self.device)
 
     def end(self) -> int:
-        """Return the bytes of tensors at their peak since :meth:`begin`, beyond those that are left; 0 without a GPU."""
-        return (
-            0
-            if not torch.cuda.is_available()
-            else int(torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device))
-        )
+        """Return the bytes of tensors at their peak since :meth:`begin`, beyond those that are left."""
+        if self.device is None:
+            return 0
+        return int(torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device))
 
 
 class HostMemoryMeter:
