@@ -17,10 +17,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kohya_ext.output import Console
 from kohya_ext import __version__
 from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
 from kohya_ext.config.settings import flags, switched_on, variables

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from kohya_ext.output import Console
 from kohya_ext import charts
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 
+from kohya_ext.output import Console
 from kohya_ext.config.settings import MASTER_SWITCH, options
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from kohya_ext.output import Console
 from kohya_ext import units
 from kohya_ext.commands.estimate import ACCURACY
 from kohya_ext.config import training_command

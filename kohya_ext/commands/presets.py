@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kohya_ext.output import Console
 from kohya_ext.config import preset_files
 from kohya_ext.config.arguments import complete, find_problem, find_problems, preset_line, trace
 from kohya_ext.config.command_line import CommandLine

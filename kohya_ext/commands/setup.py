@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kohya_ext.output import Console
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout

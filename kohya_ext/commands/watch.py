@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 
+from kohya_ext.output import Console
 from kohya_ext.run.journal_files import journals, no_journal, not_a_journal
 from kohya_ext.run.journal_reader import JournalReader, RunLog
 from kohya_ext.watching import nvml

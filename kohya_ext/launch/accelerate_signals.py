@@ -18,6 +18,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import error as print_error
+from kohya_ext.console import replace_unencodable
 from kohya_ext.patching.patch import Patch, Patcher, Target
 from kohya_ext.run import ranks
 
@@ -168,4 +169,5 @@ PATCH = Patch(
 @cache
 def arm() -> None:
     """Apply it in a process that is a launcher and imports no sd-scripts."""
+    replace_unencodable()
     Patcher({}, Settings(), None, (PATCH,)).arm()

@@ -19,7 +19,7 @@ from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings, options, secrets
-from kohya_ext.console import note, should_print, stop, warn
+from kohya_ext.console import note, replace_unencodable, should_print, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
@@ -178,6 +178,7 @@ def begin(checkout: Checkout) -> Session:
     """Start the session of this process once; print a user error in one line and exit with code 2."""
     global _current
     if _current is None:
+        replace_unencodable()  # before the script prints captions, prompts and folders
         try:
             script = _training_script(checkout, sys.argv)
             _current = Session.start(checkout, CommandLine(script, sys.argv[1:], os.environ, automatic))

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from kohya_ext.output import Console
 from kohya_ext import units
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, quoted

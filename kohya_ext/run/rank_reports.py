@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.run.plain_file import create
+
 INTERVAL = 30.0
 """Seconds between two writes of the times, and between two reads."""
 
@@ -113,7 +115,7 @@ class RankReport:
         if own_seconds is not None:
             row[OWN_SECONDS] = round(own_seconds, 6)
         with contextlib.suppress(OSError):
-            partial.write_text(json.dumps(row), encoding="utf-8")
+            create(partial, json.dumps(row))
             os.replace(partial, file)
 
 

@@ -1,0 +1,24 @@
+"""The console that commands print their results with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich import console
+from rich.segment import Segment
+
+from kohya_ext.console import printable
+
+
+class Console(console.Console):
+    """rich's console, which prints names, metadata and other text from files without what a terminal interprets in it.
+
+    It prints to standard output. :func:`kohya_ext.console.replace_unencodable` decides what that stream can hold.
+    """
+
+    def render(self, renderable: Any, options: console.ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of a renderable. Tables render their cells here, too, so their columns stay aligned."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(printable(text, lines=True), style)
