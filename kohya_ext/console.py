@@ -33,7 +33,7 @@ on_warning: Callable[[str], None] | None = None
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """Return text with escapes in place of characters that a terminal interprets: ``\\x1b`` for the escape character.
+    """Return text with escapes, as Python writes them, in place of characters that a terminal interprets.
 
     For everything that does not come from this program: names of files and tensors, metadata, captions, journals. ``lines``:
     keep line breaks.

@@ -21,11 +21,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kohya_ext.output import Console
 from kohya_ext import charts
 from kohya_ext.config.settings import count, flags
 from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError
+from kohya_ext.output import Console
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.table import Table
 
-from kohya_ext.output import Console
 from kohya_ext import charts
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
@@ -23,6 +22,7 @@ from kohya_ext.estimate.memory_config import FP8, MemoryConfig
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
+from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import usable_bytes

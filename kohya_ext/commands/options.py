@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from kohya_ext.output import Console
 from kohya_ext.config.settings import MASTER_SWITCH, options
+from kohya_ext.output import Console
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

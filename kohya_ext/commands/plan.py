@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.table import Table
 
-from kohya_ext.output import Console
 from kohya_ext import units
 from kohya_ext.commands.estimate import ACCURACY
 from kohya_ext.config import training_command
@@ -19,6 +18,7 @@ from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, memory_config, step_time
+from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.planning.plan import Candidate, Plan, plan
 from kohya_ext.planning.tiers import usable_bytes

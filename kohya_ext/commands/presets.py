@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from kohya_ext.output import Console
 from kohya_ext.config import preset_files
 from kohya_ext.config.arguments import complete, find_problem, find_problems, preset_line, trace
 from kohya_ext.config.command_line import CommandLine
@@ -22,6 +21,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, step_time
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.output import Console
 from kohya_ext.planning import automatic, tiers, upstream
 from kohya_ext.planning.tiers import Tier
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script

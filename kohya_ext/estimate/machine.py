@@ -21,6 +21,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.seconds import CONSTANTS
+from kohya_ext.renames import rename
 from kohya_ext.units import first_gpu
 
 #: The launch cost of the hosts behind the constants: microseconds of ``mul_forward_and_backward`` in kohya_ext.gpu.rates.
@@ -128,7 +129,7 @@ def _write(file: Path, values: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    rename(partial, file)
 
 
 def _read(file: Path) -> dict[str, Any]:

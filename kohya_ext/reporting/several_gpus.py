@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.table import Table
 
-from kohya_ext.output import Console
 from kohya_ext import units
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, memory_config
+from kohya_ext.output import Console
 from kohya_ext.planning.several_gpus import Machine, Option, SeveralPlan, plan
 from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.checkouts import Checkout

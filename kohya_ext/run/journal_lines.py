@@ -7,7 +7,6 @@ not have it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -151,7 +150,14 @@ _MEMORY = _table(_count)
 _RANK = {"rank": _count, "host": _name, "own_seconds": _number}
 _GPU = {"name": _name, "memory": _count, "uuid": _name}
 _PREDICTED = {"seconds_per_step": _number, "reserved": _count, "allocated": _count, "peak_phase": _name}
-_FOLDER = {"folder": _name, "repeats": _count, "regularization": _anything, "images": _count, "captioned": _count, "caption": _name}
+_FOLDER = {
+    "folder": _name,
+    "repeats": _count,
+    "regularization": _anything,
+    "images": _count,
+    "captioned": _count,
+    "caption": _name,
+}
 _BLOCK = {"name": _name, "device": _number, "host": _number}
 
 #: Key of a line -> shape of its value. ``images`` is a number, or the names of a skipped step's images.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
 import os
 import socket
@@ -17,7 +16,7 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal

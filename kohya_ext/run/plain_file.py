@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
+
 class NotPlainError(OSError):
     """The name stands for a symbolic link, a file with several names, a folder or a device."""
 

@@ -116,7 +116,7 @@ class RankReport:
             row[OWN_SECONDS] = round(own_seconds, 6)
         with contextlib.suppress(OSError):
             create(partial, json.dumps(row))
-            os.replace(partial, file)
+            os.replace(partial, file)  # fails on Windows while the first process reads it; the next write replaces it
 
 
 def read(journal: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.renames import unlink
 from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import DEFAULT_NAME
@@ -150,7 +151,7 @@ class Stopper(TrainingCallback):
         accelerator.wait_for_everyone()
         ranks.leave()
         if accelerator.is_main_process:
-            self.file.unlink(missing_ok=True)
+            _remove(self.file)
             state = self.states[-1] if self.states else None
             if state is None:
                 warn("the script saved no state, so this run cannot be resumed")
@@ -168,10 +169,17 @@ def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent:
     file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{name}.stop"
     stopper = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():
-        file.unlink()
+        _remove(file)
         note(f"removed {file}, left over from an earlier run")
     stopper.install_handlers()
     return stopper
+
+
+def _remove(file: Path) -> None:
+    try:
+        unlink(file)
+    except OSError as error:
+        warn(f"cannot remove the stop file {file}: {error.strerror or error}; remove it before the next run")
 
 
 def stopper() -> Stopper | None:
