@@ -1,4 +1,6 @@
-"""Make ``accelerate launch`` forward signals and wait for training, if the environment enables the extension in it.
+"""Make ``accelerate launch`` forward signals, wait for training, and start several processes on Windows.
+
+For a launcher in whose environment the extension is enabled.
 
 By default SIGTERM ends only the launcher, and Ctrl-C ends it with a traceback while the training process is still saving.
 With several processes, torch's elastic agent forwards Ctrl-C although the terminal has already sent it, and a second one
@@ -170,4 +172,6 @@ PATCH = Patch(
 def arm() -> None:
     """Apply it in a process that is a launcher and imports no sd-scripts."""
     replace_unencodable()
+    if os.name == "nt":  # torch's wheels for Windows lack libuv, which torchrun's key-value store asks for by default
+        os.environ.setdefault("USE_LIBUV", "0")
     Patcher({}, Settings(), None, (PATCH,)).arm()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.command_line import LAUNCHED, option_words, without_secrets
-from kohya_ext.config.settings import MASTER_SWITCH, Settings
+from kohya_ext.config.settings import MASTER_SWITCH, Settings, secrets
 from kohya_ext.errors import UserError
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 from kohya_ext.sdscripts import checkouts
@@ -63,7 +63,7 @@ def launch(settings: Settings, checkout: Checkout, script: Path, arguments: Sequ
     # With a configuration of one process, accelerate starts one process whatever --num_processes says.
     is_plain = config.get("distributed_type", "NO") == "NO"
     several = {"multi_gpu": True} if is_plain and layout(settings, config).processes > 1 else {}
-    arguments, variables = without_secrets(arguments)  # accelerate prints the command line of a run that fails
+    arguments, variables = _secrets_in_variables(arguments)  # accelerate prints the command line of a run that fails
     # Not accelerate.commands.launch: as __main__, kohya_ext.launch.accelerate_signals could not patch that module.
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += option_words({**file, **options, **several})
@@ -76,6 +76,14 @@ def launch(settings: Settings, checkout: Checkout, script: Path, arguments: Sequ
     process = subprocess.Popen(command, env=environ)
     with pass_signals_on(process):
         return process.wait()
+
+
+def _secrets_in_variables(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments without secret options, and variables that set those; a fork's secrets have no variable."""
+    kept, values = without_secrets(arguments)
+    variables = secrets()
+    kept += option_words({name: value for name, value in values.items() if not variables.get(name)})
+    return kept, {variables[name]: value for name, value in values.items() if variables.get(name)}
 
 
 def _given(settings: Settings) -> dict[str, Any]:

@@ -283,16 +283,19 @@ class JournalReader:
                 if os.fstat(stream.fileno()).st_size < self._offset:  # replaced by a shorter file
                     self.runs, self.latest, self._offset, self._rest = {}, None, 0, b""
                 stream.seek(self._offset)
-                before = self._offset
+                new = False
                 while content := stream.read(_BLOCK):
                     self._offset += len(content)
-                    self._add(content)
+                    new = self._add(content) or new
         except OSError as error:
             raise UserError(f"cannot read the journal {self.file}: {error.strerror or error}") from None
-        return self._offset > before
+        return new
 
-    def _add(self, content: bytes) -> None:
-        """Add the lines that end in the next bytes of the file. Longer ones than a run writes are left out."""
+    def _add(self, content: bytes) -> bool:
+        """Add the lines that end in the next bytes of the file; return whether there are any.
+
+        Lines longer than those of a run are left out.
+        """
         *complete, rest = (self._rest + content).split(b"\n")
         self._rest = rest[: MAX_BYTES + 1]
         for line in checked_lines([line.decode(errors="replace") for line in complete if len(line) <= MAX_BYTES]):
@@ -301,6 +304,7 @@ class JournalReader:
                 self.latest = self.runs[run] = self.runs.get(run) or self.new_log(run)
             if self.latest is not None:
                 self.latest.add(line)
+        return bool(complete)
 
 
 def _number(value: object, otherwise: float) -> float:
