@@ -46,8 +46,7 @@ def read_toml(file: Path, label: str) -> dict[str, Any]:
 def reject_escapes(document: object, label: str, key: str = "") -> None:
     """Raise UserError for a path that contains a line break, a tab or another control character.
 
-    ``"C:\\new\\table"`` with single backslashes is a path with a line break and a tab, and a folder of that name would be
-    created.
+    In double quotes ``C:`` with ``new`` after a backslash has a line break, and a folder of that name would be created.
     """
     if isinstance(document, Mapping):
         for name, value in document.items():

@@ -99,10 +99,15 @@ def layout(settings: Settings, config: Mapping[str, Any]) -> Layout:
         given = getattr(settings, name)
         return given if given is not None else config.get(name) or default
 
-    machines = int(value("num_machines", 1))
-    return Layout(
-        int(value("num_processes", machines)), machines, int(value("machine_rank", 0)), value("main_process_ip", None)
-    )
+    def number(name: str, default: int) -> int:
+        given = value(name, default)
+        try:
+            return int(given)
+        except (ValueError, TypeError, OverflowError):
+            raise UserError(f"{name} in accelerate's configuration must be a whole number, not {given!r}") from None
+
+    machines = max(number("num_machines", 1), 1)
+    return Layout(number("num_processes", machines), machines, number("machine_rank", 0), value("main_process_ip", None))
 
 
 def check(settings: Settings, config: Mapping[str, Any], gpus: int) -> None:
@@ -151,7 +156,7 @@ def _configuration(file: Path | None) -> Mapping[str, Any]:
         raise UserError(f"--accelerate_config {file}: no such file; write one with `accelerate config --config_file {file}`")
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as problem:
-        line = str(problem).splitlines()[0]
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        line = next(iter(str(problem).splitlines()), type(problem).__name__)
         raise UserError(f"{file} is not a configuration of accelerate: {line}; rewrite it with `accelerate config`") from None
     return read if isinstance(read, dict) else {}

@@ -47,6 +47,12 @@ def checked_lines(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from (_checked(value) for value in values if isinstance(value, dict))
 
 
+def checked_ranks(text: str) -> list[dict[str, Any]]:
+    """Return the report of another process from its file, as in the key ``ranks`` of a line; empty if it has none."""
+    ranks: list[dict[str, Any]] = _SHAPES["ranks"]([_parsed(text)])
+    return ranks
+
+
 def _parsed(line: str) -> Any:
     try:
         return json.loads(line)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.run.journal_lines import checked_ranks
 from kohya_ext.run.plain_file import create
 
 INTERVAL = 30.0
@@ -123,8 +124,8 @@ def read(journal: Path) -> list[dict[str, Any]]:
     """Return the reports of all other processes in the order of their ranks."""
     rows = []
     for file in _files(journal):
-        with contextlib.suppress(OSError, ValueError):
-            rows.append(json.loads(file.read_text(encoding="utf-8")))
+        with contextlib.suppress(OSError):
+            rows += checked_ranks(file.read_text(encoding="utf-8", errors="replace"))
     return sorted(rows, key=lambda row: int(row["rank"]))
 
 
