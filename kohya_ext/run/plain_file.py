@@ -57,7 +57,7 @@ def _opened(file: Path, flags: int) -> int:
             if error.errno in (errno.ELOOP, errno.EMLINK):  # the error of a symbolic link depends on the system
                 raise NotPlainError(file, "a symbolic link") from None
             if error.errno == errno.ENXIO:
-                raise NotPlainError(file, "a pipe or a socket") from None
+                raise NotPlainError(file, "a pipe or a socket without a reader") from None
             raise
     try:
         _check(file, descriptor)
@@ -72,7 +72,7 @@ def _check(file: Path, descriptor: int) -> None:
     if file.is_symlink():
         raise NotPlainError(file, "a symbolic link")
     if not stat.S_ISREG(facts.st_mode):
-        raise NotPlainError(file, "not a file")
+        raise NotPlainError(file, "a pipe or a device")
     if facts.st_nlink > 1:
         raise NotPlainError(file, "a second name of another file (a hard link)")
 
