@@ -168,10 +168,18 @@ PATCH = Patch(
 )
 
 
+def _variables(system: str) -> dict[str, str]:
+    """Return the variables that the processes of a run need on a system.
+
+    torch's wheels for Windows lack libuv, which torchrun's key-value store uses by default. sd-scripts itself chooses gloo there.
+    """
+    return {"USE_LIBUV": "0"} if system == "nt" else {}
+
+
 @cache
 def arm() -> None:
     """Apply it in a process that is a launcher and imports no sd-scripts."""
     replace_unencodable()
-    if os.name == "nt":  # torch's wheels for Windows lack libuv, which torchrun's key-value store asks for by default
-        os.environ.setdefault("USE_LIBUV", "0")
+    for name, value in _variables(os.name).items():
+        os.environ.setdefault(name, value)
     Patcher({}, Settings(), None, (PATCH,)).arm()

@@ -7,7 +7,7 @@ import pytest
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.launch import processes
+from kohya_ext.launch import accelerate_signals, processes
 from kohya_ext.sdscripts.checkouts import Checkout
 
 SEVERAL = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
@@ -93,3 +93,16 @@ def test_a_configuration_decides_how_processes_are_started(started, tmp_path):
         processes.launch(Settings(accelerate_config=default), None, Path("x"), [])
     with pytest.raises(UserError, match="no such file; write one with `accelerate config"):
         processes.launch(Settings(accelerate_config=tmp_path / "missing.yaml"), None, Path("x"), [])
+
+
+def test_windows_needs_a_store_without_libuv(monkeypatch):
+    assert accelerate_signals._variables("nt") == {"USE_LIBUV": "0"}
+    assert accelerate_signals._variables("posix") == {}
+    monkeypatch.setattr(accelerate_signals, "_variables", lambda system: {"USE_LIBUV": "0", "KOHYA_EXT_SET": "no"})
+    monkeypatch.setattr(accelerate_signals.Patcher, "arm", lambda self: None)
+    monkeypatch.setenv("KOHYA_EXT_SET", "yes")
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    monkeypatch.setitem(os.environ, "USE_LIBUV", "")  # removed after the test
+    del os.environ["USE_LIBUV"]
+    accelerate_signals.arm.__wrapped__()
+    assert (os.environ["USE_LIBUV"], os.environ["KOHYA_EXT_SET"]) == ("0", "yes")
