@@ -44,6 +44,8 @@ VARIANTS = {
     "compiled-graphs-fused": ["--selective_torch_compile", "--cuda_graphs", "--fused_operations"],
     "int8-graphs": ["--base_precision", "int8", "--cuda_graphs"],
     "fp8-graphs": ["--base_precision", "fp8", "--cuda_graphs"],
+    "int8-graphs-fused": ["--base_precision", "int8", "--cuda_graphs", "--fused_operations"],
+    "fp8-graphs-fused": ["--base_precision", "fp8", "--cuda_graphs", "--fused_operations"],
     "compiled-int8-graphs": ["--base_precision", "int8", "--selective_torch_compile", "--cuda_graphs"],
     "compiled-fp8-graphs": ["--base_precision", "fp8", "--selective_torch_compile", "--cuda_graphs"],
 }

@@ -45,14 +45,13 @@ from kohya_ext.sdscripts import checkouts
 FIGURES = Path(__file__).parent / "published_seconds.tsv"
 HELD_OUT = Path(__file__).parent / "held_out_seconds.tsv"
 OUTPUT = results.FOLDER / "step_seconds.json"
-MEASURED = results.FOLDER / "gpu_time.json"
 HOST_TIME = results.FOLDER / "host_time.json"
 
 #: The generation of sd-scripts whose kernels are counted.
 LAYOUT = "v0.11"
 
-#: The source of rows measured by gpu_time.py.
-OURS = "gpu_time.json"
+#: The sources of rows measured by gpu_time.py, files in results/: an H100, and an H200 in a machine of the same kind.
+OURS = ("gpu_time.json", "gpu_time_h200.json")
 
 #: Constant -> its value before the figures, and the standard deviation of its logarithm. The values are round ones of kernels
 #: in general, chosen when an earlier fit was known. Constants that are not listed are not fitted.
@@ -79,9 +78,14 @@ PRIOR = {
     "replay": (10e-3, 0.5),
 }
 
-#: What a launch depends on -> its seconds relative to a common one, where they are not fitted. That of the H100's machine is
-#: its measured launch (results/gpu_rates.json), as `calibrate` would use it.
-KNOWN = {"sd-scripts": 1.0, gpus.LINUX: 1.0, gpus.WINDOWS: gpus.HOSTS[gpus.WINDOWS], OURS: 27.18 / REFERENCE_LAUNCH}
+#: What a launch depends on -> its seconds relative to a common one, where they are not fitted. That of our own measurements is
+#: the measured launch of the H100's machine (results/gpu_rates.json), as `calibrate` would use it.
+KNOWN = {
+    "sd-scripts": 1.0,
+    gpus.LINUX: 1.0,
+    gpus.WINDOWS: gpus.HOSTS[gpus.WINDOWS],
+    **dict.fromkeys(OURS, 27.18 / REFERENCE_LAUNCH),
+}
 
 #: The standard deviation for a trainer's or a kind of computer's factor, around 1, and for a figure around its prediction.
 HOST_PRIOR, FIGURE_ERROR, BUSY_ERROR = 0.5, 0.2, 0.07
@@ -113,8 +117,8 @@ class Figure:
     @property
     def launch(self) -> tuple[str, str]:
         """The trainer and the kind of computer, whose factors the figure shares."""
-        if self.source == OURS:
-            return "sd-scripts", OURS
+        if self.source in OURS:
+            return "sd-scripts", self.source
         # The other trainers are built on diffusers and PEFT.
         return self.trainer if self.trainer == "sd-scripts" else "diffusers", self.host
 
@@ -168,12 +172,13 @@ def _read(path: Path) -> list[dict[str, str]]:
 def figures(path: Path = FIGURES) -> list[Figure]:
     """Return every figure of a file with its counted kernels."""
     counted = json.loads(OUTPUT.read_text(encoding="utf-8"))
-    ours = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    ours = {name: json.loads((results.FOLDER / name).read_text(encoding="utf-8"))["rows"] for name in OURS}
     known = []
     for row in _read(path):
         words = f"{row['script']} {row['arguments']}"
         of_words = counted[words]
-        busy = ours[row["comment"]][0]["profile"]["busy_seconds"] if row["source"] == OURS else None
+        of_source = ours.get(row["source"])
+        busy = of_source[row["comment"]][0]["profile"]["busy_seconds"] if of_source is not None else None
         known.append(
             Figure(
                 row["source"],
@@ -321,7 +326,7 @@ def main() -> int:
     rows = figures()
     without_source = [*cross_validate(rows)]
     report("without its source", without_source, each=True)
-    published = [pair for pair in without_source if pair[0].source != OURS]
+    published = [pair for pair in without_source if pair[0].source not in OURS]
     report("of these, published by others", published)
     report("of these, with a known resolution", [pair for pair in published if "resolution" not in pair[0].assumed])
     report("of the published, sd-scripts", [pair for pair in published if pair[0].trainer == "sd-scripts"])
@@ -329,9 +334,9 @@ def main() -> int:
     ratios = engine_launches()
     print(f"launch of autograd's engine on the virtual GPU: {median(ratios):.2f} of a recomputation's, {len(ratios)} pairs")
     shipped = Fit(CONSTANTS, gpus.HOSTS)
-    if held_out := figures(HELD_OUT):
-        report("held out", [(figure, shipped.predict(figure)) for figure in held_out], each=True)
-    for figure in rows:
+    held_out = figures(HELD_OUT)
+    report("held out", [(figure, shipped.predict(figure)) for figure in held_out], each=True)
+    for figure in (*rows, *held_out):
         if figure.busy is not None:
             busy = shipped.busy(figure)
             print(f"  {figure.busy:7.3f} s  {busy:7.3f} s  {busy / figure.busy - 1:+5.0%}  GPU busy: {figure.name}")

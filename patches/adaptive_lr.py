@@ -27,6 +27,7 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks
+from kohya_ext.sdscripts.constraints import fused_optimizer
 
 FILE = "kohya_ext_adaptive_lr.json"
 """The file in a state's folder."""
@@ -37,8 +38,6 @@ _UNSTABLE = 4.0
 _NORMS = 100
 _FEW_NORMS = 20
 """Minimum number of norms for a median."""
-
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
 ADAPTIVE_LR = Option(
     "adaptive_lr",
@@ -192,7 +191,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Ada
         f"--adaptive_lr halves the rate when the mean loss of {settings[ADAPTIVE_LR_PATIENCE]} steps is not {_BETTER:.0%} "
         "below the best; the script's log shows the scheduler's rate"
     )
-    fused = any(getattr(args, name, None) for name in _FUSED)
+    fused = fused_optimizer(args) is not None
     return Adaptive(accelerator, settings[ADAPTIVE_LR_PATIENCE], getattr(args, "max_grad_norm", None) or 0.0, fused)
 
 

@@ -33,8 +33,7 @@ from kohya_ext.run import journal, ranks, resume, retry_request
 from kohya_ext.run.atomic_write import fail_fast
 from kohya_ext.run.output_files import rolling_state
 from kohya_ext.run.retry_request import RetryRequest
-
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+from kohya_ext.sdscripts.constraints import fused_optimizer
 
 #: Keys of the values that the processes share.
 _PART, _SAVED, _REQUEST = "oom/part/", "oom/saved", "oom/request"
@@ -164,7 +163,7 @@ class _Watch(TrainingCallback):
 
     def _can_save(self, phase: Phase) -> bool:
         """Return whether the weights are still those after the last complete step."""
-        fused = any(getattr(self.args, name, None) for name in _FUSED)
+        fused = fused_optimizer(self.args) is not None
         intact = phase in ("forward", "backward", "sampling") and not fused and not ranks.is_sharded(self.accelerator)
         return intact and self.snapshot is not None
 

@@ -20,11 +20,10 @@ from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks
+from kohya_ext.sdscripts.constraints import fused_optimizer
 
 #: SDXL, Lumina 2 and --clip_skip do not use the last layers of text encoders, so the LoRA of these layers has no gradient.
 _TEXT_ENCODER_PREFIX = "lora_te"
-
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
 
 @dataclass
@@ -97,10 +96,10 @@ def _check_dataset(original: Any, settings: Settings) -> Any:
 
 def _between_processes(args: Namespace, accelerator: Accelerator) -> Iterator[str]:
     # DistributedDataParallel averages a gradient after the hooks in which these optimizers step and free it.
-    fused = [name for name in _FUSED if getattr(args, name, None)]
-    if fused and accelerator.num_processes > 1:
+    fused = fused_optimizer(args)
+    if fused is not None and accelerator.num_processes > 1:
         yield (
-            f"--{fused[0]} steps before the processes have averaged their gradients, so each would train its own weights; "
+            f"--{fused} steps before the processes have averaged their gradients, so each would train its own weights; "
             "remove it or use one process"
         )
     launched = int(os.environ.get("WORLD_SIZE", "1"))

@@ -63,7 +63,7 @@ def generated() -> Mapping[Path, str]:
         "patches.md": [_patches()],
         "presets.md": [_presets()],
         "speed.md": [
-            *(_gpu_time(), _host_time(), _peers(), _cold_compile()),
+            *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _host_time(), _peers(), _cold_compile()),
             *(_block_errors(), _outlier_errors(), _learned(), _script_errors()),
             *(_kernel_resources(), _eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions()),
         ],
@@ -119,9 +119,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
-def _gpu_time() -> str:
+def _gpu_time(file: str) -> str:
     """Return a table of the seconds of a step on a GPU, from the results of benchmarks/gpu_time.py."""
-    rounds = json.loads((RESULTS / "gpu_time.json").read_text(encoding="utf-8"))["rows"]
+    rounds = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
     cells: dict[str, dict[str, str]] = {}
     for name, runs in rounds.items():
         row, _, variant = name.rpartition(" ")

@@ -2,7 +2,8 @@
 
 A preset only sets options that the user does not set, but its values can still contradict the user's other options. For
 example, a cached text encoder cannot be trained, cached captions cannot be shuffled, and Adafactor's arguments are invalid for
-other optimizers. Each rule stands for an assertion or error in sd-scripts, or for an option that it silently ignores.
+other optimizers. What sd-scripts cannot run with is in its table of constraints; the rules here are about options that it
+silently ignores, or that say what is wanted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, CONSTRAINTS, Constraint
 from kohya_ext.sdscripts.families import Family
 
 #: (user's value of an option, values of all other options) -> whether it contradicts the preset.
@@ -26,19 +28,16 @@ class Rule:
     when: Condition
     holds_for: Callable[[Family, str], bool] | None = None
     """(model family, script's file name) -> whether the rule holds; None means every script, known or not."""
-    costs_memory: bool = True
-    """Whether the run needs more memory without a key of :data:`SAVES_MEMORY`."""
 
-    def is_for(self, script: str, family: Family | None) -> bool:
-        """Return whether the rule holds for a script and the model family that it trains."""
-        return self.holds_for is None or (family is not None and self.holds_for(family, script))
-
-    def applies(self, given: Mapping[str, object], filled: Mapping[str, object]) -> str | None:
-        """Return the contradicting option and its value, or None."""
-        for option in (option for option in self.options if option in given):
-            others = {**_DEFAULTS, **filled, **{key: value for key, value in given.items() if key != option}}
-            if self.when(given[option], others):
-                return f"{option} = {given[option]}"
+    def contradicting(self, key: str, script: str, filled: Mapping[str, object], user: Mapping[str, object]) -> str | None:
+        """Return the user's option that contradicts the preset's value of ``key``, or None."""
+        family = families.of(script, {**filled, **user})
+        if key not in self.keys or (self.holds_for is not None and (family is None or not self.holds_for(family, script))):
+            return None
+        for option in (option for option in self.options if option in user):
+            others = {**_DEFAULTS, **filled, **{key: value for key, value in user.items() if key != option}}
+            if self.when(user[option], others):
+                return option
         return None
 
 
@@ -58,18 +57,6 @@ def _is_other_optimizer(value: object, others: Mapping[str, object]) -> bool:
     return str(value).lower() != str(others.get("optimizer_type")).lower()
 
 
-def _accumulates(value: object, others: Mapping[str, object]) -> bool:
-    return isinstance(value, (int, float)) and value > 1
-
-
-def _takes_no_warmup(value: object, others: Mapping[str, object]) -> bool:
-    return value == "constant" or str(value).startswith("adafactor")
-
-
-def _is_not_bf16(value: object, others: Mapping[str, object]) -> bool:
-    return value != "bf16"
-
-
 def _trains_t5(value: object, others: Mapping[str, object]) -> bool:
     return any(str(item).lower() == "train_t5xxl=true" for item in (value if isinstance(value, list) else [value]))
 
@@ -84,15 +71,10 @@ def _has_no_buckets(value: object, others: Mapping[str, object]) -> bool:
     return min(sides) < smallest or max(sides) > largest
 
 
-_CACHED_TEXT = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
-_CACHED_LATENTS = ("cache_latents", "cache_latents_to_disk")
-_FUSED_STEPS = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 _OLD_OPTIMIZER_SWITCHES = ("use_8bit_adam", "use_lion_optimizer")
 _UNTRAINED_TEXT = ("network_train_unet_only",)
 
-_CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "token_warmup_step")
 _CAPTION_DROPOUT = ("caption_dropout_rate", "caption_dropout_every_n_epochs")
-_CHANGING_IMAGES = ("color_aug", "random_crop")
 
 _TEXT_RATES = ("text_encoder_lr", "network_train_text_encoder_only")
 
@@ -105,46 +87,39 @@ def _trains_or_caches(family: Family, script: str) -> bool:
     return family.trains_text_encoders and not family.caches_t5_alone
 
 
-def _network_trains_or_caches(family: Family, script: str) -> bool:
-    return script == family.lora and _trains_or_caches(family, script)
-
-
 RULES = (
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
     Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, lambda family, script: family.trains_text_encoders),
-    Rule(_CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
-    Rule(_CACHED_TEXT, _UNTRAINED_TEXT, _is_off, _network_trains_or_caches),
-    Rule(_CACHED_TEXT, ("train_text_encoder",), _is_set),
-    Rule((*_CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.t5_tokens > 0),
-    Rule(_CACHED_TEXT, ("train_t5xxl",), _is_set),
-    Rule(_CACHED_TEXT, (*_CHANGING_CAPTIONS, "weighted_captions"), _is_set),
-    Rule(_CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
-    Rule(_CACHED_LATENTS, (*_CHANGING_IMAGES, "train_inpainting"), _is_set),
+    Rule(CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
+    Rule(
+        CACHED_TEXT,
+        _UNTRAINED_TEXT,
+        _is_off,
+        lambda family, script: script == family.lora and _trains_or_caches(family, script),
+    ),
+    Rule(CACHED_TEXT, ("train_text_encoder",), _is_set),
+    Rule((*CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.t5_tokens > 0),
+    Rule(CACHED_TEXT, ("train_t5xxl",), _is_set),
+    Rule(CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
     Rule(("enable_bucket",), ("resolution",), _has_no_buckets),
-    Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set, costs_memory=False),
+    Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set),
     Rule(("gradient_checkpointing_ratio",), ("gradient_checkpointing",), _is_off),
-    Rule(("blocks_to_swap",), ("cpu_offload_checkpointing", "unsloth_offload_checkpointing"), _is_set),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
-    Rule(("full_bf16",), ("mixed_precision",), _is_not_bf16),
-    Rule(("full_bf16",), ("full_fp16",), _is_set),
-    Rule(("fp8_base", "fp8_base_unet"), ("mixed_precision",), lambda value, others: value == "no"),
     # Arguments, gradient clipping and fused backward pass are specific to the optimizer.
     Rule(("optimizer_args", "max_grad_norm", "fused_backward_pass"), ("optimizer_type",), _is_other_optimizer),
     Rule(("optimizer_type", "optimizer_args", "max_grad_norm", "fused_backward_pass"), _OLD_OPTIMIZER_SWITCHES, _is_set),
-    Rule(("fused_backward_pass",), _FUSED_STEPS[1:], _is_set),
-    Rule(("fused_backward_pass",), ("gradient_accumulation_steps",), _accumulates),
-    Rule(("gradient_accumulation_steps",), _FUSED_STEPS, _is_set),
-    Rule(("lr_warmup_steps",), ("lr_scheduler",), _takes_no_warmup),
-    Rule(("lr_warmup_steps",), ("lr_scheduler_type",), _is_set),
 )
 
 #: Preset keys without which a run needs more memory.
 SAVES_MEMORY = frozenset(
     {
-        *(*_CACHED_TEXT, *_CACHED_LATENTS, *_UNTRAINED_TEXT, "blocks_to_swap", "fp8_base", "fp8_scaled", "fp8_vl", "full_bf16"),
+        *(*CACHED_TEXT, *CACHED_LATENTS, *_UNTRAINED_TEXT, "blocks_to_swap", "fp8_base", "fp8_scaled", "fp8_vl", "full_bf16"),
         *("fused_backward_pass", "gradient_checkpointing", "sdpa", "text_encoder_cpu"),
     }
 )
+
+#: Keys that a rule holds back for an option which saves as much.
+_REPLACED = frozenset({"sdpa"})
 
 
 @dataclass(frozen=True)
@@ -172,18 +147,29 @@ def held_back(
     user = {**dict.fromkeys(off_in_gui, False), **given}
     left = {key: value for key, value in filled.items() if key not in given or key in off_in_gui}
     reasons: dict[str, Reason] = {}
-    family = families.of(script, {**filled, **given})
-    for rule in (rule for rule in RULES if rule.is_for(script, family)):
-        for key in [key for key in rule.keys if left.get(key, False) is not False]:
+    rules: tuple[Rule | Constraint, ...] = (*RULES, *CONSTRAINTS)
+    for rule in rules:
+        for key in [key for key, value in left.items() if value is not False]:
             others = {key: value for key, value in filled.items() if key not in reasons}
-            conflict = next(filter(None, (rule.applies({**user, **subset}, others) for subset in subsets or [{}])), None)
+            conflict = _conflict(rule, key, script, others, [{**user, **subset} for subset in subsets or [{}]])
             if conflict is not None:
-                reasons[key] = Reason(conflict, rule.costs_memory and key in SAVES_MEMORY)
+                reasons[key] = Reason(conflict, key in SAVES_MEMORY - _REPLACED)
                 del left[key]
     for key in [key for key, value in left.items() if value and key in off_in_gui]:
         reasons[key] = Reason("off in the GUI", key in SAVES_MEMORY, in_gui=True)
         del left[key]
     return reasons
+
+
+def _conflict(
+    rule: Rule | Constraint, key: str, script: str, filled: Mapping[str, object], users: Sequence[Mapping[str, object]]
+) -> str | None:
+    """Return the option and value, of the run or a subset, that contradict the preset's value of ``key``, or None."""
+    for user in users:
+        option = rule.contradicting(key, script, filled, user)
+        if option is not None:
+            return f"{option} = {user[option]}"
+    return None
 
 
 def summary(label: str, filled: Mapping[str, object], reasons: Mapping[str, Reason]) -> str:

@@ -28,6 +28,7 @@ from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.constraints import fused_optimizer
 from kohya_ext.sdscripts.families import Family
 
 #: Replaces the path of a file of 8-bit weights in a normalized configuration.
@@ -197,7 +198,7 @@ class MemoryConfig:
     @property
     def steps_in_backward(self) -> bool:
         """Whether the optimizer steps within the backward pass, in one of upstream's three ways."""
-        return bool(self.fused_backward_pass or self.fused_optimizer_groups or self.blockwise_fused_optimizers)
+        return fused_optimizer(self) is not None
 
     def key(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, and the script: the key of an estimate."""

@@ -17,6 +17,7 @@ from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import options
 from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, FUSED_OPTIMIZERS, Run, newly_broken
 from kohya_ext.sdscripts.families import Family
 
 #: The phases of a run, as ``estimate`` names them.
@@ -68,6 +69,10 @@ class Attempt:
         """Return whether any of these keys has a true value."""
         return any(self.values.get(name) for name in names)
 
+    def allows(self, changes: Changes) -> bool:
+        """Return whether sd-scripts can run with some changes, as far as it can run without them."""
+        return not newly_broken(Run(self.script, self.values), changes)
+
     def number(self, name: str, default: int) -> int:
         """Return an integer value, or ``default`` where it is None or missing."""
         value = self.values.get(name)
@@ -112,7 +117,7 @@ def steps(attempt: Attempt, phase: Phase | None = None) -> Iterator[Step]:
         if phase is not None and phase not in saving.helps:
             continue
         changes = saving.changes(attempt)
-        if changes and all(key in ours or attempt.takes(key) for key in changes):
+        if changes and all(key in ours or attempt.takes(key) for key in changes) and attempt.allows(changes):
             yield Step(saving, changes)
 
 
@@ -122,10 +127,6 @@ def after(attempt: Attempt, step: Step) -> Attempt:
 
 
 # --- when a saving applies -------------------------------------------------------------------------------------------
-
-_CACHED_TEXT = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
-_CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "token_warmup_step", "weighted_captions")
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
 
 def _mixed_precision(run: Attempt) -> Changes:
@@ -147,8 +148,7 @@ def _text_batch(run: Attempt) -> Changes:
 
 
 def _latents(run: Attempt) -> Changes:
-    stops = ("cache_latents", "cache_latents_to_disk", "color_aug", "random_crop", "train_inpainting")
-    return {} if run.has(*stops) else {"cache_latents": True}
+    return {} if run.has(*CACHED_LATENTS) else {"cache_latents": True}
 
 
 def _trains_text_encoder(run: Attempt) -> bool:
@@ -157,15 +157,8 @@ def _trains_text_encoder(run: Attempt) -> bool:
     return run.has("train_text_encoder", "train_t5xxl")
 
 
-def _captions_stay(run: Attempt) -> bool:
-    dropped = run.has("caption_dropout_rate") and not (run.family is not None and run.family.caches_empty_caption)
-    return not run.has(*_CHANGING_CAPTIONS) and not dropped
-
-
 def _text_encoder_outputs(run: Attempt) -> Changes:
-    if run.has(*_CACHED_TEXT) or _trains_text_encoder(run) or not _captions_stay(run):
-        return {}
-    return {"cache_text_encoder_outputs": True}
+    return {} if run.has(*CACHED_TEXT) or _trains_text_encoder(run) else {"cache_text_encoder_outputs": True}
 
 
 def _checkpointing(run: Attempt) -> Changes:
@@ -181,8 +174,8 @@ def _checkpointing(run: Attempt) -> Changes:
 
 def _batch(run: Attempt) -> Changes:
     size, accumulated = run.number("train_batch_size", 1), run.number("gradient_accumulation_steps", 1)
-    # A dataset file sets its own batch sizes; fused optimizers keep no gradients to accumulate.
-    if size < 2 or run.has("dataset_config", "in_json", *_FUSED):
+    # A dataset file sets its own batch sizes.
+    if size < 2 or run.has("dataset_config", "in_json"):
         return {}
     smaller = next(part for part in range(size // 2, 0, -1) if size % part == 0)
     return {"train_batch_size": smaller, "gradient_accumulation_steps": accumulated * (size // smaller)}
@@ -203,7 +196,7 @@ def _eight_bits(run: Attempt) -> Changes:
 
 
 def _adafactor(run: Attempt) -> Changes:
-    if run.trains_network or _optimizer(run) not in ("adamw", "adamw8bit") or run.has(*_FUSED[1:]):
+    if run.trains_network or _optimizer(run) not in ("adamw", "adamw8bit") or run.has(*FUSED_OPTIMIZERS[1:]):
         return {}
     changes: dict[str, object] = {
         "optimizer_type": "Adafactor",
@@ -219,15 +212,11 @@ def _saves_in_finetune(run: Attempt) -> bool:
 
 
 def _fused(run: Attempt) -> Changes:
-    can = _saves_in_finetune(run) and _optimizer(run) == "adafactor"
-    if not can or run.has(*_FUSED) or run.number("gradient_accumulation_steps", 1) > 1:
-        return {}
-    return {"fused_backward_pass": True}
+    return {"fused_backward_pass": True} if _saves_in_finetune(run) and not run.has("fused_backward_pass") else {}
 
 
 def _pure_bf16(run: Attempt) -> Changes:
-    can = _saves_in_finetune(run) and not run.has("full_bf16", "full_fp16")
-    return {"full_bf16": True} if can and run.values.get("mixed_precision") == "bf16" else {}
+    return {"full_bf16": True} if _saves_in_finetune(run) and not run.has("full_bf16", "full_fp16") else {}
 
 
 def _fp8(run: Attempt) -> Changes:
@@ -250,22 +239,22 @@ def _eight_bit_base(run: Attempt) -> Changes:
 def _swap(run: Attempt) -> Changes:
     most = run.family.max_blocks_to_swap if run.family is not None else 0
     now = run.number("blocks_to_swap", 0)
-    if now >= most or run.has("cpu_offload_checkpointing", "unsloth_offload_checkpointing"):
+    if now >= most:
         return {}
     # A separate optimizer step would find trained weights in host memory.
-    fused = {} if run.trains_network or run.has(*_FUSED) else _fused(run)
-    if not (run.trains_network or run.has(*_FUSED) or fused):
-        return {}
+    fused = {} if run.trains_network or run.has(*FUSED_OPTIMIZERS) else _fused(run)
     return {"blocks_to_swap": most // 2 if now < most // 2 else most, **fused}
 
 
 def _network_only(run: Attempt) -> Changes:
-    if not _trains_text_encoder(run) or run.has("network_train_text_encoder_only"):
+    if not _trains_text_encoder(run):
         return {}
     if not run.trains_network:
         return {"train_text_encoder": False} if run.has("train_text_encoder") else {}
-    cached = run.takes("cache_text_encoder_outputs") and not run.has(*_CACHED_TEXT) and _captions_stay(run)
-    return {"network_train_unet_only": True, **({"cache_text_encoder_outputs": True} if cached else {})}
+    frozen: Changes = {"network_train_unet_only": True}
+    cached = {**frozen, "cache_text_encoder_outputs": True}
+    can = run.takes("cache_text_encoder_outputs") and not run.has(*CACHED_TEXT) and run.allows(cached)
+    return cached if can else frozen
 
 
 def _resolution(run: Attempt) -> Changes:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kohya_ext.preflight import given
+from kohya_ext.sdscripts.constraints import FUSED_OPTIMIZERS
 
 #: Optimizers whose step is computed from each element alone, or from blocks of elements, so that it can be divided. Names in
 #: lower case, without their module.
@@ -25,8 +26,6 @@ _ON_GPUS = ("8bit", "paged")
 #: Scripts that add DeepSpeed's options, and give accelerate models and optimizer in calls that DeepSpeed does not support.
 _UNSUPPORTED = ("train_control_net.py", "sdxl_train_control_net.py", "control_net_lllite", "textual_inversion")
 
-#: Options that step the optimizer in backward.
-FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 _SAMPLES = ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
 
 
@@ -51,7 +50,7 @@ def conflicts(script: Path, args: Namespace) -> Iterator[str]:
         return
     if any(script.name == name or (not name.endswith(".py") and name in script.name) for name in _UNSUPPORTED):
         yield f"{script.name} does not support --deepspeed; remove it"
-    for option in given(args, *FUSED):
+    for option in given(args, *FUSED_OPTIMIZERS):
         yield f"--deepspeed and --{option} cannot be combined: DeepSpeed steps its own optimizer; remove one of the two"
     for option in given(args, "blocks_to_swap"):
         yield (

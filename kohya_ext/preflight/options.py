@@ -1,7 +1,4 @@
-"""Check that optimizer, scheduler and network can be imported, and that the arguments can be combined.
-
-Each rule is an assertion or an error in upstream's scripts, most of which upstream reaches only after loading the model.
-"""
+"""Check that optimizer, scheduler and network can be imported, and that the arguments can be combined."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.preflight import Findings, deepspeed, given, numbers
 from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, Constraint, Run, is_schedule_free
 
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
 _DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
@@ -59,10 +56,6 @@ SCHEDULERS = (
 
 _RATES = ("learning_rate", "unet_lr", "text_encoder_lr")
 
-#: Scripts that cast the weights they train to the type of --mixed_precision. PyTorch's gradient scaler refuses fp16 weights,
-#: which upstream changes with --full_fp16 alone.
-CASTS_WEIGHTS = ("flux_train.py", "flux_train_control_net.py", "lumina_train.py", "sdxl_train_control_net_lllite.py")
-
 _NETWORK = "network"
 """Part of the file name of every script that trains a network."""
 
@@ -71,7 +64,7 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
     """Check optimizer, scheduler and network, then the combinations of arguments."""
     _check_optimizer(args, findings)
     _check_rates(args, findings)
-    if not _is_schedule_free(args):
+    if not is_schedule_free(vars(args)):
         _check_scheduler(args, findings)
     if _NETWORK in script.name:
         _check_network(script, args, findings)
@@ -168,12 +161,6 @@ def _scheduler_function(name: str) -> Any:
     package = "diffusers" if name == "piecewise_constant" else "transformers"
     table = _attribute(f"{package}.optimization", "TYPE_TO_SCHEDULER_FUNCTION") or {}
     return next((function for kind, function in table.items() if getattr(kind, "value", kind) == name), None)
-
-
-def _is_schedule_free(args: Namespace) -> bool:
-    """Return whether upstream ignores the scheduler and its arguments."""
-    name = (getattr(args, "optimizer_type", None) or "").lower()
-    return name.endswith("schedulefree") or bool(getattr(args, "optimizer_schedulefree_wrapper", False))
 
 
 def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
@@ -275,126 +262,19 @@ def _check_parameters(kind: Any, pairs: Iterable[str] | None, label: str, findin
 # --- combinations ----------------------------------------------------------------------------------------------------
 
 
-class _Run:
-    """A run's arguments, and the facts about them that the rules read."""
-
-    def __init__(self, script: Path, args: Namespace) -> None:
-        def get(name: str) -> Any:
-            return getattr(args, name, None)
-
-        family = families.of(script.name, vars(args))
-        self.args, self.script, self.network = args, script.name, _NETWORK in script.name
-        self.sdxl = family is not None and family.name == "sdxl"
-        # FLUX and SD3 train CLIP while T5's outputs are cached. Lumina 2's text encoder runs in spite of the cache if trained.
-        trains_cached = family is not None and (family.caches_t5_alone or family.name == "lumina")
-        self.freezes_cached_text = self.network and not trains_cached
-        self.empty_caption_cached = family is not None and family.caches_empty_caption
-        self.swaps_trained = family is not None and script.name in family.finetune and family.max_blocks_to_swap > 0
-        self.offloads = family is None or script.name != family.lora or family.offloads_checkpoints
-        self.bucket_steps = 1 if family is None else family.bucket_steps[script.name != family.lora]
-        self.bucket_rest = (get("bucket_reso_steps") or self.bucket_steps) % self.bucket_steps
-        self.cached_text = next(given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"), None)
-        self.cached_latents = next(given(args, "cache_latents", "cache_latents_to_disk"), None)
-        self.precision = getattr(args, "mixed_precision", "no")
-        self.accumulation = get("gradient_accumulation_steps") or 1
-        self.adafactor = str(get("optimizer_type")).lower() == "adafactor"
-        self.scheduler = str(get("lr_scheduler_type") or get("lr_scheduler"))
-        self.own_rate = self.scheduler.startswith("adafactor")
-        fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.own_rate
-        self.refuses_warmup = fixed and not _is_schedule_free(args)
-
-    def has(self, name: str) -> bool:
-        """Return whether an argument has a true value."""
-        return bool(getattr(self.args, name, None))
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """A combination of arguments that a script cannot run with."""
-
-    options: tuple[str, ...]
-    """The rule applies to each of these that is set; to the run itself where empty."""
-    condition: Callable[[_Run], object]
-    """Whether it cannot work in this run."""
-    message: str
-    """Its fields: ``option`` and ``run``."""
-
-
-def _together(first: str, *others: str, because: str) -> _Rule:
-    """Return the rule that an option excludes others."""
-    return _Rule(others, lambda run: run.has(first), f"--{first} and --{{option}} cannot be combined: {because}")
-
-
-_WITH_TEXT = "--{run.cached_text} and --{option} cannot be combined: "
-_WITH_LATENTS = "--{run.cached_latents} and --{option} cannot be combined: "
-_IS_FROZEN = "a text encoder whose outputs are cached cannot be trained"
-_IS_FIXED = "the caption is encoded once, so it cannot change"
-_CAPTIONS = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
-_FUSED = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
-_NO_WARMUP = "--{option} is an error with --lr_scheduler {run.scheduler}; remove it"
-
-# fmt: off
-#: Checked for each subset of a --dataset_config, else for the whole run.
-_SUBSET_RULES = (
-    _Rule(_CAPTIONS, lambda run: run.cached_text, f"{_WITH_TEXT}{_IS_FIXED}"),
-    _Rule(("caption_dropout_rate",), lambda run: run.cached_text and not run.empty_caption_cached, f"{_WITH_TEXT}{_IS_FIXED}"),
-    _Rule(("color_aug", "random_crop"), lambda run: run.cached_latents, f"{_WITH_LATENTS}the latents are computed once"),
-)
-
-_RULES = (
-    _Rule(("weighted_captions",), lambda run: run.cached_text, f"{_WITH_TEXT}upstream does not support it"),
-    _Rule((), lambda run: run.cached_text and run.freezes_cached_text and not run.has("network_train_unet_only"),
-          f"--{{run.cached_text}} needs --network_train_unet_only: {_IS_FROZEN}"),
-    _Rule(("train_text_encoder",), lambda run: run.cached_text and run.sdxl and not run.network, f"{_WITH_TEXT}{_IS_FROZEN}"),
-    _Rule(("cache_latents", "cache_latents_to_disk"), lambda run: run.has("train_inpainting"),
-          "--{option} and --train_inpainting cannot be combined: every step draws another mask"),
-    _together("network_train_unet_only", "network_train_text_encoder_only", because="nothing would be trained"),
-    _together(*_FUSED, because="choose one"),
-    _together("blocks_to_swap", "cpu_offload_checkpointing", because="upstream does not support it"),
-    _Rule(_FUSED[:1], lambda run: not run.adafactor, "--{option} works with --optimizer_type Adafactor only"),
-    _Rule(("blocks_to_swap",), lambda run: run.swaps_trained and not any(map(run.has, _FUSED)),
-          "{run.script} fails at its first step with --{option}, because the optimizer finds weights in host memory; add "
-          "--fused_backward_pass, which needs --optimizer_type Adafactor"),
-    _Rule(_FUSED, lambda run: run.accumulation > 1,
-          "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
-    _Rule(("cpu_offload_checkpointing",), lambda run: run.has("gradient_checkpointing") and not run.offloads,
-          "--{option} fails with a TypeError in {run.script}; remove it"),
-    _Rule(("lr_warmup_steps",), lambda run: run.refuses_warmup and run.scheduler == "constant",
-          f"{_NO_WARMUP} or use constant_with_warmup"),
-    _Rule(("lr_warmup_steps",), lambda run: run.refuses_warmup and run.scheduler != "constant", _NO_WARMUP),
-    _Rule(("enable_bucket",), lambda run: run.bucket_rest,
-          "--bucket_reso_steps must be a multiple of {run.bucket_steps} for {run.script}"),
-    _Rule(("full_bf16",), lambda run: run.precision != "bf16", "--{option} needs --mixed_precision bf16, not {run.precision}"),
-    _Rule(("full_fp16",), lambda run: run.precision != "fp16", "--{option} needs --mixed_precision fp16, not {run.precision}"),
-    _Rule((), lambda run: run.precision == "fp16" and run.script in CASTS_WEIGHTS and not run.has("full_fp16"),
-          "{run.script} fails at its first step with --mixed_precision fp16; use --mixed_precision bf16, or add --full_fp16"),
-    _Rule(("fp8_base", "fp8_base_unet"), lambda run: run.precision == "no", "--{option} needs --mixed_precision bf16 or fp16"),
-    _Rule(("adaptive_noise_scale",), lambda run: not run.has("noise_offset"), "--{option} needs --noise_offset"),
-    _Rule(("scale_v_pred_loss_like_noise_pred",), lambda run: not run.has("v_parameterization"),
-          "--{option} needs --v_parameterization"),
-    _together("v_pred_like_loss", "v_parameterization", because="the model predicts v already"),
-    _Rule(("pretrained_model_name_or_path",), lambda run: run.sdxl and run.has("v2"),
-          "--v2 and --{option} cannot be combined: SDXL has no v2"),
-    _Rule((), lambda run: run.own_rate and not run.adafactor,
-          "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
-)
-# fmt: on
-
-
-def _broken(rules: Iterable[_Rule], script: Path, args: Namespace) -> Iterator[str]:
-    """Yield the message of each rule that a run breaks."""
-    run = _Run(script, args)
-    for rule in rules:
-        for option in given(args, *rule.options) if rule.options else ("",):
-            if rule.condition(run):
-                yield rule.message.format(option=option, run=run)
+def _broken(constraints: Iterable[Constraint], script: Path, values: Mapping[str, object]) -> Iterator[str]:
+    """Yield the messages of the constraints that a run breaks."""
+    for constraint in constraints:
+        yield from constraint.problems(Run(script.name, values))
 
 
 def _impossible(script: Path, args: Namespace) -> Iterator[str]:
     """Yield the problems of the whole run, then of each subset with its own settings from --dataset_config."""
-    yield from _broken(_RULES, script, args)
+    of_subsets = [constraint for constraint in CONSTRAINTS if constraint.of_subset]
+    of_run = [constraint for constraint in CONSTRAINTS if not constraint.of_subset]
+    yield from _broken(of_run, script, vars(args))
     if not getattr(args, "dataset_config", None):
-        yield from _broken(_SUBSET_RULES, script, args)
+        yield from _broken(of_subsets, script, vars(args))
         return
     try:
         document = read_dataset_config(Path(args.dataset_config))
@@ -402,6 +282,6 @@ def _impossible(script: Path, args: Namespace) -> Iterator[str]:
         return  # reported where the training set is checked
     for subset in subsets(document):
         where = subset.get("image_dir") or subset.get("metadata_file")
-        broken = _broken(_SUBSET_RULES, script, Namespace(**{**vars(args), **subset}))
+        broken = _broken(of_subsets, script, {**vars(args), **subset})
         for problem in (*numbers.problems_in_subset(script, subset), *broken):
             yield f"{args.dataset_config}, {where}: {problem}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kohya_ext.preflight.options import CASTS_WEIGHTS
+from kohya_ext.sdscripts.constraints import CASTS_WEIGHTS
 from kohya_ext.tiny import arguments
 
 _ADAFACTOR = ("--optimizer_args", "scale_parameter=False", "relative_step=False", "warmup_init=False")

@@ -244,11 +244,24 @@ def test_held_out_figures_are_predicted_with_the_constants_of_kohya_ext(capsys: 
     held_out = step_seconds.figures(step_seconds.HELD_OUT)
     shipped = step_seconds.Fit(CONSTANTS, gpus.HOSTS)
     for figure in held_out:
+        if figure.source in step_seconds.OURS:
+            continue
         first = figure.comment.split(",")[0].split()[0].lower()
         host = first if first in gpus.HOSTS else gpus.LINUX
         assert shipped.predict(figure) == predict(figure.work, gpus.on(host, figure.gpu), figure.micro_batches)
     step_seconds.report("held out", [(figure, shipped.predict(figure)) for figure in held_out])
     assert f"held out: {len(held_out)} figures, median error" in capsys.readouterr().out
+
+
+def test_recorded_steps_of_an_h200_take_the_predicted_seconds() -> None:
+    """The rows of benchmarks/results/gpu_time_h200.json, which no fit uses. Lumina 2 ran eager and is 11 and 16% off."""
+    shipped = step_seconds.Fit(CONSTANTS, {})
+    rows = [figure for figure in step_seconds.figures(step_seconds.HELD_OUT) if figure.source == "gpu_time_h200.json"]
+    assert sum(figure.graphs for figure in rows) == 5
+    for figure in rows:
+        assert shipped.busy(figure) == pytest.approx(figure.busy, rel=0.17), figure.comment
+        if figure.graphs:
+            assert shipped.predict(figure).seconds == pytest.approx(figure.seconds, rel=0.07), figure.comment
 
 
 def test_kernels_are_counted_for_both_files_and_once_for_a_command_that_both_name(

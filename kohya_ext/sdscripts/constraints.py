@@ -1,0 +1,248 @@
+"""The table of option combinations that sd-scripts cannot run with, or silently ignores.
+
+Each constraint is an assertion or an error of upstream's scripts, most of which upstream reaches only after loading the model.
+Preflight reports the broken constraints of a run, a preset holds back values that break one with the user's options, and
+``plan`` and the out-of-memory advice offer no change that breaks one. This module uses only the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.families import Family
+
+CACHED_TEXT = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
+CACHED_LATENTS = ("cache_latents", "cache_latents_to_disk")
+
+#: Options that step the optimizer during the backward pass, so that no gradient is kept.
+FUSED_OPTIMIZERS = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+CHANGING_CAPTIONS = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
+CHANGING_IMAGES = ("color_aug", "random_crop")
+
+#: Scripts that cast the weights they train to the type of --mixed_precision. PyTorch's gradient scaler refuses fp16 weights,
+#: which upstream changes with --full_fp16 alone.
+CASTS_WEIGHTS = ("flux_train.py", "flux_train_control_net.py", "lumina_train.py", "sdxl_train_control_net_lllite.py")
+
+
+def fused_optimizer(args: object) -> str | None:
+    """Return the option of a run's arguments that steps the optimizer during the backward pass; None if there is none."""
+    return next((name for name in FUSED_OPTIMIZERS if getattr(args, name, None)), None)
+
+
+def is_schedule_free(values: Mapping[str, object]) -> bool:
+    """Return whether upstream ignores the scheduler and its arguments."""
+    name = str(values.get("optimizer_type") or "").lower()
+    return name.endswith("schedulefree") or bool(values.get("optimizer_schedulefree_wrapper"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's script and arguments, and the facts about them that constraints read."""
+
+    script: str
+    """The script's file name."""
+    values: Mapping[str, object]
+    """Arguments by key; a missing key has upstream's default."""
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Return the names of arguments whose values are not None, False, 0 or empty."""
+        return [name for name in names if self.values.get(name)]
+
+    def has(self, *names: str) -> bool:
+        """Return whether any of these arguments has a true value."""
+        return bool(self.given(names))
+
+    def without(self, names: Iterable[str]) -> Run:
+        """Return the run without some arguments."""
+        return Run(self.script, {key: value for key, value in self.values.items() if key not in names})
+
+    @property
+    def family(self) -> Family | None:
+        """The family that the script trains; None for an unknown script."""
+        return families.of(self.script, self.values)
+
+    @property
+    def trains_network(self) -> bool:
+        """Whether the script trains a LoRA or another network."""
+        return "network" in self.script
+
+    @property
+    def freezes_cached_text(self) -> bool:
+        """Whether a text encoder whose outputs are cached cannot be trained.
+
+        FLUX and SD3 train CLIP while T5's outputs are cached. Lumina 2's text encoder runs in spite of the cache if trained.
+        """
+        trains = self.family is not None and (self.family.caches_t5_alone or self.family.name == "lumina")
+        return self.trains_network and not trains
+
+    @property
+    def caches_empty_caption(self) -> bool:
+        """Whether captions can be dropped although their outputs are cached."""
+        return self.family is not None and self.family.caches_empty_caption
+
+    @property
+    def is_sdxl(self) -> bool:
+        """Whether the script trains SDXL."""
+        return self.family is not None and self.family.name == "sdxl"
+
+    @property
+    def swaps_trained(self) -> bool:
+        """Whether swapped blocks are trained."""
+        return self.family is not None and self.script in self.family.finetune and self.family.max_blocks_to_swap > 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the script can keep checkpoints in host memory."""
+        return self.family is None or self.script != self.family.lora or self.family.offloads_checkpoints
+
+    @property
+    def bucket_steps(self) -> int:
+        """The divisor of --bucket_reso_steps that the script requires."""
+        return 1 if self.family is None else self.family.bucket_steps[self.script != self.family.lora]
+
+    @property
+    def bucket_rest(self) -> int:
+        """The remainder of --bucket_reso_steps; 0 where it is a multiple of the divisor."""
+        return int(str(self.values.get("bucket_reso_steps") or self.bucket_steps)) % self.bucket_steps
+
+    @property
+    def precision(self) -> str:
+        """The value of --mixed_precision."""
+        return str(self.values.get("mixed_precision", "no"))
+
+    @property
+    def accumulation(self) -> int:
+        """The value of --gradient_accumulation_steps."""
+        return int(str(self.values.get("gradient_accumulation_steps") or 1))
+
+    @property
+    def uses_adafactor(self) -> bool:
+        """Whether the optimizer is Adafactor."""
+        return str(self.values.get("optimizer_type")).lower() == "adafactor"
+
+    @property
+    def scheduler(self) -> str:
+        """The schedule that upstream uses."""
+        return str(self.values.get("lr_scheduler_type") or self.values.get("lr_scheduler"))
+
+    @property
+    def refuses_warmup(self) -> bool:
+        """Whether warmup steps are an error with the schedule."""
+        fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.scheduler.startswith("adafactor")
+        return fixed and not is_schedule_free(self.values)
+
+
+Condition = Callable[[Run], object]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A combination of arguments that a script cannot run with."""
+
+    options: tuple[str, ...]
+    """The options that it is about; the run itself where empty."""
+    others: tuple[str, ...]
+    """The options that they exclude or need."""
+    condition: Condition
+    """Whether a run in which one of ``options`` is set breaks it."""
+    message: str
+    """The reason and the way out. Its fields: ``option``, which has a message for each one that is set; ``first``, the first of
+    them; ``other``, the first of ``others`` that is set; and ``run``."""
+    of_subset: bool = False
+    """Whether a subset of a --dataset_config has its own values."""
+
+    def is_broken(self, run: Run) -> bool:
+        """Return whether a run's arguments break it."""
+        return (not self.options or run.has(*self.options)) and bool(self.condition(run))
+
+    def problems(self, run: Run) -> list[str]:
+        """Return the messages for a run; none where it is not broken."""
+        if not self.is_broken(run):
+            return []
+        given, other = run.given(self.options) or [""], next(iter(run.given(self.others)), "")
+        messages = (self.message.format(option=name, first=given[0], other=other, run=run) for name in given)
+        return list(dict.fromkeys(messages))
+
+    def contradicting(self, key: str, script: str, filled: Mapping[str, object], user: Mapping[str, object]) -> str | None:
+        """Return the user's option that contradicts the preset's value of ``key``; None if dropping the value mends nothing."""
+        run = Run(script, {**filled, **user})
+        its, theirs = (self.options, self.others) if key in self.options else (self.others, self.options)
+        if key not in its or not self.is_broken(run) or self.is_broken(run.without({*its} - {*user})):
+            return None
+        return max((name for name in theirs if name in user), key=lambda name: bool(user[name]), default=None)
+
+
+def newly_broken(run: Run, changes: Mapping[str, object]) -> bool:
+    """Return whether changes to a run's arguments break a constraint that the run does not break."""
+    changed = Run(run.script, {**run.values, **changes})
+    return any(constraint.is_broken(changed) and not constraint.is_broken(run) for constraint in CONSTRAINTS)
+
+
+def _excludes(
+    options: tuple[str, ...],
+    others: tuple[str, ...],
+    because: str,
+    when: Condition = lambda run: True,
+    of_subset: bool = False,
+) -> Constraint:
+    """Return the constraint that options cannot be combined with others."""
+    message = f"--{{other}} and --{{option}} cannot be combined: {because}"
+    return Constraint(options, others, lambda run: run.has(*others) and when(run), message, of_subset)
+
+
+_BLOCKS, _PRECISION, _SCHEDULE = ("blocks_to_swap",), ("mixed_precision",), ("lr_scheduler", "lr_scheduler_type")
+_UNET_ONLY, _OPTIMIZER, _WARMUP = ("network_train_unet_only",), ("optimizer_type",), ("lr_warmup_steps",)
+_OFFLOADED = ("cpu_offload_checkpointing", "unsloth_offload_checkpointing")
+_IS_FROZEN = "a text encoder whose outputs are cached cannot be trained"
+_IS_FIXED = "the caption is encoded once, so it cannot change"
+_NO_WARMUP = "--{option} is an error with --lr_scheduler {run.scheduler}; remove it"
+
+# fmt: off
+CONSTRAINTS: tuple[Constraint, ...] = (
+    _excludes(CHANGING_CAPTIONS, CACHED_TEXT, _IS_FIXED, of_subset=True),
+    _excludes(("caption_dropout_rate",), CACHED_TEXT, _IS_FIXED, lambda run: not run.caches_empty_caption, of_subset=True),
+    _excludes(CHANGING_IMAGES, CACHED_LATENTS, "the latents are computed once", of_subset=True),
+    _excludes(("weighted_captions",), CACHED_TEXT, "upstream does not support it"),
+    Constraint(CACHED_TEXT, (), lambda run: run.freezes_cached_text and not run.has(*_UNET_ONLY),
+               f"--{{first}} needs --network_train_unet_only: {_IS_FROZEN}"),
+    _excludes(("train_text_encoder",), CACHED_TEXT, _IS_FROZEN, lambda run: run.is_sdxl and not run.trains_network),
+    _excludes(("train_inpainting",), CACHED_LATENTS, "every step draws another mask"),
+    _excludes(("network_train_text_encoder_only",), _UNET_ONLY, "nothing would be trained"),
+    _excludes(FUSED_OPTIMIZERS[1:], FUSED_OPTIMIZERS[:1], "choose one"),
+    _excludes(_OFFLOADED, _BLOCKS, "upstream does not support it"),
+    _excludes(_OFFLOADED[1:], _OFFLOADED[:1], "choose one"),
+    Constraint(FUSED_OPTIMIZERS[:1], _OPTIMIZER, lambda run: not run.uses_adafactor,
+               "--{option} works with --optimizer_type Adafactor only"),
+    Constraint(_BLOCKS, FUSED_OPTIMIZERS, lambda run: run.swaps_trained and not run.has(*FUSED_OPTIMIZERS),
+               "{run.script} fails at its first step with --{option}, because the optimizer finds weights in host memory; add "
+               "--fused_backward_pass, which needs --optimizer_type Adafactor"),
+    Constraint(FUSED_OPTIMIZERS, ("gradient_accumulation_steps",), lambda run: run.accumulation > 1,
+               "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
+    Constraint(_OFFLOADED[:1], (), lambda run: run.has("gradient_checkpointing") and not run.offloads,
+               "--{option} fails with a TypeError in {run.script}; remove it"),
+    Constraint(_WARMUP, _SCHEDULE, lambda run: run.refuses_warmup and run.scheduler == "constant",
+               f"{_NO_WARMUP} or use constant_with_warmup"),
+    Constraint(_WARMUP, _SCHEDULE, lambda run: run.refuses_warmup and run.scheduler != "constant", _NO_WARMUP),
+    Constraint(("enable_bucket",), (), lambda run: run.bucket_rest,
+               "--bucket_reso_steps must be a multiple of {run.bucket_steps} for {run.script}"),
+    Constraint(("full_bf16",), _PRECISION, lambda run: run.precision != "bf16",
+               "--{option} needs --mixed_precision bf16, not {run.precision}"),
+    Constraint(("full_fp16",), _PRECISION, lambda run: run.precision != "fp16",
+               "--{option} needs --mixed_precision fp16, not {run.precision}"),
+    Constraint((), (), lambda run: run.precision == "fp16" and run.script in CASTS_WEIGHTS and not run.has("full_fp16"),
+               "{run.script} fails at its first step with --mixed_precision fp16; use --mixed_precision bf16, or add "
+               "--full_fp16"),
+    Constraint(("fp8_base", "fp8_base_unet"), _PRECISION, lambda run: run.precision == "no",
+               "--{option} needs --mixed_precision bf16 or fp16"),
+    Constraint(("adaptive_noise_scale",), (), lambda run: not run.has("noise_offset"), "--{option} needs --noise_offset"),
+    Constraint(("scale_v_pred_loss_like_noise_pred",), (), lambda run: not run.has("v_parameterization"),
+               "--{option} needs --v_parameterization"),
+    _excludes(("v_parameterization",), ("v_pred_like_loss",), "the model predicts v already"),
+    _excludes(("pretrained_model_name_or_path",), ("v2",), "SDXL has no v2", lambda run: run.is_sdxl),
+    Constraint((), (), lambda run: run.scheduler.startswith("adafactor") and not run.uses_adafactor,
+               "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
+)
+# fmt: on

@@ -1,0 +1,67 @@
+"""One table of what sd-scripts cannot combine, with three readers: preflight, presets, and ``plan``'s savings."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.config import preset_conflicts
+from kohya_ext.planning.memory_savings import Attempt, steps
+from kohya_ext.preflight import options
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, Run, fused_optimizer, newly_broken
+
+LORA, FINE_TUNE, FLUX, ANIMA = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py", "anima_train.py"
+ADAFACTOR = {"optimizer_type": "Adafactor", "mixed_precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("script", "base", "user", "change"),
+    [
+        (LORA, {"network_train_unet_only": True}, {"shuffle_caption": True}, {"cache_text_encoder_outputs": True}),
+        (LORA, {"network_train_unet_only": True}, {"weighted_captions": True}, {"cache_text_encoder_outputs": True}),
+        (LORA, {"network_train_unet_only": True}, {"caption_dropout_rate": 0.1}, {"cache_text_encoder_outputs": True}),
+        (LORA, {}, {"color_aug": True}, {"cache_latents": True}),
+        (LORA, {}, {"train_inpainting": True}, {"cache_latents": True}),
+        (FINE_TUNE, ADAFACTOR, {"gradient_accumulation_steps": 2}, {"fused_backward_pass": True}),
+        (FINE_TUNE, ADAFACTOR, {"fused_optimizer_groups": 2}, {"fused_backward_pass": True}),
+        (FINE_TUNE, ADAFACTOR, {"optimizer_type": "AdamW"}, {"fused_backward_pass": True}),
+        (FINE_TUNE, ADAFACTOR, {"mixed_precision": "fp16"}, {"full_bf16": True}),
+        (FLUX, {}, {"cpu_offload_checkpointing": True}, {"blocks_to_swap": 17}),
+        (ANIMA, ADAFACTOR | {"fused_backward_pass": True}, {"unsloth_offload_checkpointing": True}, {"blocks_to_swap": 13}),
+    ],
+)
+def test_a_constraint_has_three_readers(script, base, user, change):
+    (key,) = change
+    values = {**base, **user}
+    problems = [*options._impossible(Path(script), Namespace(**values, **change))]
+    assert any(f"--{key} " in problem for problem in problems), problems
+    assert not [problem for problem in options._impossible(Path(script), Namespace(**base, **change)) if f"--{key} " in problem]
+
+    assert key in preset_conflicts.held_back(script, {**base, **change}, user)
+    assert key not in preset_conflicts.held_back(script, {**base, **change}, {})
+
+    offered = [step.changes for step in steps(Attempt(script, values, lambda key: True))]
+    assert not [changes for changes in offered if key in changes]
+
+
+def test_a_preset_value_is_kept_where_dropping_it_mends_nothing():
+    preset = {"lr_scheduler": "cosine", "cache_latents_to_disk": True}
+    user = {"lr_scheduler_type": "LinearLR", "lr_warmup_steps": 10, "cache_latents": True, "color_aug": True}
+    assert preset_conflicts.held_back(LORA, preset, user) == {}
+
+
+def test_what_a_run_already_breaks_is_not_newly_broken():
+    run = Run(LORA, {"cache_latents": True, "color_aug": True})
+    assert not newly_broken(run, {"random_crop": True})
+    assert newly_broken(run, {"cache_text_encoder_outputs": True})
+
+
+def test_messages_have_their_fields():
+    for constraint in CONSTRAINTS:
+        message = constraint.message.format(option="a", first="b", other="c", run=Run(LORA, {}))
+        assert "{" not in message
+
+
+def test_the_option_that_fuses_the_optimizer_is_named():
+    assert fused_optimizer(Namespace(fused_backward_pass=False, fused_optimizer_groups=4)) == "fused_optimizer_groups"
+    assert fused_optimizer(Namespace(fused_optimizer_groups=None)) is None
