@@ -56,9 +56,9 @@ def reject_escapes(document: object, label: str, key: str = "") -> None:
             reject_escapes(item, label, key)
     elif isinstance(document, str) and (_DRIVE.match(document) or _PATH_KEY.search(key)) and _CONTROL.search(document):
         meant = _CONTROL.sub(lambda match: _ESCAPES[match[0]], document)
-        found = " and ".join(dict.fromkeys(_ESCAPES[character] for character in _CONTROL.findall(document)))
+        sequences = " and ".join(dict.fromkeys(_ESCAPES[character] for character in _CONTROL.findall(document)))
         raise UserError(
-            f"{label}: {key} has the escape sequence {found} instead of a folder's name; write it with / or in single quotes: "
+            f"{label}: {key} has the escape sequence {sequences} instead of a folder's name; write it with / or in single quotes: "
             f"{key} = '{meant}'"
         )
 

@@ -171,7 +171,7 @@ PATCH = Patch(
 def _variables(system: str) -> dict[str, str]:
     """Return the variables that the processes of a run need on a system.
 
-    torch's wheels for Windows lack libuv, which torchrun's key-value store uses by default. sd-scripts itself chooses gloo there.
+    torch's wheels for Windows lack libuv, which torchrun's key-value store uses by default. There sd-scripts chooses gloo.
     """
     return {"USE_LIBUV": "0"} if system == "nt" else {}
 

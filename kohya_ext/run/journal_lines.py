@@ -1,6 +1,6 @@
 """Check lines of a journal, which may come from another person: their length, depth, numbers and the types of known keys.
 
-Whoever reads a checked line can rely on the types of :data:`_SHAPES`. A value of another type is left out, as if the line did
+The values of a checked line have the types of :data:`_SHAPES`. A value of another type is left out, as if the line did
 not have it.
 """
 

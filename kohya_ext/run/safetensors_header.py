@@ -1,7 +1,7 @@
 """Read the header of a safetensors file, without its tensors and without torch.
 
 Format: https://huggingface.co/docs/safetensors/index#format. A file may come from another person, so the header is checked as
-the library of that name checks it: whoever reads :class:`Header` can rely on its types, sizes and places.
+the library of that name checks it. The values of a :class:`Header` have their types, and its tensors their sizes.
 """
 
 from __future__ import annotations
