@@ -58,8 +58,8 @@ def reject_escapes(document: object, label: str, key: str = "") -> None:
         meant = _CONTROL.sub(lambda match: _ESCAPES[match[0]], document)
         sequences = " and ".join(dict.fromkeys(_ESCAPES[character] for character in _CONTROL.findall(document)))
         raise UserError(
-            f"{label}: {key} has the escape sequence {sequences} instead of a folder's name; write it with / or in single quotes: "
-            f"{key} = '{meant}'"
+            f"{label}: {key} has the escape sequence {sequences} instead of a folder's name; "
+            f"write it with / or in single quotes: {key} = '{meant}'"
         )
 
 

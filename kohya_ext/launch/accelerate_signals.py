@@ -146,6 +146,24 @@ def _ask_to_stop(process: Any) -> None:
         process.terminate()
 
 
+def _without_libuv(original: Any, settings: Settings) -> Any:
+    """Make torchrun's key-value store one that torch's wheels for Windows have. Torch ignores USE_LIBUV there."""
+
+    @wraps(original)
+    def store(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{"use_libuv": False, **kwargs})
+
+    return store
+
+
+_RENDEZVOUS = ("static_tcp_rendezvous", "c10d_rendezvous_backend")
+"""Modules of torchrun that create its store."""
+
+_ON_WINDOWS = tuple(
+    Target(f"torch.distributed.elastic.rendezvous.{module}", "TCPStore", _without_libuv, optional=True, body="runs")
+    for module in _RENDEZVOUS
+)
+
 _LAUNCHERS = (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain))
 
 PATCH = Patch(
@@ -161,6 +179,7 @@ PATCH = Patch(
             body="runs",
         ),
         Target("torch.distributed.elastic.multiprocessing.api", "PContext.close", _telling, optional=True, body="runs"),
+        *(_ON_WINDOWS if os.name == "nt" else ()),
     ),
     exactness="exact",
     held_to="the launcher without it, when no signal comes and no process fails",
@@ -171,7 +190,7 @@ PATCH = Patch(
 def _variables(system: str) -> dict[str, str]:
     """Return the variables that the processes of a run need on a system.
 
-    torch's wheels for Windows lack libuv, which torchrun's key-value store uses by default. There sd-scripts chooses gloo.
+    The processes connect to the launcher's store, on Windows without libuv. There sd-scripts chooses gloo.
     """
     return {"USE_LIBUV": "0"} if system == "nt" else {}
 

@@ -96,13 +96,14 @@ def test_a_configuration_decides_how_processes_are_started(started, tmp_path):
 
 
 def test_windows_needs_a_store_without_libuv(monkeypatch):
+    """Torch's wheels for Windows have no libuv: the launcher's store is made without, and the processes get a variable."""
     assert accelerate_signals._variables("nt") == {"USE_LIBUV": "0"}
     assert accelerate_signals._variables("posix") == {}
-    monkeypatch.setattr(accelerate_signals, "_variables", lambda system: {"USE_LIBUV": "0", "KOHYA_EXT_SET": "no"})
-    monkeypatch.setattr(accelerate_signals.Patcher, "arm", lambda self: None)
-    monkeypatch.setenv("KOHYA_EXT_SET", "yes")
-    monkeypatch.delenv("USE_LIBUV", raising=False)
-    monkeypatch.setitem(os.environ, "USE_LIBUV", "")  # removed after the test
-    del os.environ["USE_LIBUV"]
-    accelerate_signals.arm.__wrapped__()
-    assert (os.environ["USE_LIBUV"], os.environ["KOHYA_EXT_SET"]) == ("0", "yes")
+    made = []
+    for target in accelerate_signals._ON_WINDOWS:
+        module = pytest.importorskip(target.module)
+        monkeypatch.setattr(module, "TCPStore", lambda *args, **kwargs: made.append((args, kwargs)))
+        monkeypatch.setattr(module, "TCPStore", target.replace(module.TCPStore, Settings()))
+    static = pytest.importorskip("torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
+    static.TCPStore("127.0.0.1", 29500, 1, True)
+    assert made == [(("127.0.0.1", 29500, 1, True), {"use_libuv": False})]
