@@ -3,8 +3,8 @@
     python -m benchmarks.kernel_resources [--capability 86]
 
 Needs no GPU: Triton and the ptxas that it brings compile for any. Every combination of format, precision, tile and row length
-that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are GEGLU's kernels. A kernel that needs more shared
-memory than a GPU gives to one block ends a run at its first step, and spilled registers make it slow.
+that ``kohya_ext/quantization/kernels.py`` chooses is compiled, and so are GEGLU's kernels. sm_75 has the latter alone. A kernel
+that needs more shared memory than a GPU gives to one block ends a run at its first step, and spilled registers make it slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,14 @@ def kinds(capability: int) -> list[str]:
     return [name for name, kind in BY_NAME.items() if divmod(capability, 10) >= OLDEST[kind]]
 
 
+def launches(capability: int, precisions: Sequence[str] = PRECISIONS) -> Iterator[tuple[str, Configuration]]:
+    """Yield all launches on a GPU, by their names: the 8-bit format if there is one, the precision, and the kernel's."""
+    for precision in precisions:
+        yield from ((f"gates, {precision}, {each.name}", each) for each in _gates(precision))
+        for kind in kinds(capability):
+            yield from ((f"{kind}, {precision}, {each.name}", each) for each in configurations(kind, precision))
+
+
 def configurations(kind: str, precision: str) -> Iterator[Configuration]:
     """Yield all launches of layers in an 8-bit format and a precision."""
     import triton.language as tl
@@ -93,8 +101,6 @@ def configurations(kind: str, precision: str) -> Iterator[Configuration]:
     dtype = {"bf16": tl.bfloat16, "fp16": tl.float16}[precision]
     eight_bits, stored = BY_NAME[kind], f"*{KINDS[kind]}"
     rotated = eight_bits in ROTATED
-    if kind == "int8":
-        yield from _gates(precision)
     for width in WIDTHS:
         blocks, warps = kernels.launch(width)
         for is_gradient in (False, True):
@@ -104,8 +110,6 @@ def configurations(kind: str, precision: str) -> Iterator[Configuration]:
             types = {"x": f"*{precision}", "out": stored}
             what = f"quantize {_NAMES[is_gradient]}, {width} columns"
             yield Configuration(what, kernels._quantize_rows, types, constants, warps, 3)
-    if kind == "fp8" and precision == "bf16":
-        return  # torch multiplies
     for tile in (kernels.TILES, kernels.SMALL_TILES):
         sizes = dict(zip(("TILE_M", "TILE_N", "TILE_K"), tile, strict=False))
         for is_gradient in (False, True):
@@ -159,7 +163,7 @@ def resources(configuration: Configuration, capability: int) -> Resources:
 def main() -> int:
     """Compile all configurations, and write the output file after each GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, action="append", choices=SHARED, help="by default all that run the kernels")
+    parser.add_argument("--capability", type=int, action="append", choices=SHARED, help="by default all")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args()
     import triton
@@ -167,15 +171,14 @@ def main() -> int:
     document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {}
     document["triton"] = triton.__version__
     gpus = document.setdefault("gpus", {})
-    for capability in given.capability or [each for each in SHARED if kinds(each)]:
+    for capability in given.capability or SHARED:
         rows = gpus[str(capability)] = {}
-        for kind in kinds(capability):
-            for precision in PRECISIONS:
-                for each in configurations(kind, precision):
-                    needs = resources(each, capability)
-                    rows[f"{kind}, {precision}, {each.name}"] = [needs.registers, needs.stack, needs.shared]
-                    if needs.stack or needs.shared > SHARED[capability]:
-                        print(f"sm_{capability}, {kind}, {precision}, {each.name}: {needs}", file=sys.stderr, flush=True)
+        for name, each in launches(capability):
+            needs = resources(each, capability)
+            rows[name] = [needs.registers, needs.stack, needs.shared]
+            if needs.stack or needs.shared > SHARED[capability]:
+                print(f"sm_{capability}, {name}: {needs}", file=sys.stderr, flush=True)
+        document["gpus"] = gpus = dict(sorted(gpus.items(), key=lambda row: int(row[0])))
         document |= results.kohya_ext_commit()
         given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

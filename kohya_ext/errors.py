@@ -13,6 +13,11 @@ class UserError(Exception):
     exit_code = 2
 
 
+def first_line(problem: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(problem).__name__}: {next(iter(str(problem).splitlines()), '')}".removesuffix(": ")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` Did you mean X?`` for the nearest of ``known``, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

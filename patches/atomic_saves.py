@@ -22,11 +22,11 @@ from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, boolean, minutes, path
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, trained_weights
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, ranks, run_record
 from kohya_ext.run.atomic_write import (
-    DiskFullPolicy,
+    WritePolicy,
     in_temporary_folder,
     preserve,
     rename_to_previous,
@@ -40,14 +40,15 @@ DISK_FULL_TIMEOUT = Option(
     "disk_full_timeout",
     10.0,
     minutes,
-    "when the disk is full, keep the weights in memory and retry the save for this many minutes",
+    "when the disk is full or the output folder cannot be written to, keep the weights in memory and retry the save for this "
+    "many minutes",
     metavar="MINUTES",
 )
 FALLBACK_DIR = Option[Path | None](
     "fallback_dir",
     None,
     path,
-    "save to this folder, on another disk, when the disk of --output_dir is full",
+    "save to this folder, on another disk, when the disk of --output_dir is full or the folder cannot be written to",
     metavar="FOLDER",
 )
 KEEP_PREVIOUS = Option(
@@ -59,13 +60,14 @@ KEEP_PREVIOUS = Option(
 
 
 @dataclass
-class _KeepPrevious(TrainingCallback):
-    """Keeps the models and states of an earlier run in the output folder."""
+class _Outputs(TrainingCallback):
+    """The output folder, in which the models and states of an earlier run are kept."""
 
     folder: Path
     name: str | None
     args: Namespace
-    done: bool = False
+    done: bool
+    """Whether there is nothing to keep, or it was marked."""
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Mark models and rename states on the first batch: before the first save, and after any resume."""
@@ -82,14 +84,23 @@ class _KeepPrevious(TrainingCallback):
             rename_to_previous(earlier, list(previous_states(self.folder, self.name)))
 
 
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _KeepPrevious | None:
-    if not settings[KEEP_PREVIOUS] or not getattr(args, "output_dir", None):
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Outputs | None:
+    if not getattr(args, "output_dir", None):
         return None
-    return _KeepPrevious(Path(args.output_dir), getattr(args, "output_name", None), args)
+    return _Outputs(Path(args.output_dir), getattr(args, "output_name", None), args, not settings[KEEP_PREVIOUS])
 
 
-def _policy(settings: Settings) -> DiskFullPolicy:
-    return DiskFullPolicy(settings[DISK_FULL_TIMEOUT] * 60, settings[FALLBACK_DIR])
+def _policy(settings: Settings, file: Path) -> WritePolicy:
+    """Return how to handle a write that fails. Only models and states go to another folder: caches are read from theirs."""
+    seconds = settings[DISK_FULL_TIMEOUT] * 60
+    if not _is_output_folder(file.parent):
+        return WritePolicy(seconds)
+    return WritePolicy(seconds, settings[FALLBACK_DIR], is_output=True)
+
+
+def _is_output_folder(folder: Path) -> bool:
+    outputs = current(_Outputs)
+    return outputs is not None and os.path.abspath(folder) == os.path.abspath(outputs.folder)
 
 
 def _is_path(value: object) -> bool:
@@ -103,7 +114,7 @@ def _serialize_file(original: Any, settings: Settings) -> Any:
             Path(filename),
             in_temporary_folder(lambda temporary: original(tensor_dict, str(temporary), *args, **kwargs)),
             lambda: sum(map(_tensor_size, tensor_dict.values())),
-            _policy(settings),
+            _policy(settings, Path(filename)),
         )
 
     return serialize_file
@@ -123,7 +134,7 @@ def _save(original: Any, settings: Settings) -> Any:
             Path(f),
             lambda temporary: original(obj, str(temporary), *args, **kwargs),
             lambda: tensor_bytes(obj),
-            _policy(settings),
+            _policy(settings, Path(f)),
         )
 
     return save
@@ -136,7 +147,7 @@ def _mem_eff_save_file(original: Any, settings: Settings) -> Any:
             Path(filename),
             lambda temporary: original(tensors, str(temporary), *args, **kwargs),
             lambda: tensor_bytes(tensors),
-            _policy(settings),
+            _policy(settings, Path(filename)),
         )
 
     return mem_eff_save_file
@@ -154,7 +165,8 @@ def _savez(original: Any, settings: Settings) -> Any:
                 return original(stream, *args, **kwargs)
 
         size = sum(getattr(array, "nbytes", 0) for array in (*args, *kwargs.values()))
-        return write_atomically(Path(name if name.endswith(".npz") else f"{name}.npz"), write, lambda: size, _policy(settings))
+        final = Path(name if name.endswith(".npz") else f"{name}.npz")
+        return write_atomically(final, write, lambda: size, _policy(settings, final))
 
     return savez
 
@@ -185,7 +197,7 @@ def _save_state(original: Any, settings: Settings) -> Any:
         if is_shared:
             write_together(Path(output_dir), write, self.is_main_process, self.wait_for_everyone)
         else:
-            write_atomically(Path(output_dir), write, lambda: _state_bytes(self), _policy(settings))
+            write_atomically(Path(output_dir), write, lambda: _state_bytes(self), _policy(settings, Path(output_dir)))
         return output_dir
 
     return save_state
@@ -216,9 +228,23 @@ def _save_diffusers(original: Any, settings: Settings) -> Any:
             bound.arguments["output_dir"] = str(temporary)
             return original(*bound.args, **bound.kwargs)
 
-        return write_atomically(final, write, lambda: 0, _policy(settings))
+        return write_atomically(final, write, lambda: 0, _policy(settings, final))
 
     return save_diffusers_checkpoint
+
+
+def _makedirs(original: Any, settings: Settings) -> Any:
+    """Return a ``makedirs`` that leaves an output folder that cannot be created to the write that follows, which waits."""
+
+    @wraps(original)
+    def makedirs(name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(name, *args, **kwargs)
+        except OSError:
+            if not _is_path(name) or not _is_output_folder(Path(name)):
+                raise
+
+    return makedirs
 
 
 def _expect_output_dir(original: Any) -> str | None:
@@ -249,6 +275,7 @@ PATCH = Patch(
         Target("torch", "save", _save, takes("obj", "f"), body="runs"),
         Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, takes("tensors", "filename"), body="runs"),
         Target("numpy", "savez", _savez, takes("file"), body="runs"),
+        Target("os", "makedirs", _makedirs, takes("name"), body="runs"),
         Target("library.model_util", "save_diffusers_checkpoint", _save_diffusers, _expect_output_dir, body="runs"),
         Target("library.sdxl_model_util", "save_diffusers_checkpoint", _save_diffusers, _expect_output_dir, body="runs"),
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state, takes("self", "output_dir"), body="runs"),

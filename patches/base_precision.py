@@ -166,14 +166,14 @@ def _products(kind: Any, wanted: str, device: Any) -> str:
         return "operations"
     import torch
 
-    from kohya_ext.quantization.support import OLDEST, kernels_obstacle
+    from kohya_ext.quantization.support import OLDEST, find_products
 
     if wanted == "fp8" and torch.cuda.get_device_capability(device) < OLDEST[kind]:
         stop("--base_precision fp8: this GPU has no fp8 products; use int8")
-    obstacle = kernels_obstacle(device, kind)
+    products, obstacle = find_products(device, kind)
     if obstacle is not None:
         warn(f"--base_precision {wanted} saves memory but no time: {obstacle}")
-    return "kernels" if obstacle is None else "weights"
+    return products
 
 
 def _convert(text_encoders: Any, model: Any) -> None:

@@ -66,10 +66,10 @@ def _lora(original: Any, settings: Settings) -> Any:
         if not is_fused or hasattr(base.__self__.weight, "ds_id"):
             return original(self, x)
         weight, down, up = base.__self__.weight, down.weight, self.lora_up.weight
-        factor = self.multiplier * self.scale
+        factor = float(self.multiplier * self.scale)
         if base.__func__ is quantized:
             _counts["products"] += 1
-            return base.__self__.with_lora(x, down, up * factor if factor != 1.0 else up)
+            return base.__self__.with_lora(x, down, up, factor)
         if weight.requires_grad or not (torch.is_autocast_enabled(x.device.type) or x.dtype is weight.dtype is down.dtype):
             return original(self, x)
         _counts["products"] += 1

@@ -7,7 +7,6 @@ next step. The learning rates are those of the optimizer during backward, which 
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import socket
@@ -19,17 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from kohya_ext import __version__
 from kohya_ext.config.command_line import of_this_process, quoted, restart_line
 from kohya_ext.config.settings import HIDDEN, Option, Settings, boolean, is_secret, path
 from kohya_ext.console import note, warn
+from kohya_ext.errors import first_line
 from kohya_ext.estimate import predict
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
-from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, current, data_sets, program
+from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, data_sets, observe, program
 from kohya_ext.patching.types import Accelerator, DataSet
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run import journal, rank_reports, ranks, resume, run_record, step_times, stop_request
@@ -100,32 +100,24 @@ class _Recorder(TrainingCallback):
     _outside: float = 0.0
     _read: float = field(default_factory=time.monotonic)
     """Time of the last read of the other processes' reports."""
-    _before: Callable[..., Any] | None = None
-    """``sys.excepthook`` before this run."""
 
     # --- process -----------------------------------------------------------------------------------------------------
 
-    def listen(self) -> None:
-        """Record how the process ends."""
-        self._before, sys.excepthook = sys.excepthook, self.on_exception
-        atexit.register(self.finish)
-
-    def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-        """Keep the first line of an uncaught exception for the last line of the journal, or the failure that caused it."""
-        self.failure = f"{kind.__name__}: {next(iter(str(problem).splitlines()), '')}".removesuffix(": ")
-        (self._before or sys.__excepthook__)(kind, problem, trace)
-        if (watch := ranks.watch()) is not None:
-            self.failure = watch.explain(problem)
+    def on_exception(self, problem: BaseException) -> None:
+        """Keep the first line of the exception for the last line of the journal, or the failure that caused it."""
+        watch = ranks.watch()
+        self.failure = watch.explain(problem) if watch is not None else first_line(problem)
 
     def on_peer_failure(self, failure: ranks.Failure) -> None:
         """Keep the failure of another process for the last line of the journal."""
         self.failure = failure.reason
 
+    def on_exit(self) -> None:
+        """Write the last line."""
+        self.finish()
+
     def on_end(self) -> None:
-        """Write the last line, and restore ``sys.excepthook`` unless other code has replaced it since."""
-        atexit.unregister(self.finish)
-        if sys.excepthook == self.on_exception and self._before is not None:
-            sys.excepthook = self._before
+        """Write the last line."""
         self.finish()
         journal.begin(None)
 
@@ -165,19 +157,20 @@ class _Recorder(TrainingCallback):
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
-        """Yield the batches of one pass over the training data, and measure the wait for each."""
+        """Count the epoch."""
         self.epoch += 1
-        drawn = batches()
-        while True:
-            self._outside += self._lap()
-            batch = next(drawn, _END)
-            wait = self._lap()
-            self._data += wait
-            if self.own is not None:
-                self.own.add_data(wait)
-            if batch is _END:
-                return
-            yield batch
+        return batches()
+
+    def before_data(self) -> None:
+        """Begin to measure the wait for a batch."""
+        self._outside += self._lap()
+
+    def after_data(self) -> None:
+        """End it."""
+        wait = self._lap()
+        self._data += wait
+        if self.own is not None:
+            self.own.add_data(wait)
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Write the line of a step whose loss the script does not record."""
@@ -215,7 +208,7 @@ class _Recorder(TrainingCallback):
             *rank_reports.read(self.journal.file),
         ]
 
-    def on_backward(self) -> None:
+    def before_backward(self) -> None:
         """Keep the learning rates of the step."""
         if self.own is not None:
             self.own.end_forward()
@@ -301,26 +294,23 @@ class _OtherRank(TrainingCallback):
 
     report: rank_reports.RankReport
     own: rank_reports.OwnWork
+    _began: float = 0.0
 
-    def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
-        drawn, before = batches(), time.perf_counter()
-        for batch in drawn:
-            self.own.add_data(time.perf_counter() - before)
-            yield batch
-            before = time.perf_counter()
+    def before_data(self) -> None:
+        self._began = time.perf_counter()
+
+    def after_data(self) -> None:
+        self.own.add_data(time.perf_counter() - self._began)
 
     def before_batch(self, accelerator: Accelerator) -> None:
         self.own.begin_forward()
 
-    def on_backward(self) -> None:
+    def before_backward(self) -> None:
         self.own.end_forward()
 
     def after_batch(self, accelerator: Accelerator) -> None:
         if accelerator.sync_gradients:
             self.report.add(peak_memory(), self.own.mean())
-
-
-_END = object()
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -488,7 +478,7 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
         result = f"error: {'; '.join(check['problems'])}" if check["problems"] else check["summary"]
         yield f"checked {Path(check['file']).name}: {result}"
     if status == "failed" and log.newest_state() is not None:
-        yield f"to resume: {log.start['resume_command']}"
+        yield f"to resume: {log.start.get('resume_command', 'add --resume auto to the command line')}"
     elif status == "finished" and written.complete:
         yield f"to see losses, times and events: {quoted(['python', '-m', 'kohya_ext', 'watch', str(written.file)])}"
 
@@ -533,7 +523,6 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     recorder = _Recorder(args, accelerator, written, device, own)
     written.step = recorder.current_step
     journal.begin(written, recorder.finish)
-    recorder.listen()
     return recorder
 
 
@@ -541,20 +530,9 @@ def _add(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def add(self: Any, *, epoch: int, step: int, loss: float) -> None:
         original(self, epoch=epoch, step=step, loss=loss)
-        if (recorder := current(_Recorder)) is not None:
-            recorder.add_loss(loss)
+        observe(_Recorder, lambda recorder: recorder.add_loss(loss))
 
     return add
-
-
-def _backward(original: Any, settings: Settings) -> Any:
-    @wraps(original)
-    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-        if (recorder := current(_Recorder) or current(_OtherRank)) is not None:
-            recorder.on_backward()
-        return original(self, loss, **kwargs)
-
-    return backward
 
 
 def _save_image(original: Any, settings: Settings) -> Any:
@@ -573,7 +551,6 @@ PATCH = Patch(
     summary="write settings, losses, times, memory and events of the run to a journal, and a summary at the end; see `watch`",
     targets=(
         *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
-        Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),
         Target("PIL.Image", "Image.save", _save_image, takes("self", "fp"), body="runs"),
     ),
     options=(JOURNAL, JOURNAL_FILE),
@@ -583,4 +560,5 @@ PATCH = Patch(
     wanted=lambda settings: settings[JOURNAL],
     stage=Stage.OBSERVE,
     on_start=_start,
+    observes=True,
 )

@@ -6,7 +6,6 @@ causes, is delivered after it.
 
 from __future__ import annotations
 
-import atexit
 from argparse import Namespace
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -50,8 +49,10 @@ class _Notifications(TrainingCallback):
         journal.stop_listening(self.notifier.on_line)
         self.notifier.close()
 
+    def on_exit(self) -> None:
+        self.close()
+
     def on_end(self) -> None:
-        atexit.unregister(self.close)
         self.close()
 
 
@@ -63,7 +64,6 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _No
     callback = _Notifications(Notifier(target))
     callback.notifier.open()
     journal.listen(callback.notifier.on_line)
-    atexit.register(callback.close)
     return callback
 
 
@@ -84,4 +84,5 @@ PATCH = Patch(
     wanted=_wanted,
     stage=Stage.WRITE,
     on_start=_start,
+    observes=True,
 )

@@ -7,7 +7,6 @@ node. A profile that fails ends with a warning, and the run continues.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gzip
 import os
@@ -142,7 +141,7 @@ class _Profile(TrainingCallback):
         if self.finished >= (getattr(self.args, "max_train_steps", None) or self.end):
             self._try(self._stop)
 
-    def at_exit(self) -> None:
+    def on_exit(self) -> None:
         """Write the steps that were recorded, or report that there are none."""
         if self._profiler is not None:
             self._try(self._stop)
@@ -151,8 +150,7 @@ class _Profile(TrainingCallback):
             warn(f"profile: the run ended before step {self.first}; nothing was recorded")
 
     def on_end(self) -> None:
-        atexit.unregister(self.at_exit)
-        self.at_exit()
+        self.on_exit()
 
     def _try(self, action: Callable[..., None], *arguments: Any) -> None:
         """Call an action; a failure ends the profile and not the run."""
@@ -408,9 +406,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Pr
     chosen = settings[PROFILE_STEPS]
     if chosen is None or not accelerator.is_main_process:
         return None
-    profile = _Profile(args, settings, accelerator, *chosen)
-    atexit.register(profile.at_exit)
-    return profile
+    return _Profile(args, settings, accelerator, *chosen)
 
 
 PATCH = Patch(

@@ -13,7 +13,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, observe
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal
 from kohya_ext.units import GB
@@ -35,6 +35,11 @@ class _Memory(TrainingCallback):
         elif line["kind"] == "step" and self.total and "reserved" in line:
             self.text = f"{line['reserved'] / GB:.1f}/{self.total / GB:.1f}GB"
 
+    def add_to(self, bar: Any, values: dict[str, Any]) -> None:
+        """Add the memory to the values of the training's progress bar."""
+        if self.text and getattr(bar, "desc", None) == _BAR:
+            values.setdefault("memory", self.text)
+
     def on_end(self) -> None:
         journal.stop_listening(self.on_line)
 
@@ -50,9 +55,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Me
 def _set_postfix(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def set_postfix(self: Any, ordered_dict: Any = None, refresh: Any = True, **kwargs: Any) -> Any:
-        memory = current(_Memory)
-        if memory is not None and memory.text and getattr(self, "desc", None) == _BAR:
-            kwargs.setdefault("memory", memory.text)
+        observe(_Memory, lambda memory: memory.add_to(self, kwargs))
         return original(self, ordered_dict, refresh, **kwargs)
 
     return set_postfix
@@ -67,4 +70,5 @@ PATCH = Patch(
     idea="https://github.com/tqdm/tqdm",
     stage=Stage.WRITE,
     on_start=_start,
+    observes=True,
 )

@@ -6,14 +6,8 @@ another machine until --ddp_timeout.
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import warn
@@ -23,33 +17,11 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks
 
 
-@dataclass
-class _Watch(ranks.FailureWatch):
-    _before: Callable[..., Any] | None = None
-    """``sys.excepthook`` before this run."""
-
-    def listen(self) -> None:
-        super().listen()
-        self._before, sys.excepthook = sys.excepthook, self.on_exception
-        atexit.register(self.leave)
-
-    def on_exception(self, kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
-        """Publish an uncaught exception, after out_of_memory has published its own."""
-        (self._before or sys.__excepthook__)(kind, problem, trace)
-        self.explain(problem)
-
-    def on_end(self) -> None:
-        super().on_end()
-        atexit.unregister(self.leave)
-        if sys.excepthook == self.on_exception and self._before is not None:
-            sys.excepthook = self._before
-
-
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Watch | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> ranks.FailureWatch | None:
     if accelerator.num_processes == 1:
         return None
     try:
-        watch = _Watch(accelerator, ranks.store(os.environ))
+        watch = ranks.FailureWatch(accelerator, ranks.store(os.environ))
     except (KeyError, ValueError, RuntimeError) as problem:  # started in another way than by accelerate or torchrun
         warn(f"a failed process is noticed only after --ddp_timeout: {type(problem).__name__}: {problem}")
         return None

@@ -18,7 +18,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks, resume, run_record
-from kohya_ext.run.atomic_write import DiskFullError, fail_fast, remove_atomically
+from kohya_ext.run.atomic_write import fail_fast, remove_atomically
 from kohya_ext.run.output_files import DEFAULT_NAME, ROLLING, rolling_state, states
 
 SAVE_STATE_EVERY_N_MINUTES = Option[float | None](
@@ -70,12 +70,12 @@ class _Rolling(TrainingCallback):
         state = rolling_state(self.folder, self.name, step)
         if self.saved is None:
             self.saved = self._earlier_states()
-        self.folder.mkdir(parents=True, exist_ok=True)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             # Do not wait on a full disk: training matters more than this state.
             with fail_fast(), current.preserving_random_state() if current is not None else contextlib.nullcontext():
                 accelerator.save_state(str(state))
-        except DiskFullError as error:
+        except OSError as error:
             warn(f"{error}; training continues without this state")
             return
         if not accelerator.is_main_process:

@@ -66,4 +66,5 @@ PATCH = Patch(
     idea="https://nvidia.custhelp.com/app/answers/detail/a_id/5490",
     stage=Stage.OBSERVE,
     on_start=_start,
+    observes=True,
 )

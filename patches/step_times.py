@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import time
 from argparse import Namespace
 from dataclasses import dataclass
@@ -42,8 +41,10 @@ class _Clock(TrainingCallback):
         elif self.steps == _EARLY:
             self.store()
 
+    def on_exit(self) -> None:
+        self.store()
+
     def on_end(self) -> None:
-        atexit.unregister(self.store)
         self.store()
         measured = self.steps - _WARM_UP
         if self.gpu is not None and measured >= step_times.MIN_STEPS:
@@ -74,9 +75,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Cl
     key = step_times.current_key()
     if key is None or not accelerator.is_main_process:
         return None
-    clock = _Clock(key, *(_predicted(args, accelerator) or ()))
-    atexit.register(clock.store)
-    return clock
+    return _Clock(key, *(_predicted(args, accelerator) or ()))
 
 
 PATCH = Patch(
@@ -88,4 +87,5 @@ PATCH = Patch(
     idea="https://github.com/tqdm/tqdm",
     stage=Stage.OBSERVE,
     on_start=_start,
+    observes=True,
 )

@@ -67,4 +67,5 @@ PATCH = Patch(
     idea="https://huggingface.co/docs/accelerate/usage_guides/tracking",
     stage=Stage.WRITE,
     on_start=_start,
+    observes=True,
 )

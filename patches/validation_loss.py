@@ -14,7 +14,7 @@ import contextlib
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from types import CodeType, FrameType
@@ -22,6 +22,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note, stop, warn
+from kohya_ext.errors import first_line
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.step_loss import StepLoss, callers, local_names, step_loss, variables
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
@@ -114,13 +115,15 @@ class _Validation(TrainingCallback):
         if not kinds:
             return
         try:
-            loss = self.loss(of_loop)
+            self._validate(of_loop, recorder, epoch, step, kinds)
         except Exception as problem:
             if self.accelerator.num_processes > 1:  # the other processes would wait for this one
                 raise
             self._failed = True
-            warn(f"validation failed, training continues without it: {type(problem).__name__}: {problem}")
-            return
+            warn(f"validation failed, training continues without it: {first_line(problem)}")
+
+    def _validate(self, of_loop: dict[str, Any], recorder: Any, epoch: int, step: int, kinds: Sequence[str]) -> None:
+        loss = self.loss(of_loop)
         if loss is None:
             return
         journal.event("validation", loss=loss, epoch=epoch + 1)

@@ -371,8 +371,8 @@ def _kernel_resources() -> str:
         cells = []
         for launches in measured.values():
             needs = [each for name, each in launches.items() if name.split(", ")[2] == kernel]
-            registers, stack, shared = (max(column) for column in zip(*needs, strict=True))
-            cells.append(f"{registers}, {stack} B, {shared / 1024:.0f} KiB")
+            most = [max(column) for column in zip(*needs, strict=True)]
+            cells.append("{}, {} B, {:.0f} KiB".format(*most[:2], most[2] / 1024) if most else "")
         rows.append([kernel, *cells])
     return _table(("kernel", *(f"sm_{capability}" for capability in measured)), rows)
 

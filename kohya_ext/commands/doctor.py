@@ -141,9 +141,17 @@ def _compile(device: str) -> dict[str, Any]:
     return {
         "compiler": compiler,
         "triton": importlib.util.find_spec("triton") is not None,
-        "obstacle": find_obstacle(device) if device != "none" else "torch is not installed",
+        "obstacle": _obstacle(device) if device != "none" else "torch is not installed",
         "ignored_dynamo_backend": ignored_dynamo_backend(os.environ),
     }
+
+
+def _obstacle(device: str) -> str | None:
+    if (obstacle := find_obstacle(device)) is not None or device != "cuda":
+        return obstacle
+    from kohya_ext.kernels.support import unsupported_gpu
+
+    return unsupported_gpu()
 
 
 def _environment() -> dict[str, Any]:

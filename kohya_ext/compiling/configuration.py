@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import re
 import threading
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from kohya_ext import cache
@@ -83,6 +84,19 @@ def prepare_torch(recompile_limit: int | None) -> None:
         set_lru_cache(False)
     # Padding is chosen by timing each graph, so forward and recompute may choose differently. Same issue.
     set_everywhere(inductor, "shape_padding", False)
+    if os.name == "nt":
+        shorten_kernel_names()
+
+
+def shorten_kernel_names() -> None:
+    """Name kernels by their category and number, without the operators that they fuse.
+
+    Triton's files have the kernel's name, which can be 100 characters long. On Windows a path has at most 259 characters.
+    https://github.com/pytorch/pytorch/issues/167891
+    """
+    import torch._inductor.config as inductor
+
+    set_everywhere(inductor, "triton.descriptive_names", False)
 
 
 def _disable_gc_while_compiling() -> None:
@@ -137,7 +151,16 @@ def keep_compiled_code(device: str, commit: str | None) -> Path:
 
     kind = torch.cuda.get_device_name() if device == "cuda" else device
     name = f"{(commit or 'unversioned')[:8]}-torch{torch.__version__}-{kind}"
-    root = cache.folder()
-    folder = root / "compiled" / re.sub(r"[^\w.+-]+", "_", name)
+    folder = Path(folder_of_code(cache.folder(), name, os.name == "nt"))
     os.environ[CACHE_VARIABLE] = str(folder)
     return folder
+
+
+def folder_of_code(root: PurePath, name: str, on_windows: bool) -> PurePath:
+    """Return the folder in the cache for compiled code that ``name`` describes: a short one on Windows.
+
+    Triton adds up to 130 characters and the kernel's name to it, and a path on Windows has at most 259.
+    """
+    if on_windows:
+        return root / "c" / hashlib.sha256(name.encode()).hexdigest()[:8]
+    return root / "compiled" / re.sub(r"[^\w.+-]+", "_", name)

@@ -14,7 +14,10 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+
+from packaging.version import Version
 
 from kohya_ext.errors import UserError
 from kohya_ext.units import GIB
@@ -60,13 +63,27 @@ class Gpu:
         """Whether it is a GeForce: RTX and four digits."""
         return re.search(r"\brtx \d{4}\b", self.name.lower()) is not None and "ada" not in self.name.lower()
 
+    @property
+    def multiplies_fp8_with_triton(self) -> bool:
+        """Whether torch has no fp8 products with a scale for each row on it, so that an fp8 base runs Triton's."""
+        return self.host == WINDOWS or (self.architecture in ("Ada", "8.9") and _is_older_than_2_7())
+
     def reason_without_kernels(self, precision: str | None) -> str | None:
         """Return why a run with this ``--base_precision`` does not multiply in 8 bits on it; None if it does, or without it."""
-        if precision == "int8" and self.architecture in ("Turing", "7.5"):
+        if precision == "int8" and (self.architecture == "Turing" or re.match(r"[5-7]\.", self.architecture)):
             return f"The {self.name} has no kernels for an int8 base: a run saves memory, and its seconds are not predicted."
         if precision == "fp8" and FP8 not in self.rates:
             return f"The {self.name} has no fp8 products: --base_precision fp8 ends with an error. Use int8."
         return None
+
+
+@functools.cache
+def _is_older_than_2_7() -> bool:
+    """Return whether the installed torch is older than 2.7, the first with these products for compute capability 8.9."""
+    try:
+        return Version(version("torch")) < Version("2.7")
+    except PackageNotFoundError:
+        return False
 
 
 def this_host() -> str:

@@ -90,6 +90,7 @@ class Constants:
     """The same of a GeForce relative to an H100, whose matrix units Triton uses less well. On an RTX 3090 Triton's products are
     2.8 to 4.2 times as fast as 16-bit ones, of at most 4 times the rate: https://arxiv.org/abs/2606.14598."""
     fp8: float = 0.93
+    """The same of torch's fp8 product. Where torch has none, Triton's is assumed to reach what its int8 product reaches."""
     rotation: float = 0.17
     """Fraction of the GPU's 16-bit rate that rotations reach within their kernels, which do little else meanwhile."""
     geforce_rotation: float = 2.0
@@ -204,6 +205,8 @@ def _of(gpu: Gpu, constants: Constants) -> Constants:
             int8=constants.int8 * constants.geforce_int8,
             rotation=constants.rotation * constants.geforce_rotation,
         )
+    if gpu.multiplies_fp8_with_triton:
+        constants = replace(constants, fp8=constants.int8)
     if gpu.measured:  # its rates are those that products reach, so what they reach of the data sheet's is in them
         reached = constants.product / product
         constants = replace(

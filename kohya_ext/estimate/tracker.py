@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from kohya_ext.estimate import workspaces
 from kohya_ext.estimate.events import RELEASE, Event, Kind
 from kohya_ext.estimate.triton_kernels import MULTIPLY, multiply_flops
-from kohya_ext.estimate.work import Counter, Launcher
+from kohya_ext.estimate.work import Counter, Launcher, computes
 
 #: The phases of a step.
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
@@ -302,7 +302,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self.flops += flops
         if flops or not self._paused:
             self.work.operator(func, args, kwargs, result, flops, self.launcher)
-        self.kernels += _computes(func) and not self._paused
+        self.kernels += computes(func) and not self._paused
 
     @property
     def launcher(self) -> Launcher:
@@ -312,14 +312,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         # Gradients are on in a recomputation, and off while the engine runs a backward function.
         by_python = not self._paused and (self.phase == FORWARD or torch.is_grad_enabled())
         return Launcher.PYTHON if by_python else Launcher.ENGINE
-
-
-@functools.cache
-def _computes(operator: Any) -> bool:
-    """Return whether an operator launches kernels: it writes to an argument, or returns new tensors with values."""
-    schema = operator._schema
-    is_view = any(returned.alias_info is not None for returned in schema.returns)
-    return bool(schema.is_mutable or not (is_view or "empty" in schema.name or operator.namespace != "aten"))
 
 
 def _run(operator: Any, args: Any, kwargs: Any) -> Any:

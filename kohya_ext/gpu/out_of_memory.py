@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from argparse import Namespace
@@ -16,8 +17,19 @@ from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import GB, format_size, gigabytes, index_of
 
-#: Messages of out-of-memory errors other than torch.OutOfMemoryError, from the CPU's allocator, cuBLAS or a kernel launch.
-_MESSAGES = ("you tried to allocate", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "CUDA out of memory")
+#: Messages of out-of-memory errors that are a RuntimeError: of the CPU's allocator, the driver (also in a launch, in Triton
+#: and with expandable segments), libraries that cannot create their workspace, the allocator under WSL, and C++.
+_MESSAGES = (
+    *("you tried to allocate", "Cannot allocate memory", "std::bad_alloc", "bad allocation"),
+    *("CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory"),
+    "Triton Error [CUDA]: out of memory",
+    *("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "NVML_SUCCESS == r INTERNAL ASSERT"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"),
+    *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_INITIALIZED"),
+)
+
+_PAGING_FILE = 1455
+"""Windows' error number when the paging file is too small, whatever the language of its message."""
 
 #: Function of sd-scripts, accelerate or torch -> phase; the outermost function in a traceback decides.
 _PHASES: Mapping[str, Phase] = {
@@ -34,11 +46,16 @@ _PHASES: Mapping[str, Phase] = {
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an out-of-memory error, on the GPU or the host."""
+    """Return whether an error, or its cause, is an out-of-memory error, on the GPU or the host."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+    if isinstance(error, OSError) and (error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _PAGING_FILE):
+        return True
+    text = str(error)
+    if f"os error {_PAGING_FILE}" in text or (isinstance(error, RuntimeError) and any(each in text for each in _MESSAGES)):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def phase_of(error: BaseException, training: bool) -> Phase:

@@ -15,19 +15,26 @@ from torch.autograd.function import once_differentiable
 from kohya_ext.console import warn
 
 
+def scaled_product(a: Any, b: Any, factor: float) -> Any:
+    """Return ``factor a b``, multiplied by the factor before the sums are rounded, so that fp16 does not overflow earlier."""
+    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=factor)  # with a beta of 0, the first tensor is not read
+
+
 class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """Compute ``x W^T + b + (x A^T) B^T``. The matrix products also do the additions, forward and backward.
+    """Compute ``x W^T + b + factor (x A^T) B^T``. The matrix products also do the additions, forward and backward.
 
     Upstream computes two branches. Adding their outputs takes another pass, and so does adding their gradients; each branch
-    creates a 16-bit copy of ``x``.
+    creates a 16-bit copy of ``x``. The factor scales the hidden rows, which are only as wide as the rank. Scaling B instead
+    would leave its gradient, a sum over all rows, unscaled until it is rounded: in fp16 it then overflows earlier.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, down: Any, up: Any) -> Any:
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, down: Any, up: Any, factor: float) -> Any:
         rows = x.reshape(-1, x.shape[-1])
-        hidden = rows @ down.t()
+        hidden = scaled_product(rows, down.t(), factor)
         out = torch.nn.functional.linear(rows, weight, bias).addmm_(hidden, up.t())
         ctx.save_for_backward(rows, hidden, weight, down, up)
+        ctx.factor = factor
         # As in torch.nn.functional.linear. A compiled block that follows would guard on an ordinary view.
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
@@ -36,28 +43,26 @@ class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch i
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         rows, hidden, weight, down, up = ctx.saved_tensors
         shape, gradient = gradient.shape, gradient.reshape(-1, gradient.shape[-1])
-        grad_hidden = gradient @ up
+        grad_hidden = scaled_product(gradient, up, ctx.factor)
         grad_x = (gradient @ weight).addmm_(grad_hidden, down).view(*shape[:-1], -1) if ctx.needs_input_grad[0] else None
         grad_down = grad_hidden.t() @ rows if ctx.needs_input_grad[3] else None
         grad_up = gradient.t() @ hidden if ctx.needs_input_grad[4] else None
-        return grad_x, None, None, grad_down, grad_up
+        return grad_x, None, None, grad_down, grad_up, None
 
 
 def linear_with_lora(x: Any, weight: Any, bias: Any, down: Any, up: Any, factor: float) -> Any:
     """Return ``x W^T + b + factor (x A^T) B^T`` in the precision of autocast, for frozen W and b.
 
     Shapes: ``x`` [..., in], ``weight`` W [out, in], ``bias`` b [out] or None, ``down`` A [rank, in], ``up`` B [out, rank];
-    the result is [..., out], in autocast's dtype if that is enabled. ``factor`` (multiplier * alpha / rank) scales B.
+    the result is [..., out], in autocast's dtype if that is enabled. ``factor`` is multiplier * alpha / rank.
     Source: Hu et al., "LoRA", https://arxiv.org/abs/2106.09685, section 4.1.
     """
-    if factor != 1.0:
-        up = up * factor
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, down, up = x.to(dtype), weight.to(dtype), down.to(dtype), up.to(dtype)
         bias = bias.to(dtype) if bias is not None else None
-    return _LinearWithLoRA.apply(x, weight, bias, down, up)
+    return _LinearWithLoRA.apply(x, weight, bias, down, up, factor)
 
 
 class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
@@ -149,19 +154,25 @@ def group_norm(x: Any, module: torch.nn.GroupNorm) -> Any:
 
 @functools.cache
 def gate_kernels(device: str, dtype: torch.dtype) -> Any:
-    """Return the module of GEGLU's Triton kernels; None where they do not run: without Triton or a C compiler, or on a CPU."""
+    """Return the module of GEGLU's Triton kernels; None where they do not run.
+
+    That is on a CPU, on a GPU that Triton does not support, and without Triton or a C compiler.
+    """
     if device != "cuda":
         return None
     try:
         from kohya_ext.kernels import gates
+        from kohya_ext.kernels.support import unsupported_gpu
 
-        halves = torch.zeros(1, 2, device=device, dtype=dtype)
-        gates.backward(gates.forward(halves), halves)
+        reason = unsupported_gpu()
+        if reason is None:
+            halves = torch.zeros(1, 2, device=device, dtype=dtype)
+            gates.backward(gates.forward(halves), halves)
+            return gates
     except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        warn(f"--fused_operations: GEGLU takes more passes over memory, because its Triton kernels failed: {reason}")
-        return None
-    return gates
+        reason = f"its Triton kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    warn(f"--fused_operations: GEGLU takes more passes over memory, because {reason}")
+    return None
 
 
 class _GEGLU(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed

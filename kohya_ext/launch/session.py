@@ -20,7 +20,7 @@ from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine, without_secrets
 from kohya_ext.config.settings import Settings, options, secrets
 from kohya_ext.console import note, replace_unencodable, should_print, stop, warn
-from kohya_ext.errors import UserError
+from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
 from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
@@ -120,8 +120,8 @@ class Session:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(self.report(), indent=1), encoding="utf-8")
-        except OSError as error:
-            note(f"could not write the report {file}: {error}")
+        except Exception as error:  # a measurement may fail, too
+            note(f"could not write the report {file}: {first_line(error)}")
 
 
 def _training_script(checkout: Checkout, argv: Sequence[str]) -> Path | None:

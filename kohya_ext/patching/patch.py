@@ -17,7 +17,7 @@ from kohya_ext.config.settings import Option, Settings, patch_modules
 from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.patching.attributes import ABSENT, Replacement, function_of, replace_attribute
-from kohya_ext.patching.training_loop import OnStart, Program, Stage, TrainingLoop
+from kohya_ext.patching.training_loop import OnStart, Participant, Program, Stage, TrainingLoop
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Checkout, Layout
 from kohya_ext.sdscripts.fingerprints import Body, remember
 
@@ -123,6 +123,8 @@ class Patch:
     """Creates its callback when a training run starts."""
     on_undo: Callable[[], None] | None = None
     """Reverts changes of its replacements to objects of the run."""
+    observes: bool = False
+    """Whether a failure of its callback is a warning and never ends the run, because it only observes the run."""
     freezes: Callable[[Any], Iterator[Any]] | None = None
     """(model) -> weights that the patch freezes when training starts, unless they are trained. Estimates freeze them too."""
 
@@ -168,12 +170,16 @@ class Patcher:
     _armed: bool = False
 
     def __post_init__(self) -> None:
-        self._loop = TrainingLoop(self._starts, self.program)
+        self._loop = TrainingLoop(self._participants, self.program)
         if any(patch.on_start is not None for patch in self.patches.values()):
             self.engine = (*self.engine, _training_loop(self._loop, lambda settings: bool(self._taking_part())))
 
-    def _starts(self) -> list[OnStart]:
-        return [patch.on_start for patch in self._taking_part() if patch.on_start is not None]
+    def _participants(self) -> list[Participant]:
+        return [
+            Participant(patch.name, patch.on_start, patch.observes)
+            for patch in self._taking_part()
+            if patch.on_start is not None
+        ]
 
     def all_patches(self) -> list[Patch]:
         """Return the engine's patches, then the others."""
@@ -370,7 +376,10 @@ def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Pa
         "calls the patches' training callbacks in the order of their stages",
         (
             *moved(_START, "library.accelerator_setup", loop.prepare_accelerator, takes("args", exactly=True), body="runs"),
+            *moved("add_training_arguments", "library.args", loop.parse, takes("parser"), body="runs"),
             Target(accelerate, "Accelerator.accumulate", loop.accumulate, takes("self"), body="runs"),
+            Target(accelerate, "Accelerator.backward", loop.backward, takes("self", "loss"), body="runs"),
+            Target("accelerate.optimizer", "AcceleratedOptimizer.step", loop.optimizer_step, takes("self"), body="runs"),
             Target(
                 "accelerate.data_loader", "DataLoaderShard.__iter__", loop.iterate, takes("self", exactly=True), body="runs"
             ),
@@ -380,6 +389,7 @@ def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Pa
         idea="https://huggingface.co/docs/transformers/main_classes/callback",
         wanted=wanted,
         stage=Stage.WRITE,
+        on_undo=loop.restore_training_functions,
     )
 
 

@@ -35,16 +35,21 @@ class StepLoss:
 
 def step_loss(function: CodeType) -> StepLoss | None:
     """Return the statements in the source file of a training function; None if it has no such loop."""
+    definition = definition_of(function)
+    for loop in (node for node in ast.walk(definition) if isinstance(node, ast.For)) if definition is not None else ():
+        if _assigns_batch(loop) and (loss := _before_backward(loop, function.co_filename)) is not None:
+            return loss
+    return None
+
+
+def definition_of(function: CodeType) -> ast.FunctionDef | None:
+    """Return the definition of a function in its source file; None if it is not there."""
     try:
         module = ast.parse(Path(function.co_filename).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return None
-    for definition in ast.walk(module):
-        if isinstance(definition, ast.FunctionDef) and _first_line(definition) == function.co_firstlineno:
-            for loop in (node for node in ast.walk(definition) if isinstance(node, ast.For)):
-                if _assigns_batch(loop) and (loss := _before_backward(loop, function.co_filename)) is not None:
-                    return loss
-    return None
+    definitions = (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef))
+    return next((each for each in definitions if _first_line(each) == function.co_firstlineno), None)
 
 
 def _first_line(definition: ast.FunctionDef) -> int:

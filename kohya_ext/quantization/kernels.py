@@ -16,14 +16,14 @@ from kohya_ext.quantization.rotation import BLOCK
 
 
 @triton.jit
-def _hadamard(SIZE: tl.constexpr, dtype: tl.constexpr):
-    """Return the orthogonal Hadamard matrix: an element is negative if its indices have an odd number of common bits."""
+def _hadamard(SIZE: tl.constexpr, ELEMENT: tl.constexpr, dtype: tl.constexpr):
+    """Return a Hadamard matrix of ``ELEMENT``: one is negative if its indices have an odd number of common bits."""
     index = tl.arange(0, SIZE)
     common = index[:, None] & index[None, :]
     common = common ^ (common >> 4)
     common = common ^ (common >> 2)
     common = common ^ (common >> 1)
-    return ((1 - 2 * (common & 1)).to(tl.float32) * (1 / 8)).to(dtype)
+    return ((1 - 2 * (common & 1)).to(tl.float32) * ELEMENT).to(dtype)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _quantize_rows(
     inside = columns < width
     values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(DTYPE)
     if ROTATED:
-        values = tl.dot(values.to(MATRIX), _hadamard(SIZE, MATRIX), input_precision="ieee")
+        values = tl.dot(values.to(MATRIX), _hadamard(SIZE, 1 / 8, MATRIX), input_precision="ieee")
     else:
         values = values.to(tl.float32)
     if HAS_FACTORS:
@@ -109,8 +109,9 @@ def _multiply(
         values += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
     dtype = out.dtype.element_ty
     if ROTATED:
-        blocks = values.to(dtype).to(MATRIX).reshape(TILE_M * TILE_N // SIZE, SIZE)
-        values = tl.dot(blocks, _hadamard(SIZE, MATRIX), input_precision="ieee").reshape(TILE_M, TILE_N)
+        # An element can be eight times as large before the rotation as after it, which fp16 could not represent.
+        blocks = (values * (1 / 8)).to(dtype).to(MATRIX).reshape(TILE_M * TILE_N // SIZE, SIZE)
+        values = tl.dot(blocks, _hadamard(SIZE, 1.0, MATRIX), input_precision="ieee").reshape(TILE_M, TILE_N)
     if HAS_LORA:
         inner = tl.arange(0, TILE_RANK)
         pointers_a = hidden + rows[:, None].to(tl.int64) * rank + inner[None, :]
@@ -203,8 +204,10 @@ def multiply(
     return out
 
 
-def _product(a: Any, b: Any, scales_a: Any, dtype: Any, lora: LoRA | None, scales_b: Any = None, bias: Any = None) -> Any:
-    if a.dtype is torch.int8 or dtype is not torch.bfloat16:  # torch's scaled product returns bf16
+def _product(
+    a: Any, b: Any, scales_a: Any, dtype: Any, lora: LoRA | None, by_torch: bool, scales_b: Any = None, bias: Any = None
+) -> Any:
+    if a.dtype is torch.int8 or dtype is not torch.bfloat16 or not by_torch:  # torch's scaled product returns bf16
         tile = tiles(a.shape[0], b.shape[0], a.device)
         rotated = a.dtype in ROTATED and scales_b is None
         return multiply(a, b, scales_a, dtype, tile, scales_b=scales_b, bias=bias, rotated=rotated, lora=lora)
@@ -213,17 +216,24 @@ def _product(a: Any, b: Any, scales_a: Any, dtype: Any, lora: LoRA | None, scale
     return out if lora is None else out.addmm_(*lora)
 
 
-def forward(x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any, lora: LoRA | None = None) -> Any:
-    """Return ``x W^T + bias`` in ``dtype``, plus the LoRA's product, for rows ``x`` [m, k] and an 8-bit ``weight`` [n, k]."""
+def forward(
+    x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: Any, lora: LoRA | None = None, *, by_torch: bool = True
+) -> Any:
+    """Return ``x W^T + bias`` in ``dtype``, plus the LoRA's product, for rows ``x`` [m, k] and an 8-bit ``weight`` [n, k].
+
+    ``by_torch`` lets torch multiply fp8 rows in bf16, which some of its builds cannot.
+    """
     rows, row_scales = quantize(x, kind, dtype, rotated=kind in ROTATED)
-    return _product(rows, weight.view(kind), row_scales, dtype, lora, scales, bias)
+    return _product(rows, weight.view(kind), row_scales, dtype, lora, by_torch, scales, bias)
 
 
-def backward(gradient: Any, weight: Any, scales: Any, dtype: Any, kind: Any, lora: LoRA | None = None) -> Any:
+def backward(
+    gradient: Any, weight: Any, scales: Any, dtype: Any, kind: Any, lora: LoRA | None = None, *, by_torch: bool = True
+) -> Any:
     """Return ``gradient W`` in ``dtype``, plus the LoRA's product, for output gradients [m, n].
 
     Tensor cores read both 8-bit operands along the inner dimension, so the weight is transposed. An H100 needs a tenth of the
     product's time for it, and five times the product's time to read the weight as it is.
     """
     rows, row_scales = quantize(gradient, kind, dtype, factors=scales)
-    return _product(rows, transpose(weight).view(kind), row_scales, dtype, lora)
+    return _product(rows, transpose(weight).view(kind), row_scales, dtype, lora, by_torch)

@@ -13,16 +13,20 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
+from kohya_ext.kernels.fused import scaled_product
 from kohya_ext.quantization import rotation
 from kohya_ext.quantization.arithmetic import ROTATED, LoRA, multiply, quantize
-from kohya_ext.quantization.rotation import BLOCK
+from kohya_ext.quantization.rotation import BLOCK, GROWTH
 
 #: ``--base_precision`` -> its 8-bit format.
 KINDS: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
-Products = Literal["kernels", "operations", "weights"]
-"""How a layer multiplies: with Triton kernels; with torch's own operations, for CPUs; or without quantizing activations, by
-weights that are dequantized in each pass."""
+Products = Literal["kernels", "triton", "operations", "weights"]
+"""How a layer multiplies: with Triton kernels, and fp8 in bf16 with torch's scaled product; with Triton kernels alone, where
+torch lacks that product; with torch's own operations, for CPUs; or without quantizing activations, by weights that are
+dequantized in each pass."""
+
+_BY_KERNELS = ("kernels", "triton")
 
 #: Products of up to this many rows read more weight than activation, so they dequantize the weight. cuBLAS has the same limit.
 FEW_ROWS = 16
@@ -31,21 +35,21 @@ FEW_ROWS = 16
 _ELEMENTS = 1 << 24
 
 
-def rotate(rows: Any, kind: torch.dtype) -> Any:
-    """Return the rows [..., width], rotated if the 8-bit format needs it. The rotation is its own inverse."""
-    return rotation.rotate(rows) if kind in ROTATED else rows
+def rotate(rows: Any, kind: torch.dtype, factor: float = 1.0) -> Any:
+    """Return the rows [..., width] times ``factor``, rotated if the 8-bit format needs it. The rotation is its own inverse."""
+    return rotation.rotate(rows, factor) if kind in ROTATED else rows
 
 
 def _product(
     x: Any, weight: Any, scales: Any, bias: Any, dtype: Any, kind: torch.dtype, products: Products, lora: LoRA | None = None
 ) -> Any:
     """Return ``x W^T + b`` in ``dtype`` for rows [m, k], plus the LoRA's product."""
-    if products == "kernels":
+    if products in _BY_KERNELS:
         from kohya_ext.quantization import kernels
 
-        return kernels.forward(x, weight, scales, bias, dtype, kind, lora)
+        return kernels.forward(x, weight, scales, bias, dtype, kind, lora, by_torch=products == "kernels")
     if products == "weights":
-        out = torch.nn.functional.linear(rotate(x.to(dtype), kind), _dequantized(weight, scales, dtype, kind), bias)
+        out = _by_weights(x.to(dtype), weight, scales, bias, kind)
     else:
         rows, row_scales = quantize(rotate(x.to(dtype).float(), kind), kind)
         out = multiply(rows, weight.view(kind)) * row_scales[:, None] * scales
@@ -57,16 +61,58 @@ def _input_gradient(
     gradient: Any, weight: Any, scales: Any, dtype: Any, kind: torch.dtype, products: Products, lora: LoRA | None = None
 ) -> Any:
     """Return ``gradient W`` in ``dtype`` for output gradients [m, n], plus the LoRA's product."""
-    if products == "kernels":
+    if products in _BY_KERNELS:
         from kohya_ext.quantization import kernels
 
-        return kernels.backward(gradient, weight, scales, dtype, kind, lora)
+        return kernels.backward(gradient, weight, scales, dtype, kind, lora, by_torch=products == "kernels")
     if products == "weights":
-        out = rotate(gradient @ _dequantized(weight, scales, dtype, kind), kind)
+        out = _gradient_by_weights(gradient.to(dtype), weight, scales, kind)
     else:
         rows, row_scales = quantize(gradient.float() * scales, kind)
-        out = rotate((multiply(rows, weight.view(kind).t()) * row_scales[:, None]).to(dtype), kind)
+        out = multiply(rows, weight.view(kind).t()) * row_scales[:, None]
+        out = rotation.rotate((out / GROWTH).to(dtype), GROWTH) if kind in ROTATED else out.to(dtype)
     return out if lora is None else out.addmm_(*lora)
+
+
+# A rotation can raise an element to eight times its size, which fp16 may not represent. So rotated values are kept at an
+# eighth, and the weight's scales take the factor. Powers of two change no rounding.
+
+
+def _by_weights(x: Any, weight: Any, scales: Any, bias: Any, kind: torch.dtype) -> Any:
+    """Return ``x W^T + b`` from a weight in the dtype of ``x``."""
+    if kind in ROTATED:
+        x, scales = rotation.rotate(x, 1 / GROWTH), scales * GROWTH
+    elif _scales_rows(kind, x.dtype):
+        out = torch.nn.functional.linear(x, weight.view(kind).to(x.dtype)).mul_(scales)
+        return out if bias is None else out.add_(bias)
+    return torch.nn.functional.linear(x, _dequantized(weight, scales, x.dtype, kind), bias)
+
+
+def _gradient_by_weights(gradient: Any, weight: Any, scales: Any, kind: torch.dtype) -> Any:
+    """Return ``gradient W`` from a weight in the dtype of ``gradient``."""
+    if kind in ROTATED:
+        out = gradient @ _dequantized(weight, scales / GROWTH, gradient.dtype, kind)
+        return rotation.rotate(out, GROWTH)
+    if _scales_rows(kind, gradient.dtype):
+        scaled = torch.mul(gradient, scales, out=gradient.new_empty(gradient.shape))
+        return scaled @ weight.view(kind).to(gradient.dtype)
+    return gradient @ _dequantized(weight, scales, gradient.dtype, kind)
+
+
+def _scales_rows(kind: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether the scales are applied to the rows of a product instead of its weight.
+
+    torch multiplies no fp8 tensor by another dtype, so scales would take a second pass over the weight. fp16 cannot represent
+    unscaled products.
+    """
+    return kind is not torch.int8 and dtype is not torch.float16
+
+
+def _dequantized(weight: Any, scales: Any, dtype: Any, kind: torch.dtype) -> Any:
+    """Return ``diag(scales) Q`` in ``dtype``, for int8 in one pass that reads a byte and writes an element."""
+    if kind is torch.int8:
+        return torch.mul(weight, scales[:, None], out=torch.empty(weight.shape, dtype=dtype, device=weight.device))
+    return weight.view(kind).to(dtype).mul_(scales[:, None])
 
 
 class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
@@ -84,33 +130,29 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
 
 
 class _LinearWithLoRA(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
-    """Compute ``x W^T + b + (x A^T) B^T``. One product adds the LoRA's to the layer's, forward and backward."""
+    """Compute ``x W^T + b + factor (x A^T) B^T``. One product adds the LoRA's to the layer's, forward and backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, scales: Any, bias: Any, down: Any, up: Any, kind: Any, products: Products
+        ctx: Any, x: Any, weight: Any, scales: Any, bias: Any, down: Any, up: Any, factor: float, kind: Any, products: Products
     ) -> Any:
-        hidden = x @ down.t()
+        hidden = scaled_product(x, down.t(), factor)
         ctx.save_for_backward(x, hidden, weight, scales, down, up)
-        ctx.settings = kind, products
+        ctx.settings = factor, kind, products
         return _product(x, weight, scales, bias, x.dtype, kind, products, (hidden, up.t()))
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch is not followed
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, hidden, weight, scales, down, up = ctx.saved_tensors
-        kind, products = ctx.settings
-        grad_hidden = gradient @ up
+        factor, kind, products = ctx.settings
+        grad_hidden = scaled_product(gradient, up, factor)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = _input_gradient(gradient, weight, scales, x.dtype, kind, products, (grad_hidden, down))
         grad_down = grad_hidden.t() @ x if ctx.needs_input_grad[4] else None
         grad_up = gradient.t() @ hidden if ctx.needs_input_grad[5] else None
-        return grad_x, None, None, None, grad_down, grad_up, None, None
-
-
-def _dequantized(weight: Any, scales: Any, dtype: Any, kind: Any) -> Any:
-    return weight.view(kind).to(dtype).mul_(scales[:, None])
+        return grad_x, None, None, None, grad_down, grad_up, None, None, None
 
 
 class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
@@ -132,15 +174,15 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
         # As in torch.nn.functional.linear. A compiled block that follows would guard on an ordinary view.
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
-    def with_lora(self, x: Any, down: Any, up: Any) -> Any:
-        """Return ``forward(x) + (x down^T) up^T`` for weights ``down`` [rank, in_features] and ``up`` [out_features, rank]."""
+    def with_lora(self, x: Any, down: Any, up: Any, factor: float) -> Any:
+        """Return ``forward(x) + factor (x down^T) up^T`` for ``down`` [rank, in_features] and ``up`` [out_features, rank]."""
         device, dtype = x.device.type, _precision(x)
         rows = x.to(dtype).reshape(-1, x.shape[-1])
         bias = None if self.bias is None else self.bias.to(dtype)
         down, up = down.to(dtype), up.to(dtype)
         with torch.autocast(device, enabled=False):
             products = self._products(rows, dtype)
-            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, self.kind, products)
+            out = _LinearWithLoRA.apply(rows, self.weight, self.scales, bias, down, up, factor, self.kind, products)
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
     @property
@@ -150,7 +192,7 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not followed
 
     def _products(self, rows: Any, dtype: Any) -> Products:
         # Kernels that rotate fp32 spill thousands of bytes of registers (benchmarks/kernel_resources.py).
-        is_slow = self.products == "kernels" and dtype is torch.float32
+        is_slow = self.products in _BY_KERNELS and dtype is torch.float32
         return "weights" if rows.shape[0] <= FEW_ROWS or is_slow else self.products
 
 
@@ -184,7 +226,7 @@ def install(layer: torch.nn.Linear, kind: torch.dtype, products: Products, bits:
     layer.__class__ = Linear
     layer.kind = kind
     fits = layer.in_features % BLOCK == 0 and layer.out_features % BLOCK == 0
-    layer.products = products if fits or products != "kernels" else "weights"
+    layer.products = products if fits or products not in _BY_KERNELS else "weights"
 
 
 def dequantized(layer: Linear) -> torch.Tensor:

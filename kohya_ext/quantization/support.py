@@ -7,31 +7,44 @@ from typing import Any
 
 import torch
 
-from kohya_ext.quantization.linear import convert
+from kohya_ext.quantization.linear import Products, convert
 from kohya_ext.quantization.rotation import BLOCK
 
 #: Compute capabilities from which Triton multiplies each format on tensor cores: Ampere, Ada.
 OLDEST = {torch.int8: (8, 0), torch.float8_e4m3fn: (8, 9)}
 
 
-def kernels_obstacle(device: Any, kind: torch.dtype) -> str | None:
-    """Return why the kernels cannot run on a CUDA device, after a forward and a backward pass on it; None if they can."""
+def find_products(device: Any, kind: torch.dtype) -> tuple[Products, str | None]:
+    """Return how layers multiply on a CUDA device, after a forward and a backward pass on it.
+
+    If the kernels cannot run, layers dequantize their weights, and the second value is the reason.
+    """
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST[kind]:
         have, need = (".".join(map(str, each)) for each in (capability, OLDEST[kind]))
-        return f"the GPU has compute capability {have}, and 8-bit products need {need}"
+        return "weights", f"the GPU has compute capability {have}, and 8-bit products need {need}"
+    if kind is not torch.int8 and _failure(device, kind, "kernels") is None:
+        return "kernels", None
+    # torch has no row-wise scaled product on Windows, and before 2.7 none for compute capability 8.9.
+    products: Products = "kernels" if kind is torch.int8 else "triton"
+    failure = _failure(device, kind, products)
+    return (products, None) if failure is None else ("weights", f"Triton's kernels failed: {failure}")
+
+
+def _failure(device: Any, kind: torch.dtype, products: Products) -> str | None:
+    """Return the error of a forward and a backward pass; None if both succeed."""
     # Random weights would advance the generator from which the run draws its noise.
     layer = torch.nn.utils.skip_init(torch.nn.Linear, BLOCK, BLOCK, device=device, dtype=torch.bfloat16).requires_grad_(False)
     for weight in layer.parameters():
         weight.zero_()
-    convert(layer, kind, "kernels", device)
+    convert(layer, kind, products, device)
     x = torch.zeros(BLOCK, BLOCK, device=device, dtype=torch.bfloat16, requires_grad=True)
     try:
         torch.autograd.grad(layer(x).sum(), x)
-        if kind is torch.int8:  # torch multiplies fp8, with a workspace that this check would create too early
+        if kind is torch.int8 or products == "triton":  # torch adds a LoRA with a workspace that would be created too early
             _multiply_with_lora(layer, x.detach())
     except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
-        return f"Triton's kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
 
 
@@ -39,4 +52,4 @@ def _multiply_with_lora(layer: Any, rows: torch.Tensor) -> None:
     from kohya_ext.quantization import kernels
 
     for product in (partial(kernels.forward, bias=None), kernels.backward):
-        product(rows, layer.weight, layer.scales, dtype=rows.dtype, kind=layer.kind, lora=(rows, rows))
+        product(rows, layer.weight, layer.scales, dtype=rows.dtype, kind=layer.kind, lora=(rows, rows), by_torch=False)

@@ -3,6 +3,9 @@
 Each writer uses a temporary name in the same folder, flushes to disk and renames. A crash, a kill or a full disk leaves the
 earlier file intact, and two processes that write the same file do not interfere. PostgreSQL, Git and Borg do the same; see
 https://lwn.net/Articles/457667/ ("Ensuring data reaches disk").
+
+What training has computed is in memory only, so a write of a model or state is repeated when the disk is full or its folder
+cannot be written to (deleted, read-only, replaced by a file, open in another program), and then made to another folder.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from kohya_ext import cache
 from kohya_ext.console import note, warn
+from kohya_ext.errors import first_line
 from kohya_ext.renames import is_open, rename, unlink
 from kohya_ext.run import journal
 
@@ -32,41 +38,74 @@ _OLD = ".replaced"
 _POLL_SECONDS = 2.0
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
+#: Errors of safetensors and torch, which have no error number, when they cannot write.
+_WRITE_PROBLEM = re.compile(
+    r"os error \d+|I/O error|Parent directory .* does not exist|PytorchStreamWriter|file write failed|iostream error"
+)
+
 R = TypeVar("R")
 
 
-class DiskFullError(OSError):
-    """The disk is full. The earlier file of that name, if any, is intact."""
+class WriteError(OSError):
+    """A file or folder cannot be written. The earlier file of that name, if any, is intact."""
 
-    def __init__(self, path: Path, needed: int, free: int) -> None:
-        """``needed`` and ``free`` are bytes."""
-        self.path, self.needed, self.free = path, needed, free
-        super().__init__(
-            errno.ENOSPC,
-            f"disk full: cannot write {path.name} ({_gb(needed)}) to {path.parent} ({_gb(free)} free); "
-            f"free up {_gb(max(needed - free, 1))}",
-        )
+    def __init__(self, path: Path, number: int | None, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(number or errno.EIO, f"cannot write {path.name} to {path.parent}: {reason}")
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
+class DiskFullError(WriteError):
+    """The disk is full."""
+
+    def __init__(self, path: Path, needed: int, free: int) -> None:
+        """``needed`` and ``free`` are bytes."""
+        self.needed, self.free = needed, free
+        super().__init__(path, errno.ENOSPC, "disk full")
+
+    def __str__(self) -> str:
+        place = f"{self.path.name} ({_gb(self.needed)}) to {self.path.parent} ({_gb(self.free)} free)"
+        return f"disk full: cannot write {place}; free up {_gb(max(self.needed - self.free, 1))}"
+
+
 @dataclass(frozen=True)
-class DiskFullPolicy:
-    """How to handle a full disk."""
+class WritePolicy:
+    """How to handle a write that fails."""
 
     wait_seconds: float = 0.0
     """How long to keep the data in memory and retry."""
     fallback: Path | None = None
     """A folder to write to instead, without waiting."""
+    is_output: bool = False
+    """Whether the data exists in memory only: also handle other errors than a full disk, and at last write to the user's
+    cache folder or the temporary folder."""
+
+    def handles(self, error: WriteError) -> bool:
+        """Return whether to retry or to write to another folder."""
+        return self.is_output or isinstance(error, DiskFullError)
+
+    def last_folders(self) -> list[Path]:
+        """Return the folders that are tried when neither the folder nor ``fallback`` can be written to."""
+        return [cache.folder() / _SAVED, Path(tempfile.gettempdir()) / "kohya_ext" / _SAVED] if self.is_output else []
 
 
-class _FailFast(threading.local):
+#: A folder of this process, so that no file of another run is replaced.
+_SAVED = Path("saved", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}")
+
+
+class _Mode(threading.local):
     depth = 0
     """The number of :func:`fail_fast` blocks that this thread is in."""
+    waits = True
+    """Whether writes may wait: see :func:`not_waiting`."""
 
 
-_fail_fast = _FailFast()
+_mode = _Mode()
+
+_recorders: list[list[Path]] = []
+"""Lists of :func:`written_files`."""
 
 _preserved: set[Path] = set()
 """Paths whose contents are renamed to :func:`previous` rather than replaced."""
@@ -135,29 +174,46 @@ def rename_to_previous(folders: Sequence[Path], older: Sequence[Path]) -> None:
     note(f"renamed the states of an earlier run to NAME.previous: {names}")
 
 
-def write_atomically(
-    final: Path, write: Callable[[Path], R], size: Callable[[], int], policy: DiskFullPolicy | None = None
-) -> R:
+def write_atomically(final: Path, write: Callable[[Path], R], size: Callable[[], int], policy: WritePolicy | None = None) -> R:
     """Write a file or folder with ``write(temporary_path)``, then rename it to ``final``.
 
     ``size`` returns the bytes needed, and is called only when the disk is full. It may return 0 for a folder: then the bytes
     written so far and the file that failed are counted.
 
-    Raises :class:`DiskFullError` when the disk is full and ``policy`` did not help, and any exception of ``write``. On
+    Raises :class:`WriteError` when it cannot be written and ``policy`` did not help, and any other exception of ``write``. On
     failure ``final`` is unchanged. Inside another atomic write this one fails immediately, and the outer one retries.
     """
-    policy = DiskFullPolicy() if policy is None or _fail_fast.depth else policy
+    policy = WritePolicy() if policy is None or _mode.depth else policy
+    if not _mode.waits:
+        policy = replace(policy, wait_seconds=0.0)
     try:
         return _write_once(final, write, size)
-    except DiskFullError as error:
-        if policy.fallback is not None:
-            fallback = policy.fallback / final.name
-            warn(f"{error}. Writing to {fallback} instead")
-            policy.fallback.mkdir(parents=True, exist_ok=True)
-            return _write_once(fallback, write, size)
-        if policy.wait_seconds <= 0:
+    except WriteError as problem:
+        if not policy.handles(problem):
             raise
-        return _wait_and_write(final, write, size, error, time.monotonic() + policy.wait_seconds)
+        error = problem
+    for folder in [policy.fallback] if policy.fallback is not None else []:
+        with contextlib.suppress(WriteError):
+            return _write_elsewhere(folder, final, write, size, error)
+    try:
+        return _wait_and_write(final, write, size, error, policy.wait_seconds)
+    except WriteError as problem:
+        error = problem
+    for folder in policy.last_folders():
+        with contextlib.suppress(WriteError):
+            return _write_elsewhere(folder, final, write, size, error)
+    raise error
+
+
+def _write_elsewhere(folder: Path, final: Path, write: Callable[[Path], R], size: Callable[[], int], error: WriteError) -> R:
+    warn(f"{error}. Writing to {folder / final.name} instead")
+    with contextlib.suppress(OSError):  # the write fails, too, and says why
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _write_once(folder / final.name, write, size, final)
+    except WriteError as problem:
+        warn(str(problem))
+        raise
 
 
 def write_together(final: Path, write: Callable[[Path], None], leads: bool, wait_for_others: Callable[[], object]) -> None:
@@ -186,24 +242,34 @@ def write_together(final: Path, write: Callable[[Path], None], leads: bool, wait
         journal.saved(final, time.monotonic() - began)
 
 
-def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], int], full: DiskFullError, until: float) -> R:
-    minutes = (until - time.monotonic()) / 60
-    warn(f"{full}. Retrying for {minutes:.3g} minutes; the data stays in memory")
-    while time.monotonic() < until:
-        time.sleep(min(_POLL_SECONDS, max(until - time.monotonic(), 0)))
-        if shutil.disk_usage(final.parent).free < full.needed:
+def _wait_and_write(final: Path, write: Callable[[Path], R], size: Callable[[], int], error: WriteError, seconds: float) -> R:
+    """Retry for some seconds, and without a wait if the folder was deleted."""
+    until = time.monotonic() + seconds
+    if seconds > 0 and final.parent.exists():
+        action = "" if isinstance(error, DiskFullError) else "; make the folder writable again"
+        warn(f"{error}{action}. Retrying for {seconds / 60:.3g} minutes; the data stays in memory")
+    waits = final.parent.exists()
+    while not waits or time.monotonic() < until:
+        if waits:
+            time.sleep(min(_POLL_SECONDS, max(until - time.monotonic(), 0)))
+        waits = True
+        with contextlib.suppress(OSError):
+            final.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(error, DiskFullError) and _free(final) < error.needed:
             continue
         try:
             result = _write_once(final, write, size)
-        except DiskFullError as error:
-            full = error
+        except WriteError as problem:
+            error = problem
         else:
-            note(f"disk has free space again: saved {final.name}")
+            was_full = isinstance(error, DiskFullError)
+            note(f"{'disk has free space' if was_full else 'the folder can be written to'} again: saved {final.name}")
             return result
-    raise full
+    raise error
 
 
-def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]) -> R:
+def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int], intended: Path | None = None) -> R:
+    """Write a file or folder, which belongs to the folder of ``intended``. Raises WriteError if that is not possible."""
     partial = _partial(final)
     _finals[partial] = final
     began = time.monotonic()
@@ -215,29 +281,72 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
         written_to = _rename(partial, final)
     except BaseException as error:
         written = _bytes_in(partial)
-        remove(partial)
-        if isinstance(error, Exception) and (problem := _as_disk_full(error, final, size, written)) is not None:
+        with contextlib.suppress(OSError):  # its folder may be a file now
+            remove(partial)
+        if isinstance(error, Exception) and (problem := _as_write_error(error, partial, final, size, written)) is not None:
             raise problem from error
         raise
     finally:
         del _finals[partial]
-    journal.saved(written_to, time.monotonic() - began)
+    if not _mode.depth:
+        for recorder in _recorders:
+            recorder.append(written_to)
+    journal.saved(written_to, time.monotonic() - began, intended)
     return result
 
 
 @contextlib.contextmanager
 def fail_fast() -> Iterator[None]:
-    """Make :func:`write_atomically` raise on a full disk immediately, whatever its policy."""
-    _fail_fast.depth += 1
+    """Make :func:`write_atomically` raise :class:`WriteError` immediately, whatever its policy."""
+    _mode.depth += 1
     try:
         yield
     finally:
-        _fail_fast.depth -= 1
+        _mode.depth -= 1
+
+
+@contextlib.contextmanager
+def not_waiting() -> Iterator[None]:
+    """Make :func:`write_atomically` write to another folder without waiting, because the process is about to end."""
+    before, _mode.waits = _mode.waits, False
+    try:
+        yield
+    finally:
+        _mode.waits = before
+
+
+@contextlib.contextmanager
+def written_files() -> Iterator[list[Path]]:
+    """Collect the paths of the models and states that are written inside the block, wherever they had to be written."""
+    files: list[Path] = []
+    _recorders.append(files)
+    try:
+        yield files
+    finally:
+        _recorders[:] = [each for each in _recorders if each is not files]
+
+
+def _free(final: Path) -> int:
+    """Return the free bytes of a path's disk, also if its folder was deleted or replaced by a file."""
+    return shutil.disk_usage(next((folder for folder in final.parents if folder.is_dir()), Path())).free
+
+
+def _as_write_error(error: Exception, partial: Path, final: Path, size: Callable[[], int], written: int) -> WriteError | None:
+    """Return the error of a write if it comes from the disk or the folder; None for any other, such as a lost connection."""
+    if (full := _as_disk_full(error, final, size, written)) is not None:
+        return full
+    number, name = getattr(error, "errno", None), getattr(error, "filename", None)
+    is_here = name is None or final.parent in (path := Path(os.fsdecode(name))).parents or path in (partial, final.parent)
+    known = isinstance(error, WriteError) or (isinstance(error, OSError) and number is not None and is_here)
+    if not known and not _WRITE_PROBLEM.search(str(error)):
+        return None
+    reason = error.reason if isinstance(error, WriteError) else getattr(error, "strerror", None) or first_line(error)
+    return WriteError(final, number, reason)
 
 
 def _as_disk_full(error: Exception, final: Path, size: Callable[[], int], written: int) -> DiskFullError | None:
     """Return a failed write as a full-disk error, or None. safetensors and torch give the error number only in the text."""
-    free = shutil.disk_usage(final.parent).free
+    free = _free(final)
     if isinstance(error, DiskFullError):  # from a file in this folder
         return DiskFullError(final, max(size(), written + error.needed), free)
     known = getattr(error, "errno", None) in _FULL or any(

@@ -1,8 +1,8 @@
 """Write the journal of a run: a file of JSON lines with its settings, steps, events and end.
 
 Each line is one ``write`` to a file opened for appending, so that it survives SIGKILL of this process. Every process of a run
-appends a part, which begins with a ``start`` line. After an OSError, for example on a full disk, lines are missing and the
-run continues.
+appends a part, which begins with a ``start`` line. After an error, for example on a full disk, lines are missing and the run
+continues: the functions below never raise.
 
 Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 
@@ -27,15 +27,20 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from kohya_ext import console
+from kohya_ext.errors import first_line
 from kohya_ext.run.journal_reader import RunLog
 from kohya_ext.run.plain_file import NotPlainError, open_for_append, shared_reader
 
 SUFFIX = ".journal.jsonl"
 """Follows the output name in the journal's file name."""
+
+
+P = ParamSpec("P")
 
 
 @dataclass
@@ -85,8 +90,8 @@ class Journal:
             return
         line = {"kind": kind, "time": round(time.time(), 3), **data}
         self.log.add(line)
-        for listener in _listeners:
-            listener(line)
+        for listener in tuple(_listeners):
+            _or_warning(partial(listener, line))
         if self._descriptor is None:
             return
         content = _encoded(line)
@@ -151,6 +156,27 @@ _listeners: list[Listener] = []
 _current: Journal | None = None
 _exit_code: int | None = None
 _finish: Callable[[], None] | None = None
+_has_failed = False
+"""Whether an unexpected error was reported."""
+
+
+def _or_warning(action: Callable[[], object]) -> None:
+    """Call an action. A failure is a warning, once per process, because no line is worth a run."""
+    global _has_failed
+    try:
+        action()
+    except Exception as problem:
+        if not _has_failed:
+            _has_failed = True
+            console.warn(f"the journal is incomplete: {first_line(problem)}; training continues")
+
+
+def _harmless(function: Callable[P, None]) -> Callable[P, None]:
+    @wraps(function)
+    def harmless(*args: P.args, **kwargs: P.kwargs) -> None:
+        _or_warning(lambda: function(*args, **kwargs))
+
+    return harmless
 
 
 def begin(journal: Journal | None, on_finish: Callable[[], None] | None = None) -> None:
@@ -167,7 +193,7 @@ def _on_warning(message: str) -> None:
 def listen(listener: Listener) -> None:
     """Call a function with each line of this process, until :func:`stop_listening`.
 
-    It must not raise. It may be called from a signal handler.
+    It may be called from a signal handler.
     """
     _listeners.append(listener)
 
@@ -178,15 +204,20 @@ def stop_listening(listener: Listener) -> None:
         _listeners.remove(listener)
 
 
+@_harmless
 def event(kind: str, **data: Any) -> None:
     """Append an event with the current step; does nothing without a journal."""
     if _current is not None:
         _current.write(kind, **{"step": _current.step(), **data})
 
 
-def saved(path: Path, seconds: float) -> None:
-    """Append the event of a complete model or state, written in ``seconds``. Files of other folders are left out."""
-    if _current is None or not _current.has(str(path.parent)) or path.suffix == ".npz":
+@_harmless
+def saved(path: Path, seconds: float, intended: Path | None = None) -> None:
+    """Append the event of a complete model or state, written in ``seconds``. Files of other folders are left out.
+
+    ``intended``: where it belongs, if it had to be written elsewhere.
+    """
+    if _current is None or not _current.has(str((intended or path).parent)) or path.suffix == ".npz":
         return
     _current.files += 1
     _current.seconds += seconds
@@ -195,6 +226,7 @@ def saved(path: Path, seconds: float) -> None:
     event("state" if is_state else "save", file=os.path.abspath(path), seconds=round(seconds, 3), **size)
 
 
+@_harmless
 def sampled(path: Path) -> None:
     """Append the event of a sample image. Other images are left out."""
     if _current is not None and path.parent.name == "sample" and _current.has(str(path.parent.parent)):
@@ -207,6 +239,7 @@ def files_written() -> int:
     return 0 if _current is None else _current.files
 
 
+@_harmless
 def finish() -> None:
     """Write the last line, in a process that ends without its exit handlers."""
     if _finish is not None:

@@ -8,7 +8,6 @@ has begun, take part in it, and continue when it does.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import random
@@ -41,6 +40,8 @@ class Leader(TrainingCallback):
     """Whether all processes are in a task."""
     has_ended: bool = False
     """Whether training has ended, so that the other processes may exit."""
+    is_last: bool = False
+    """Whether the first process runs its last tasks, and exits when they are done."""
     _may_follow: bool = False
     """Whether the first process may have begun a task since the processes last met."""
     _messages: int = 0
@@ -78,7 +79,7 @@ class Leader(TrainingCallback):
         """Take part in the tasks of the first process until it exits. It must call this, too."""
         if self.accelerator.is_main_process:
             self.meet()
-            atexit.register(self._end_all)
+            self.is_last = True
         else:
             self.meet()
             self._follow()
@@ -91,9 +92,13 @@ class Leader(TrainingCallback):
             yield batch
             self.meet()
 
+    def on_exit(self) -> None:
+        """Let the other processes exit after the last tasks; a failure before them ends them in another way."""
+        if self.is_last:
+            self._end_all()
+
     def on_end(self) -> None:
         """Let the other processes exit."""
-        atexit.unregister(self._end_all)
         if self.accelerator.is_main_process:
             self._end_all()
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from kohya_ext.console import error, warn
+from kohya_ext.errors import first_line
 from kohya_ext.patching.training_loop import TrainingCallback, callbacks, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal
@@ -139,6 +140,14 @@ class FailureWatch(TrainingCallback):
         """Stop to read the store, because the processes end."""
         self._left.set()
 
+    def on_exception(self, problem: BaseException) -> None:
+        """Publish an exception that no earlier callback has published."""
+        self.explain(problem)
+
+    def on_exit(self) -> None:
+        """Stop to read the store."""
+        self.leave()
+
     def on_end(self) -> None:
         """Stop to read the store."""
         self.leave()
@@ -151,9 +160,14 @@ class FailureWatch(TrainingCallback):
             with contextlib.suppress(RuntimeError):  # the first machine may have failed too
                 self.failure = publish(self.connection, failure)
 
+    def is_consequence(self, problem: BaseException) -> bool:
+        """Return whether another process has failed before, or an exception says that one has ended."""
+        is_other = self.failure is not None and self.failure.rank != self.rank
+        return is_other or any(text in str(problem) for text in _DISCONNECTED)
+
     def explain(self, problem: BaseException) -> str:
         """Return the reason of an uncaught exception: its first line, or the failure of another process that caused it."""
-        own = f"{type(problem).__name__}: {next(iter(str(problem).splitlines()), '')}".removesuffix(": ")
+        own = first_line(problem)
         if self.failure is None and any(text in str(problem) for text in _DISCONNECTED):
             until = time.monotonic() + GRACE
             while self.failure is None and time.monotonic() < until:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from kohya_ext.compiling.support import reason_not_to_compile, reason_not_to_record
 from kohya_ext.units import format_size
 
 Kind = Literal[
@@ -549,20 +551,24 @@ def _is_compiled(options: Mapping[str, Any]) -> bool:
     return _is_set(options, "selective_torch_compile", "torch_compile", "compile")
 
 
+def _can_be_compiled(options: Mapping[str, Any]) -> bool:
+    return not _is_compiled(options) and reason_not_to_compile(Namespace(**options)) is None
+
+
+def _can_be_recorded(options: Mapping[str, Any]) -> bool:
+    return not _is_set(options, "vram_budget") and reason_not_to_record(Namespace(**options)) is None
+
+
 def _host_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[str]:
     if summary.device == "cpu":
         return
-    without = (
-        *("blocks_to_swap", "cpu_offload_checkpointing", "unsloth_offload_checkpointing", "deepspeed", "vram_budget"),
-        *("torch_compile", "compile"),
-    )
     graphs = _is_set(options, "cuda_graphs")
-    if _is_set(options, "network_module") and not graphs and not _is_set(options, *without):
+    if not graphs and _can_be_recorded(options):
         yield "--cuda_graphs replays the model's passes with one launch each"
-    if not graphs and not _is_compiled(options):
+    if not graphs and _can_be_compiled(options):
         yield "--selective_torch_compile launches fewer kernels"
-        if not _is_set(options, "fused_operations"):
-            yield "--fused_operations launches fewer kernels without a compiler"
+    if not graphs and not _is_compiled(options) and not _is_set(options, "fused_operations"):
+        yield "--fused_operations launches fewer kernels without a compiler"
     size = options.get("train_batch_size")
     yield f"--train_batch_size {2 * size if isinstance(size, int) else 2} gives each launch more work, if memory allows"
 
@@ -570,10 +576,9 @@ def _host_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[str]:
 def _traffic_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[str]:
     if summary.device == "cpu":
         return
-    compiled = _is_compiled(options)
-    if not compiled:
+    if _can_be_compiled(options):
         yield "--selective_torch_compile fuses operations, so that activations are read and written less often"
-    if not compiled and not _is_set(options, "fused_operations"):
+    if not _is_compiled(options) and not _is_set(options, "fused_operations"):
         yield "--fused_operations needs fewer passes over each activation, without a compiler"
     unfused = all(name in options and not options[name] for name in ("sdpa", "xformers", "mem_eff_attn"))
     if unfused:
@@ -628,8 +633,9 @@ def _advice_for_frozen_models(summary: Summary, options: Mapping[str, Any]) -> I
     for row in summary.blocks:
         seconds[row.name.removesuffix(" forward")] += row.device if summary.device == "cuda" else row.host
     every = max(sum(seconds.values()), 1e-12)
-    if seconds["VAE"] / every >= 0.05 and not _is_set(options, "cache_latents", "cache_latents_to_disk"):
-        yield f"--cache_latents --cache_latents_to_disk runs the VAE once per image ({seconds['vae'] / every:.0%} of the work)"
+    share = seconds["VAE"] / every
+    if share >= 0.05 and not _is_set(options, "cache_latents", "cache_latents_to_disk"):
+        yield f"--cache_latents --cache_latents_to_disk runs the VAE once per image ({share:.0%} of the work)"
     share = seconds["text encoder"] / every
     trains_texts = options.get("network_module") and not options.get("network_train_unet_only")
     if share >= 0.05 and not trains_texts and not _is_set(options, "cache_text_encoder_outputs", "train_text_encoder"):

@@ -19,20 +19,13 @@ from typing import Any
 from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, note_at_once, warn
+from kohya_ext.patching.step_save import SAVE_NOW
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.renames import unlink
 from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import DEFAULT_NAME
-
-#: Arguments that the scripts read after a step -> values that save model and state and remove nothing.
-_SAVE_NOW = {
-    "save_every_n_steps": 1,
-    "save_state": True,
-    "save_last_n_steps": None,
-    "save_last_n_steps_state": None,
-}
 
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
@@ -123,9 +116,9 @@ class Stopper(TrainingCallback):
             current.gather()
             if not current.state_is_due():
                 current.fix_random_state()
-        self._original = {name: getattr(self.args, name) for name in _SAVE_NOW if hasattr(self.args, name)}
+        self._original = {name: getattr(self.args, name) for name in SAVE_NOW if hasattr(self.args, name)}
         for name in self._original:
-            setattr(self.args, name, _SAVE_NOW[name])
+            setattr(self.args, name, SAVE_NOW[name])
 
     def on_state_save(self, folder: Path) -> None:
         """Record the path of a saved state."""

@@ -185,11 +185,11 @@ os._exit(0)
 
 
 @pytest.fixture(scope="session")
-def printed_on_gpu(gpu_environment: Callable[..., dict[str, str]]) -> Callable[[str], Any]:
-    """(name of a script in this folder) -> what it prints last as JSON, run on the virtual GPU."""
+def printed_on_gpu(gpu_environment: Callable[..., dict[str, str]]) -> Callable[..., Any]:
+    """(name of a script in this folder, settings) -> what it prints last as JSON, run on the virtual GPU."""
 
-    def run(name: str) -> Any:
-        environ = {**gpu_environment(), "PYTHONPATH": str(ROOT)}
+    def run(name: str, **settings: str) -> Any:
+        environ = {**gpu_environment(**settings), "PYTHONPATH": str(ROOT)}
         script = str(Path(__file__).with_name(name))
         command = [sys.executable, "-c", SCRIPT_WITHOUT_FINALIZATION, script]
         done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)

@@ -1,6 +1,7 @@
 """--base_precision on the virtual GPU: less memory, and no more waiting for the GPU."""
 
 import pytest
+from packaging.version import Version
 
 from tests.cuda.configurations import Configuration
 
@@ -24,6 +25,39 @@ def test_8_bit_base_needs_less_memory(checkout, train_both):
         assert ours.syncs <= theirs.syncs
         assert ours.random_state == theirs.random_state  # the check of the kernels draws none
     assert pair.ours.peak < pair.upstream.peak
+
+
+@pytest.fixture(scope="module")
+def products(printed_on_gpu):
+    """How layers multiply, and the kernels that they launch."""
+    pytest.importorskip("triton")
+    return printed_on_gpu("eight_bit_products.py")
+
+
+def test_fp8_rows_are_multiplied_by_triton_where_torch_cannot(products):
+    """As under Windows, and with torch 2.6 on compute capability 8.9."""
+    expected = {"int8": "kernels", "int8 without scaled products": "kernels", "fp8 without scaled products": "triton"}
+    expected["fp8"] = "kernels" if Version(torch.__version__) >= Version("2.7") else "triton"
+    assert {name: products[name]["products"] for name in expected} == expected
+    assert all(products[name]["obstacle"] is None for name in expected)
+    multiplied = {name: products[name]["kernels"].get("_multiply", 0) for name in expected}
+    assert multiplied == {name: 0 if (name, way) == ("fp8", "kernels") else 2 for name, way in expected.items()}
+
+
+def test_a_weight_is_dequantized_in_one_pass(products):
+    """Each pass of a layer: scales times the rotation's growth, the weight, its product and the rotation's."""
+    kernels = products["weights"]
+    by_cublas = sum(count for name, count in kernels.items() if name.startswith("cublas"))
+    assert by_cublas == 4
+    assert sum(kernels.values()) - by_cublas == 4, kernels
+
+
+def test_no_kernels_of_triton_on_turing(printed_on_gpu):
+    triton = pytest.importorskip("triton")
+    found = printed_on_gpu("turing.py", VIRTUAL_GPU="3060", VIRTUAL_GPU_CAPABILITY="7.5")
+    assert found["products"] == "weights"
+    assert "compute capability 7.5, and 8-bit products need 8.0" in found["obstacle"]
+    assert found["has_gates"] == (Version(triton.__version__) < Version("3.3"))
 
 
 @pytest.mark.slow

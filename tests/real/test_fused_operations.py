@@ -11,6 +11,7 @@ from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.estimate import autocast  # noqa: E402
 from kohya_ext.patching.lora_modules import NETWORKS  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
+from kohya_ext.quantization.linear import convert  # noqa: E402
 
 BATCH, TOKENS, HEADS, WIDTH, RANK = 2, 24, 2, 64, 8
 
@@ -153,6 +154,34 @@ def test_fused_operations_are_accurate_and_move_fewer_bytes(checkout, checkout_m
     finally:
         patcher.undo()
     assert fused_operations._counts
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_fp16_overflows_no_earlier_than_upstream(checkout, checkout_module, name, is_quantized):
+    """With a rank of 64 times alpha, a gradient of the up weight that is scaled at the end would be 64 times as large."""
+    patcher = Patcher({"fused_operations": fused_operations.PATCH}, Settings(fused_operations=True), checkout)
+    results = []
+    for arm in (False, True):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(False)
+        if is_quantized:
+            convert(layer, torch.int8, "operations", "cpu")
+        if arm:
+            patcher.arm()
+        lora = checkout_module(name).LoRAModule("a", layer, 1.0, 64, 1)
+        lora.apply_to()
+        for weight in lora.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+        x = (_activation(TOKENS, WIDTH) + 1).requires_grad_()
+        with torch.autocast("cpu", torch.float16):
+            y = layer(x)
+        y.backward(torch.full_like(y, 8192.0))
+        results.append([y.detach(), x.grad, *(weight.grad for weight in lora.parameters())])
+    patcher.undo()
+    for theirs, ours in zip(*results, strict=True):
+        assert theirs.isfinite().all()
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01 * theirs.abs().max().item())
 
 
 @pytest.mark.parametrize("name", ["library.flux_models", "library.lumina_models"])

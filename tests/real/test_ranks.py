@@ -80,6 +80,7 @@ def test_two_processes_resume_bit_identically_after_a_stop_an_error_and_a_kill_o
     assert failed.code == 1, failed.output[-3000:]
     assert f"resumed after step {step}" in failed.output
     assert f"no steps lost: state after step {step + 2} saved" in failed.output
+    assert f"model after step {step + 2} saved" in failed.output
     assert "the cheapest change: " in failed.output
     assert log_of(failed).summary()["reason"].startswith(f"rank 1 on {socket.gethostname()}: out of memory (forward)")
 

@@ -5,11 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from kohya_ext.run import atomic_write
-from kohya_ext.run.atomic_write import DiskFullError, DiskFullPolicy, fail_fast, write_atomically
+from kohya_ext.run.atomic_write import DiskFullError, WritePolicy, fail_fast, write_atomically
 
 
 def fill_disk(path):
@@ -108,7 +109,7 @@ def test_other_errors_are_raised_unchanged(tmp_path):
 def test_write_is_retried_until_the_disk_has_space(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
     tries = iter([fill_disk, fill_disk, lambda path: path.write_text("complete")])
-    write_atomically(tmp_path / "x", lambda path: next(tries)(path), lambda: 9, DiskFullPolicy(wait_seconds=60))
+    write_atomically(tmp_path / "x", lambda path: next(tries)(path), lambda: 9, WritePolicy(wait_seconds=60))
     assert (tmp_path / "x").read_text() == "complete"
     log = capsys.readouterr().err
     assert "stays in memory" in log
@@ -118,14 +119,14 @@ def test_write_is_retried_until_the_disk_has_space(tmp_path, monkeypatch, capsys
 def test_retries_end_after_the_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
     with pytest.raises(DiskFullError):
-        write_atomically(tmp_path / "x", fill_disk, lambda: 9, DiskFullPolicy(wait_seconds=0.05))
+        write_atomically(tmp_path / "x", fill_disk, lambda: 9, WritePolicy(wait_seconds=0.05))
 
 
 def test_fallback_folder_is_used(tmp_path):
     def write(path):
         return fill_disk(path) if path.parent == tmp_path else path.write_text("complete")
 
-    write_atomically(tmp_path / "x", write, lambda: 9, DiskFullPolicy(60, tmp_path / "fallback"))
+    write_atomically(tmp_path / "x", write, lambda: 9, WritePolicy(60, tmp_path / "fallback"))
     assert (tmp_path / "fallback" / "x").read_text() == "complete"
 
 
@@ -133,10 +134,10 @@ def test_full_disk_inside_a_folder_fails_at_once_and_counts_all_bytes(tmp_path):
     def write(folder):
         folder.mkdir()
         (folder / "first").write_bytes(bytes(1000))
-        write_atomically(folder / "second", fill_disk, lambda: 500, DiskFullPolicy(wait_seconds=600))
+        write_atomically(folder / "second", fill_disk, lambda: 500, WritePolicy(wait_seconds=600))
 
     with fail_fast(), pytest.raises(DiskFullError) as caught:
-        write_atomically(tmp_path / "a-state", write, lambda: 0, DiskFullPolicy(wait_seconds=600))
+        write_atomically(tmp_path / "a-state", write, lambda: 0, WritePolicy(wait_seconds=600))
     assert caught.value.path.name == "a-state"
     assert caught.value.needed == 1500
 
@@ -218,3 +219,126 @@ def test_temporary_files_of_dead_processes_are_removed(tmp_path):
         file.touch()
     atomic_write.remove_abandoned(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {own.name, elsewhere.name}
+
+
+# --- folders that cannot be written to ---------------------------------------------------------------------------------
+
+
+OUTPUT = WritePolicy(is_output=True)
+
+
+def write_text(path):
+    path.write_text("trained")
+
+
+@pytest.fixture
+def replaced_folder(tmp_path, monkeypatch):
+    """An output folder that was replaced by a file; the user's cache is in the test's folder."""
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
+    folder = tmp_path / "output"
+    folder.write_text("not a folder")
+    return folder
+
+
+def test_deleted_folder_is_created_again(tmp_path, capsys):
+    write_atomically(tmp_path / "deleted" / "x", write_text, lambda: 7, OUTPUT)
+    assert (tmp_path / "deleted" / "x").read_text() == "trained"
+    assert "Retrying" not in capsys.readouterr().err
+
+
+def test_folder_that_is_a_file_is_waited_for(replaced_folder, capsys):
+    def write(path):
+        try:
+            write_text(path)
+        finally:
+            if "Retrying" in capsys.readouterr().err:
+                replaced_folder.unlink()
+
+    write_atomically(replaced_folder / "x", write, lambda: 7, WritePolicy(60, is_output=True))
+    assert (replaced_folder / "x").read_text() == "trained"
+
+
+def test_fallback_folder_is_used_without_a_wait(replaced_folder, tmp_path, capsys):
+    policy = WritePolicy(600, tmp_path / "fallback", is_output=True)
+    with atomic_write.written_files() as files:
+        write_atomically(replaced_folder / "x", write_text, lambda: 7, policy)
+    assert files == [tmp_path / "fallback" / "x"]
+    assert files[0].read_text() == "trained"
+    assert f"cannot write x to {replaced_folder}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cache_is_writable", [True, False])
+def test_last_folders_are_the_cache_and_the_temporary_folder(replaced_folder, tmp_path, capsys, cache_is_writable):
+    used, unused = tmp_path / "cache", tmp_path / "temporary"
+    if not cache_is_writable:
+        used.write_text("not a folder")
+        used = unused
+    with atomic_write.written_files() as files:
+        write_atomically(replaced_folder / "x", write_text, lambda: 7, WritePolicy(0.05, is_output=True))
+    (file,) = files
+    assert used in file.parents
+    assert file.read_text() == "trained"
+    assert f"Writing to {file} instead" in capsys.readouterr().err
+
+
+def test_full_disk_past_the_wait_writes_to_the_last_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(atomic_write, "_POLL_SECONDS", 0.0)
+
+    def write(path):
+        return fill_disk(path) if path.parent in (tmp_path, tmp_path / "fallback") else write_text(path)
+
+    with atomic_write.written_files() as files:
+        write_atomically(tmp_path / "x", write, lambda: 9, WritePolicy(0.05, tmp_path / "fallback", is_output=True))
+    assert [tmp_path / "cache" in file.parents for file in files] == [True]
+
+
+def test_a_process_that_ends_does_not_wait(replaced_folder):
+    with atomic_write.not_waiting(), atomic_write.written_files() as files:
+        write_atomically(replaced_folder / "x", write_text, lambda: 7, WritePolicy(1e9, is_output=True))
+    assert len(files) == 1
+
+
+def test_caches_are_written_to_no_other_folder(replaced_folder, tmp_path):
+    with pytest.raises(OSError, match="cannot write x to "):
+        write_atomically(replaced_folder / "x", write_text, lambda: 7, WritePolicy(600))
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("We couldn't connect to 'https://huggingface.co' to load the files"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "/models/vae/config.json"),
+    ],
+)
+def test_errors_of_other_files_are_raised_unchanged(tmp_path, error):
+    def write(path):
+        raise error
+
+    with pytest.raises(OSError, match=r"connect|config\.json") as caught:
+        write_atomically(tmp_path / "x", write, lambda: 1, OUTPUT)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I/O error: Permission denied (os error 13)",
+        "Parent directory /output does not exist.",
+        "[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0: PytorchStreamWriter failed writing file data",
+    ],
+)
+def test_errors_of_safetensors_and_torch_are_recognized_by_their_text(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+
+    def write(path):
+        if path.parent == tmp_path:
+            raise RuntimeError(text)
+        write_text(path)
+
+    with atomic_write.written_files() as files:
+        write_atomically(tmp_path / "x", write, lambda: 1, OUTPUT)
+    assert [tmp_path / "cache" in file.parents for file in files] == [True]

@@ -86,7 +86,7 @@ def test_compiled_layer_has_one_graph_per_pass() -> None:
 def test_conversion_leaves_nothing_on_the_gpu() -> None:
     """The peak is that of the largest part: its copy, or three tensors of its size in fp32."""
     tracker = Tracker()
-    with fake_tensors():
+    with fake_tensors(), counted_kernels(eight_bits=True):  # not to leave fake matrices
         model = torch.nn.Sequential(layer("int8"), torch.nn.Linear(8, 8))
         with tracker:
             eight_bits.log_conversion(model, torch.bfloat16, tracker)

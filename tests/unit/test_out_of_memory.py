@@ -1,17 +1,21 @@
 """The diagnosis of an out-of-memory error: its phase, the next change and the command line."""
 
+import errno
 import re
+import sys
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.command_line import CommandLine
-from kohya_ext.estimate import memory_config
-from kohya_ext.gpu import out_of_memory
-from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Step
-from kohya_ext.sdscripts.checkouts import Checkout
+torch = pytest.importorskip("torch")
+
+from kohya_ext.config.command_line import CommandLine  # noqa: E402
+from kohya_ext.estimate import memory_config  # noqa: E402
+from kohya_ext.gpu import out_of_memory  # noqa: E402
+from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Step  # noqa: E402
+from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 
 LORA = "sdxl_train_network.py"
 
@@ -54,8 +58,44 @@ def test_the_phase_before_the_first_step_is_loading() -> None:
     assert out_of_memory.phase_of(error_within("train", "to"), training=False) == "loading"
 
 
+def with_cause(cause: Exception) -> Exception:
+    error = ValueError("cannot load the model")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        error_within("train"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA driver error: out of memory"),  # expandable segments
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+        RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1131'),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("unable to mmap 10 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+        MemoryError("Unable to allocate 1.00 GiB"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OSError("The paging file is too small for this operation to complete. (os error 1455)"),
+        with_cause(MemoryError()),
+    ],
+    ids=str,
+)
+def test_every_form_of_the_error_is_recognized(error: Exception) -> None:
+    assert out_of_memory.is_out_of_memory(error)
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="Windows' error numbers")
+def test_a_paging_file_that_is_too_small_is_recognized_in_every_language() -> None:
+    assert out_of_memory.is_out_of_memory(OSError(0, "Die Auslagerungsdatei ist zu klein", "model", 1455))
+
+
 def test_other_errors_are_not_out_of_memory() -> None:
-    assert out_of_memory.is_out_of_memory(error_within("train"))
     assert not out_of_memory.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert not out_of_memory.is_out_of_memory(ValueError("you tried to allocate"))
 

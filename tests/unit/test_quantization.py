@@ -139,8 +139,8 @@ def test_fused_lora_equals_two_branches(bias):
         y = function(leaf)
         return y.detach(), *torch.autograd.grad(y, (leaf, down, up), gradient)
 
-    expected = results(lambda x: layer(x) + torch.nn.functional.linear(torch.nn.functional.linear(x, down), up))
-    for actual, each in zip(results(lambda x: layer.with_lora(x, down, up)), expected, strict=True):
+    expected = results(lambda x: layer(x) + torch.nn.functional.linear(torch.nn.functional.linear(x, down), up) * 0.25)
+    for actual, each in zip(results(lambda x: layer.with_lora(x, down, up, 0.25)), expected, strict=True):
         torch.testing.assert_close(actual, each, rtol=1e-4, atol=1e-4)
 
 
@@ -157,8 +157,9 @@ def test_narrow_layers_do_not_use_kernels():
     assert _layers(INT8, width=48, products="kernels")[1].products == "weights"
 
 
-def test_compiled_layer_is_one_graph_with_the_same_results():
-    _, layer = _layers(INT8, width=64)
+@pytest.mark.parametrize(("kind", "products"), [(INT8, "operations"), (INT8, "weights"), (FP8, "weights")])
+def test_compiled_layer_is_one_graph_with_the_same_results(kind, products):
+    _, layer = _layers(kind, width=64, products=products)
     x = torch.randn(20, 64)
     expected = _pass(layer, x)
     for actual, eager in zip(_pass(torch.compile(layer, backend="aot_eager", fullgraph=True), x), expected, strict=True):
@@ -204,6 +205,19 @@ for dtype in (torch.bfloat16, torch.float16):
     summed = rotate(product.float()) + hidden.float() @ down.float()
     torch.testing.assert_close(back.float(), summed, rtol=torch.finfo(dtype).eps, atol=1e-3)
 
+for dtype in (torch.bfloat16, torch.float16):  # fp8, where torch has no scaled product
+    rows, scales = arithmetic.quantize(torch.randn(3, 192), torch.float8_e4m3fn)
+    weight, weight_scales = arithmetic.quantize(torch.randn(128, 192), torch.float8_e4m3fn)
+    y = kernels.multiply(rows, weight, scales, dtype, kernels.SMALL_TILES, scales_b=weight_scales)
+    expected = arithmetic.multiply(rows, weight) * scales[:, None] * weight_scales
+    torch.testing.assert_close(y.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+rows, scales = arithmetic.quantize(torch.full((3, 128), 32.0), torch.int8)
+one = torch.zeros(64, 128, dtype=torch.int8)
+one[0] = 1  # one of 64 elements is 131072, which the rotation distributes
+back = kernels.multiply(rows, one, 32 * scales, torch.float16, kernels.TILES, rotated=True)
+torch.testing.assert_close(back.float(), torch.full((3, 64), 16384.0), rtol=1e-3, atol=0)
+
 x = torch.zeros(3, 64)
 x[0, 1], x[1, 2] = float("nan"), float("inf")
 _, scales = kernels.quantize(x, torch.int8, torch.float32, rotated=True)
@@ -219,24 +233,45 @@ def test_kernels_equal_the_arithmetic_in_the_interpreter():
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("capability", [86, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 90, 120))])
+@pytest.mark.parametrize("capability", [75, 86, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 90, 120))])
 def test_kernels_fit_without_spills(capability):
-    """Every launch that a run can have. By default one GPU and precision, without the rows of FLUX's widest layers."""
+    """Every launch that a run can have: on sm_75 those of GEGLU. By default two GPUs, and sm_86 in bf16."""
     pytest.importorskip("triton", minversion="3.4")  # the signature of ASTSource
     from benchmarks import kernel_resources
 
     precisions = ("bf16",) if capability == 86 else kernel_resources.PRECISIONS
-    launches = [
-        each
-        for kind in kernel_resources.kinds(capability)
-        for precision in precisions
-        for each in kernel_resources.configurations(kind, precision)
-    ]
-    assert len(launches) >= 10 * len(precisions)
-    for each in launches:
+    launches = dict(kernel_resources.launches(capability, precisions))
+    assert len(launches) >= (2 if capability == 75 else 10) * len(precisions)
+    for name, each in launches.items():
         needs = kernel_resources.resources(each, capability)
-        assert needs.stack == 0, each
-        assert needs.shared <= kernel_resources.SHARED[capability], each
+        assert needs.stack == 0, name
+        assert needs.shared <= kernel_resources.SHARED[capability], name
+
+
+@pytest.mark.parametrize("products", ["operations", "weights"])
+def test_fp16_has_room_for_rotated_values(products):
+    """A rotation of 64 equal elements makes one of them eight times as large, which fp16 cannot represent."""
+    x, gradient = torch.full((40, 640), 9000.0), torch.full((40, 640), 32.0)
+    for weight, scale in ((None, 1.0), (1.0, 1e-4)):  # random weights, and those whose gradient is 20480 before the rotation
+        layer = torch.nn.Linear(640, 640, bias=False).requires_grad_(False)
+        if weight is not None:
+            torch.nn.init.constant_(layer.weight, weight)
+        linear.convert(layer, INT8, products, "cpu")
+        leaf = (scale * x).half().requires_grad_()
+        with torch.autocast("cpu", torch.float16):
+            y = layer(leaf)
+        (back,) = torch.autograd.grad(y, leaf, gradient.to(y.dtype))
+        exact = linear.dequantized(layer)
+        assert _relative_error(y, leaf.float() @ exact.t()) < 0.01
+        assert _relative_error(back, gradient @ exact) < 0.01
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_dequantized_weight_is_rounded_once(kind, dtype):
+    _, layer = _layers(kind)
+    exact = layer.weight.view(kind).float() * layer.scales[:, None]
+    assert torch.equal(linear._dequantized(layer.weight, layer.scales, dtype, kind), exact.to(dtype))
 
 
 def test_fp32_dequantizes_instead_of_using_the_kernels():

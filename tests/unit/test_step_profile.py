@@ -260,6 +260,8 @@ def test_host_limit_names_graphs_only_where_they_apply():
     assert "--train_batch_size 4" in "\n".join(result.advice)
     for without in ({"blocks_to_swap": 10}, {"network_module": None}, {"cuda_graphs": True}, {"torch_compile": True}):
         assert "--cuda_graphs" not in options_of(verdict(summary, {**lora, **without}).advice)
+    dylora = {**lora, "network_module": "networks.dylora"}
+    assert options_of(verdict(summary, dylora).advice) == ["--fused_operations", "--train_batch_size"]
     assert options_of(verdict(summary, {**lora, "cuda_graphs": True}).advice) == ["--train_batch_size"]
 
 
@@ -310,7 +312,10 @@ def test_frozen_models_that_run_in_each_step_are_named():
     ]
     lora = {"mixed_precision": "bf16", "network_module": "networks.lora"}
     unet_only = {**lora, "network_train_unet_only": True}
-    assert options_of(verdict(summary, unet_only).advice)[-2:] == ["--cache_latents", "--cache_text_encoder_outputs"]
+    assert verdict(summary, unet_only).advice[-2:] == (
+        "--cache_latents --cache_latents_to_disk runs the VAE once per image (30% of the work)",
+        "--cache_text_encoder_outputs runs the text encoders once per caption (20% of the work)",
+    )
     assert "--cache_text_encoder_outputs" not in options_of(verdict(summary, lora).advice)
     cached = {**unet_only, "cache_latents": True, "cache_text_encoder_outputs": True}
     assert not {"--cache_latents", "--cache_text_encoder_outputs"} & {*options_of(verdict(summary, cached).advice)}

@@ -18,7 +18,7 @@ from benchmarks import step_seconds
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, step_time
-from kohya_ext.estimate.gpus import SIXTEEN_BITS
+from kohya_ext.estimate.gpus import FP8, SIXTEEN_BITS
 from kohya_ext.estimate.seconds import (
     ATTENTION,
     CONSTANTS,
@@ -218,6 +218,24 @@ def test_a_range_is_wider_where_the_host_limits_and_narrower_after_calibrating()
     host, measured = predict(TINY, H100), predict(TINY, replace(H100, measured=True))
     assert host.factor > predict(ARITHMETIC, H100).factor
     assert host.factor > measured.factor
+
+
+def test_an_fp8_base_is_slower_where_torch_has_no_product_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's product runs under Windows, and with an old torch on Ada."""
+    work = Work([Kernels(FP8, 100, 1e14, 1e9)], [])
+    card = gpus.on(gpus.LINUX, gpus.named("RTX 4090"))
+    by_torch, under_windows = (predict(work, each).parts["arithmetic"] for each in (card, gpus.on(gpus.WINDOWS, card)))
+    assert under_windows > 1.1 * by_torch
+    monkeypatch.setattr(gpus, "_is_older_than_2_7", lambda: True)
+    assert predict(work, card).parts["arithmetic"] == pytest.approx(under_windows)
+    assert not gpus.on(gpus.LINUX, H100).multiplies_fp8_with_triton
+
+
+@pytest.mark.parametrize("architecture", ["Turing", "7.5", "7.0"])
+def test_gpus_before_ampere_have_no_int8_kernels(architecture: str) -> None:
+    """Also a measured one, which has its compute capability instead of the architecture's name."""
+    assert H100.reason_without_kernels("int8") is None
+    assert "has no kernels for an int8 base" in str(replace(H100, architecture=architecture).reason_without_kernels("int8"))
 
 
 def test_the_gpus_busy_seconds_are_those_measured_on_an_h100() -> None:

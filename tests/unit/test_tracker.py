@@ -93,3 +93,12 @@ def test_state_that_is_never_read_is_used_at_the_end_of_the_step() -> None:
         tracker.log_unused()
         tracker.log_unused()
     assert tracker.events[1:] == [Event(tracker.events[0].storage, 0, tracker.events[1].phase)]
+
+
+def test_operators_that_launch_nothing_are_no_kernels_in_either_count() -> None:
+    with FakeTensorMode(), Tracker() as tracker:
+        rows = torch.zeros(6, 4)
+        start, before = tracker.kernels, sum(group.count for group in tracker.work.work().batch)
+        torch.ops.aten._unsafe_view(rows, (2, 3, 4)).view(24).set_(rows.neg())
+        count = sum(group.count for group in tracker.work.work().batch)
+    assert (tracker.kernels - start, count - before) == (1, 1)

@@ -18,8 +18,9 @@ from accelerate.data_loader import DataLoaderShard  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import TRAINING_LOOP, Patch, Patcher, registry  # noqa: E402
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, data_sets  # noqa: E402
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current_batch, data_sets  # noqa: E402
 from kohya_ext.run import resume, stop_request  # noqa: E402
+from kohya_ext.run.last_step import last_step  # noqa: E402
 from kohya_ext.sdscripts.checkouts import Checkout  # noqa: E402
 
 CHECKOUT = Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for the test")
@@ -146,15 +147,14 @@ def run_everything(seed, folder):
     patches, _ = shuffled(seed)
     patcher = Patcher(patches, EVERYTHING, CHECKOUT)
     stages, places, orders = {patch.on_start: patch.stage for patch in patches.values()}, [], []
-    watch = importlib.import_module("kohya_ext.patches.out_of_memory")._Watch
 
     def observe():
-        places.append((resume.position().step, current(watch).snapshot.step if current(watch).snapshot else 0))
+        places.append((resume.position().step, last_step().snapshot.step if last_step().snapshot else 0))
 
     patcher.arm()
     try:
         weights = train(arguments(folder), observe)
-        orders = [stages[start] for start in patcher._loop.starts()]
+        orders = [stages[patch.start] for patch in patcher._loop.participants()]
         wrapped = {name: vars(owner())[name] for name, owner in WRAPPED.items()}
     finally:
         patcher.undo()

@@ -6,7 +6,7 @@ out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES reco
 REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
 there. BREAK breaks compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in
-the first step.
+the first step. FAIL_IN=PLACE:CALL raises an exception in the call of that number of a function (PLACES).
 """
 
 import atexit
@@ -270,6 +270,67 @@ def add_broken_backend(registry):
     registry.register_backend(broken, "broken")
 
 
+def fail_in_call(number, applies=lambda *args, **kwargs: True):
+    """Return a decorator: the function raises in the call of that number, counted from 1, that ``applies``."""
+    calls = 0
+
+    def decorate(function):
+        @functools.wraps(function)
+        def fail(*args, **kwargs):
+            nonlocal calls
+            calls += bool(applies(*args, **kwargs))
+            if calls == number and applies(*args, **kwargs):
+                raise ValueError("injected")
+            return function(*args, **kwargs)
+
+        return fail
+
+    return decorate
+
+
+def is_sample(image, file, *args, **kwargs):
+    return "sample" in str(file)
+
+
+def is_validation(*args, is_train=True, **kwargs):
+    return not is_train
+
+
+def is_training_loss(tracker, values, *args, **kwargs):
+    return "loss" in values or "loss/current" in values
+
+
+def trains(*args, **kwargs):
+    return sys.modules["torch"].is_grad_enabled()
+
+
+def is_training_data(data_set, index):
+    return getattr(data_set, "is_training_dataset", True)
+
+
+#: Place -> modules, attribute, and which calls count. A module or attribute that is missing is left out.
+PLACES = {
+    "sampling": (("library.sampling", "library.train_util"), "sample_image_inference"),
+    "sample_file": (("PIL.Image",), "Image.save", is_sample),
+    "validation": (("train_network",), "NetworkTrainer.process_batch", is_validation),
+    "full_validation": (("kohya_ext.patching.step_loss",), "StepLoss.of"),
+    "tracker": (("accelerate.tracking",), "TensorBoardTracker.log", is_training_loss),
+    "journal": (("kohya_ext.run.journal",), "Journal.write"),
+    "data": (("library.dataset", "library.train_util"), "BaseDataset.__getitem__", is_training_data),
+    "forward": (("library.sdxl_original_unet",), "SdxlUNet2DConditionModel.forward", trains),
+    "log": (("accelerate.accelerator",), "Accelerator.log", is_training_loss),
+    "step": (("accelerate.optimizer",), "AcceleratedOptimizer.step"),
+    "schedule": (("accelerate.scheduler",), "AcceleratedScheduler.step"),
+}
+
+
+def add_failure(module, attribute, decorate):
+    *path, name = attribute.split(".")
+    owner = functools.reduce(lambda owner, part: getattr(owner, part, None), path, module)
+    if owner is not None and name in vars(owner):
+        setattr(owner, name, decorate(vars(owner)[name]))
+
+
 BREAKAGES = {
     "backend": ("torch._dynamo.backends.registry", add_broken_backend),
     "torch": ("torch.version", age_torch),
@@ -299,6 +360,12 @@ if "WRAP_AS_ON_GPUS" in os.environ:
 if "DEEPSPEED_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(allow_deepspeed_on_cpu, "accelerate.state")
     wrapt.register_post_import_hook(partition_small_weights, "deepspeed")
+if "FAIL_IN" in os.environ and os.environ.get("RANK", "0") == os.environ.get("SPY_ONLY_RANK", os.environ.get("RANK", "0")):
+    place, _, call_number = os.environ["FAIL_IN"].partition(":")
+    failing_modules, failing, *counts = PLACES[place]
+    decorator = fail_in_call(int(call_number), *counts)
+    for each in failing_modules:
+        wrapt.register_post_import_hook(functools.partial(add_failure, attribute=failing, decorate=decorator), each)
 if OUT_OF_MEMORY:
     wrapt.register_post_import_hook(exhaust_memory, "library.sdxl_original_unet")
 atexit.register(write)
