@@ -96,14 +96,14 @@ def test_a_configuration_decides_how_processes_are_started(started, tmp_path):
 
 
 def test_windows_needs_a_store_without_libuv(monkeypatch):
-    """Torch's wheels for Windows have no libuv: the launcher's store is made without, and the processes get a variable."""
+    """Torch's wheels for Windows have no libuv: the launcher's store is created without, and the processes get a variable."""
     assert accelerate_signals._variables("nt") == {"USE_LIBUV": "0"}
     assert accelerate_signals._variables("posix") == {}
-    made = []
+    created = []
     for target in accelerate_signals._ON_WINDOWS:
         module = pytest.importorskip(target.module)
-        monkeypatch.setattr(module, "TCPStore", lambda *args, **kwargs: made.append((args, kwargs)))
+        monkeypatch.setattr(module, "TCPStore", lambda *args, **kwargs: created.append((args, kwargs)))
         monkeypatch.setattr(module, "TCPStore", target.replace(module.TCPStore, Settings()))
     static = pytest.importorskip("torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
     static.TCPStore("127.0.0.1", 29500, 1, True)
-    assert made == [(("127.0.0.1", 29500, 1, True), {"use_libuv": False})]
+    assert created == [(("127.0.0.1", 29500, 1, True), {"use_libuv": False})]
