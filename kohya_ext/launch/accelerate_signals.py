@@ -147,7 +147,10 @@ def _ask_to_stop(process: Any) -> None:
 
 
 def _without_libuv(original: Any, settings: Settings) -> Any:
-    """Make torchrun's key-value store one that torch's wheels for Windows have. Torch ignores USE_LIBUV there."""
+    """Make the key-value store of several processes one that torch's wheels for Windows have.
+
+    With the store of a launcher, torch itself ignores USE_LIBUV, and the URL with which sd-scripts sets it.
+    """
 
     @wraps(original)
     def store(*args: Any, **kwargs: Any) -> Any:
@@ -156,12 +159,11 @@ def _without_libuv(original: Any, settings: Settings) -> Any:
     return store
 
 
-_RENDEZVOUS = ("static_tcp_rendezvous", "c10d_rendezvous_backend")
-"""Modules of torchrun that create its store."""
+_RENDEZVOUS = ("elastic.rendezvous.static_tcp_rendezvous", "elastic.rendezvous.c10d_rendezvous_backend", "rendezvous")
+"""Modules of torch that create a store: of the launcher, the last one of its processes."""
 
 _ON_WINDOWS = tuple(
-    Target(f"torch.distributed.elastic.rendezvous.{module}", "TCPStore", _without_libuv, optional=True, body="runs")
-    for module in _RENDEZVOUS
+    Target(f"torch.distributed.{module}", "TCPStore", _without_libuv, optional=True, body="runs") for module in _RENDEZVOUS
 )
 
 _LAUNCHERS = (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain))
