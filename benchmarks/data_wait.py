@@ -70,7 +70,7 @@ def main() -> int:
             for loader, options in LOADERS.items():
                 journal = scratch / f"run{SUFFIX}"
                 journal.unlink(missing_ok=True)
-                words = ["--max_train_steps", str(given.steps + 1), "--cuda_graphs", *options, *cached]
+                words = ["--max_train_steps", str(given.steps + 1), "--cuda_graphs", "--cuda_graphs_always", *options, *cached]
                 words += ["--journal_file", str(journal)]
                 worker = ("benchmarks.data_wait_worker", str(given.steps), str(given.step_seconds))
                 row = caching.start(given, checkout, scratch, images, words, worker)

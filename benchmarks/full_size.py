@@ -204,8 +204,10 @@ def training_arguments(
     sizes = [_of_shape(memory_config.size(config), shape) for shape in shapes]
     write_images(images, count, sizes, steps if len(sizes) == 1 else 1)  # with several, an epoch has each once
     option = config.family.checkpoints[0].option
+    recorded = ["--cuda_graphs_always"] if "--cuda_graphs" in row.arguments else []  # within few steps
     return [
         *row.arguments,
+        *recorded,
         *(word for name, path in files.files.items() for word in (f"--{name}", str(path))),
         *("--tokenizer_cache_dir", str(files.tokenizers), "--train_data_dir", str(images), "--caption_extension", ".txt"),
         *("--output_dir", str(scratch / "output"), "--output_name", "full_size", "--save_model_as", "safetensors"),

@@ -30,6 +30,7 @@ from torch._dynamo.utils import counters
 
 import virtual_gpu
 from kohya_ext.estimate.models import HUNYUAN_CAPTION_TOKENS
+from kohya_ext.gpu import peak_memory
 from virtual_gpu import integers
 
 #: Tensors on the host with fewer elements are cast and copied as usual.
@@ -60,9 +61,10 @@ def main() -> None:
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
     finally:
         statistics = torch.cuda.memory_stats()
+        allocated, reserved = peak_memory.of_device(0)
         row = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
+            "allocated": allocated,
+            "reserved": reserved,
             "requested": statistics.get("requested_bytes.all.peak"),
             "retries": statistics.get("num_alloc_retries"),
             "out_of_memory": statistics.get("num_ooms"),
@@ -228,14 +230,15 @@ def end_after(passes: int) -> list[dict[str, Any]]:
         now = (time.perf_counter(), time.process_time(), virtual_gpu.launches(), virtual_gpu.syncs())
         if last is not None:
             wall, processor, launched, waits = (after - before for after, before in zip(now, last, strict=True))
+            allocated, reserved = peak_memory.of_device(0)
             rows.append(
                 {
                     "seconds": wall,
                     "processor_seconds": processor,
                     "launches": launched,
                     "syncs": waits,
-                    "allocated": torch.cuda.max_memory_allocated(),
-                    "reserved": torch.cuda.max_memory_reserved(),
+                    "allocated": allocated,
+                    "reserved": reserved,
                 }
             )
         if len(rows) == passes:

@@ -36,18 +36,18 @@ OUTPUT = results.FOLDER / "gpu_time.json"
 VARIANTS = {
     "upstream": host_time.VARIANTS["upstream"],
     "default": host_time.VARIANTS["default"],
-    "graphs": ["--cuda_graphs"],
+    "graphs": ["--cuda_graphs", "--cuda_graphs_always"],
     "fused": host_time.VARIANTS["fused"],
-    "graphs-fused": ["--cuda_graphs", "--fused_operations"],
+    "graphs-fused": ["--cuda_graphs", "--cuda_graphs_always", "--fused_operations"],
     "compiled": host_time.VARIANTS["compiled"],
-    "compiled-graphs": ["--selective_torch_compile", "--cuda_graphs"],
-    "compiled-graphs-fused": ["--selective_torch_compile", "--cuda_graphs", "--fused_operations"],
-    "int8-graphs": ["--base_precision", "int8", "--cuda_graphs"],
-    "fp8-graphs": ["--base_precision", "fp8", "--cuda_graphs"],
-    "int8-graphs-fused": ["--base_precision", "int8", "--cuda_graphs", "--fused_operations"],
-    "fp8-graphs-fused": ["--base_precision", "fp8", "--cuda_graphs", "--fused_operations"],
-    "compiled-int8-graphs": ["--base_precision", "int8", "--selective_torch_compile", "--cuda_graphs"],
-    "compiled-fp8-graphs": ["--base_precision", "fp8", "--selective_torch_compile", "--cuda_graphs"],
+    "compiled-graphs": ["--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always"],
+    "compiled-graphs-fused": ["--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always", "--fused_operations"],
+    "int8-graphs": ["--base_precision", "int8", "--cuda_graphs", "--cuda_graphs_always"],
+    "fp8-graphs": ["--base_precision", "fp8", "--cuda_graphs", "--cuda_graphs_always"],
+    "int8-graphs-fused": ["--base_precision", "int8", "--cuda_graphs", "--cuda_graphs_always", "--fused_operations"],
+    "fp8-graphs-fused": ["--base_precision", "fp8", "--cuda_graphs", "--cuda_graphs_always", "--fused_operations"],
+    "compiled-int8-graphs": ["--base_precision", "int8", "--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always"],
+    "compiled-fp8-graphs": ["--base_precision", "fp8", "--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always"],
 }
 FIRST_STEPS = 4
 MEASURED_STEPS = 12

@@ -32,7 +32,7 @@ VARIANTS = {
     "default": [],
     "fused": ["--fused_operations"],
     "compiled": ["--selective_torch_compile"],
-    "graphs": ["--cuda_graphs"],
+    "graphs": ["--cuda_graphs", "--cuda_graphs_always"],
 }
 
 #: Steps of a run that are not measured: the first creates optimizer state, the second searches paths in the graph.

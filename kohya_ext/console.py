@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import multiprocessing
 import os
 import re
@@ -117,6 +118,16 @@ def stop(message: str) -> NoReturn:
     for line in message.split("\n"):
         error(line)
     raise SystemExit(UserError.exit_code)
+
+
+def hide_notices_of_libraries() -> None:
+    """Hide what libraries log at each import about features that no training script uses."""
+    # bitsandbytes on CPUs with AVX-512 and bf16: its kernel for 4-bit products on the CPU is not installed.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_not_about_4_bits)
+
+
+def _is_not_about_4_bits(record: logging.LogRecord) -> bool:
+    return "gemm_4bit_forward" not in str(record.msg)
 
 
 @contextlib.contextmanager

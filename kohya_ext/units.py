@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from typing import Any
 
 GB, GIB = 10**9, 2**30
 
 #: The value of ``--vram_budget`` for the GPU's free memory less a margin.
 AUTO = "auto"
+
+#: Smallest fraction of its advertised size that the driver reports for a GPU: 24,564 MiB of an RTX 4090, 15,360 of a T4.
+SMALLEST_SHARE = 0.93
 
 #: Limits of a GPU's size in GB and in bytes. A number without a unit is in bytes from :data:`MIN_BYTES` on.
 MAX_GB, MIN_BYTES = 1024, 2**28
@@ -70,34 +71,12 @@ def label(size: int) -> str:
     return f"{sold} GPU ({size / GB:.2f}e9 bytes)"
 
 
-def first_gpu() -> tuple[str, int] | None:
-    """Return the name and the bytes of the first visible NVIDIA GPU; None without one.
+def has_gpu() -> bool:
+    """Return whether PyTorch can use a GPU of any kind. Imports torch."""
+    import torch
 
-    Runs nvidia-smi, since importing torch would take seconds.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if visible in ("", "-1"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", f"--id={visible}"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        name, _, mebibytes = done.stdout.strip().rpartition(",")
-        return name.strip(), int(mebibytes) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-
-
-def visible_gpus() -> int:
-    """Return the number of visible NVIDIA GPUs of this machine, from nvidia-smi; 0 without it."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    installed = done.stdout.count("GPU ")
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return installed
-    return min(installed, len([device for device in chosen.split(",") if device.strip() not in ("", "-1")]))
+    kinds = (torch.cuda, getattr(torch, "xpu", None), torch.backends.mps, getattr(torch, "npu", None))
+    return any(kind is not None and kind.is_available() for kind in kinds)
 
 
 def index_of(device: Any) -> int:

@@ -21,6 +21,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.quantization.compilation import are_compiled
 from kohya_ext.quantization.selection import NETWORKS, includes_text_encoders, layers, reason_to_refuse, text_layers
 from kohya_ext.units import format_size
 
@@ -149,6 +150,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ba
     from kohya_ext.quantization.linear import KINDS
 
     kind = KINDS[str(wanted)]
+    if accelerator.device.type == "cuda" and not are_compiled():
+        note("base precision: the first step compiles its kernels, about 15 s; later runs read them from Triton's cache")
     products = _products(kind, str(wanted), accelerator.device)
     folder = settings[BASE_PRECISION_CACHE]
     with_text = includes_text_encoders(args)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kohya_ext.config.settings import Settings
+from kohya_ext.gpu.spill import may_spill
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current_batch
 from kohya_ext.patching.types import Accelerator
@@ -33,6 +34,9 @@ Buckets of one resolution differ by less, for which the gaps between other tenso
 
 _SMALLEST = 2**28
 """Bytes of activations below which a segment for them would not be worth the call."""
+
+_SPARE = 0.05
+"""Fraction of the GPU that stays free where the driver spills to host memory: windows and other programs need it too."""
 
 _OWN_MEMORY = ("vram_budget", "cuda_graphs", "expandable_segments")
 """Options that change how the memory of steps is reserved."""
@@ -92,7 +96,9 @@ class _Segment(TrainingCallback):
         import torch
 
         torch.cuda.empty_cache()
-        self.ended = stats["num_alloc_retries"] > 0 or self.size > torch.cuda.mem_get_info(self.device)[0]
+        free, total = torch.cuda.mem_get_info(self.device)
+        spare = _SPARE * total if may_spill() else 0
+        self.ended = stats["num_alloc_retries"] > 0 or self.size > free - spare
         if self.ended:
             return
         try:

@@ -3,24 +3,33 @@
 A step of a small model can be bound by Python and kernel launches instead of the GPU. A replay is a single launch. The engine
 is `kohya_ext.compiling.graphs`; this patch connects it to the models' forward methods and decides which runs it is for.
 
+The first steps run eager. They show whether the GPU waits for Python at all, and how much memory a step needs next to the
+model's passes (`kohya_ext.compiling.eager_steps`). Work between steps, sample images and validation, begins with a forward pass
+without gradients. Recordings are dropped before it unless the memory that such work has needed is free.
+
 FLUX and Chroma copy the frequencies of the timestep embedding from the CPU in every forward pass, which cannot be recorded.
 Here they are copied once.
 """
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
+from pathlib import Path
 from typing import Any
 
+from kohya_ext.compiling import replay_watch
 from kohya_ext.compiling.support import reason_not_to_record
+from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Option, Settings, boolean
-from kohya_ext.console import note
+from kohya_ext.console import error, note
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.run import journal, resume
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
@@ -28,40 +37,173 @@ CUDA_GRAPHS = Option(
     "cuda_graphs",
     False,
     boolean,
-    "replay the model's forward and backward pass as CUDA graphs, one pair per image size (experimental)",
+    "replay the model's forward and backward pass as CUDA graphs, one pair per image size, if the GPU waits for Python "
+    "(experimental)",
 )
+CUDA_GRAPHS_ALWAYS = Option(
+    "cuda_graphs_always",
+    False,
+    boolean,
+    "with --cuda_graphs, do not check whether the GPU waits for Python, and record each image size when it first comes",
+)
+
+_OCCURRENCES = 3
+"""At which occurrence a size is recorded: a recording costs five passes."""
 
 
 @dataclass
 class _Graphs(TrainingCallback):
     """The recorded model of a run."""
 
+    args: Namespace
     accelerator: Accelerator
+    always: bool
+    """Whether to record without a measured gain."""
     recorded: Any = None
     """The `RecordedModel`; None before the first forward pass."""
     model: Any = None
+    eager: Any = None
+    """The `EagerSteps` before the first recording; None after them."""
+    watch: replay_watch.ReplayWatch | None = None
+    in_step: bool = False
+    pixels: int = 0
+    """Pixels of the largest micro-batch of the eager steps."""
+    between: Any = None
+    """The meter of the work between two steps; None inside of a step."""
+    reserved: int = 0
+    """Reserved bytes before that work."""
+    needed_between: int | None = None
+    """Bytes that such work has needed so far; None before the first one."""
+
+    def before_batch(self, accelerator: Accelerator) -> None:
+        self.in_step = True
+        if self.between is not None:
+            self._end_work()
+        if self.eager is not None:
+            self.eager.before_batch()
+
+    def after_batch(self, accelerator: Accelerator) -> None:
+        self.in_step = False
+        if self.eager is not None:
+            self.eager.after_batch(accelerator.sync_gradients)
 
     def forward(self, original: Any, model: Any, args: Any, kwargs: Any) -> Any:
         """Return the model's output, from a recording where possible."""
         if self.recorded is None:
             self._begin(model)
-        if model is not self.model:
+        if model is not self.model or self.recorded.off is not None:
             return original(model, *args, **kwargs)
+        if self.eager is not None:
+            if not self.eager.done:
+                return self._run_eager(partial(original, model, *args, **kwargs))
+            self._decide()
         return self.recorded(partial(original, model), args, kwargs)
+
+    def forward_without_gradients(self, model: Any) -> None:
+        """Leave room for work between steps, which begins with the model's forward pass."""
+        if self.recorded is None or model is not self.model or self.in_step or self.between is not None:
+            return
+        if self.recorded.off is None:
+            self.recorded.leave_room(self.needed_between)
+            self.between = self._meter()
+            self.reserved = self.between.begin() if self.between is not None else 0
 
     def _begin(self, model: Any) -> None:
         from kohya_ext.compiling import cuda_recorder
+        from kohya_ext.compiling.eager_steps import TIMED, EagerSteps
         from kohya_ext.compiling.graphs import RecordedModel
+        from kohya_ext.gpu.memory_meter import TemporaryMemoryMeter
 
         prepared = [self.accelerator.unwrap_model(each) for each in self.accelerator._models]
         modules = [model, *(each for each in prepared if each is not model)]
         trained = list(trained_weights(self.accelerator._optimizers))
         self.model = model
-        self.recorded = RecordedModel(cuda_recorder.CudaRecorder(self.accelerator.device), modules, trained, _report)
+        recorder = cuda_recorder.CudaRecorder(self.accelerator.device)
+        self.eager = EagerSteps(recorder, TemporaryMemoryMeter(self.accelerator.device), 0 if self.always else TIMED)
+        self.watch = replay_watch.ReplayWatch(recorder.new_event, self._on_hang)
+        self.recorded = RecordedModel(
+            recorder,
+            modules,
+            trained,
+            _report,
+            occurrences=1 if self.always else _OCCURRENCES,
+            is_largest=self._is_largest,
+            watch=self.watch.replay,
+        )
         if {id(weight) for weight in model.parameters()} & {id(weight) for weight in trained}:
             self.recorded.off = "the model's own weights are trained"
 
+    def _run_eager(self, forward: Any) -> Any:
+        from kohya_ext.gpu.batch_sizes import pixels_of
+
+        self.pixels = max(self.pixels, pixels_of(current_batch(), self.accelerator))
+        self.recorded.check_state()
+        return self.eager.run(forward)
+
+    def _decide(self) -> None:
+        """Record from now on, or not, as the eager steps have shown."""
+        from kohya_ext.compiling.eager_steps import BUSY
+        from kohya_ext.gpu.batch_sizes import largest_batch
+
+        eager, self.eager = self.eager, None
+        larger = largest_batch(self.accelerator) / self.pixels if self.pixels else 1.0
+        self.recorded.needed = int(eager.needed * max(1.0, larger))
+        seconds = eager.seconds()
+        if seconds is None or self.recorded.off is not None:
+            return
+        host, gpu = seconds
+        measured = f"Python launches forward and backward in {host:.2f} s, and the GPU takes {gpu:.2f} s"
+        if gpu > BUSY * host:
+            self.recorded.off = f"{measured}, so there is nothing to gain"
+            _report(f"{self.recorded.off}; training continues without CUDA graphs (--cuda_graphs_always records anyway)")
+        else:
+            _report(f"{measured}, so it waits for Python; recording")
+
+    def _is_largest(self) -> bool | None:
+        """Return whether the batch is the dataset's largest one; None if that is not known."""
+        from kohya_ext.gpu.batch_sizes import largest_batch, pixels_of
+
+        largest, pixels = largest_batch(self.accelerator), pixels_of(current_batch(), self.accelerator)
+        return pixels >= largest if largest and pixels else None
+
+    def _meter(self) -> Any:
+        from kohya_ext.gpu.memory_meter import GPUMemoryMeter
+
+        device = self.accelerator.device
+        return GPUMemoryMeter(device) if device.type == "cuda" else None
+
+    def _end_work(self) -> None:
+        """Keep the memory that the work between steps has needed, and return what it has left unused."""
+        self.needed_between = max(self.needed_between or 0, self.between.end() - self.reserved)
+        self.between.release()
+        self.between = None
+
+    def _on_hang(self) -> None:
+        """End the process, whose GPU does not answer, and keep later runs from recording."""
+        try:
+            self._report_hang()
+        finally:
+            os._exit(1)
+
+    def _report_hang(self) -> None:
+        import torch
+
+        gpu = torch.cuda.get_device_name(self.accelerator.device)
+        minutes = replay_watch.INTERVAL * replay_watch.LOOKS / 60
+        error(f"a replay of CUDA graphs has not ended for {minutes:.0f} minutes: the {gpu} or its driver hangs; ending the run")
+        file = replay_watch.forbid(gpu, f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+        error(f"later runs on this GPU train without CUDA graphs, because of {file}")
+        state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
+        error(
+            f"to resume from {state.name}: {restart_line({'resume': str(state)})}" if state else "this run has saved no state"
+        )
+        journal.event("hang", problem="a replay of CUDA graphs has not ended")
+        journal.set_exit_code(1)
+        journal.finish()
+
     def on_end(self) -> None:
+        if self.watch is not None:
+            self.watch.end()
         if self.recorded is not None:
             self.recorded.release()
 
@@ -75,10 +217,12 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Gr
     if reason is not None:
         _report(f"{reason}; training continues without CUDA graphs")
         return None
-    return _Graphs(accelerator)
+    return _Graphs(args, accelerator, settings[CUDA_GRAPHS_ALWAYS])
 
 
 def _reason_not_to_record(args: Namespace, accelerator: Accelerator, settings: Settings) -> str | None:
+    import torch
+
     from kohya_ext.compiling import cuda_recorder
 
     if (obstacle := cuda_recorder.CudaRecorder.obstacle(accelerator.device)) is not None:
@@ -91,7 +235,9 @@ def _reason_not_to_record(args: Namespace, accelerator: Accelerator, settings: S
         return "--vram_budget is not supported"
     if settings["selective_torch_compile"] and (mode := settings["compile_mode"]) in ("reduce-overhead", "max-autotune"):
         return f"--compile_mode {mode} uses CUDA graphs itself; use default or max-autotune-no-cudagraphs"
-    return None
+    if accelerator.device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return replay_watch.reason_forbidden(torch.cuda.get_device_name(accelerator.device))
 
 
 def _facts() -> Mapping[str, object]:
@@ -112,6 +258,8 @@ def _replayed(original: Any, settings: Settings) -> Any:
         graphs = current(_Graphs)
         recorded = simulation() if graphs is None else graphs.forward
         if recorded is None or not torch.is_grad_enabled():
+            if graphs is not None:
+                graphs.forward_without_gradients(self)
             return original(self, *args, **kwargs)
         return recorded(original, self, args, kwargs)
 
@@ -143,7 +291,8 @@ def _with_table(original: Any, settings: Settings) -> Any:
 
 PATCH = Patch(
     name="cuda_graphs",
-    summary="replay the model's forward and backward pass as CUDA graphs, one pair per image size (experimental)",
+    summary="replay the model's forward and backward pass as CUDA graphs, one pair per image size, if the GPU waits for Python "
+    "(experimental)",
     targets=(
         *(
             Target(family.module, f"{family.model}.forward", _replayed, takes("self", family.first_input), body="runs")
@@ -157,7 +306,7 @@ PATCH = Patch(
             body=known_bodies("1e66ea2636b4"),
         ),
     ),
-    options=(CUDA_GRAPHS,),
+    options=(CUDA_GRAPHS, CUDA_GRAPHS_ALWAYS),
     exactness="exact",
     held_to="the same run without it, bit-identical, on a replayer of recorded operations on the CPU",
     idea="https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",

@@ -269,14 +269,18 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Av
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         stop(f"--ema does not support {kind}, which shards the weights; remove it")
-    script = program().command.name
-    if "control_net" in script or "textual_inversion" in script:
-        stop(f"--ema supports networks (LoRA) and full fine-tuning, not {script}; remove it")
-    if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):
-        stop("--ema does not support schedule-free optimizers, which average the weights themselves; remove it")
+    for problem in _problems(program().command.name, args, settings):
+        stop(problem)
     if not accelerator.is_main_process:
         return None
     return _Average(accelerator, settings[EMA_DECAY], accelerator.device if settings[EMA_DEVICE] == "gpu" else "cpu")
+
+
+def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
+    if "control_net" in script or "textual_inversion" in script:
+        yield f"--ema supports networks (LoRA) and full fine-tuning, not {script}; remove it"
+    if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):
+        yield "--ema does not support schedule-free optimizers, which average the weights themselves; remove it"
 
 
 def _save_model(original: Any, settings: Settings) -> Any:
@@ -316,6 +320,7 @@ PATCH = Patch(
     held_to="the model saved without it; the average within 1e-6 of one computed from the models of every step",
     idea="https://github.com/kohya-ss/sd-scripts/pull/893",
     wanted=lambda settings: settings[EMA],
+    problems=_problems,
     stage=Stage.COMPUTE,
     on_start=_start,
 )

@@ -19,7 +19,9 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks, resume, run_record
+from kohya_ext.run.loaded_parts import OPTIMIZER, SCHEDULER
 from kohya_ext.run.run_record import RunRecord
+from kohya_ext.sdscripts.checkouts import Layout
 
 INEXACT_RESUME = Option(
     "inexact_resume",
@@ -27,6 +29,10 @@ INEXACT_RESUME = Option(
     boolean,
     "resume even if the random state cannot be restored; the result then differs from an uninterrupted run",
 )
+
+
+#: The layouts of sd-scripts that have LECO's scripts.
+_WITH_LECO: frozenset[Layout] = frozenset({"v0.11"})
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> resume.Position:
@@ -40,6 +46,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> res
         note(f"resuming from {args.resume}, step {earlier.step} of the run started {earlier.started}")
     elif getattr(args, "resume", None):
         note(f"resuming from {args.resume}")
+    if getattr(args, "resume", None) and not getattr(args, "max_train_epochs", None):  # else its steps are not known yet
+        _exit_if_finished(Path(args.resume), args)
     run_record.begin(run)
     return resume.Position(args, accelerator, "--disable_patch exact_resume")
 
@@ -82,6 +90,9 @@ def _load_state(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def load_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         folder = args[0] if args else kwargs.get("input_dir")
+        current = resume.position()
+        if current is not None and folder is not None:
+            _exit_if_finished(Path(folder), current.args)
         if folder is not None and not settings[INEXACT_RESUME]:
             problem = resume.random_state_problem(Path(folder), self.process_index)
             if problem is not None:
@@ -89,9 +100,75 @@ def _load_state(original: Any, settings: Settings) -> Any:
                     f"cannot resume exactly from {folder}: {problem}; resume from another state, or add --inexact_resume to "
                     "continue with different random numbers"
                 )
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        if current is not None and folder is not None:
+            current.keep_loaded(Path(folder))
+        return result
 
     return load_state
+
+
+def _exit_if_finished(state: Path, args: Namespace) -> None:
+    """Exit with code 0 if this run has written its final model."""
+    model = resume.finished_model(state, args)
+    if model is not None:
+        note(f"this run is finished: {model} was written after {state.name}; increase --max_train_steps to train on")
+        raise SystemExit(0)
+
+
+def _prepare_optimizer(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def prepare_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_late_state(OPTIMIZER, self._optimizers, original(self, *args, **kwargs))
+
+    return prepare_optimizer
+
+
+def _prepare_scheduler(original: Any, settings: Settings) -> Any:
+    @wraps(original)
+    def prepare_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_late_state(SCHEDULER, self._schedulers, original(self, *args, **kwargs))
+
+    return prepare_scheduler
+
+
+def _with_late_state(kind: str, registered: list[Any], prepared: Any) -> Any:
+    current = resume.position()
+    if current is not None and registered and registered[-1] is prepared:
+        current.add_late(kind, len(registered) - 1, prepared)
+    return prepared
+
+
+def _init_trackers(original: Any, settings: Settings) -> Any:
+    """Load the state in LECO's scripts, which have prepared everything and are about to begin their loop."""
+
+    @wraps(original)
+    def init_trackers(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if (current := resume.position()) is not None:
+            current.resume_without_loader()
+        return result
+
+    return init_trackers
+
+
+def _load_control_net(original: Any, settings: Settings) -> Any:
+    """Let accelerate load a state into SDXL's ControlNet.
+
+    accelerate expects the missing names as the result; upstream's method returns nothing. By default it also replaces the
+    parameters, but the optimizer keeps training the old ones.
+    """
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, assign: bool | None = None) -> Any:
+        if assign is not None:
+            return original(self, state_dict, strict, assign)
+        from torch.nn.modules.module import _IncompatibleKeys
+
+        original(self, state_dict, strict=True, assign=False)
+        return _IncompatibleKeys([], [])
+
+    return load_state_dict
 
 
 def _clean(original: Any, settings: Settings) -> Any:
@@ -142,8 +219,18 @@ PATCH = Patch(
     summary="continue --resume at the same step, epoch, batch and random state; --resume auto picks the newest complete state",
     targets=(
         Target("accelerate.accelerator", "Accelerator.load_state", _load_state, body="runs"),
+        Target("accelerate.accelerator", "Accelerator.prepare_optimizer", _prepare_optimizer, takes("self"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.prepare_scheduler", _prepare_scheduler, takes("self"), body="runs"),
         Target("accelerate.checkpointing", "load_model", _load_model, takes("model"), body="runs"),
         Target("accelerate.utils.other", "clean_state_dict_for_safetensors", _clean, takes("state_dict"), body="runs"),
+        Target(
+            "library.sdxl_original_control_net",
+            "SdxlControlNet.load_state_dict",
+            _load_control_net,
+            takes("self", "state_dict", "strict", "assign", exactly=True),
+            body="runs",
+        ),
+        Target("library.logging_util", "init_trackers", _init_trackers, layouts=_WITH_LECO, body="runs"),
     ),
     options=(INEXACT_RESUME,),
     exactness="exact",

@@ -27,6 +27,7 @@ from kohya_ext.config.settings import HIDDEN, Option, Settings, boolean, is_secr
 from kohya_ext.console import note, warn
 from kohya_ext.errors import first_line
 from kohya_ext.estimate import predict
+from kohya_ext.gpu.peak_memory import before_reset as peaks_before
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, data_sets, observe, program
@@ -282,9 +283,9 @@ class _Recorder(TrainingCallback):
 
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         memory: dict[str, int] = {}
-        for name in ("allocated", "reserved"):
+        for name, earlier in zip(("allocated", "reserved"), peaks_before(self.device), strict=True):
             values = stats.get(f"{name}_bytes", {}).get("all", {})
-            memory |= {name: values.get("current", 0), f"peak_{name}": values.get("peak", 0)}
+            memory |= {name: values.get("current", 0), f"peak_{name}": max(values.get("peak", 0), earlier)}
         return memory
 
 
@@ -509,7 +510,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     rank_reports.remove(file)
     run = run_record.current() or run_record.describe(Path(sys.argv[0]).name, args)
     fallback = settings["fallback_dir"]
-    folders = frozenset(os.path.abspath(each) for each in (folder, fallback) if each)
+    places = (folder, folder and Path(folder, name).parent, fallback)
+    folders = frozenset(os.path.abspath(each) for each in places if each)
     written = Journal(file, run.id, folders)
     written.open()
     try:
@@ -535,6 +537,18 @@ def _add(original: Any, settings: Settings) -> Any:
     return add
 
 
+def _log(original: Any, settings: Settings) -> Any:
+    """Read the loss of LECO's scripts, which record it nowhere else."""
+
+    @wraps(original)
+    def log(self: Any, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original(self, values, *args, **kwargs)
+        if not self._dataloaders:
+            observe(_Recorder, lambda recorder: recorder.add_loss(values.get("loss")))
+
+    return log
+
+
 def _save_image(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def save(self: Any, fp: Any, *args: Any, **kwargs: Any) -> Any:
@@ -551,6 +565,7 @@ PATCH = Patch(
     summary="write settings, losses, times, memory and events of the run to a journal, and a summary at the end; see `watch`",
     targets=(
         *moved("LossRecorder.add", "library.logging_util", _add, takes("self", "epoch"), body="runs"),
+        Target("accelerate.accelerator", "Accelerator.log", _log, body="runs"),
         Target("PIL.Image", "Image.save", _save_image, takes("self", "fp"), body="runs"),
     ),
     options=(JOURNAL, JOURNAL_FILE),

@@ -19,11 +19,13 @@ from kohya_ext.console import stop, warn
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.preflight import abbreviated
 from kohya_ext.run import ranks
 from kohya_ext.sdscripts.constraints import fused_optimizer
 
-#: SDXL, Lumina 2 and --clip_skip do not use the last layers of text encoders, so the LoRA of these layers has no gradient.
-_TEXT_ENCODER_PREFIX = "lora_te"
+#: Starts of the names of weights that may have no gradient. SDXL, Lumina 2 and --clip_skip do not use the last layers of text
+#: encoders.
+_USUAL = ("lora_te", "text_model.encoder.layers.", "text_model.final_layer_norm.", "text_projection.")
 
 
 @dataclass
@@ -32,13 +34,15 @@ class _Check(TrainingCallback):
     checked: bool = False
     stepped: bool = False
     names: dict[int, str] = field(default_factory=dict)
-    """``id()`` of a network's weight -> its name."""
+    """``id()`` of a weight -> its name."""
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Check the weights and optimizers before the first step."""
         if self.checked:
             return
         self.checked = True
+        models = [accelerator.unwrap_model(model) for model in accelerator._models]
+        self.names = {id(weight): name for model in models for name, weight in model.named_parameters()}
         problems = [*_between_processes(self.args, accelerator), *_in_optimizers(accelerator), *self._in_network(accelerator)]
         if problems:
             stop("\n".join([*problems, "stopped before the first step; --disable_patch training_sanity_check skips this"]))
@@ -49,12 +53,12 @@ class _Check(TrainingCallback):
             return
         self.stepped = True
         trained = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
-        without = [self.names.get(id(weight), "a weight") for weight in trained if weight.grad is None]
+        without = [self.names.get(id(weight), "unnamed") for weight in trained if weight.grad is None]
         if without and len(without) == len(trained):
             stop("no gradient reaches any of the trained weights; check that the network is connected to the loss")
-        if unexpected := [name for name in without if not name.startswith(_TEXT_ENCODER_PREFIX)]:
-            shown = ", ".join(unexpected[:3])
-            warn(f"{len(unexpected)} of {len(trained)} trained weights have no gradient in the first step: {shown}, ...")
+        if unexpected := [name for name in without if not name.startswith(_USUAL)]:
+            shown = abbreviated(unexpected, 3)
+            warn(f"{len(unexpected)} of {len(trained)} trained weights have no gradient in the first step: {shown}")
 
     def _in_network(self, accelerator: Accelerator) -> Iterator[str]:
         """Yield problems of a network that is trained on a frozen model."""
@@ -71,8 +75,8 @@ class _Check(TrainingCallback):
         half = {str(weight.dtype) for weight in networks[0].parameters() if weight.dtype.itemsize == 2}
         if half and not getattr(self.args, "full_bf16", False) and not getattr(self.args, "full_fp16", False):
             warn(f"the network's weights are {', '.join(half)}: small updates are lost to rounding; use float32")
-        self.names.update({id(weight): name for name, weight in networks[0].named_parameters()})
-        foreign = sum(id(weight) not in self.names for weight in _in_optimizer(accelerator))
+        own = {id(weight) for weight in networks[0].parameters()}
+        foreign = sum(id(weight) not in own for weight in _in_optimizer(accelerator))
         if foreign:
             yield f"{foreign} weights of the base model are in the optimizer; they would be trained but not saved"
 

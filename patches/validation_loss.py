@@ -229,6 +229,10 @@ def _preserving_random_state() -> Iterator[None]:
         resume.set_random_state(state)
 
 
+_NO_LOOP = "this script has no loop in which its loss can be computed for other images"
+_CONTROL_NET = "upstream cannot split images with conditioning images"
+
+
 # --- patch -----------------------------------------------------------------------------------------------------------
 
 _split_by_datasets = False
@@ -260,7 +264,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Va
         return None
     loss = step_loss(frame.f_code) if frame is not None and "loss_recorder" in local_names(frame.f_code) else None
     if frame is None or loss is None:
-        _refuse(asked, "this script has no loop in which its loss can be computed for other images")
+        _refuse(asked, _NO_LOOP)
         return None
     if images is None or not len(images):
         _refuse(asked, "the fraction is less than one image")
@@ -270,6 +274,13 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Va
         return None
     note(f"validation: {images.num_train_images} images with repeats, {len(images)} batches, {_TIMESTEPS} timesteps each")
     return _Validation(args, accelerator, settings, frame.f_code, loss, local["train_dataset_group"], images)
+
+
+def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
+    if settings[VALIDATION_SPLIT] > 0:
+        reason = _CONTROL_NET if "control_net" in script else _NO_LOOP if "textual_inversion" in script else None
+        if reason is not None:
+            yield f"--validation_split: {reason}; remove the option"
 
 
 def _refuse(asked: bool, reason: str) -> None:
@@ -291,7 +302,7 @@ def _generate(original: Any, settings: Settings) -> Any:
         global _split_by_datasets
         _split_by_datasets = True
         if any(row.is_controlnet for row in rows):
-            _refuse(settings[VALIDATION_SPLIT] > 0, "upstream cannot split images with conditioning images")
+            _refuse(settings[VALIDATION_SPLIT] > 0, _CONTROL_NET)
             return original(dataset_group_blueprint)
         for row in rows:
             if row.params.validation_seed is None:
@@ -370,5 +381,6 @@ PATCH = Patch(
     held_to="training on the same images without it, bit for bit",
     idea="https://github.com/kohya-ss/sd-scripts/pull/1638",
     stage=Stage.VALIDATE,
+    problems=_problems,
     on_start=_start,
 )

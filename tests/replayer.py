@@ -5,6 +5,7 @@ recordings is overwritten, because on a GPU they share it with each other and wi
 """
 
 import contextlib
+import time
 from unittest.mock import patch
 
 import torch
@@ -72,17 +73,28 @@ def _read(tensor):
     raise RuntimeError("tolist while capturing")
 
 
+class Done:
+    """An event of a device whose work is done immediately."""
+
+    def record(self):
+        pass
+
+    def query(self):
+        return True
+
+
 class CpuRecorder:
     """Stands for `kohya_ext.compiling.cuda_recorder.CudaRecorder`."""
 
-    def __init__(self, device=None, free=2**40, bytes_per_recording=0):
+    def __init__(self, device=None, free=2**40, bytes_per_recording=0, busy=1.0):
         self.device = torch.device("cpu")
         self.generators = (torch.default_generator,)
         self.recordings = []
         self.replays = 0
         self.used = 0
         self.released = 0
-        self._free, self._bytes = free, bytes_per_recording
+        self.busy = busy
+        self.free, self._bytes = free, bytes_per_recording
 
     @staticmethod
     def obstacle(device):
@@ -109,10 +121,23 @@ class CpuRecorder:
                 whole.fill_(float("nan") if whole.dtype.is_floating_point else 0)
 
     def free_bytes(self):
-        return self._free - self._bytes * len(self.recordings)
+        return self.free - self._bytes * len(self.recordings)
 
-    def used_bytes(self):
+    def pool_bytes(self):
         return self.used
+
+    def return_unused(self):
+        pass
+
+    @staticmethod
+    def new_event():
+        return Done()
+
+    def mark(self):
+        return time.perf_counter()
+
+    def seconds(self, start, end):
+        return end - start, (end - start) * self.busy
 
     def release(self):
         self.released += 1

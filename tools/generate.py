@@ -41,6 +41,7 @@ from kohya_ext.sdscripts.families import BY_NAME
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS.parent / "benchmarks" / "results"
+EVERY_SCRIPT = DOCS.parent / "tests" / "data" / "every_script.json"
 
 ROW, COLUMN, LEFT, TOP = 34, 84, 172, 64
 """Sizes in the image, in pixels."""
@@ -62,6 +63,7 @@ def generated() -> Mapping[Path, str]:
         "options.md": [_options()],
         "patches.md": [_patches()],
         "presets.md": [_presets()],
+        "scripts.md": [_every_script()],
         "speed.md": [
             *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _host_time(), _peers(), _cold_compile()),
             *(_block_errors(), _outlier_errors(), _learned(), _script_errors()),
@@ -95,6 +97,16 @@ def _code(text: str) -> str:
 def _patches() -> str:
     rows = ((_code(patch.name), patch.summary, f"{patch.exactness}: {patch.held_to}") for patch in registry().values())
     return _table(("patch", "what it does", "results"), rows)
+
+
+def _every_script() -> str:
+    results = json.loads(EVERY_SCRIPT.read_text(encoding="utf-8"))
+    columns = ("upstream", "SIGKILL", "SIGTERM", "check", "estimate", "preset")
+    rows = {
+        layout: [[_code(script), *(row[key] for key in columns)] for script, row in results[layout].items()]
+        for layout in results
+    }
+    return "\n\n".join(f"### {layout}\n\n{_table(('script', *columns), each)}" for layout, each in rows.items())
 
 
 def _presets() -> str:

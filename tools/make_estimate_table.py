@@ -55,7 +55,7 @@ def main() -> int:
     alike = {tuple(pair) for pair in table["alike"]}
     compared = set(alike)
     for script, argv in questions():
-        command = CommandLine(checkout.script(script), argv, {})
+        command = CommandLine(checkout.script(script), argv, {}, has_bf16=True)
         choices = memory_config.normalized(memory_config.read(command)[0])
         name, pair = cache.text(choices.key()), (given.layout, choices.kind)
         has_work = name in rows and rows[name].get("work") is not None

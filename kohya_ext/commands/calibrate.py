@@ -11,7 +11,7 @@ import json
 from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import machine
-from kohya_ext.units import first_gpu
+from kohya_ext.installed_gpus import first_gpu
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress("measuring the GPU (less than a minute)"):
         measured = calibration.measure()
     first = first_gpu()
-    name = first[0] if first is not None else torch.cuda.get_device_name(0)
+    name = first.name if first is not None else torch.cuda.get_device_name(0)
     try:
         file = machine.keep_measured(name, measured)
     except OSError as error:

@@ -37,5 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         library.read_config_from_file(parser.parse_args(), parser)
         findings = preflight.inspect(script, final[-1], command.settings)
     preflight.report(findings, command.settings.strict)
-    note(f"{script.name} can start; all checks passed")
+    count = len(findings.warnings)
+    passed = f"{count} warning{'s' * (count > 1)}" if count else "all checks passed"
+    note(f"{script.name} can start; {passed}")
     return 0

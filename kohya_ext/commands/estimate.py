@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
-from kohya_ext.planning.tiers import usable_bytes
+from kohya_ext.planning.tiers import fits, usable_bytes
+from kohya_ext.sdscripts import networks
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
 
 #: Returns the estimate of a command line.
@@ -89,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     if "vram" in own:
         command = command.with_({"vram": own["vram"]})
     gpu = machine.chosen(own) or machine.gpu()
+    if gpu is not None:
+        command = replace(command, has_bf16=gpu.has_bf16)
     card = command.settings.vram or (gpu.memory if gpu is not None and "gpu" in own else _preset_card(command))
     estimate = partial(predict.estimate, checkout, fresh=bool(own.get("fresh")), timed=gpu is not None)
     config = memory_config.read(command)[0]
@@ -119,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     if figure is not None:
         _draw(figure, prediction, card)
         charts.save(figure, own["chart"])
-    return 0 if (card is None or prediction.total <= card) and (budget is None or budget.fits) else 1
+    return 0 if (card is None or fits(prediction, card)) and (budget is None or budget.fits) else 1
 
 
 def _fit(estimate: Estimator, command: CommandLine, card: int | None) -> tuple[Estimate, CommandLine]:
@@ -252,7 +255,11 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
     if card is not None:
         rest = card - prediction.total
         balance = f"has {gigabytes(rest)} GB left" if rest >= 0 else f"lacks {gigabytes(-rest)} GB"
+        if rest >= 0 and not fits(prediction, card):
+            balance += f", less than the 5 percent ({gigabytes(card - usable_bytes(card))} GB) that a run needs free"
         lines.append(f"The {label(card)} {balance}.")
+        if not fits(prediction, card):
+            lines.append(_way_out(prediction))
         if rest < 0 <= rest + prediction.reserved - prediction.minimum_reserved:
             lines.append(
                 f"It can still run, more slowly: under Linux the allocator frees unused segments, down to "
@@ -260,12 +267,16 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
             )
     if (assumed := _assumed(prediction)) is not None:
         lines.append(f"Assumed, since it depends on the model files: {assumed}.")
+    meaning = networks.meaning_of_dim(prediction.config.get("network_module"), prediction.config.get("network_args"))
+    if meaning is not None:
+        name, dimension = prediction.config["network_module"], prediction.config["network_dim"]
+        lines.append(f"--network_dim {dimension} is not a rank, but {meaning} with {name}, and is counted as that.")
     lines += _of_processes(prediction)
     if prediction.recorded_kernels:
         lines.append(
             f"CUDA graphs: {prediction.recorded_kernels:,} kernels are recorded for one image size, as estimated here; each "
             f"further one takes {gigabytes(prediction.recordings)} GB of the driver's memory (assumed: "
-            f"{BYTES_PER_RECORDED_KERNEL / 1000:g} KB per kernel)."
+            f"{BYTES_PER_RECORDED_KERNEL / 1000:g} KB per kernel). A run in which they do not fit continues without them."
         )
     if prediction.config.get("base_precision"):
         lines.append(
@@ -283,6 +294,17 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
         "Saving needs less than a step: 1 MB more than the model for a LoRA, 0.9 GB for all of SDXL in fp32."
     )
     return lines
+
+
+def _way_out(prediction: Estimate) -> str:
+    script, config = prediction.config["script"], prediction.config
+    if not config.get("gradient_checkpointing"):
+        fewer = "--gradient_checkpointing --fit checkpoints as few blocks as necessary; "
+    elif config.get("gradient_checkpointing_ratio"):
+        fewer = "--fit checkpoints as few blocks as necessary; "
+    else:
+        fewer = ""  # every block is checkpointed already
+    return f"To make it fit: {fewer}`python -m kohya_ext plan {script}` with your other options finds the fastest settings."
 
 
 def _of_processes(prediction: Estimate) -> Iterator[str]:

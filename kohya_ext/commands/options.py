@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from rich.table import Table
+from rich.padding import Padding
 
 from kohya_ext.config.settings import MASTER_SWITCH, options
 from kohya_ext.output import Console
@@ -17,10 +17,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    table = Table("option", "variable", "default", "meaning", box=None, pad_edge=False)
+    console = Console(highlight=False)
     for flag, variable, default, meaning in rows():
-        table.add_row(flag, variable, default, meaning)
-    Console(highlight=False).print(table)
+        head = "  ".join(filter(None, [flag, variable, default and f"(default: {default})"]))
+        console.print(head, markup=False, soft_wrap=True)
+        console.print(Padding(meaning, (0, 0, 0, 4), expand=False), markup=False)
     return 0
 
 

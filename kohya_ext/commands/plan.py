@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kohya_ext import units
+from kohya_ext import installed_gpus, units
 from kohya_ext.commands.estimate import ACCURACY
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine, quoted
@@ -30,6 +30,10 @@ _CUDA_GRAPHS = (
     "to 1 GB more, which `estimate` predicts."
 )
 
+_HALF = "precision: fp16, because the GPU has no bf16. The preset chooses it on that GPU."
+
+_COMPILED = "The estimates exclude compiling, which lowers memory use; `estimate` includes it."
+
 _EXPERIMENTAL = "Faster, but experimental: with an 8-bit base, which no GeForce GPU has run yet (docs/speed.md, 8-bit base):"
 
 
@@ -40,6 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON, sizes in bytes")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="print the other configurations, too, and the memory savings behind the answer",
+    )
     parser.add_argument(
         "--vram",
         metavar="SIZE",
@@ -82,16 +92,21 @@ def run(arguments: argparse.Namespace) -> int:
     settings = command.with_tier(None).with_({"vram": own["vram"]} if "vram" in own else {}).settings
     given = machine.chosen(own)
     size = settings.vram or (given.memory if given is not None else None)
-    name, card = (given.name if given is not None else "", size) if size else units.first_gpu() or ("", 0)
-    if not card:
+    here = installed_gpus.first_gpu()
+    name, card = given.name if given is not None else "", size
+    if card is None and here is not None:
+        name, card = here.name, here.memory
+    if card is None:
         raise UserError('no NVIDIA GPU found; give one to plan for, for example --gpu "RTX 4070" or --vram 16')
     gpu = given or machine.gpu() or gpus.typical(card)
+    if given is not None:
+        command = replace(command, has_bf16=given.has_bf16)
     result = plan(request.checkout, command, card, gpu, note)
     words = _words(result.answer.command)
     if own.get("json"):
         print(json.dumps(_as_json(result, words), indent=1))
     else:
-        _show(Console(), result, name, words, _can_be_recorded(result.answer.command))
+        _show(Console(), result, name, verbose="verbose" in own)
     return 0
 
 
@@ -103,14 +118,36 @@ def _can_be_recorded(command: CommandLine) -> bool:
     return memory_config.normalized(memory_config.read(command.with_({"cuda_graphs": True}))[0]).cuda_graphs
 
 
-def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_be_recorded: bool) -> None:
-    command = result.answer.command
-    script, compiled = command.name, command.settings["selective_torch_compile"]
+def _show(console: Console, result: Plan, name: str, verbose: bool) -> None:
+    answer, command = result.answer, result.answer.command
     card = f"the {units.label(result.card)}{name and f', {name}'}"
+    total, usable = answer.estimate.total, usable_bytes(result.card)
+    for line in (
+        f"{command.name} on {card}: {answer.name}",
+        f"time: {_time(result)}",
+        f"memory: {gigabytes(total)} GB of {gigabytes(usable)} GB, with 5 percent of the GPU left free; {ACCURACY}",
+        *([f"drawbacks: {answer.traded}"] if answer.traded else []),
+        *([_HALF] if command.values.get("mixed_precision") == "fp16" and "mixed_precision" not in command.given else []),
+        "To run it:",
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    print(f"  {quoted(_words(command))}")
+    if result.experimental is not None:
+        console.print(_EXPERIMENTAL, highlight=False, soft_wrap=True)
+        print(f"  {quoted(_words(result.experimental.command))}")
+    if _can_be_recorded(command):
+        console.print(_CUDA_GRAPHS, highlight=False, soft_wrap=True)
+    if verbose:
+        _show_others(console, result)
+    else:
+        console.print("--verbose prints the other configurations, and what each change saves and costs.", highlight=False)
+
+
+def _show_others(console: Console, result: Plan) -> None:
     experimental = [] if result.experimental is None else [result.experimental]
     shown = [result.answer, *experimental, *result.others, *result.too_big[:2]]
     times = step_time.slowness([candidate.estimate for candidate in shown], result.gpu)
-    table = Table("", "memory", "time per image", "drawbacks", title=f"{script} on {card}")
+    table = Table("", "memory", "time per image", "drawbacks", title="configurations")
     for heading, candidates in (
         ("answer", [result.answer]),
         ("experimental", experimental),
@@ -127,33 +164,27 @@ def _show(console: Console, result: Plan, name: str, words: Sequence[str], can_b
     for branch in result.tree:
         tree.add_row(branch.status, branch.saving.name, " ".join(branch.words), branch.costs)
     console.print(tree)
+    counted = step_time.all_counted([candidate.estimate for candidate in shown])
+    how = f"predicted for the {result.gpu.name}" if counted else "from operations, without copies of swapped blocks"
     for line in (
-        f"Usable: {gigabytes(usable_bytes(result.card))} GB, with 5 percent left free; {ACCURACY}.",
-        *_time_lines(result),
+        f"Time per image: {how}, relative to the answer.",
         "Batch size and accumulation are per process.",
-        *([_CUDA_GRAPHS] if can_be_recorded else []),
-        *(["The estimates exclude compiling, which lowers memory use; `estimate` includes it."] if compiled else []),
+        *([_COMPILED] if result.answer.command.settings["selective_torch_compile"] else []),
     ):
         console.print(line, highlight=False, soft_wrap=True)
-    for candidate in experimental:
-        console.print(_EXPERIMENTAL, highlight=False, soft_wrap=True)
-        print(f"  {quoted(_words(candidate.command))}")
-    console.print("To run it:", highlight=False)
-    print(f"  {quoted(words)}")
+
+
+def _time(result: Plan) -> str:
+    """Return the seconds of the answer."""
+    time = step_time.predict(result.answer.estimate, result.answer.command, result.gpu)
+    reason = result.gpu.reason_without_kernels(result.answer.estimate.config.get("base_precision"))
+    if time is None:
+        return reason or "not known, because the kernels of this configuration were not counted; see `estimate --gpu`"
+    return step_time.lines(time, result.gpu)[0]
 
 
 def _words(command: CommandLine) -> list[str]:
     return ["python", "-m", "kohya_ext", command.name, *command.argv]
-
-
-def _time_lines(result: Plan) -> list[str]:
-    """Return what the column of times means, and the seconds of the answer."""
-    if not step_time.all_counted([candidate.estimate for candidate in (result.answer, *result.others, *result.too_big[:2])]):
-        return ["Time per image: from floating-point operations, relative to the answer, without copies of swapped blocks."]
-    time = step_time.predict(result.answer.estimate, result.answer.command, result.gpu)
-    assert time is not None, "its kernels were counted"
-    ratios = f"Time per image: predicted for the {result.gpu.name}, relative to the answer."
-    return [f"{ratios} The answer takes {step_time.lines(time, result.gpu)[0]}"]
 
 
 def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from kohya_ext.config import preset_files
-from kohya_ext.config.arguments import complete, find_problem, find_problems, preset_line, trace
+from kohya_ext.config.arguments import Traced, complete, find_problem, find_problems, preset_line, trace
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
@@ -26,14 +28,17 @@ from kohya_ext.planning import automatic, tiers, upstream
 from kohya_ext.planning.tiers import Tier
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
 from kohya_ext.sdscripts.introspect import script_parser
-from kohya_ext.units import gigabytes
+from kohya_ext.units import GIB, SMALLEST_SHARE, gigabytes, read_card
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     _add_checkout(parser)
     actions = parser.add_subparsers(dest="action", required=True, metavar="list | show | path")
-    actions.add_parser("list", help="list every preset with its scripts and memory")
+    every = actions.add_parser("list", help="list presets with their memory and seconds")
+    every.add_argument("--script", help="the presets of this script alone")
+    every.add_argument("--vram", metavar="SIZE", help='the presets for a GPU of this size alone: 12, 12gb or "12 GB"')
+    every.add_argument("--verbose", action="store_true", help="also print drawbacks, and the seconds of sd-scripts alone")
     where = actions.add_parser("path", help="print the path of a preset's file")
     where.add_argument("name", help="family/name, as `presets list` shows it")
     show = actions.add_parser("show", help="show every key of a preset with its value and reason")
@@ -73,12 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     console = Console()
     if arguments.action == "list":
-        _list(console)
+        _list(console, arguments.script, arguments.vram, arguments.verbose)
     elif arguments.action == "path":
         print(_path(arguments.name))
     else:
         script = arguments.script or _script(arguments.names)
-        console.print(_explain(arguments, script) if arguments.explain else _show(arguments, script))
+        (_explain if arguments.explain else _show)(console, arguments, script)
     return 0
 
 
@@ -101,24 +106,68 @@ def _family(name: str) -> str | None:
     return name.lower().rpartition("/")[0]
 
 
-def _list(console: Console) -> None:
-    families: dict[str, Table] = {}
-    for row in rows(machine.gpu()):
-        head = ("preset", "needs", "speed", "s/image", "upstream", "summary", "drawbacks")
-        table = families.setdefault(row.family, Table(*head, box=None, pad_edge=False))
-        seconds = map(seconds_text, (row.seconds, row.upstream))
-        table.add_row(row.name, row.needs, row.speed, *seconds, row.summary, row.drawbacks)
-    for family, table in families.items():
+def _list(console: Console, script: str | None, vram: str | None, verbose: bool) -> None:
+    if script is not None and not _folders(script):
+        raise UserError(f"{script} has no presets of its own; those for every script: {', '.join(_names(preset_files.ANY))}")
+    wanted = None if script is None else [*_folders(script), *([] if vram is not None else [preset_files.ANY])]
+    gpu = machine.gpu()
+    families: dict[str, list[Row]] = {}
+    for row in rows(gpu):
+        if (wanted is None or row.family in wanted) and (vram is None or row.name in _of_size(row.family, vram)):
+            families.setdefault(row.family, []).append(row)
+    for family, listed in families.items():
         named = "every script" if family == preset_files.ANY else ", ".join(preset_files.scripts(family))
         base = preset_files.base(family)
-        if base is not None and "traded" in base.about:
-            table.caption = f"drawbacks at every size, unless listed otherwise: {base.about['traded']}"
-            table.caption_justify = "left"
-        console.print(f"[bold]{family}[/] ({named})", table, "", highlight=False)
-    console.print(NOTE, highlight=False)
+        drawbacks = f"Drawbacks of all: {base.about['traded']}." if verbose and base and "traded" in base.about else None
+        parts = [f"[bold]{family}[/] ({named})", _table(listed, verbose), *filter(None, [drawbacks])]
+        console.print(*parts, *([] if vram is not None else [""]), sep="\n", highlight=False)
+    if vram is not None:
+        common = ", ".join(_names(preset_files.ANY))
+        console.print(f"For every script, to combine with one of these: {common}.", highlight=False)
+    console.print(NOTE if verbose else SHORT_NOTE, highlight=False)
+
+
+def _folders(script: str) -> list[str]:
+    """Return the folders of a script's own presets."""
+    name = Path(script).name
+    name = name if name.endswith(".py") else f"{name}.py"
+    return [family for family in _families() if family != preset_files.ANY and name in preset_files.scripts(family)]
+
+
+def _families() -> list[str]:
+    return list(dict.fromkeys(family for family, _, _ in preset_files.shipped()))
+
+
+def _names(family: str) -> list[str]:
+    return [name for folder, name, _ in preset_files.shipped() if folder == family]
+
+
+def _of_size(family: str, vram: str) -> list[str]:
+    """Return a family's tiers for a GPU of a size, and its presets without a size."""
+    size = read_card(vram) / GIB / SMALLEST_SHARE
+    sizes = {name: preset_files.tier_of(name) for name in _names(family)}
+    best: dict[str, tuple[int, str]] = {}
+    for name, tier in sizes.items():
+        if tier is not None and tier.gb <= size:
+            best[tier.kind] = max(best.get(tier.kind, (0, "")), (tier.gb, name))
+    others = [] if family == preset_files.ANY else [name for name, tier in sizes.items() if tier is None]
+    return [*(name for _, name in best.values()), *others]
+
+
+def _table(listed: Sequence[Row], verbose: bool) -> Table:
+    head = ("preset", "needs", "s/image", *(("speed", "upstream") if verbose else ()), "summary", *(("drawbacks",) * verbose))
+    table = Table(*head, box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for row in listed:
+        more = (row.speed, seconds_text(row.upstream)) if verbose else ()
+        cells = (row.name, row.needs, seconds_text(row.seconds), *more, row.summary, *((row.drawbacks,) * verbose))
+        table.add_row(*cells)
+    return table
 
 
 #: The meaning of the columns.
+SHORT_NOTE = "needs: predicted GPU memory; s/image: predicted seconds. --verbose prints more."
+
 NOTE = (
     "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. "
     "s/image: predicted seconds on this machine's GPU, or on a common one of the preset's size, without further options. "
@@ -192,16 +241,30 @@ def _path(preset: str) -> str:
     return str(file)
 
 
-def _show(arguments: argparse.Namespace, script: str) -> Table:
+def _show(console: Console, arguments: argparse.Namespace, script: str) -> None:
     argv = [part for name in arguments.names for part in ("--preset", name)]
     presets = CommandLine(Path(script), argv, os.environ, automatic).presets
-    table = Table("key", "value", "preset", "why", title=escape(presets.label))
-    for key, value in presets.values.items():
-        table.add_row(key, escape(repr(value.value)), value.preset, escape(value.why))
-    return table
+    rows = (Traced(key, value.value, value.preset, value.why) for key, value in presets.values.items())
+    _print_keys(console, presets.label, rows)
 
 
-def _explain(arguments: argparse.Namespace, name: str) -> Table:
+def _print_keys(console: Console, title: str, rows: Iterable[Traced]) -> None:
+    """Print each key with its value and origin on a line of its own, which is never cut, and the reason below it."""
+    console.print(f"[bold]{escape(title)}[/]", highlight=False)
+    for row in rows:
+        console.print(f"{row.key} = {value_text(row.value)}  ({row.origin})", markup=False, highlight=False, soft_wrap=True)
+        if row.why:
+            console.print(Padding(Text(row.why), (0, 0, 0, 4), expand=False))
+
+
+def value_text(value: object) -> str:
+    """Return a value as it is written on a command line or in a TOML file, without quotes."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(value_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _explain(console: Console, arguments: argparse.Namespace, name: str) -> None:
     checkout = find_or_fetch(vars(arguments).get("sd_scripts"), name)
     script = checkout.script(name)
     if not is_training_script(script):
@@ -221,7 +284,5 @@ def _explain(arguments: argparse.Namespace, name: str) -> Table:
         for problem in find_problems(parser, command.config):
             warn(f"{command.config.path}: {problem}")
     note(preset_line(command))
-    table = Table("key", "value", "from", "why", title=f"{script.name}, {checkout.label}, preset {command.presets.label}")
-    for traced in trace(parser, command):
-        table.add_row(traced.key, escape(repr(traced.value)), escape(traced.origin), escape(traced.why))
-    return table
+    title = f"{script.name}, {checkout.label}, preset {command.presets.label}"
+    _print_keys(console, title, trace(parser, command))

@@ -131,6 +131,8 @@ def autotune_in_own_memory(original: Any, settings: Settings) -> Any:
         # Recordings have their own stream and pool, whose unused memory is returned before they begin.
         if self.device_props.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
             return original(self, *args, **kwargs)
+        if torch.cuda.get_allocator_backend() != "native":  # others have no pools
+            return original(self, *args, **kwargs)
         # On a full GPU, torch 2.6 cannot return unused memory outside the pool to the driver, and fails.
         with contextlib.suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(torch.cuda.MemPool()):
             return original(self, *args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,11 @@ class CudaRecorder:
     @staticmethod
     def obstacle(device: torch.device) -> str | None:
         """Return why work on a device cannot be recorded; None if it can."""
-        return None if device.type == "cuda" else f"the model runs on {device.type}"
+        if device.type != "cuda":
+            return f"the model runs on {device.type}"
+        if (allocator := torch.cuda.get_allocator_backend()) != "native":
+            return f"the allocator {allocator} has no pool for recordings; remove backend:{allocator} from PYTORCH_ALLOC_CONF"
+        return None
 
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -83,9 +88,30 @@ class CudaRecorder:
         """Return the device's free memory, as the driver reports it."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    def used_bytes(self) -> int:
-        """Return the bytes of all tensors in the allocator's memory."""
-        return int(torch.cuda.memory_allocated(self.device))
+    def pool_bytes(self) -> int:
+        """Return the bytes of tensors in the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(each["allocated_size"] for each in segments if tuple(each["segment_pool_id"]) == self._pool)
+
+    def return_unused(self) -> None:
+        """Return the allocator's unused memory to the driver, except for the pool's."""
+        torch.cuda.empty_cache()
+
+    @staticmethod
+    def new_event() -> torch.cuda.Event:
+        """Return an event that marks the end of work on the current stream."""
+        return torch.cuda.Event()
+
+    def mark(self) -> tuple[float, torch.cuda.Event]:
+        """Return the host's clock, and an event behind the work of the default stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.default_stream(self.device))
+        return time.perf_counter(), event
+
+    def seconds(self, start: tuple[float, torch.cuda.Event], end: tuple[float, torch.cuda.Event]) -> tuple[float, float]:
+        """Return the seconds between two marks, on the host and on the GPU."""
+        end[1].synchronize()
+        return end[0] - start[0], start[1].elapsed_time(end[1]) / 1000
 
     def release(self) -> None:
         """Return the pool's memory, after all graphs have been dropped. Later work gets a new pool."""

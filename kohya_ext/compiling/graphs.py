@@ -9,7 +9,9 @@ and delivers gradients as autograd does.
   backward runs eager.
 - The largest size is recorded first, because smaller ones fit into its memory. A larger one discards all earlier recordings.
 - Values that Python computed are constants of a recording. A first run under :class:`HostAccess` finds reads of the device's
-  results and random numbers from the CPU; numbers of the network's modules are part of a recording's key.
+  results and random numbers from the CPU; :class:`ModuleValues` finds changes of what the modules hold.
+- Recordings must leave the memory that the rest of a step needs. Any error, such as one of memory, falls back to the original
+  forward.
 
 The device's part is a :class:`Recorder`: `cuda_recorder` for CUDA graphs, and an interpreter of recorded operations in tests.
 """
@@ -30,15 +32,26 @@ import numpy
 import torch
 
 from kohya_ext.compiling.host_access import HostAccess
+from kohya_ext.compiling.module_values import ModuleValues
 
 #: The most input sizes that are recorded. The driver keeps memory for each kernel of each recording.
 MAX_SIZES = 24
 
-#: Free GPU memory that recording a further size must leave, in bytes.
+#: GPU memory that recordings leave free besides what the rest of a step needs, in bytes.
 RESERVE = 512 * 2**20
 
-#: Attributes of modules that change the result of a forward pass, and which scripts or patches set during a run.
-_SWITCHES = ("gradient_checkpointing", "multiplier")
+#: Micro-batches that wait for the dataset's largest size to be recorded first.
+WAIT = 100
+
+#: How often the modules may replace an object, and the number of states that their numbers and flags may have.
+MOST_REPLACED, MOST_STATES = 2, 16
+
+#: Replays for each recording that make it worth its five passes, if recordings are dropped for the work between steps.
+WORTHWHILE = 10
+
+_CHECKPOINTING = "gradient_checkpointing"
+
+_KEEPS_TENSORS = "the model keeps tensors of each image size"
 
 #: The part of a difference between two runs that rounding of the comparison itself may cause.
 _ROUNDING = 1e-6
@@ -73,6 +86,10 @@ class RecordingError(Exception):
     """A reason why a model cannot be recorded."""
 
 
+class NoRoomError(RecordingError):
+    """Recordings leave too little memory."""
+
+
 class Recording(Protocol):
     """Recorded work."""
 
@@ -96,8 +113,11 @@ class Recorder(Protocol):
     def free_bytes(self) -> int:
         """Return the free memory of the device."""
 
-    def used_bytes(self) -> int:
-        """Return the bytes of all tensors on the device."""
+    def return_unused(self) -> None:
+        """Return unused memory outside of the pool to the device."""
+
+    def pool_bytes(self) -> int:
+        """Return the bytes of tensors in the recordings' pool."""
 
     def release(self) -> None:
         """Return the pool's memory, after all recordings have been dropped."""
@@ -117,6 +137,8 @@ class _Call:
     """The places of the tensors among the arguments."""
     names: tuple[str, ...]
     """The names of the last arguments."""
+    precision: tuple[bool, torch.dtype]
+    """Whether autocast is on, and its type. In backward, where passes may run again, it is off."""
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the model with other tensors, in the call's precision."""
@@ -126,7 +148,8 @@ class _Call:
         positional = len(values) - len(self.names)
         device = tensors[0].device.type
         # Autocast's cache would keep casts of the weights of one recording for the next.
-        with torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False):
+        enabled, dtype = self.precision
+        with torch.autocast(device, dtype, enabled, cache_enabled=False):
             return self.forward(*values[:positional], **dict(zip(self.names, values[positional:], strict=True)))
 
 
@@ -146,6 +169,14 @@ class _Size:
     result: torch.Tensor | None = None
     """The output's tensor: of the recording, or with its graph between the eager passes of a size that is not recorded."""
     output_gradient: torch.Tensor | None = None
+    pool_bytes: int | None = None
+    """Bytes of tensors in the pool before the first eager pass."""
+    is_checked: bool = False
+    """Whether the eager passes are known to leave nothing there."""
+
+    @property
+    def is_recorded(self) -> bool:
+        return self.forward_recording is not None
 
     def set_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -160,7 +191,9 @@ class RecordedModel:
     """Runs a model's forward and backward passes from recordings.
 
     ``trained``: all trained weights of the run. ``modules``: the model, and the networks that change its layers.
-    ``report`` receives one line if the model is not recorded after all, or not for further sizes.
+    ``report`` receives one line if the model is not recorded after all, or not for further sizes. ``occurrences``: at which
+    occurrence a size is recorded. ``is_largest`` returns whether the present batch is the dataset's largest; None if that is
+    unknown. ``watch`` runs a replay.
     """
 
     def __init__(
@@ -171,20 +204,32 @@ class RecordedModel:
         report: Callable[[str], None],
         max_sizes: int = MAX_SIZES,
         reserve: int = RESERVE,
+        occurrences: int = 1,
+        is_largest: Callable[[], bool | None] = lambda: None,
+        watch: Callable[[Callable[[], None]], None] = lambda replay: replay(),
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """Sizes recorded, micro-batches replayed, micro-batches that ran eager, and times that a larger size came."""
+        """Sizes recorded, micro-batches replayed, micro-batches that ran eager, and times that a larger size came or that
+        recordings were dropped for the work between steps."""
         self.off: str | None = None
         """Why the model runs eager; None if it is recorded."""
+        self.needed = 0
+        """Bytes that the rest of a step needs next to the recordings."""
         self._recorder, self._report, self._reserve = recorder, report, reserve
+        self._occurrences, self._is_largest, self._watch = occurrences, is_largest, watch
         self._modules, self._trained = modules, [weight for weight in trained if weight.requires_grad]
         self._max_sizes = max_sizes
-        self._switches = [
-            (vars(part), name) for module in modules for part in module.modules() for name in _SWITCHES if name in vars(part)
-        ]
-        self._weights = list(dict.fromkeys(t for module in modules for t in (*module.parameters(), *module.buffers())))
+        self._switches = [vars(part) for module in modules for part in module.modules() if _CHECKPOINTING in vars(part)]
+        self._values = ModuleValues(modules)
+        self._replaced = 0
+        self._states: set[Any] = set()
+        self._weights: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._sizes: dict[Any, _Size] = {}
+        self._seen: Counter[Any] = Counter()
+        self._waited = 0
+        self._replayed_before = 0
+        """Replays before the recordings were dropped for the last time."""
         self._staged: dict[int, torch.Tensor] = {}
         """Number of a trained weight -> where all recordings leave its gradient."""
         self._generation = 0
@@ -197,18 +242,59 @@ class RecordedModel:
     def __call__(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return ``forward(*args, **kwargs)``, from a recording where possible."""
         passes = self._size_for(forward, args, kwargs) if self.off is None else None
-        if passes is None:
-            self.counts["eager"] += 1
-            return forward(*args, **kwargs)
-        size, tensors = passes
-        self.counts["replayed" if size.forward_recording is not None else "not_recorded"] += 1
-        return with_tensor(size.output, _Passes.apply(self, size, self._hook, *tensors))
+        if passes is not None:
+            states = _RandomStates(self._recorder.generators)
+            try:
+                size, tensors = passes
+                result = _Passes.apply(self, size, states, self._hook, *tensors)
+            except Exception as error:  # such as one of memory, in an eager pass between the recordings
+                reason = _reason(error)
+                _forget_frames(error)
+            else:
+                self.counts["replayed" if size.is_recorded else "not_recorded"] += 1
+                return with_tensor(size.output, result)
+            del passes, size, tensors
+            self._switch_off(reason)
+            states.restore()
+        self.counts["eager"] += 1
+        return forward(*args, **kwargs)
+
+    def check_state(self) -> None:
+        """Notice what changes between eager steps before the first recording."""
+        if self.off is None:
+            try:
+                self._state()
+            except RecordingError as error:
+                self._switch_off(str(error))
+
+    def leave_room(self, needed: int | None) -> None:
+        """Drop the recordings before work between steps, unless the bytes that it needs are free next to them.
+
+        The memory that the work needs is not known before it has run once. They are recorded again when their sizes come.
+        """
+        if not self._sizes:
+            return
+        self._recorder.return_unused()
+        if needed is not None and self._recorder.free_bytes() >= needed + self._reserve:
+            return
+        replays, recorded = self.counts["replayed"] - self._replayed_before, self.counts["recorded"]
+        self._replayed_before = self.counts["replayed"]
+        if self.counts["released"] and replays < WORTHWHILE * recorded:
+            self._switch_off("sample images and validation need the memory of the recordings too often")
+        else:
+            self._discard()
+            self.counts["released"] += 1
 
     def release(self) -> None:
         """Drop all recordings and return their memory."""
         self._sizes.clear()
         self._staged.clear()
         self._recorder.release()
+
+    def _switch_off(self, reason: str) -> None:
+        self.off = reason
+        self.release()
+        self._report(f"{reason}; training continues without CUDA graphs")
 
     # --- which recording ---------------------------------------------------------------------------------------------
 
@@ -219,17 +305,55 @@ class RecordedModel:
             return None
         try:
             call = self._describe(forward, args, kwargs)
-            if call.key not in self._sizes:
-                if self._sizes and _elements(call.tensors) > max(_elements(size.inputs) for size in self._sizes.values()):
-                    self._start_over()
-                self._sizes[call.key] = self._new_size(call)
-            return self._sizes[call.key], call.tensors
+            size = self._size(call)
+            return None if size is None else (size, call.tensors)
         except Exception as error:  # a recording can break in any way, and training continues without it
             reason = _reason(error)
             _forget_frames(error)
-        self.off = reason
-        self.release()
-        self._report(f"{reason}; training continues without CUDA graphs")
+        self._switch_off(reason)
+        return None
+
+    def _size(self, call: _Call) -> _Size | None:
+        """Return the passes of a size: recorded, eager between recordings, or None without recordings."""
+        size = self._sizes.get(call.key)
+        if size is not None and size.is_recorded:
+            return size
+        is_due = self._is_due(call.key)
+        if self._sizes and _elements(call.tensors) > max(_elements(each.inputs) for each in self._sizes.values()):
+            self._discard()
+            self.counts["larger"] += 1
+            is_due = True
+        if is_due:
+            return self._recorded(call)
+        if self._sizes and size is None:
+            size = self._sizes[call.key] = _copied(call)
+        return size
+
+    def _is_due(self, key: Any) -> bool:
+        """Return whether a size is recorded now: at its n-th occurrence, but the dataset's largest one at its first."""
+        self._seen[key] += 1
+        if self.counts["recorded"] >= self._max_sizes:
+            return False
+        is_largest = self._is_largest() if self._occurrences > 1 else None
+        if is_largest is False and not self._sizes and self._waited < WAIT:
+            self._waited += 1
+            return False
+        return bool(is_largest) or self._seen[key] >= self._occurrences
+
+    def _recorded(self, call: _Call) -> _Size | None:
+        """Return a new recording; None without room for a further one."""
+        recorded = self.counts["recorded"]
+        try:
+            self._sizes[call.key] = self._new_size(call)
+            return self._sizes[call.key]
+        except NoRoomError as error:
+            if recorded == 0:
+                raise
+            self._max_sizes = recorded
+            reason = str(error)
+            _forget_frames(error)
+        self._discard()
+        self._report(f"{reason}; at most {recorded} image sizes are recorded")
         return None
 
     def _describe(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
@@ -246,73 +370,90 @@ class RecordedModel:
         kinds = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
         device = self._recorder.device.type
         precision = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        switches = [values[name] for values, name in self._switches]
-        modes = [module.training for module in self._modules]
+        key = (tuple(kwargs), *places, *constants, *kinds, *precision, self._state())
+        return _Call(forward, tensors, key, constants, places, tuple(kwargs), precision)
+
+    def _state(self) -> Any:
+        """Return the state of the modules. Raises RecordingError if recordings cannot follow its changes."""
+        if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in self._trained):
+            raise RecordingError("a hook of a trained weight would run with the gradients of a recording")
+        state = self._values.state()
+        if self._values.replaced > self._replaced:
+            self._replaced, self._addresses = self._values.replaced, []
+            if self._replaced > MOST_REPLACED:
+                raise RecordingError(f"{self._values.last_replaced} is replaced between steps")
+            if self._sizes:
+                self._discard()
+        self._states.add(state)
+        if len(self._states) > MOST_STATES:
+            raise RecordingError(f"{self._values.last_changed} changes between steps")
+        if not self._addresses:
+            held = (
+                *(t for module in self._modules for t in (*module.parameters(), *module.buffers())),
+                *self._values.tensors(),
+            )
+            self._weights = list(dict.fromkeys(held))
         addresses = [weight.data_ptr() for weight in self._weights]
         if addresses != (self._addresses or addresses):
             raise RecordingError("weights of the model have moved in memory")
         self._addresses = addresses
+        return state
 
-        key = (tuple(kwargs), *places, *constants, *kinds, *precision, *switches, *modes)
-        hash(key)  # a multiplier could be a tensor
-        return _Call(forward, tensors, key, constants, places, tuple(kwargs))
-
-    def _start_over(self) -> None:
-        """Discard all recordings. What a larger size saves does not fit between their tensors."""
+    def _discard(self) -> None:
+        """Drop all recordings. Those that are needed are made again."""
         self._sizes.clear()
         self._recorder.release()
-        self.counts["recorded"] = 0
-        self.counts["larger"] += 1
+        self.counts["recorded"] = self._waited = 0
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def _new_size(self, call: _Call) -> _Size:
-        """Return the passes of a new size: recorded if there is room, else eager in the pool."""
-        inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors]
+        """Record the passes of a size."""
+        size = _copied(call)
         call.tensors, tensors = [], call.tensors
-        size = _Size(call, inputs)
         self._unshare()
         gradients = [weight.grad for weight in self._trained]
-        random_states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        states = [generator.get_state() for generator in self._recorder.generators]
+        random_states = _RandomStates(self._recorder.generators)
         try:
-            self._prepare(size, states)
+            self._prepare(size, random_states.of_device)
         finally:
-            self._set_random_state(states)
-            random.setstate(random_states[0])
-            numpy.random.set_state(random_states[1])
-            torch.set_rng_state(random_states[2])
+            random_states.restore()
             for weight, gradient in zip(self._trained, gradients, strict=True):
                 weight.grad = gradient
             call.tensors = tensors
         return size
 
     def _prepare(self, size: _Size, states: Sequence[torch.Tensor]) -> None:
+        self._recorder.return_unused()  # of eager passes, next to which the pool might not fit
         # The first pass sets up what later passes reuse, such as tables and workspaces.
         first = self._warm_up(size)
         draws = any(
             not torch.equal(generator.get_state(), state)
             for generator, state in zip(self._recorder.generators, states, strict=True)
         )
-        if draws and any(values[name] is True for values, name in self._switches):
+        if draws and any(values[_CHECKPOINTING] is True for values in self._switches):
             raise RecordingError("dropout with gradient checkpointing restores random states, which cannot be recorded")
-        recorded = self.counts["recorded"]
-        if recorded == self._max_sizes:
-            return
         self._set_random_state(states)
         second = self._warm_up(size, HostAccess(self._recorder.device))
         _check_repeated(first, second)
         self._add_staging_buffers(size)
         self._set_random_state(states)
+        self._recorder.return_unused()
         before = self._recorder.free_bytes()
         self._record(size)
         self._set_random_state(states)
         _check_replay(first, second, self._replay_once(size))
-        self.counts["recorded"] = recorded = recorded + 1
-        free = self._recorder.free_bytes()
-        if free < self._reserve + max(before - free, 0) and recorded < self._max_sizes:
+        self._check_room(before)
+
+    def _check_room(self, before: int) -> None:
+        """Count a recording, before which ``before`` bytes were free. Raises NoRoomError if it leaves too little."""
+        free, needed, recorded = self._recorder.free_bytes(), self._reserve + self.needed, self.counts["recorded"] + 1
+        if free < needed:
+            raise NoRoomError(f"recordings leave {_mib(free)} of GPU memory free, and the rest of a step needs {_mib(needed)}")
+        self.counts["recorded"] = recorded
+        if free < needed + max(before - free, 0) and recorded < self._max_sizes:
             self._max_sizes = recorded
-            self._report(f"{free / 2**20:.0f} MiB of GPU memory are free; image sizes after the first {recorded} run eager")
+            self._report(f"{_mib(free)} of GPU memory are free; image sizes after the first {recorded} run eager")
 
     def _set_random_state(self, states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(self._recorder.generators, states, strict=True):
@@ -320,7 +461,7 @@ class RecordedModel:
 
     def _warm_up(self, size: _Size, access: HostAccess | None = None) -> _Results:
         """Run both passes eager."""
-        used = self._recorder.used_bytes()
+        used = self._recorder.pool_bytes()
         random_state = _host_random_state(self._recorder.device)
         with self._recorder.in_pool(), access or nullcontext():
             result = self._forward(size)
@@ -333,9 +474,9 @@ class RecordedModel:
             raise RecordingError(access.reason)
         if _host_random_state(self._recorder.device) != random_state:
             raise RecordingError("the model draws random numbers on the CPU, as module_dropout and DyLoRA do")
-        if self.counts["recorded"] and self._recorder.used_bytes() > used:
+        if self.counts["recorded"] and self._recorder.pool_bytes() > used:
             # Its memory in the pool is free in earlier recordings, which overwrite it.
-            raise RecordingError("the model keeps tensors of each image size")
+            raise RecordingError(_KEEPS_TENSORS)
         return results
 
     def _forward(self, size: _Size) -> torch.Tensor:
@@ -385,26 +526,30 @@ class RecordedModel:
         assert size.backward_recording is not None
         assert size.output_gradient is not None
         assert size.result is not None
-        size.forward_recording.replay()
+        self._watch(size.forward_recording.replay)
         size.output_gradient.copy_(_test_gradient(size.result))
-        size.backward_recording.replay()
+        self._watch(size.backward_recording.replay)
         return _Results(size.result, [self._staged[number] for number in size.trained], size.input_gradients)
 
     # --- the passes of a training step -------------------------------------------------------------------------------
 
-    def begin(self, node: Any, size: _Size, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Run the forward pass of an autograd node."""
+    def begin(self, node: Any, size: _Size, states: _RandomStates, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run the forward pass of an autograd node. ``states``: those before it."""
         self._generation += 1
-        node.generation = self._generation
-        self._waiting = weakref.ref(node)
+        node.generation, node.states = self._generation, states
         size.set_inputs(tensors)
         if size.forward_recording is not None:
-            size.forward_recording.replay()
+            self._watch(size.forward_recording.replay)
             assert size.result is not None
-            return size.result.clone()
-        with self._recorder.in_pool():
-            size.result = self._forward(size)
-        return size.result.detach().clone()
+            output = size.result.clone()
+        else:
+            if not size.is_checked:
+                size.pool_bytes = self._recorder.pool_bytes()
+            with self._recorder.in_pool():
+                size.result = self._forward(size)
+            output = size.result.detach().clone()
+        self._waiting = weakref.ref(node)
+        return output
 
     def end(self, node: Any, size: _Size | None, gradient: torch.Tensor) -> list[torch.Tensor | None]:
         """Run the backward pass of an autograd node: accumulate the gradients of weights, return those of inputs."""
@@ -413,24 +558,64 @@ class RecordedModel:
         assert size is not None, "a size is kept until its backward pass"
         self._generation += 1
         self._waiting = lambda: None
-        self._unshare()
+        before = [weight.grad for weight in self._trained]
+        try:
+            self._unshare()
+            before = [weight.grad for weight in self._trained]
+            self._compute_gradients(size, gradient)
+            gradients = [None if each is None else each.clone() for each in size.input_gradients]
+        except Exception as error:  # such as one of memory, in an eager pass between the recordings
+            reason = _reason(error)
+            _forget_frames(error)
+        else:
+            self._deliver(size)
+            self._check_kept(size)
+            return gradients
+        for weight, earlier in zip(self._trained, before, strict=True):
+            weight.grad = earlier
+        size.result = size.forward_recording = size.backward_recording = None
+        self._switch_off(reason)
+        return self._run_again(size, gradient, node.states)
+
+    def _compute_gradients(self, size: _Size, gradient: torch.Tensor) -> None:
+        """Run a size's backward pass; it leaves the gradients of weights in the staging buffers."""
         if size.backward_recording is not None:
             assert size.output_gradient is not None
             size.output_gradient.copy_(gradient)
-            size.backward_recording.replay()
-        else:
-            gradients = [weight.grad for weight in self._trained]
-            result, size.result = size.result, None
-            assert result is not None
-            with self._recorder.in_pool():
-                self._backward(size, result, gradient)
-                del result
-            self._add_staging_buffers(size)
-            self._stage(size)
-            for weight, before in zip(self._trained, gradients, strict=True):
-                weight.grad = before
-        self._deliver(size)
-        return [None if gradient is None else gradient.clone() for gradient in size.input_gradients]
+            self._watch(size.backward_recording.replay)
+            return
+        gradients = [weight.grad for weight in self._trained]
+        result, size.result = size.result, None
+        assert result is not None
+        with self._recorder.in_pool():
+            self._backward(size, result, gradient)
+            del result
+        self._add_staging_buffers(size)
+        self._stage(size)
+        for weight, before in zip(self._trained, gradients, strict=True):
+            weight.grad = before
+
+    def _check_kept(self, size: _Size) -> None:
+        """Switch off if the first eager passes of a size have left tensors in the pool, which recordings overwrite."""
+        if size.is_recorded or size.is_checked:
+            return
+        size.is_checked = True
+        for tensor in size.inputs:
+            tensor.grad = None
+        if size.pool_bytes is not None and self._recorder.pool_bytes() > size.pool_bytes:
+            self._switch_off(_KEEPS_TENSORS)
+
+    def _run_again(self, size: _Size, gradient: torch.Tensor, states: _RandomStates) -> list[torch.Tensor | None]:
+        """Run both passes as without recordings, with the forward pass's random numbers."""
+        now = _RandomStates(self._recorder.generators)
+        states.restore()
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in size.inputs]
+        with torch.enable_grad():
+            result = tensor_of(size.call.run(inputs))
+        now.restore()
+        with torch.autocast(self._recorder.device.type, enabled=False, cache_enabled=False):
+            result.backward(gradient)
+        return [tensor.grad for tensor in inputs]
 
     def _unshare(self) -> None:
         """Copy gradients of an earlier micro-batch out of the staging buffers, which the next backward pass overwrites."""
@@ -458,14 +643,43 @@ class _Passes(torch.autograd.Function):  # type: ignore[misc]
     """The node that stands for a model in the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, model: RecordedModel, size: _Size, hook: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, model: RecordedModel, size: _Size, states: _RandomStates, hook: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         # A script keeps its last loss, and so this node, for longer than a recording may need its memory.
         ctx.model, ctx.size = model, weakref.ref(size)
-        return model.begin(ctx, size, tensors)
+        return model.begin(ctx, size, states, tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (None, None, None, *ctx.model.end(ctx, ctx.size(), gradient))
+        return (None, None, None, None, *ctx.model.end(ctx, ctx.size(), gradient))
+
+
+class _RandomStates:
+    """The states of all random number generators that a model can draw from."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._generators = generators
+        self.of_device = [generator.get_state() for generator in generators]
+        self._of_host = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Set the states again."""
+        of_python, of_numpy, of_torch = self._of_host
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        for generator, state in zip(self._generators, self.of_device, strict=True):
+            generator.set_state(state)
+
+
+def _copied(call: _Call) -> _Size:
+    """Return a size without recordings, with copies of a call's tensors."""
+    return _Size(call, [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in call.tensors])
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
 
 
 def _elements(inputs: Sequence[torch.Tensor]) -> int:

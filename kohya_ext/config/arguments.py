@@ -40,6 +40,8 @@ class TrainingParser(argparse.ArgumentParser):
         """
         parsed = super().parse_args(args, namespace)
         if args is None and (namespace is not None or not getattr(parsed, "config_file", None)):
+            for remark in self.command.presets.remarks:
+                warn(remark)
             if self.command.presets.presets:
                 note(preset_line(self.command))
             self.when_final(parsed)
@@ -245,7 +247,11 @@ def trace(parser: argparse.ArgumentParser, command: CommandLine) -> Iterator[Tra
         why = command.presets.values[key].why if origin.startswith("preset ") else ""
         yield Traced(key, _shown(key, layers[origin][key]), origin + over, why)
     for key in own:
-        if (origin := command.origin(key)) != "default":
+        origin = str(command.origin(key))
+        filled = command.presets.values[key] if origin == "preset" else None
+        if filled is not None:
+            yield Traced(key, _shown(key, command.settings[key]), f"preset {filled.preset}", filled.why)
+        elif origin != "default":
             yield Traced(key, _shown(key, command.settings[key]), origin, "")
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kohya_ext import units
+from kohya_ext import installed_gpus, units
 from kohya_ext.config import gui_files, preset_conflicts, preset_files
-from kohya_ext.config.preset_files import Overlay
+from kohya_ext.config.preset_files import FP16, NotForScriptError, Overlay
 from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import (
     AUTO,
@@ -33,6 +33,7 @@ from kohya_ext.config.settings import (
 )
 from kohya_ext.config.user_files import ConfigFile, read_config_file, read_dataset_config, subsets
 from kohya_ext.errors import UserError
+from kohya_ext.sdscripts.constraints import Run, newly_broken
 from kohya_ext.sdscripts.introspect import option_names
 
 Origin = Literal["command line", "environment", "config file", "preset", "default"]
@@ -76,6 +77,8 @@ class CommandLine:
     """Returns the tier for ``--preset auto`` on a GPU of this many bytes. If None, ``auto`` is an error."""
     launcher: Sequence[str] = ("-m", "kohya_ext")
     """The words between the Python interpreter and the script."""
+    has_bf16: bool | None = None
+    """Whether the GPU of the run computes in bf16; None for this machine's."""
 
     @property
     def name(self) -> str:
@@ -164,27 +167,76 @@ class CommandLine:
         names: Sequence[str] = self.given.get("preset", ())
         if self.script is None or not names:
             return Overlay()
-        label = ""
-        if AUTO in names:
-            size = self.given.get("vram")
-            gpu = ("--vram", size) if size is not None else units.first_gpu()
-            if gpu is None:
-                raise UserError("--preset auto: no NVIDIA GPU found; add --vram 16, or name a preset: --preset 16gb")
-            if self.automatic is None:
-                raise UserError("--preset auto is not supported here; name a preset: --preset 16gb")
-            tier = self.automatic(self, gpu[1])
-            names = [tier if name == AUTO else name for name in names]
-            label = f" (auto: {gpu[0]}, {units.label(gpu[1])})"
-        presets = preset_files.load(names, self.name)
+        presets = self._loaded(names)
+        values = {key: value.value for key, value in presets.values.items()}
         its_subsets: list[dict[str, Any]] = []
         if isinstance(dataset := self.given.get("dataset_config"), str) and dataset:
             with contextlib.suppress(UserError):  # reported where the training set is checked
                 its_subsets = list(subsets(read_dataset_config(Path(dataset))))
-        values = {key: value.value for key, value in presets.values.items()}
         off_in_gui = gui_files.options_off(self.config.values) if self.config is not None else frozenset[str]()
         off_in_gui -= self._layers_of_user["command line"].keys()
         held_back = preset_conflicts.held_back(self.name, values, self.given, its_subsets, off_in_gui)
-        return replace(presets, label=presets.label + label, held_back=held_back)
+        return replace(presets, held_back={**self._unknown(presets), **held_back})
+
+    def _loaded(self, names: Sequence[str]) -> Overlay:
+        """Load presets, with the one for a GPU without bf16 where it is needed.
+
+        One from the environment, which a user sets for all scripts, is left out where it does not apply.
+        """
+        origin = next(origin for origin, layer in self._layers_of_user.items() if "preset" in layer)
+        label, remarks, applied = "", [], list[str]()
+        for name in names:
+            try:
+                if name == AUTO:
+                    name, label = self._automatic()
+                preset_files.load([name], self.name)
+            except NotForScriptError as error:
+                if origin != "environment":
+                    raise
+                remarks.append(f"KOHYA_EXT_PRESET: {error}; training without it")
+            else:
+                applied.append(name)
+        presets = preset_files.load(applied, self.name)
+        presets = replace(presets, label=presets.label + label, remarks=tuple(remarks))
+        value = presets.values.get("mixed_precision")
+        if value is None or value.value != "bf16" or "mixed_precision" in self.given or self._has_bf16():
+            return presets
+        half = preset_files.load([FP16], self.name)
+        values = {key: value.value for key, value in presets.values.items()}
+        changes = {key: value.value for key, value in half.values.items()}
+        if newly_broken(Run(self.name, {**values, **self.given}), changes):
+            slow = f"the GPU has no bf16, and {self.name} cannot train in fp16 with this preset: steps are slow"
+            return replace(presets, remarks=(*presets.remarks, slow))
+        label = f"{presets.label} + {half.label} (the GPU has no bf16)"
+        return replace(presets, presets=(*presets.presets, *half.presets), label=label)
+
+    def _has_bf16(self) -> bool:
+        if self.has_bf16 is not None:
+            return self.has_bf16
+        gpu = installed_gpus.first_gpu()
+        return gpu is None or gpu.has_bf16
+
+    def _automatic(self) -> tuple[str, str]:
+        """Return the tier that ``auto`` means, and the GPU that it is for as a part of the presets' label."""
+        name, size = "--vram", self.given.get("vram")
+        if size is None:
+            gpu = installed_gpus.first_gpu()
+            if gpu is None:
+                raise UserError("--preset auto: no NVIDIA GPU found; add --vram 16, or name a preset: --preset 16gb")
+            name, size = gpu.name, gpu.memory
+        if self.automatic is None:
+            raise UserError("--preset auto is not supported here; name a preset: --preset 16gb")
+        return self.automatic(self, size), f" (auto: {name}, {units.label(size)})"
+
+    def _unknown(self, presets: Overlay) -> dict[str, preset_conflicts.Reason]:
+        """Return the keys of presets for every script that this one does not have, with the reasons."""
+        theirs = option_names(self.script) if self.script is not None else frozenset[str]()
+        if not theirs:
+            return {}  # the script does not exist
+        known = {*theirs, *(name for name, _ in options())}
+        keys = (key for preset in presets.presets if preset.family == preset_files.ANY for key in preset.values)
+        reason = preset_conflicts.Reason(f"not an option of {self.name}", costs_memory=False)
+        return {key: reason for key in keys if key not in known}
 
     @functools.cached_property
     def _layers(self) -> dict[Origin, dict[str, Any]]:

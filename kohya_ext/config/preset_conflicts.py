@@ -1,9 +1,11 @@
 """Hold back preset values that contradict the user's options.
 
 A preset only sets options that the user does not set, but its values can still contradict the user's other options. For
-example, a cached text encoder cannot be trained, cached captions cannot be shuffled, and Adafactor's arguments are invalid for
-other optimizers. What sd-scripts cannot run with is in its table of constraints; the rules here are about options that it
-silently ignores, or that say what is wanted.
+example, a cached text encoder cannot be trained, and cached captions cannot be shuffled. What sd-scripts cannot run with is in
+its table of constraints; the rules here are about options that it silently ignores, or that say what is wanted.
+
+Some values only have a meaning together: a preset's alpha suits its rank. A preset sets such a group only if the user sets
+nothing of it (:data:`GROUPS`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts import families, networks
 from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, CONSTRAINTS, Constraint
 from kohya_ext.sdscripts.families import Family
 
@@ -28,6 +30,8 @@ class Rule:
     when: Condition
     holds_for: Callable[[Family, str], bool] | None = None
     """(model family, script's file name) -> whether the rule holds; None means every script, known or not."""
+    consequence: str = ""
+    """Follows the user's option in messages."""
 
     def contradicting(self, key: str, script: str, filled: Mapping[str, object], user: Mapping[str, object]) -> str | None:
         """Return the user's option that contradicts the preset's value of ``key``, or None."""
@@ -39,6 +43,10 @@ class Rule:
             if self.when(user[option], others):
                 return option
         return None
+
+
+def _is_given(value: object, others: Mapping[str, object]) -> bool:
+    return True
 
 
 def _is_set(value: object, others: Mapping[str, object]) -> bool:
@@ -55,6 +63,28 @@ def _is_off(value: object, others: Mapping[str, object]) -> bool:
 
 def _is_other_optimizer(value: object, others: Mapping[str, object]) -> bool:
     return str(value).lower() != str(others.get("optimizer_type")).lower()
+
+
+def _has_other_rates(value: object, others: Mapping[str, object]) -> bool:
+    return str(value).lower() not in _RATES_OF_ADAM
+
+
+def _has_no_rank(value: object, others: Mapping[str, object]) -> bool:
+    return networks.meaning_of_dim(value, others.get("network_args")) is not None
+
+
+def _names_no_optimizer(value: object, others: Mapping[str, object]) -> bool:
+    return _is_set(value, others) and "optimizer_type" not in others
+
+
+def _is_other_resolution(value: object, others: Mapping[str, object]) -> bool:
+    """Return whether a resolution is not the preset's, in any notation: ``1024``, ``"1024,1024"``, ``[1024, 1024]``."""
+    return _sides(value) != _sides(others.get("resolution"))
+
+
+def _sides(resolution: object) -> list[str]:
+    sides = [str(side).strip() for side in (resolution if isinstance(resolution, list) else str(resolution).split(","))]
+    return sides * 2 if len(sides) == 1 else sides
 
 
 def _trains_t5(value: object, others: Mapping[str, object]) -> bool:
@@ -78,6 +108,14 @@ _CAPTION_DROPOUT = ("caption_dropout_rate", "caption_dropout_every_n_epochs")
 
 _TEXT_RATES = ("text_encoder_lr", "network_train_text_encoder_only")
 
+_RANK = ("network_dim", "network_alpha")
+_BUCKET_LIMITS = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
+_SCHEDULERS = ("lr_scheduler", "lr_scheduler_type")
+_SHAPES_OF_SCHEDULES = ("lr_scheduler_args", "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_decay_steps")
+
+#: Optimizers with the same learning rates: their steps are about as long as the rate, whatever the gradients' size.
+_RATES_OF_ADAM = ("adamw", "adamw8bit", "pagedadamw", "pagedadamw8bit", "pagedadamw32bit", "adafactor")
+
 #: Upstream's defaults of options that conditions read.
 _DEFAULTS: Mapping[str, object] = {"min_bucket_reso": 256, "max_bucket_reso": 1024}
 
@@ -87,7 +125,28 @@ def _trains_or_caches(family: Family, script: str) -> bool:
     return family.trains_text_encoders and not family.caches_t5_alone
 
 
+#: Keys that a preset sets together. If the user sets one of a rule's options, sd-scripts' defaults apply to its keys.
+#:
+#: A learning rate alone does not change the optimizer, nor a number of warmup steps the scheduler: sd-scripts' default
+#: scheduler rejects warmup, and its default optimizer needs four times the memory of a fine-tuning preset's.
+GROUPS = (
+    Rule(_RANK, _RANK, _is_given),
+    Rule(_RANK, ("dim_from_weights",), _is_set),
+    Rule(_RANK, ("network_module",), _has_no_rank, consequence="its dimension is not a rank"),
+    Rule(_BUCKET_LIMITS, _BUCKET_LIMITS, _is_given),
+    Rule(_BUCKET_LIMITS, ("resolution",), _is_other_resolution),
+    Rule(("optimizer_args", "max_grad_norm", "fused_backward_pass"), ("optimizer_type",), _is_other_optimizer),
+    Rule(("learning_rate",), ("optimizer_type",), _has_other_rates, consequence="set its --learning_rate"),
+    Rule(("learning_rate",), ("use_lion_optimizer",), _is_set, consequence="set its --learning_rate"),
+    Rule(("optimizer_type", "optimizer_args", "max_grad_norm", "fused_backward_pass"), _OLD_OPTIMIZER_SWITCHES, _is_set),
+    Rule(("optimizer_type",), ("optimizer_args",), _is_set),
+    Rule(("max_grad_norm", "fused_backward_pass"), ("optimizer_args",), _names_no_optimizer),
+    Rule(("lr_warmup_steps", *_SHAPES_OF_SCHEDULES), _SCHEDULERS, _is_set),
+    Rule(("lr_scheduler",), ("lr_scheduler_type",), _is_set),
+)
+
 RULES = (
+    *GROUPS,
     # FLUX and SD3 train CLIP while T5's outputs stay cached. HunyuanImage's text encoders are never trained.
     Rule(_UNTRAINED_TEXT, _TEXT_RATES, _is_set, lambda family, script: family.trains_text_encoders),
     Rule(CACHED_TEXT, _TEXT_RATES, _trains_text, _trains_or_caches),
@@ -101,13 +160,15 @@ RULES = (
     Rule((*CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.t5_tokens > 0),
     Rule(CACHED_TEXT, ("train_t5xxl",), _is_set),
     Rule(CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
-    Rule(("enable_bucket",), ("resolution",), _has_no_buckets),
+    Rule(
+        ("enable_bucket",),
+        ("resolution",),
+        _has_no_buckets,
+        consequence="outside the bucket limits; set --enable_bucket, --min_bucket_reso and --max_bucket_reso for it",
+    ),
     Rule(("sdpa",), ("xformers", "mem_eff_attn"), _is_set),
     Rule(("gradient_checkpointing_ratio",), ("gradient_checkpointing",), _is_off),
     Rule(("persistent_data_loader_workers",), ("max_data_loader_n_workers",), _is_off),
-    # Arguments, gradient clipping and fused backward pass are specific to the optimizer.
-    Rule(("optimizer_args", "max_grad_norm", "fused_backward_pass"), ("optimizer_type",), _is_other_optimizer),
-    Rule(("optimizer_type", "optimizer_args", "max_grad_norm", "fused_backward_pass"), _OLD_OPTIMIZER_SWITCHES, _is_set),
 )
 
 #: Preset keys without which a run needs more memory.
@@ -168,7 +229,8 @@ def _conflict(
     for user in users:
         option = rule.contradicting(key, script, filled, user)
         if option is not None:
-            return f"{option} = {user[option]}"
+            consequence = rule.consequence if isinstance(rule, Rule) else ""
+            return f"{option} = {user[option]}{consequence and f': {consequence}'}"
     return None
 
 

@@ -48,6 +48,13 @@ ANY = "any"
 #: The preset that the others of a family extend; users cannot choose it.
 BASE = "base"
 
+#: The preset that a GPU without bf16 adds to others.
+FP16 = "fp16"
+
+
+class NotForScriptError(UserError):
+    """A preset exists, but not for this script."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -80,6 +87,8 @@ class Overlay:
     """The presets that the user named, for messages: ``sdxl-lora/16gb + sdxl-lora/quality``."""
     held_back: Mapping[str, Reason] = field(default_factory=dict)
     """Keys that are not applied because they contradict the user's options."""
+    remarks: tuple[str, ...] = ()
+    """Presets from the environment that are not applied, with the reasons."""
 
     @property
     def values(self) -> dict[str, Value]:
@@ -100,13 +109,15 @@ class Overlay:
 def shipped() -> Iterator[tuple[str, str, Path]]:
     """Yield (family, name, file) for every shipped preset: tiers by kind and size, then the others by name."""
     files = [file for folder in _folders() for file in folder.glob("*/*.toml") if file.stem != BASE]
-    for file in sorted(files, key=lambda file: (file.parent.name, _tier(file.stem) or _LAST, file.stem)):
+    for file in sorted(files, key=lambda file: (file.parent.name, tier_of(file.stem) or _LAST, file.stem)):
         yield file.parent.name, file.stem, file
 
 
 def scripts(family: str) -> list[str]:
-    """Return the scripts that a family of presets is for."""
-    return [script for script, folder in FAMILIES.items() if family in (folder, ANY) or SIBLINGS.get(family) == script]
+    """Return the scripts that a family of presets is for; those with presets of their own first."""
+    if family == ANY:
+        return list(dict.fromkeys([*FAMILIES, *(script for each in families.FAMILIES for script in each.scripts)]))
+    return [script for script, folder in FAMILIES.items() if family == folder or SIBLINGS.get(family) == script]
 
 
 def base(family: str) -> Preset | None:
@@ -118,15 +129,17 @@ def base(family: str) -> Preset | None:
 def load(names: Iterable[str], script: str) -> Overlay:
     """Load presets for a script (its file name), each after those that it extends.
 
-    For a tier without a file the next smaller one of its kind is loaded. Raises UserError for an unknown preset, or one of
-    another family.
+    For a tier without a file the next smaller one of its kind is loaded. A tier replaces earlier ones. Raises UserError for an
+    unknown preset, and NotForScriptError for one of other scripts.
     """
     named = [_load_one(name, script) for name in names]
     stack: dict[str, Preset] = {}
     for top in named:
         for preset in _with_bases(top):
             stack.setdefault(preset.name, preset)
-    return Overlay(tuple(stack.values()), " + ".join(preset.name for preset in named))
+    replaced = [preset.name for preset in stack.values() if "vram_gb" in preset.about][:-1]
+    label = " + ".join(preset.name for preset in named if preset.name not in replaced)
+    return Overlay(tuple(preset for preset in stack.values() if preset.name not in replaced), label)
 
 
 def _with_bases(preset: Preset) -> Iterator[Preset]:
@@ -151,10 +164,10 @@ def _load_one(name: str, script: str) -> Preset:
         preset = parse(read_text(Path(name).expanduser(), f"preset {name}"), name, None)
     else:
         preset = _shipped(name, script)
-    if preset.family is not None and script not in scripts(preset.family):
+    if preset.family not in (None, ANY) and script not in scripts(str(preset.family)):
         choices = _choices(script)
-        raise UserError(
-            f"preset {preset.name} is for {', '.join(scripts(preset.family)) or preset.family}, not for {script}."
+        raise NotForScriptError(
+            f"preset {preset.name} is for {', '.join(scripts(str(preset.family))) or preset.family}, not for {script}."
             + (f" Presets for {script}: {choices}" if choices else "")
         )
     return preset
@@ -162,7 +175,7 @@ def _load_one(name: str, script: str) -> Preset:
 
 def _shipped(name: str, script: str) -> Preset:
     family, _, stem = name.lower().rpartition("/")
-    tier = _tier(stem)
+    tier = tier_of(stem)
     stem = stem if tier is None else f"{tier.gb}gb{tier.kind}"
     folders = [family] if family else [FAMILIES.get(script, ""), ANY]
     file = next((file for folder in folders if (family or stem != BASE) and (file := file_of(folder, stem)) is not None), None)
@@ -177,7 +190,9 @@ def _shipped(name: str, script: str) -> Preset:
     if not choices:
         raise UserError(f"no preset {name}; `presets list` shows all presets, or give the path of a TOML file")
     if tier is not None and (tiers := [each for each in _tiers(folders[0]) if each[0].kind == tier.kind]):
-        raise UserError(f"no preset {name} for {script}; use {choices} ({min(tiers)[1].stem} is the smallest tier)")
+        raise NotForScriptError(f"no preset {name} for {script}; use {choices} ({min(tiers)[1].stem} is the smallest tier)")
+    if not family and (tier is not None or any(other == stem for _, other, _ in shipped())):
+        raise NotForScriptError(f"no preset {name} for {script}; use {choices}")
     raise UserError(f"no preset {name} for {script}; use {choices}.{did_you_mean(stem, choices.split(', '))}")
 
 
@@ -185,7 +200,7 @@ def _choices(script: str) -> str:
     """Return the preset names for a script, separated by commas; those of its other models with their family."""
     own = [name for family, name, _ in shipped() if family == FAMILIES.get(script)]
     others = [f"{family}/{name}" for family, name, _ in shipped() if SIBLINGS.get(family) == script]
-    common = [name for family, name, _ in shipped() if family == ANY and name not in own and script in scripts(ANY)]
+    common = [name for family, name, _ in shipped() if family == ANY and name not in own]
     return ", ".join([*own, *others, *common])
 
 
@@ -198,7 +213,7 @@ def file_of(family: str, name: str) -> Path | None:
     return next((file for folder in _folders() if (file := folder / family / f"{name}.toml").is_file()), None)
 
 
-class _Tier(NamedTuple):
+class Tier(NamedTuple):
     """The size of a GPU that a preset's name has, and its kind, such as ``-int8``; sorted by kind, then size."""
 
     kind: str
@@ -206,16 +221,17 @@ class _Tier(NamedTuple):
 
 
 #: Sorts after every tier.
-_LAST = _Tier("~", 0)
+_LAST = Tier("~", 0)
 
 
-def _tiers(family: str) -> list[tuple[_Tier, Path]]:
-    return [(tier, file) for folder, name, file in shipped() if folder == family and (tier := _tier(name)) is not None]
+def _tiers(family: str) -> list[tuple[Tier, Path]]:
+    return [(tier, file) for folder, name, file in shipped() if folder == family and (tier := tier_of(name)) is not None]
 
 
-def _tier(name: str) -> _Tier | None:
+def tier_of(name: str) -> Tier | None:
+    """Return the tier that a preset's name means; None for another preset."""
     match = re.fullmatch(r"(\d+)\s*(?:g|gb)?(-int8|)", name)  # the formats of --vram
-    return _Tier(match.group(2), int(match.group(1))) if match else None
+    return Tier(match.group(2), int(match.group(1))) if match else None
 
 
 @functools.cache

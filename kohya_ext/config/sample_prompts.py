@@ -44,6 +44,8 @@ def _errors_of(file: str) -> Iterator[None]:
 
 def _read(file: str) -> Sequence[Mapping[str, Any]]:
     """Return the values of each prompt; from a line of text, sizes and seed."""
+    if not file.endswith((".txt", ".toml", ".json")):
+        raise UserError(f"--sample_prompts {file}: the file name must end in .txt, .toml or .json")
     text = Path(file).read_text(encoding="utf-8")
     if file.endswith(".toml"):
         prompt = toml.loads(text)["prompt"]

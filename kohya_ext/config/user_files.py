@@ -76,6 +76,9 @@ class ConfigFile:
 def read_config_file(name: str) -> ConfigFile:
     """Read a config file with upstream's own TOML library. Raises UserError when it is missing or invalid."""
     path = Path(name if name.endswith(".toml") else f"{name}.toml")
+    if not path.exists() and Path(name).is_file():
+        suggested = Path(name).with_suffix(".toml").name
+        raise UserError(f"--config_file {name}: sd-scripts reads only TOML files, with names in .toml; save it as {suggested}")
     document = read_toml(path, f"--config_file {path}")
     values: dict[str, object] = {}
     remarks: list[str] = []

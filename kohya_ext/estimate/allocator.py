@@ -111,6 +111,13 @@ class CachingAllocator:
         for storage in self._used.keys() - {*storages}:
             self.free(storage)
 
+    def drop(self, pool: int) -> None:
+        """Free all storages in a private pool, and return its segments."""
+        for storage in [storage for storage, block in self._used.items() if block.pool[0] == pool]:
+            self.free(storage)
+        for each in [each for each in self._free if each[0] == pool]:
+            self.reserved -= sum(size for size, _, _ in self._free.pop(each))
+
     def _best_fit(self, free: Sequence[_Row], size: int) -> int:
         """Return the place of the smallest free block that is large enough; the number of blocks if there is none."""
         return bisect_left(free, (size, 0))
@@ -208,6 +215,12 @@ class ExpandableAllocator(CachingAllocator):
             del ranges[place]
         block.mapped = True
         return self._merge(block)
+
+    def drop(self, pool: int) -> None:
+        """Free all storages in a private pool, and return its pages."""
+        super().drop(pool)
+        for each in [each for each in self._unmapped if each[0] == pool]:
+            del self._unmapped[each]
 
     def release_unused(self) -> None:
         """Return the unused pages to the driver."""

@@ -64,6 +64,11 @@ class Gpu:
         return re.search(r"\brtx \d{4}\b", self.name.lower()) is not None and "ada" not in self.name.lower()
 
     @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies bf16 in hardware, as Ampere and later ones do."""
+        return self.architecture not in ("Turing", "7.5", "7.0")
+
+    @property
     def multiplies_fp8_with_triton(self) -> bool:
         """Whether torch has no fp8 products with a scale for each row on it, so that an fp8 base runs Triton's."""
         return self.host == WINDOWS or (self.architecture in ("Ada", "8.9") and _is_older_than_2_7())

@@ -21,8 +21,8 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.seconds import CONSTANTS
+from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.renames import rename
-from kohya_ext.units import first_gpu
 
 #: The launch cost of the hosts behind the constants: microseconds of ``mul_forward_and_backward`` in kohya_ext.gpu.rates.
 #: The H100's machine of benchmarks/results has 27.2, and a launch of its training steps takes 2.65 times the constant.
@@ -35,7 +35,7 @@ _RUNS = 20
 def gpu() -> Gpu | None:
     """Return this machine's first GPU; None without one, or if its rates are neither known nor measured."""
     first = first_gpu()
-    return None if first is None else of(*first)
+    return None if first is None else of(first.name, first.memory)
 
 
 def of(name: str, memory: int | None = None) -> Gpu | None:
@@ -56,8 +56,8 @@ def named(name: str, host: str | None = None) -> Gpu:
         return gpus.on(host, gpus.named(name))
     wanted = gpus.find(name)
     here = first_gpu()
-    if here is not None and (here[0] == name or (wanted is not None and gpus.find(*here) == wanted)):
-        return of(*here) or gpus.named(name)
+    if here is not None and (here.name == name or (wanted is not None and gpus.find(here.name, here.memory) == wanted)):
+        return of(here.name, here.memory) or gpus.named(name)
     return gpus.named(name)
 
 

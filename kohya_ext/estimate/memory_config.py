@@ -26,7 +26,7 @@ from kohya_ext.config.quiet_parser import QuietParser
 from kohya_ext.config.settings import negated_flags
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
-from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.run.safetensors_header import count_blocks, read_header
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.constraints import fused_optimizer
 from kohya_ext.sdscripts.families import Family
@@ -127,7 +127,7 @@ class MemoryConfig:
     dim_from_weights: bool = False
     train_inpainting: bool = False
     pretrained_model_name_or_path: str | None = None
-    """Once normalized, the model of Stable Diffusion 3, None for 3.5 medium."""
+    """Once normalized, the model of Stable Diffusion 3, None for 3.5 medium, or Anima's number of blocks, None for 28."""
     v2: bool = False
     model_type: str = "flux"
     t5xxl: str | None = None
@@ -294,7 +294,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         sample_at_first=False,
         activation_memory_budget=_none_if(config.activation_memory_budget, 1.0) if compiled else None,
         learning_rate=defaults.learning_rate if lora or config.learning_rate else 0.0,
-        pretrained_model_name_or_path=_sd3_model(config.pretrained_model_name_or_path) if config.family.name == "sd3" else None,
+        pretrained_model_name_or_path=_model(config),
         unet_lr=None if config.unet_lr or not lora else _nonzero_rate(config.unet_lr),
         text_encoder_lr=None if all(config.text_encoder_lr or ()) or not lora else _nonzero_rates(config.text_encoder_lr),
         learning_rate_te=_nonzero_rate(config.learning_rate_te),
@@ -315,8 +315,14 @@ def _parallel(config: MemoryConfig) -> dict[str, Any]:
 
 
 def with_bf16(config: MemoryConfig) -> MemoryConfig:
-    """Return a configuration with bf16 for fp16. Its memory is within 1%, and the package's table has its estimate."""
-    return replace(config, mixed_precision="bf16") if config.mixed_precision == "fp16" else config
+    """Return a configuration with bf16 for fp16. Its memory is within 1%, and the package's table has its estimate.
+
+    A VAE in fp32 that caches one image at a time does not raise the peak, except Anima's.
+    """
+    if config.mixed_precision != "fp16":
+        return config
+    raises_peak = not config.cache_latents or config.vae_batch_size > 1 or config.family.name == "anima"
+    return replace(config, mixed_precision="bf16", no_half_vae=config.no_half_vae and raises_peak)
 
 
 def _is_recorded(config: MemoryConfig) -> bool:
@@ -377,6 +383,17 @@ def _samples(config: MemoryConfig) -> bool:
 
 def _default_sample_size(config: MemoryConfig) -> int:
     return config.family.sampler.side
+
+
+def _model(config: MemoryConfig) -> str | None:
+    """Return what decides the model's size: Stable Diffusion 3's model, or an unusual number of blocks; None for the usual."""
+    name, family = config.pretrained_model_name_or_path, config.family
+    if family.name == "sd3":
+        return _sd3_model(name)
+    if not family.usual_blocks or name is None:
+        return None
+    count = int(name) if name.isdecimal() else count_blocks(name)
+    return None if count in (None, family.usual_blocks) else str(count)
 
 
 def _sd3_model(name: str | None) -> str | None:

@@ -265,7 +265,10 @@ def _anima(config: MemoryConfig) -> Models:
     vae = importlib.import_module("library.qwen_image_autoencoder_kl" + ("_2d" if flat else ""))
     transformers = importlib.import_module("transformers")
     transformer = _construct(
-        util.anima_models, "Anima", lambda: util.load_anima_model("cpu", "", "torch", False, "cpu", torch.bfloat16)
+        util.anima_models,
+        "Anima",
+        lambda: util.load_anima_model("cpu", "", "torch", False, "cpu", torch.bfloat16),
+        **({"num_blocks": int(config.pretrained_model_name_or_path)} if config.pretrained_model_name_or_path else {}),
     )
     folder = Path(str(util.__file__)).parent.parent / "configs" / "qwen3_06b"
     encoder = transformers.Qwen3Model(transformers.Qwen3Config.from_pretrained(folder, local_files_only=True))
@@ -361,8 +364,8 @@ class _LoadingStoppedError(Exception):
     """Stops a loader at the model that it builds."""
 
 
-def _construct(module: Any, name: str, load: Callable[[], Any]) -> Any:
-    """Construct a class with the sizes that its loader passes to it, and load no weights."""
+def _construct(module: Any, name: str, load: Callable[[], Any], **other: int) -> Any:
+    """Construct a class with the sizes that its loader passes to it, or with ``other`` ones, and load no weights."""
     kind = getattr(module, name)
     sizes: dict[str, Any] = {}
 
@@ -373,7 +376,7 @@ def _construct(module: Any, name: str, load: Callable[[], Any]) -> Any:
     with replaced(module, name, record), contextlib.suppress(_LoadingStoppedError):
         load()
     if sizes:
-        return kind(**sizes)
+        return kind(**{**sizes, **other})
     raise RuntimeError(f"the loader did not construct {name}")
 
 

@@ -1,15 +1,16 @@
 """The caching allocator's memory over a run: caching, loading, and its first steps.
 
 What a run reserves depends on its history: caching leaves cuBLAS's workspace inside a segment, and the first optimizer step
-creates its state in the gaps between the tensors of a step. With CUDA graphs the first step records the model: it runs eager
-twice and is recorded once, with memory from a private pool.
+creates its state in the gaps between the tensors of a step. With CUDA graphs the first steps run eager. Then unused memory is
+returned, and a step records the model: it runs eager twice and is recorded once, with memory from a private pool. Work between
+steps, such as sample images, first returns this pool, unless it fits next to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from types import MappingProxyType
 
 from kohya_ext.estimate.allocator import CachingAllocator
@@ -19,6 +20,12 @@ from kohya_ext.estimate.tracker import BACKWARD
 
 #: The pool of recorded passes, and the eager runs before they are recorded.
 _POOL, _WARM_UPS = 1, 2
+
+#: Steps before the one that records, of :data:`STEPS` (kohya_ext.compiling.eager_steps).
+_EAGER_STEPS = 2
+
+#: The phase of an event that stands for the recorded passes.
+_PASSES = "recorded passes"
 
 #: Steps that are replayed: the first without optimizer state, and others that reuse what the ones before have freed.
 STEPS = 4
@@ -59,6 +66,7 @@ def replay(
         return memory
     replay_steps(allocator, step, bool(workspace), numbers, late)
     memory["step"] = Memory(allocator.most_reserved, {**allocator.peaks})
+    allocator.drop(_POOL)
     for name, log in between.items():
         allocator.forget_peaks()
         allocator.replay(_after_steps(log, allocator, numbers, len(step.kinds)))
@@ -76,7 +84,10 @@ def _after_steps(log: Log, allocator: CachingAllocator, first: int, storages: in
             continue
         if event.bytes < 0 and event.storage not in live:
             of_steps = (first + step * storages + event.storage for step in range(STEPS))
-            live[event.storage] = next(number for number in of_steps if allocator.holds(number))
+            held = next((number for number in of_steps if allocator.holds(number)), None)
+            if held is None:  # dropped with the recordings' pool
+                continue
+            live[event.storage] = held
         yield event._replace(storage=live.setdefault(event.storage, unused + event.storage))
 
 
@@ -95,23 +106,28 @@ def replay_steps(
     allocator.release_unused()
     if not any(event.phase == LOADING for event in parts.loaded):
         allocator.forget_peaks()
-    events = _numbered(parts.steps(STEPS), first)
-    allocator.replay(islice(events, len(parts.before)))
-    if parts.passes:
-        _record(allocator, [*_numbered(parts.passes, first)], {first + number for number in parts.workspaces})
-    allocator.replay(events)
+    steps = 0
+    for event in _numbered(parts.steps(STEPS), first):
+        if event.phase != _PASSES:
+            allocator.replay((event,))
+            continue
+        if steps < _EAGER_STEPS:
+            _run_eager(allocator, [*_numbered(parts.passes, -parts.storages)], steps > 0, parts)
+        elif steps == _EAGER_STEPS:
+            allocator.release_unused()
+            _record(allocator, [*_numbered(parts.passes, first)], {first + number for number in parts.workspaces})
+        steps += 1
 
 
 def tensor_peak(step: Log) -> Peak:
-    """Return the peak of a step's tensors: with CUDA graphs of the first step, which records them, or of a later one."""
+    """Return the peak of a step's tensors: with CUDA graphs of one that runs eager or records, or of a later one."""
     if step.recording is None:
         return peak(step.events, step.kinds)
     parts = _parts(step, has_workspace=False)
-    events = parts.steps(1)
-    first = [*parts.loaded, *islice(events, len(parts.before)), *parts.passes, *events]
     kept = _kept(parts.passes)
+    recording = [*parts.loading, *parts.before, *parts.passes, *parts.after]
     later = [*parts.loading, *(event for event in parts.passes if event.storage in kept), *parts.before, *parts.after]
-    return max((peak(log, step.kinds) for log in (first, later)), key=lambda each: each.bytes)
+    return max((peak(log, step.kinds) for log in (recording, later)), key=lambda each: each.bytes)
 
 
 @dataclass(frozen=True)
@@ -137,9 +153,10 @@ class _Parts:
         return [*_without(self.loading, created)]
 
     def steps(self, count: int) -> Iterator[Event]:
-        """Yield the events of the first steps without the recorded passes."""
+        """Yield the events of the first steps, with one event for the recorded passes."""
         resident = {event.storage: event for event in self.loading if event.bytes > 0}
-        return repeated([*self.before, *self.after], resident, self.once, count, self.storages, self.replaces)
+        passes = [Event(0, 0, _PASSES)] if self.passes else []
+        return repeated([*self.before, *passes, *self.after], resident, self.once, count, self.storages, self.replaces)
 
 
 def _parts(step: Log, has_workspace: bool) -> _Parts:
@@ -157,6 +174,14 @@ def _parts(step: Log, has_workspace: bool) -> _Parts:
     passes = [event for event in events[recording.start : recording.end] if event.storage in inside]
     once = workspaces | {event.storage for event in static if event.bytes > 0}
     return _Parts(loading, before, passes, after, once, workspaces, len(step.kinds), step.replaces)
+
+
+def _run_eager(allocator: CachingAllocator, passes: Sequence[Event], again: bool, parts: _Parts) -> None:
+    """Replay the passes of an eager step, numbered below 0. Its workspaces exist from the first one on."""
+    workspaces = _kept(passes) & {number - parts.storages for number in parts.workspaces}
+    allocator.replay(_without(passes, workspaces if again else ()))
+    for storage in _kept(passes) - workspaces:
+        allocator.free(storage)
 
 
 def _record(allocator: CachingAllocator, passes: Sequence[Event], workspaces: Collection[int]) -> None:
@@ -206,7 +231,9 @@ def repeated(
         if index:
             yield from _numbered((resident[storage] for storage in freed & resident.keys()), index * storages)
         for event in events:
-            if event.bytes == 0:
+            if event.phase == _PASSES:
+                yield event
+            elif event.bytes == 0:
                 if index == 0:
                     yield event._replace(bytes=resident[event.storage].bytes)
             elif event.storage in once and event.storage not in freed:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from kohya_ext.estimate.tracker import Allocations
+from kohya_ext.gpu import peak_memory
 from kohya_ext.units import index_of
 
 
@@ -33,7 +34,7 @@ class GPUMemoryMeter:
     def begin(self) -> int:
         """Release memory of earlier phases (caching latents reserves gigabytes), so that the peak is the step's own."""
         self.release()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        peak_memory.reset(self.device)
         return int(torch.cuda.memory_reserved(self.device))
 
     def end(self) -> int:
@@ -44,6 +45,26 @@ class GPUMemoryMeter:
         """Free tensors in reference cycles, and return unused cached memory to the driver."""
         gc.collect()
         torch.cuda.empty_cache()
+
+
+class TemporaryMemoryMeter:
+    """Measures the temporary tensors of a CUDA device. It neither waits for the device nor releases memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = index_of(device)
+
+    def begin(self) -> None:
+        """Begin to measure."""
+        if torch.cuda.is_available():
+            peak_memory.reset(self.device)
+
+    def end(self) -> int:
+        """Return the bytes of tensors at their peak since :meth:`begin`, beyond those that are left; 0 without a GPU."""
+        return (
+            0
+            if not torch.cuda.is_available()
+            else int(torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device))
+        )
 
 
 class HostMemoryMeter:

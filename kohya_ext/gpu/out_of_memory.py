@@ -12,7 +12,9 @@ from typing import Any
 
 from kohya_ext.config.command_line import CommandLine, quoted, restart_line
 from kohya_ext.estimate import predict
+from kohya_ext.gpu.peak_memory import of_device as peaks_of_device
 from kohya_ext.gpu.peak_memory import peak_memory
+from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.planning.memory_savings import Attempt, Phase, Step, steps
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import GB, format_size, gigabytes, index_of
@@ -81,7 +83,7 @@ def usage(device: Any) -> str:
     index = index_of(device)
     free, total = torch.cuda.mem_get_info(index)
     reserved = torch.cuda.memory_reserved(index)
-    tensors, peak = torch.cuda.memory_allocated(index), torch.cuda.max_memory_allocated(index)
+    tensors, peak = torch.cuda.memory_allocated(index), peaks_of_device(index)[0]
     others = max(0, total - free - reserved)
     return (
         f"GPU memory: {gigabytes(total)} GB; this run reserves {gigabytes(reserved)} ({gigabytes(tensors)} in tensors, "
@@ -112,7 +114,9 @@ def next_step(args: Namespace, command: CommandLine, phase: Phase, keep_state: b
     """Return the cheapest change that helps in a phase; with ``keep_state``, one that can resume a saved state, if any."""
     known = vars(args)
     values = {**known, **{name: value for name, value in command.settings.values().items() if value is not None}}
-    helpful = list(steps(Attempt(command.name, values, known.__contains__), phase))
+    gpu = first_gpu()
+    bf16 = gpu is None or gpu.has_bf16
+    helpful = list(steps(Attempt(command.name, values, known.__contains__, bf16=bf16), phase))
     resumable = [step for step in helpful if step.saving.resumes] if keep_state else []
     return next(iter(resumable or helpful), None)
 

@@ -17,10 +17,11 @@ from typing import Any
 from kohya_ext.config.command_line import LAUNCHED, option_words, without_secrets
 from kohya_ext.config.settings import MASTER_SWITCH, Settings, secrets
 from kohya_ext.errors import UserError
+from kohya_ext.installed_gpus import visible_gpus
 from kohya_ext.launch.accelerate_signals import pass_signals_on
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
-from kohya_ext.units import visible_gpus
+from kohya_ext.units import has_gpu
 
 #: Options that ``accelerate launch`` has under the same name.
 _OPTIONS = ("num_processes", "multi_gpu", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -57,7 +58,10 @@ def launch(settings: Settings, checkout: Checkout, script: Path, arguments: Sequ
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("several processes need accelerate; run `pip install accelerate` or remove --num_processes")
     config = _configuration(settings.accelerate_config)
-    check(settings, config, visible_gpus())
+    gpus = visible_gpus()
+    check(settings, config, gpus)
+    if gpus == 0:
+        _check_without_nvidia(layout(settings, config), config)
     options = _given(settings)
     file = {} if settings.accelerate_config is None else {"config_file": settings.accelerate_config}
     # With a configuration of one process, accelerate starts one process whatever --num_processes says.
@@ -138,6 +142,16 @@ def check(settings: Settings, config: Mapping[str, Any], gpus: int) -> None:
         raise UserError(
             f"{run.on_this_machine} processes need {run.on_this_machine} GPUs, but this machine has {gpus} visible; "
             f"use --num_processes {gpus * run.machines}"
+        )
+
+
+def _check_without_nvidia(run: Layout, config: Mapping[str, Any]) -> None:
+    """Raise UserError if several processes would have no GPU of another kind, nor train on CPUs on purpose."""
+    on_cpus = "yes" if config.get("use_cpu") else os.environ.get("ACCELERATE_USE_CPU", "")
+    if run.on_this_machine > 1 and on_cpus.lower() not in ("1", "true", "yes") and not has_gpu():
+        raise UserError(
+            f"{run.on_this_machine} processes need as many GPUs, and PyTorch finds none here; remove --num_processes, or "
+            "set ACCELERATE_USE_CPU=1 to train on CPUs"
         )
 
 

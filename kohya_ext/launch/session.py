@@ -19,7 +19,7 @@ from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine, without_secrets
 from kohya_ext.config.settings import Settings, options, secrets
-from kohya_ext.console import note, replace_unencodable, should_print, stop, warn
+from kohya_ext.console import hide_notices_of_libraries, note, replace_unencodable, should_print, stop, warn
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
@@ -49,6 +49,7 @@ class Session:
     @classmethod
     def start(cls, checkout: Checkout, command: CommandLine) -> Session:
         """Resolve the options and arm the patches. Raises UserError for anything wrong in the command line."""
+        hide_notices_of_libraries()
         engine = (_options_patch(command), accelerate_signals.PATCH)
         patcher = Patcher(registry(), command.settings, checkout, engine, Program(checkout, command))
         session = cls(checkout, command, patcher, time.monotonic())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
@@ -115,6 +115,8 @@ class Patch:
     targets. It is undone if torch still needs it afterwards."""
     wanted: Callable[[Settings], bool] = lambda settings: True
     """Raises UserError for settings that cannot work together."""
+    problems: Callable[[str, Any, Settings], Iterable[str]] = lambda script, args, settings: ()
+    """(script, its arguments, settings) -> why that run cannot use the patch, if it is wanted; for preflight."""
     facts: Callable[[], Mapping[str, object]] | None = None
     """Returns its measurements as plain JSON data, for the report of a run in which it is active."""
     stage: Stage | None = None

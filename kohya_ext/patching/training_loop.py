@@ -313,6 +313,9 @@ _END = object()
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
+_COMMAND = "kohya-ext"
+"""The installed command."""
+
 _current: TrainingRun | None = None
 
 
@@ -390,10 +393,12 @@ class TrainingLoop:
         """Return whether a frame or one of its callers may catch an exception: code other than sd-scripts and the launcher."""
         if threading.current_thread() is not threading.main_thread():
             return True
-        own = {_PACKAGE, *([self.program.checkout.path.resolve()] if self.program.checkout is not None else [])}
+        checkout = self.program.checkout
+        own = {_PACKAGE, *([checkout.path.resolve()] if checkout is not None else [])}
         while frame is not None:
-            file = frame.f_code.co_filename
-            if "runpy" not in file and own.isdisjoint(Path(file).resolve().parents):
+            file = Path(frame.f_code.co_filename)
+            is_command = _COMMAND in (file.stem, file.parent.stem)  # on Windows KOHYA-EXT.exe/__main__.py
+            if frame.f_globals.get("__name__") != "runpy" and not is_command and own.isdisjoint(file.resolve().parents):
                 return True
             frame = frame.f_back
         return False

@@ -76,6 +76,9 @@ class Accelerator(Protocol):
     _models: list[Module]
     _optimizers: list[Any]
 
+    def load_state(self, input_dir: str) -> None:
+        """Load models, optimizers, schedulers and random state from a saved state's folder."""
+
     def accumulate(self, *models: Any) -> AbstractContextManager[None]:
         """Run one micro-batch of gradient accumulation inside the block."""
 

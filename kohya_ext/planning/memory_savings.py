@@ -16,6 +16,7 @@ from typing import Any, Literal
 from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import options
 from kohya_ext.quantization.selection import reason_to_refuse
+from kohya_ext.run.safetensors_header import count_blocks
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, FUSED_OPTIMIZERS, Run, newly_broken
 from kohya_ext.sdscripts.families import Family
@@ -53,6 +54,8 @@ class Attempt:
     """Whether the script's parser has a key. Not called for the extension's options."""
     experimental: bool = False
     """Whether experimental savings are offered, which the GPU then supports."""
+    bf16: bool = True
+    """Whether the GPU computes in bf16."""
 
     @property
     def family(self) -> Family | None:
@@ -130,7 +133,9 @@ def after(attempt: Attempt, step: Step) -> Attempt:
 
 
 def _mixed_precision(run: Attempt) -> Changes:
-    return {} if run.values.get("mixed_precision") in ("bf16", "fp16") else {"mixed_precision": "bf16"}
+    if run.values.get("mixed_precision") in ("bf16", "fp16"):
+        return {}
+    return {"mixed_precision": "bf16"} if run.bf16 else {"mixed_precision": "fp16"}
 
 
 def _attention(run: Attempt) -> Changes:
@@ -236,8 +241,14 @@ def _eight_bit_base(run: Attempt) -> Changes:
     return {"base_precision": "int8", **off}
 
 
+def _most_swapped(run: Attempt) -> int:
+    if run.family is None or not run.family.usual_blocks:
+        return run.family.max_blocks_to_swap if run.family is not None else 0
+    return (count_blocks(run.values.get("pretrained_model_name_or_path")) or run.family.usual_blocks) - 2
+
+
 def _swap(run: Attempt) -> Changes:
-    most = run.family.max_blocks_to_swap if run.family is not None else 0
+    most = _most_swapped(run)
     now = run.number("blocks_to_swap", 0)
     if now >= most:
         return {}
@@ -284,8 +295,8 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
     ),
     MemorySaving(
         "mixed precision",
-        "bf16 mixed precision for activations and frozen weights",
-        "rounding to 8 bits of mantissa; it is also faster. On RTX 20xx use fp16 with --no_half_vae",
+        "16-bit mixed precision for activations and frozen weights",
+        "8 bits of mantissa with bf16, 11 with fp16; it is also faster. SDXL's VAE needs --no_half_vae with fp16",
         exact=False,
         resumes=True,
         helps=_RESIDENT | {"caching latents", "caching text encoder outputs"},
@@ -420,7 +431,7 @@ MEMORY_SAVINGS: tuple[MemorySaving, ...] = (
     MemorySaving(
         "resolution",
         "smaller images",
-        "less detail; images are trained at three quarters of the side",
+        "less detail; images are trained at fewer pixels, down to half of the model's side",
         exact=False,
         resumes=True,
         helps=_ACTIVATIONS | {"caching latents"},

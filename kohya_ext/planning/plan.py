@@ -11,6 +11,7 @@ from typing import Literal
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
+from kohya_ext.config.preset_files import NotForScriptError
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config, predict, step_time
 from kohya_ext.estimate.gpus import Gpu
@@ -20,7 +21,7 @@ from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, 
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.introspect import option_names
-from kohya_ext.units import gigabytes, label
+from kohya_ext.units import SMALLEST_SHARE, gigabytes, label
 
 #: Maximum number of new estimates for one plan, about 20 seconds each.
 MAX_ESTIMATES = 12
@@ -118,16 +119,18 @@ def automatic(command: CommandLine, card: int) -> str:
     This is the largest tier that fits with the user's arguments or, where its memory is not known, the tier of the GPU's size.
     Raises UserError when there is none.
     """
+    if command.name not in preset_files.FAMILIES:
+        raise NotForScriptError(f"--preset auto: {command.name} has no presets for GPU sizes")
     smaller = ""
     tier = None
     for tier, tier_command in _tiers_with(command):
         row = cache.shipped(_config(tier_command))
         if row is not None and fits(Estimate(**row), card):
             return tier.name
-        if row is None and tier.card <= card and not smaller:
+        if row is None and tier.card <= card / SMALLEST_SHARE and not smaller:
             smaller = tier.name
     if tier is None:
-        raise UserError(
+        raise NotForScriptError(
             f"--preset auto: {command.name} has no presets for GPU sizes; run `python -m kohya_ext plan {command.name}`"
         )
     if not smaller:
@@ -403,4 +406,5 @@ def attempt(checkout: Checkout, command: CommandLine, gpu: Gpu | None = None) ->
     For a ``gpu``, experimental savings are offered that it supports.
     """
     experimental = gpu is not None and gpu.reason_without_kernels("int8") is None
-    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__, experimental)
+    bf16 = gpu is None or gpu.has_bf16
+    return Attempt(command.name, command.values, option_names(checkout.script(command.name)).__contains__, experimental, bf16)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, quoted
@@ -159,20 +159,19 @@ class SeveralPlan:
 
     machine: Machine
     answer: Option
+    """The fastest that fits and is close, on all GPUs or on one of them."""
     others: tuple[Option, ...]
-    """Those that fit, the fastest first."""
+    """The others that fit, the fastest first; those that are not close last."""
     too_big: tuple[Option, ...]
     wanted: int
     """Images per step of the command line on one GPU."""
-    alone: Candidate | None
-    """The fastest shipped tier for one of the GPUs."""
+    alone: Option | None
+    """The fastest shipped tier on one of the GPUs; None if none fits, or if its time is not known."""
 
     @property
-    def alone_per_image(self) -> float | None:
-        """Seconds of an image on one GPU alone; None if they are not known."""
-        if self.alone is None or (time := step_time.predict(self.alone.estimate, self.alone.command, self.machine.gpu)) is None:
-            return None
-        return time.seconds / self.alone.estimate.images
+    def together(self) -> Option:
+        """The best configuration on all GPUs."""
+        return next(option for option in (self.answer, *self.others) if option is not self.alone)
 
 
 def plan(checkout: Checkout, command: CommandLine, machine: Machine, announce: Callable[[str], None]) -> SeveralPlan:
@@ -183,17 +182,30 @@ def plan(checkout: Checkout, command: CommandLine, machine: Machine, announce: C
     nothing fits, or for arguments that cannot be estimated.
     """
     options = [*_options(checkout, command, machine, announce)]
-    inside = sorted((option for option in options if option.fits), key=lambda each: (not each.is_close, each.seconds_per_image))
+    inside = [option for option in options if option.fits]
     outside = sorted((each for each in options if not each.fits), key=lambda each: each.candidate.estimate.reserved)
-    wanted = _images(command)
-    alone = next((each for each in known_tiers(checkout, command) if fits(each.estimate, machine.card)), None)
+    candidate = next((each for each in known_tiers(checkout, command) if fits(each.estimate, machine.card)), None)
     if not inside:
-        raise UserError(_reason(machine, outside, alone))
-    return SeveralPlan(machine, inside[0], tuple(inside[1:]), tuple(outside), wanted, alone)
+        raise UserError(_reason(machine, outside, candidate))
+    alone = _alone(candidate, machine)
+    inside += [alone] if alone is not None else []
+    answer, *others = sorted(inside, key=lambda each: (not each.is_close, each.seconds_per_image))
+    return SeveralPlan(machine, answer, tuple(others), tuple(outside), _images(command), alone)
+
+
+def _alone(candidate: Candidate | None, machine: Machine) -> Option | None:
+    """Return a configuration as an option for one of the GPUs; None without one, or if its time is not known."""
+    if candidate is None or step_time.predict(candidate.estimate, candidate.command, machine.gpu) is None:
+        return None
+    config = memory_config.read(candidate.command)[0]
+    base = preset_files.base(config.kind)
+    usual = base is not None and "full_bf16" in base.values
+    renamed = replace(candidate, name=f"one GPU, {candidate.name}")
+    return Option(renamed, Engine.LORA, replace(machine, gpus=1), is_close=usual or not config.full_bf16)
 
 
 def _reason(machine: Machine, outside: list[Option], alone: Candidate | None) -> str:
-    """Return why nothing fits, with the way out."""
+    """Return why nothing fits on all GPUs, with the way out."""
     line = [] if alone is None else ["python", "-m", "kohya_ext", alone.command.name, *alone.command.argv]
     way_out = f"; one of the GPUs trains it alone: {quoted(line)}" if line else ""
     if not outside:

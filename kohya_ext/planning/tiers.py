@@ -75,8 +75,11 @@ def tiers(only: str | None = None, experimental: bool = False) -> Iterator[Tier]
 
 
 def read(script: str, argv: list[str]) -> MemoryConfig:
-    """Return the normalized configuration of a command line, without environment variables."""
-    return memory_config.normalized(memory_config.read(CommandLine(Path(script), argv, {}))[0])
+    """Return the normalized configuration of a command line, without environment variables, for a GPU with bf16.
+
+    Its memory is that of a GPU without (:func:`memory_config.with_bf16`).
+    """
+    return memory_config.normalized(memory_config.read(CommandLine(Path(script), argv, {}, has_bf16=True))[0])
 
 
 def faster(tier: Tier) -> MemoryConfig | None:

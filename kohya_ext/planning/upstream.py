@@ -57,7 +57,7 @@ def search(checkout: Checkout, tier: Tier, announce: Callable[[str], None]) -> U
     fixed: dict[str, object] = {**WITHOUT_EXTENSION, "train_batch_size": tier.config.train_batch_size}
     if "model_type" in base:
         fixed["model_type"] = base["model_type"]  # selects the family of a shared script
-    command = CommandLine(checkout.script(script), option_words(fixed), {})
+    command = CommandLine(checkout.script(script), option_words(fixed), {}, has_bf16=True)
     candidates = [command.with_tier(f"{tier.family}/{tier.about['vram_gb']}gb")]
     with contextlib.suppress(NothingFitsError):
         candidates.append(plan(checkout, command, tier.card, gpu, announce).answer.command)

@@ -6,6 +6,7 @@ arguments, and only the headers and ends of files.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, printable, stop, warn
+from kohya_ext.patching.patch import registry
 from kohya_ext.run import step_times
+from kohya_ext.units import has_gpu
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Findings:
 
 def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     """Check a training script's final arguments. Creates the output folder and changes nothing else."""
-    from kohya_ext.preflight import data, models, options, output
+    from kohya_ext.preflight import data, hub, models, options, output
 
     findings = Findings()
     if getattr(args, "debug_dataset", False):
@@ -39,16 +42,27 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
         "arguments": options.check,
         "model files": partial(models.check, settings=settings),
+        "Hugging Face Hub": hub.check,
         "training set": partial(data.check, settings=settings),
         "output folder": partial(output.check, settings=settings),
+        "patches": partial(_check_patches, settings=settings),
     }
     for subject, check in checks.items():
         try:
             check(script, args, findings)
         except Exception as error:  # a bug in a check must not stop the run
             findings.warnings.append(f"the check of the {subject} failed: {type(error).__name__}: {error}")
+    if "torch" in sys.modules and not has_gpu():  # a script has imported it
+        findings.notes.append("PyTorch finds no GPU: training on the CPU")
     _add_duration(script, args, settings, findings)
     return findings
+
+
+def _check_patches(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
+    """Add the problems that the wanted patches have with the run."""
+    for patch in registry().values():
+        if {"*", patch.name}.isdisjoint(settings.disable_patch) and patch.wanted(settings):
+            findings.errors.extend(patch.problems(script.name, args, settings))
 
 
 def _add_duration(script: Path, args: Namespace, settings: Settings, findings: Findings) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.config.user_files import read_dataset_config
+from kohya_ext.config.user_files import read_dataset_config, read_toml
 from kohya_ext.errors import UserError
-from kohya_ext.preflight import Findings, abbreviated, buckets, caches
+from kohya_ext.preflight import Findings, abbreviated, buckets, caches, captions, colours
 from kohya_ext.preflight.buckets import Buckets
 from kohya_ext.run.file_index import IMAGES, FileIndex
 
@@ -27,8 +27,20 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
 _SMALL_AREA = 0.25
 
 
-#: Checks in the index of a folder: an image's is followed by its size. Increase the numbers when a check changes.
-_IMAGE, _CAPTION = "image1:", "caption1"
+#: Checks in the index of a folder: an image's is followed by its size, alpha channel and colour space, a caption's by the
+#: numbers of its tokens. Increase the numbers when a check changes.
+_IMAGE, _CAPTION = "image2:", "caption2:"
+
+
+class CheckedImage(NamedTuple):
+    """An image's problem, or what is known about it."""
+
+    problem: str | None
+    size: tuple[int, int] | None = None
+    """Width and height in pixels."""
+    has_alpha: bool = False
+    profile: str = ""
+    """The colour space, if it is not sRGB."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,10 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     """Check every subset and its images; add the number of steps."""
     if getattr(args, "dataset_class", None):
         return  # the user's own code reads the data
+    if not any(hasattr(args, option) for option in ("train_data_dir", "dataset_config")):
+        _check_prompts_file(args, findings)
+        findings.steps = args.max_train_steps
+        return
     subsets = list(_subsets(script, args, findings))
     sizes: dict[Path, list[tuple[int, int] | None]] = {}
     for subset in subsets:
@@ -75,11 +91,27 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         sizes[subset.folder] = _check_images(subset, files, findings, index)
         if "control_net" not in script.name:
             _check_sizes(subset, sizes[subset.folder], findings)
-        _check_captions(subset, files, findings, index)
+        counts = _check_captions(subset, files, findings, index)
+        if (message := captions.cut_message(subset.folder, counts, script, args)) is not None:
+            findings.warnings.append(message)
         if caches.are_read(subset.options, settings):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
     if any(sizes.values()) and not findings.errors:
         _add_steps(subsets, sizes, args, findings)
+
+
+def _check_prompts_file(args: Namespace, findings: Findings) -> None:
+    """Check the file that LECO's scripts read instead of images."""
+    file = getattr(args, "prompts_file", None)
+    if file is None:
+        return
+    try:
+        prompts = read_toml(Path(file), f"--prompts_file {file}")
+    except UserError as error:
+        findings.errors.append(str(error))
+        return
+    if not prompts:
+        findings.errors.append(f"--prompts_file {file} is empty; add a [[prompts]] section")
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -242,18 +274,18 @@ def _check_images(
     subset: Subset, files: list[Path], findings: Findings, index: FileIndex | None
 ) -> list[tuple[int, int] | None]:
     """Check every image that is not in the index; return their sizes in pixels (width, height), None where unknown."""
-    passed = {file: size for file in files if (size := _known_size(file, index)) is not None}
+    passed = {file: known for file in files if (known := _known(file, index)) is not None}
     unknown = [file for file in files if file not in passed]
     with ThreadPoolExecutor(8) as pool:
         checked = dict(zip(unknown, pool.map(check_image, unknown), strict=True))
     if index is not None:
-        sound = ((file, size) for file, (problem, size) in checked.items() if problem is None and size is not None)
-        index.add_all((str(file), f"{_IMAGE}{size[0]}x{size[1]}") for file, size in sound)
-    results = [checked[file] if file in checked else (None, passed[file]) for file in files]
+        index.add_all((str(file), line) for file, image in checked.items() if (line := _index_line(image)) is not None)
+    results = [checked[file] if file in checked else passed[file] for file in files]
     small = 0
-    for (problem, size), file in zip(results, files, strict=True):
-        if problem is not None:
-            findings.errors.append(f"{file} {problem}")
+    for image, file in zip(results, files, strict=True):
+        size = image.size
+        if image.problem is not None:
+            findings.errors.append(f"{file} {image.problem}")
         elif size is not None and subset.resolution is not None:
             small += size[0] * size[1] < _SMALL_AREA * subset.resolution[0] * subset.resolution[1]
     if small:
@@ -266,15 +298,27 @@ def _check_images(
         findings.warnings.append(
             f"{subset.folder}: images with the same name share their caption and cache: {abbreviated(duplicates)}"
         )
-    return [size for _, size in results]
+    with_alpha = [file for file, image in zip(files, results, strict=True) if image.has_alpha]
+    profiles = [image.profile for image in results if image.profile]
+    masks = bool(subset.options.get("alpha_mask"))
+    findings.warnings.extend(colours.messages(subset.folder, with_alpha, profiles, len(files), masks))
+    return [image.size for image in results]
 
 
-def _known_size(file: Path, index: FileIndex | None) -> tuple[int, int] | None:
-    """Return the size of an image that has passed the check; None if the index does not have it."""
+def _index_line(image: CheckedImage) -> str | None:
+    """Return the entry of a sound image in the index of its folder."""
+    if image.problem is not None or image.size is None:
+        return None
+    return f"{_IMAGE}{image.size[0]}x{image.size[1]}:{int(image.has_alpha)}:{image.profile}"
+
+
+def _known(file: Path, index: FileIndex | None) -> CheckedImage | None:
+    """Return what is known about an image that has passed the check; None if the index does not have it."""
     for check in index.passed(str(file)) if index is not None else ():
         if check.startswith(_IMAGE):
-            width, _, height = check.removeprefix(_IMAGE).partition("x")
-            return int(width), int(height)
+            size, alpha, profile = check.removeprefix(_IMAGE).split(":")
+            width, _, height = size.partition("x")
+            return CheckedImage(None, (int(width), int(height)), alpha == "1", profile)
     return None
 
 
@@ -310,8 +354,8 @@ def _check_sizes(subset: Subset, sizes: list[tuple[int, int] | None], findings: 
         )
 
 
-def check_image(file: Path) -> tuple[str | None, tuple[int, int] | None]:
-    """Return an image's problem, or None, and its size in pixels (width, height), or None if unknown.
+def check_image(file: Path) -> CheckedImage:
+    """Return an image's problem, or what its header says.
 
     An image is decoded only when its end is not the format's, which takes a few milliseconds. Damage in the middle is not
     detected.
@@ -319,20 +363,20 @@ def check_image(file: Path) -> tuple[str | None, tuple[int, int] | None]:
     from PIL import Image, UnidentifiedImageError
 
     if file.suffix.lower() in (".avif", ".jxl"):
-        return (None, None) if file.stat().st_size else ("is empty (0 bytes)", None)
+        return CheckedImage(None if file.stat().st_size else "is empty (0 bytes)")
     try:
         if file.stat().st_size == 0:
-            return "is empty (0 bytes)", None
+            return CheckedImage("is empty (0 bytes)")
         with Image.open(file) as image:
             if not _has_valid_end(file, image.format):
                 image.load()
-            return None, image.size
+            return CheckedImage(None, image.size, colours.has_alpha(image), colours.profile_of(image))
     except UnidentifiedImageError:
-        return "is not a readable image", None
+        return CheckedImage("is not a readable image")
     except (OSError, ValueError, SyntaxError, EOFError) as error:
-        return f"is damaged: {error}", None
+        return CheckedImage(f"is damaged: {error}")
     except Image.DecompressionBombError:
-        return None, None
+        return CheckedImage(None)
 
 
 def _has_valid_end(file: Path, kind: str | None) -> bool:
@@ -350,16 +394,19 @@ def _has_valid_end(file: Path, kind: str | None) -> bool:
     return False
 
 
-def _check_captions(subset: Subset, files: list[Path], findings: Findings, index: FileIndex | None) -> None:
+def _check_captions(subset: Subset, files: list[Path], findings: Findings, index: FileIndex | None) -> list[tuple[int, int]]:
+    """Check every caption; return the numbers of tokens of each one that can be read."""
     if subset.has_metadata_file or subset.regularisation:
-        return
+        return []
     missing: list[str] = []
     unreadable: list[str] = []
     empty: list[Path] = []
-    sound: list[Path] = []
+    counts: list[tuple[int, int]] = []
+    read: list[tuple[str, str]] = []
     for file in files:
         caption = Path(os.path.splitext(file)[0] + subset.caption_extension)
-        if index is not None and index.has_passed(str(caption), _CAPTION):
+        if (known := _known_tokens(caption, index)) is not None:
+            counts.append(known)
             continue
         try:
             text = caption.read_text(encoding="utf-8")
@@ -368,15 +415,34 @@ def _check_captions(subset: Subset, files: list[Path], findings: Findings, index
         except OSError:
             missing.append(file.name)
         else:
-            (sound if text else empty).append(caption)
+            if text:
+                clip, words = captions.count_tokens(text)
+                counts.append((clip, words))
+                read.append((str(caption), f"{_CAPTION}{clip}:{words}"))
+            else:
+                empty.append(caption)
     if index is not None:
-        index.add_all((str(caption), _CAPTION) for caption in sound)
+        index.add_all(read)
     if unreadable:
         findings.errors.append(f"{subset.folder}: captions that are not UTF-8: {abbreviated(unreadable)}")
     if empty:
         findings.errors.append(f"{subset.folder}: empty captions: {abbreviated([caption.name for caption in empty])}")
-    if not missing:
-        return
+    if missing:
+        _report_missing(subset, files, missing, findings)
+    return counts
+
+
+def _known_tokens(caption: Path, index: FileIndex | None) -> tuple[int, int] | None:
+    """Return the numbers of tokens of a caption that has passed the check; None if the index does not have it."""
+    for check in index.passed(str(caption)) if index is not None else ():
+        if check.startswith(_CAPTION):
+            clip, _, words = check.removeprefix(_CAPTION).partition(":")
+            return int(clip), int(words)
+    return None
+
+
+def _report_missing(subset: Subset, files: list[Path], missing: list[str], findings: Findings) -> None:
+    """Add a warning about images without captions, or an error if the folder names no caption for them."""
     fallback = f"the caption {subset.class_tokens!r}" if subset.class_tokens else "an empty caption"
     others = [ext for ext in (".txt", ".caption") if ext != subset.caption_extension and files[0].with_suffix(ext).exists()]
     hint = f"; for the {others[0]} files use --caption_extension {others[0]}" if others else ""

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from kohya_ext.config.command_line import option_words
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import silent
 from kohya_ext.errors import UserError
-from kohya_ext.preflight import Findings
+from kohya_ext.preflight import Findings, abbreviated, model_files
+from kohya_ext.preflight.model_files import MODEL
 from kohya_ext.run import resume, run_record
 from kohya_ext.run.safetensors_header import Header, read_header
 from kohya_ext.run.scaled_checkpoints import UnreadableError, of_header, reject_gguf
 from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.families import Family
 
 #: Arguments that name files to load, other than the model itself.
-_OTHERS = (
+OTHERS = (
     *dict.fromkeys(option for family in families.FAMILIES for option in family.files),
     *("llm_adapter_path", "network_weights", "base_weights", "controlnet_model_name_or_path", "weights"),
 )
+
+#: Options of Stable Diffusion's scripts that may name a repository or a Diffusers folder.
+_REPOSITORIES = (MODEL, "vae", "controlnet_model_name_or_path")
+
+#: Options that may name a folder with a model of transformers.
+_FOLDERS = ("qwen3",)
 
 #: The patch that reads weights with scales.
 _READER = "scaled_checkpoints"
@@ -27,48 +37,87 @@ _READER = "scaled_checkpoints"
 
 def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
     """Check the model, the other files to load, and the state to resume from."""
-    name = getattr(args, "pretrained_model_name_or_path", None)
+    family = families.of(script.name, vars(args))
+    name = getattr(args, MODEL, None)
+    model: Mapping[str, tuple[int, ...]] = {}
     if not name:
-        findings.errors.append("no model to train: --pretrained_model_name_or_path is required")
-    elif (header := _header(name, "--pretrained_model_name_or_path", findings)) is not None:
-        _check_family(script, args, Path(name), header, findings)
+        findings.errors.append(f"no model to train: --{MODEL} is required")
+    elif (header := _header(name, MODEL, family, findings)) is not None:
+        model = header.shapes
+        model_files.check_model(script, args, model, findings)
         _check_stored_weights(script, args, Path(name), header, settings, findings)
-    for option in _OTHERS:
+    for option in OTHERS:
+        if not model_files.is_read(option, family):
+            continue
         value = getattr(args, option, None)
         for file in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(file, str) and file and (header := _header(file, f"--{option}", findings)) is not None:
+            if isinstance(file, str) and file and (header := _header(file, option, family, findings)) is not None:
+                model_files.check_file(script, args, option, Path(file), header.shapes, findings)
                 _check_stored_weights(script, args, Path(file), header, settings, findings)
+    findings.errors.extend(model_files.missing_options(script, args, model))
     _check_state(script, args, settings, findings)
 
 
-def _header(name: str, option: str, findings: Findings) -> Header | None:
-    path = Path(name)
+def _header(name: str, option: str, family: Family | None, findings: Findings) -> Header | None:
+    """Return the header of an option's file; None for a repository, a folder, another format, and a file with an error."""
+    path, label = Path(name), f"--{option} {name}"
     if not path.exists():
-        # "owner/name" is a repository on the Hugging Face Hub.
-        if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") > 1:
-            findings.errors.append(f"{option} {name} does not exist")
+        if not _may_be_repository(path, name, option, family):
+            findings.errors.append(f"{label} does not exist")
         return None
     if path.is_dir():
-        if option == "--pretrained_model_name_or_path" and not (path / "model_index.json").is_file():
-            findings.errors.append(f"{option} {name} is not a Diffusers model: the folder has no model_index.json")
+        if (problem := _folder_problem(path, option, family)) is not None:
+            findings.errors.append(f"{label} {problem}")
         return None
     if path.stat().st_size == 0:
-        findings.errors.append(f"{option} {name} is empty (0 bytes)")
+        findings.errors.append(f"{label} is empty (0 bytes)")
         return None
     try:
         reject_gguf(path)
         if path.suffix in (".safetensors", ".sft"):
-            return read_header(path)
+            return _whole(path)
         with path.open("rb") as stream:
             start = stream.read(2)
     except OSError as error:
-        findings.errors.append(f"{option} {name}: {error.strerror or error}")
+        findings.errors.append(f"{label}: {error.strerror or error}")
     except ValueError as error:
-        findings.errors.append(f"{option}: {error} ({path.parent})")
+        findings.errors.append(f"--{option}: {error} ({path.parent})")
     else:
         if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # torch.save's zip; its pickle before 2020
-            findings.errors.append(f"{option} {name} is neither a safetensors file nor a torch checkpoint")
+            findings.errors.append(f"{label} is neither a safetensors file nor a torch checkpoint")
     return None
+
+
+def _may_be_repository(path: Path, name: str, option: str, family: Family | None) -> bool:
+    """Return whether a name of no file may be a repository on the Hugging Face Hub: ``owner/name``."""
+    if path.suffix in (".safetensors", ".sft", ".ckpt", ".pt", ".pth") or path.is_absolute() or name.count("/") > 1:
+        return False
+    return option in _REPOSITORIES and (family is None or family.unet)
+
+
+def _folder_problem(path: Path, option: str, family: Family | None) -> str | None:
+    """Return why a script cannot load a folder; None if it may."""
+    if option in _REPOSITORIES and (family is None or family.unet):
+        is_whole = option != MODEL or (path / "model_index.json").is_file()
+        return None if is_whole else "is not a Diffusers model: the folder has no model_index.json"
+    is_flux = option == MODEL and family is not None and family.name == "flux"
+    if option in _FOLDERS or (is_flux and (path / "transformer").is_dir()):
+        return None
+    return "is a folder; give the .safetensors file in it"
+
+
+def _whole(file: Path) -> Header:
+    """Return a file's header, with the tensors of the other files of its model: ``NAME-00001-of-00003.safetensors``."""
+    header = read_header(file)
+    match = re.search(r"-\d+-of-(\d+)$", file.stem)
+    if match is None:
+        return header
+    start, count = file.stem[: match.start()], int(match[1])
+    others = [file.with_name(f"{start}-{index:05d}-of-{count:05d}{file.suffix}") for index in range(1, count + 1)]
+    if lost := [other.name for other in others if not other.is_file()]:
+        raise ValueError(f"{file.name} needs {abbreviated(lost)} in the same folder")
+    shapes = {name: shape for other in others for name, shape in read_header(other).shapes.items()}
+    return replace(header, shapes={**shapes, **header.shapes})
 
 
 def _check_stored_weights(
@@ -94,26 +143,6 @@ def _check_stored_weights(
         findings.warnings.append(
             f"--fp8_base rounds the weights of {file.name} a second time, without scales; use --base_precision fp8"
         )
-
-
-def _check_family(script: Path, args: Namespace, file: Path, header: Header, findings: Findings) -> None:
-    wanted = families.checkpoint_of(script.name, vars(args))
-    if wanted is None:
-        return
-    if any(part in name for name in header.shapes for part in families.LORA_TENSORS):
-        findings.errors.append(f"{file.name} is a LoRA, but {script.name} trains {wanted.title}; give the base model")
-    elif (recognized := families.recognize(header.shapes)) is not None and recognized[1] != wanted:
-        family, checkpoint = recognized
-        option = option_words({} if checkpoint.option is None else dict([checkpoint.option]))
-        command = " ".join([_script_for(family, script), *option])
-        findings.errors.append(
-            f"{file.name} is a checkpoint of {checkpoint.title}, but {script.name} trains {wanted.title}; use {command}"
-        )
-
-
-def _script_for(family: families.Family, script: Path) -> str:
-    """Return the script of a family that corresponds to another family's: LoRA, or full fine-tuning where there is one."""
-    return family.lora if "network" in script.name or not family.finetune else family.finetune[0]
 
 
 def _check_state(script: Path, args: Namespace, settings: Settings, findings: Findings) -> None:

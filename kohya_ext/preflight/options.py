@@ -189,15 +189,19 @@ def _check_network(script: Path, args: Namespace, findings: Findings) -> None:
 
 def _check_samples(script: Path, args: Namespace, findings: Findings) -> None:
     """Check that the prompts of sample images can be read, and that they have a seed where the script needs one."""
-    if not any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")):
-        return
+    asked = next(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"), None)
     file = getattr(args, "sample_prompts", None)
-    if not file:
+    if asked is not None and not file:
+        findings.errors.append(f"--{asked} needs --sample_prompts FILE, with a prompt on each line")
+    # Caching encodes the prompts, too, even if no samples are generated.
+    if not file or not (asked or any(given(args, "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"))):
         return
     try:
         seedless = ", ".join(map(str, sample_prompts.without_seed(file)))
     except UserError as error:
-        findings.warnings.append(str(error))
+        findings.errors.append(str(error))
+        return
+    if asked is None:
         return
     family = families.of(script.name, vars(args))
     if seedless and family is not None and family.sampler.needs_seed:

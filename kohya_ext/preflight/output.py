@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.preflight import Findings, sizes
+from kohya_ext.preflight import Findings, given, sizes
 from kohya_ext.preflight.sizes import Size
 from kohya_ext.run import output_lock
 from kohya_ext.run.atomic_write import previous
@@ -27,7 +27,7 @@ _INVALID_ON_WINDOWS = '<>:"|?*'
 
 
 def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
-    """Check the output folder. Creates the folder and changes nothing else."""
+    """Check the output folder. Creates the folder, with that for samples, and changes nothing else."""
     if not getattr(args, "output_dir", None):
         findings.errors.append("no output folder: --output_dir is required")
         return
@@ -37,20 +37,35 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if name and any(given(args, "sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")):
+            (folder / "sample" / name).parent.mkdir(parents=True, exist_ok=True)  # upstream does not create folders in a name
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         findings.errors.append(f"--output_dir {folder} cannot be written to: {error.strerror or error}")
         return
+    if (problem := _logging_problem(args)) is not None:
+        findings.errors.append(problem)
     try:
         if (owner := output_lock.other_owner(args)) is not None:
             findings.errors.append(output_lock.conflict_message(args, owner))
-    except UserError as problem:
-        findings.errors.append(str(problem))
+    except UserError as refused:
+        findings.errors.append(str(refused))
     _check_earlier(folder, name, findings, settings)
     size = sizes.predict(script, args)
     if size is not None:
         _check_free_space(args, folder, size, findings, settings)
+
+
+def _logging_problem(args: Namespace) -> str | None:
+    """Return why trackers cannot write to --logging_dir, which would end the run after the model has loaded."""
+    name = getattr(args, "logging_dir", None)
+    if not name:
+        return None
+    nearest = next(path for path in (Path(name).absolute(), *Path(name).absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        return f"--logging_dir {name} cannot be a folder: {nearest} is a file"
+    return None if os.access(nearest, os.W_OK) else f"--logging_dir {name} cannot be written to"
 
 
 def name_problem(folder: Path, name: str) -> str | None:

@@ -1,9 +1,13 @@
-"""Names of a run's models and states in its output folder: upstream's and the extension's."""
+"""Names of a run's models and states in its output folder: upstream's and the extension's.
+
+An output name may contain folders (``--output_name cats/tabby``), because upstream joins it to the output folder.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROLLING = "rolling"
@@ -15,19 +19,34 @@ DEFAULT_NAME = "last"
 _MODEL = r"\.(safetensors|ckpt|pt|bin)"
 
 
-def _prefix(name: str | None) -> str:
-    """Return the regular expression for the start of a run's file names. Without ``--output_name`` upstream uses three."""
-    return re.escape(name) if name else "(?:last|epoch|at)"
+@dataclass(frozen=True)
+class _Place:
+    """Where a run's files are, and the regular expression for the start of their names."""
+
+    folder: Path
+    prefix: str
+
+    @classmethod
+    def of(cls, folder: Path, name: str | None) -> _Place:
+        """Return the place of an output name. Without ``--output_name`` upstream uses three names."""
+        if not name:
+            return cls(folder, "(?:last|epoch|at)")
+        stem = folder / name
+        return cls(stem.parent, re.escape(stem.name))
+
+    def paths(self) -> Iterator[Path]:
+        """Yield everything in the folder; nothing if there is none."""
+        return self.folder.iterdir() if self.folder.is_dir() else iter(())
 
 
 def models(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield a run's models, including those of single epochs and steps and EMA weights. Diffusers models are folders."""
-    return _matching(folder, rf"{_prefix(name)}(-\d{{6}}|-step\d{{8}})?(-ema)?", _MODEL)
+    return _models(_Place.of(folder, name), r"(-\d{6}|-step\d{8})?(-ema)?")
 
 
 def final_models(folder: Path, name: str | None) -> Iterator[Path]:
     """Yield the models that are written at the end of a run."""
-    return _matching(folder, rf"{_prefix(name)}(-ema)?", _MODEL)
+    return _models(_Place.of(folder, name), "(-ema)?")
 
 
 def rolling_state(folder: Path, name: str | None, step: int) -> Path:
@@ -46,18 +65,18 @@ def previous_states(folder: Path, name: str | None) -> Iterator[Path]:
 
 
 def _states(folder: Path, name: str | None, suffix: str) -> Iterator[Path]:
-    kind = re.compile(rf"{_prefix(name)}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}")
-    return (path for path in folder.glob(f"*-state{suffix}") if kind.fullmatch(path.name) and path.is_dir())
+    place = _Place.of(folder, name)
+    kind = re.compile(rf"{place.prefix}(-\d{{6}}|-step\d{{8}}|-{ROLLING}\d{{8}})?-state{re.escape(suffix)}")
+    return (path for path in place.paths() if kind.fullmatch(path.name) and path.is_dir())
 
 
 def temporary_paths(folder: Path, name: str | None, suffix: str) -> list[Path]:
     """Return temporary files and folders of a run's models and states, which end in ``suffix``."""
-    kind = rf"{_prefix(name)}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
-    return [path for path in folder.iterdir() if re.fullmatch(kind, path.name)]
+    place = _Place.of(folder, name)
+    kind = rf"{place.prefix}(-\d{{6}}|-(step|{ROLLING})\d{{8}})?(-state|(-ema)?(\.\w+)?)\.\w+(-\d+)+{re.escape(suffix)}"
+    return [path for path in place.paths() if re.fullmatch(kind, path.name)]
 
 
-def _matching(folder: Path, names: str, file_suffix: str) -> Iterator[Path]:
-    as_file, as_folder = re.compile(names + file_suffix), re.compile(names)
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (as_folder if path.is_dir() else as_file).fullmatch(path.name):
-            yield path
+def _models(place: _Place, names: str) -> Iterator[Path]:
+    as_file, as_folder = re.compile(place.prefix + names + _MODEL), re.compile(place.prefix + names)
+    return (path for path in place.paths() if (as_folder if path.is_dir() else as_file).fullmatch(path.name))

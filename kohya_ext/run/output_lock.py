@@ -70,7 +70,7 @@ def acquire(args: Namespace) -> None:
     json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}, stream)
     stream.flush()
     _locks[file] = stream, os.getpid()
-    for path in temporary_paths(file.parent, getattr(args, "output_name", None), PARTIAL):
+    for path in temporary_paths(Path(args.output_dir), getattr(args, "output_name", None), PARTIAL):
         remove(path)
         note(f"removed {path.name}, an incomplete file of a killed run")
 

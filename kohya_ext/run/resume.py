@@ -10,8 +10,11 @@ those of an uninterrupted run.
 
 Skipped batches are still loaded. accelerate loads a batch before it is needed. Without data loader workers it uses random
 numbers of this process, of which saving a state may draw some (rich 14.1 draws one per logged line), so a state also holds the
-random state from before that batch. With ``--persistent_data_loader_workers`` the random state of the workers, which live
-across epochs, is not restored.
+random state from before that batch. With ``--persistent_data_loader_workers`` the workers live across epochs. Each seeds its
+random numbers again after its first batch of an epoch, so the epoch before the position is also drawn without training.
+
+A state of the last step trains nothing: the script writes its final model. LECO scripts have no data loader and load no
+state; see :meth:`Position.resume_without_loader`.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import journal, run_record
+from kohya_ext.run import data_order, journal, run_record
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.output_files import states
+from kohya_ext.run.loaded_parts import LoadedParts, network_norms
+from kohya_ext.run.output_files import final_models, states
 from kohya_ext.run.run_record import RunRecord
 from kohya_ext.run.safetensors_header import read_header
 
@@ -52,6 +56,9 @@ _CHECKSUM_LIMIT = 16_000_000
 AUTO = "auto"
 """The value of ``--resume`` for the newest complete state of this output name."""
 
+#: What a state holds of the start of its epoch.
+_BEGAN = ("random", "counters", "next_step", "seeds", "generator")
+
 #: Arguments that the scripts read at the end of an epoch -> values with which a skipped epoch saves and samples nothing.
 _SKIPPED_EPOCH = {"save_every_n_epochs": None, "sample_every_n_epochs": None, "validate_every_n_epochs": sys.maxsize}
 
@@ -65,12 +72,15 @@ class Snapshot:
     batch: int
     finished: bool
     began: dict[str, Any]
+    earlier: dict[str, Any] | None
     loaded: dict[str, Any] | None
+    order: dict[str, Any]
     random: dict[str, Any]
 
     def part(self) -> dict[str, Any]:
         """Return this process's part of a saved position."""
-        return {"random": self.random, "began": self.began, "loaded": self.loaded}
+        names = ("random", "began", "earlier", "loaded", "order")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -90,13 +100,21 @@ class Position(TrainingCallback):
     finished: bool = False
     """Whether all batches of this epoch were trained."""
     _began: dict[str, Any] = field(default_factory=dict)
-    """The random state and the dataset's counters at the start of this epoch."""
+    """The random state and the order of the data at the start of this epoch."""
+    _earlier: dict[str, Any] | None = None
+    """The same of the epoch before, if the workers live across epochs."""
     _loaded: dict[str, Any] | None = None
-    """The host's random state before the newest batch was loaded; None with workers, which have their own."""
+    """The host's random state and the datasets' step before the newest batch was loaded; None with workers."""
+    _loader: Any = None
+    """The training data's loader; None before the first epoch."""
+    _order: dict[str, Any] | None = None
+    """The order of the data after an earlier step, to save a state of that step: see :meth:`restore`."""
     _ranks: list[dict[str, Any]] | None = None
     """With several processes, the random state of each after this step: see :meth:`gather`."""
     _fixed: dict[str, Any] | None = None
     """The random state for states that an uninterrupted run would not save: see :meth:`fix_random_state`."""
+    _has_left_step: bool = False
+    """Whether the loop has finished the statements after the last step: saving, sampling and logging."""
     _new_states: list[Path] = field(default_factory=list)
     """States saved since the loop last took a batch: see :meth:`_save_next_random_state`."""
     _is_due: bool = False
@@ -107,12 +125,15 @@ class Position(TrainingCallback):
     """The random state to resume with."""
     _original: dict[str, Any] = field(default_factory=dict)
     """The user's values of arguments that are overridden while epochs are skipped."""
+    _loaded_parts: LoadedParts | None = None
+    """What the script may lose of the loaded state before its first step."""
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def after_batch(self, accelerator: Accelerator) -> None:
         """Count a micro-batch, and the optimizer step if there was one."""
         self.batch += 1
+        self._order, self._has_left_step = None, False
         self.step += bool(accelerator.sync_gradients)
         if accelerator.num_processes > 1 and accelerator.sync_gradients:
             self._ranks = None
@@ -156,7 +177,9 @@ class Position(TrainingCallback):
 
     def snapshot(self) -> Snapshot:
         """Return the current position and random state."""
-        return Snapshot(self.step, self.epoch, self.batch, self.finished, self._began, self._loaded, random_state())
+        order = self._order or (data_order.state(self._loader) if self._loader is not None else {})
+        began = (self._began, self._earlier, self._loaded)
+        return Snapshot(self.step, self.epoch, self.batch, self.finished, *began, order, random_state())
 
     def restore(self, snapshot: Snapshot, ranks: list[dict[str, Any]] | None = None) -> None:
         """Restore an earlier position and random state, to save a state of that step later.
@@ -166,6 +189,7 @@ class Position(TrainingCallback):
         self._ranks = ranks
         self.step, self.epoch, self.batch = snapshot.step, snapshot.epoch, snapshot.batch
         self.finished, self._began, self._loaded = snapshot.finished, snapshot.began, snapshot.loaded
+        self._earlier, self._order = snapshot.earlier, snapshot.order
         set_random_state(snapshot.random)
 
     def on_state_save(self, folder: Path) -> None:
@@ -175,9 +199,11 @@ class Position(TrainingCallback):
 
             counters = {"step": self.step, "epoch": self.epoch, "batch": self.batch, "finished": self.finished}
             accumulated = {"accumulated": getattr(self.args, "gradient_accumulation_steps", 1)}
-            ranks = self._ranks or [{"random": self._fixed or random_state(), "began": self._began, "loaded": self._loaded}]
+            own = self.snapshot().part()
+            ranks = self._ranks or [{**own, "random": self._fixed or own["random"]}]
             processes = {"processes": self.accelerator.num_processes, "ranks": ranks}
-            torch.save({**counters, **accumulated, **processes}, folder / FILE)
+            norms = {"norms": network_norms(self.accelerator), "left": self._has_left_step}
+            torch.save({**counters, **accumulated, **processes, **norms}, folder / FILE)
             if self._fixed is None:
                 self._new_states.append(final_path(folder))
 
@@ -215,7 +241,7 @@ class Position(TrainingCallback):
         target = torch.load(file, map_location="cpu", weights_only=True)
         if "ranks" not in target:
             stop(f"cannot resume: {folder} was saved by an earlier version of kohya_ext; finish the run with that version")
-        if target["step"] >= self.args.max_train_steps:
+        if target["step"] > self.args.max_train_steps:
             stop(
                 f"nothing left to train: {folder} is at step {target['step']} and --max_train_steps is "
                 f"{self.args.max_train_steps}; increase it or remove --resume"
@@ -224,13 +250,15 @@ class Position(TrainingCallback):
         accumulated = getattr(self.args, "gradient_accumulation_steps", 1)
         target["batch"] = target["batch"] * accumulated // target["accumulated"]
         rank = self._rank_state(target, folder)
-        target.update(rank["began"], loaded=rank.get("loaded"))
+        target.update({"next_step": None, **rank["began"]}, **{name: rank.get(name) for name in ("earlier", "loaded", "order")})
         next_random, index = folder / RANDOM_FILE, self.accelerator.process_index
         states = torch.load(next_random, weights_only=True) if next_random.is_file() else []
         self._random = states[index] if index < len(states) else rank["random"]
         self._target = target
         if hasattr(self.args, "initial_step"):
             self.args.initial_step = 0  # otherwise LoRA scripts count from the state's train_state.json
+        if getattr(self.args, "sample_at_first", False):
+            self.args.sample_at_first = False  # the run has these samples; they would replace those of step 0
 
     def _rank_state(self, target: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Return this process's part of a saved position, or else the first process's."""
@@ -243,34 +271,101 @@ class Position(TrainingCallback):
             )
         return ranks[index if index < len(ranks) else 0]
 
+    def keep_loaded(self, folder: Path) -> None:
+        """Keep what the script may lose of a state that accelerate has just loaded."""
+        norms = self._target.get("norms", {}) if self._target is not None else {}
+        self._loaded_parts = LoadedParts.of(self.accelerator, folder, norms, self._target is not None)
+
+    def add_late(self, kind: str, index: int, prepared: Any) -> None:
+        """Load the state of an optimizer or scheduler that the script has prepared after loading the state."""
+        if self._loaded_parts is not None:
+            self._loaded_parts.load_late(kind, index, prepared)
+
+    def resume_without_loader(self) -> None:
+        """Load the state in a script that loads none and has no data loader, before its loop begins."""
+        if self._loader is not None or self.accelerator._dataloaders or not getattr(self.args, "resume", None):
+            return
+        self.accelerator.load_state(self.args.resume)
+        if self._target is not None and self._is_last(self._target):
+            self.step, self.args.max_train_steps = self._target["step"], 0  # its loop runs while steps are missing
+            note(f"all {self.step} steps are trained; writing the final model")
+
+    def before_batch(self, accelerator: Accelerator) -> None:
+        """Without a data loader, save the random state of the last state, and set the position of a resumed run."""
+        if self._loader is None:
+            self._save_next_random_state()
+            if self._target is not None:
+                self._finish_resume(self._target, sys._getframe())
+
     def batches(self, loader: Any, batches: Callable[[], Iterator[Any]], loop: FrameType | None) -> Iterator[Any]:
         """Yield the batches of one epoch; in a resumed run, only those after the saved position."""
         self._save_next_random_state()
         self.epoch += 1
+        self._loader = loader
         target = self._target
-        if target is not None and (self.epoch < target["epoch"] or (self.epoch == target["epoch"] and target["finished"])):
-            loader.iteration += 1
-            self._skip_epoch()
+        if target is not None and self._is_skipped(target):
+            self._skip_epoch(loader, batches, target)
+            if self.epoch == target["epoch"] and self._is_last(target):
+                note(f"all {target['step']} steps are trained; writing the final model")
+                self._finish_resume(target, loop)
             return
         if target is None or self.epoch > target["epoch"]:
             if target is not None:
+                data_order.restore(loader, {**target, **(target["order"] or {})})
                 self._finish_resume(target, loop)
             self.batch, self.finished = 0, False
-            self._began = {"random": random_state(), **_dataset_state(loader)}
+            self._begin({"random": random_state(), **data_order.state(loader)})
             with self._watched(loader):
                 yield from self._after_each(batches())
         else:
-            self._began = {name: target[name] for name in ("random", "counters", "seeds", "generator")}
-            _set_dataset_state(loader, target)
-            set_random_state(target["random"])
+            self._begin_again(target)
             with self._watched(loader, target["batch"], target["loaded"]):
                 drawn = batches()
                 for _ in itertools.islice(drawn, target["batch"]):
                     pass
                 self.batch, self.finished = target["batch"], False
+                data_order.set_next_step(loader, (target["order"] or {}).get("next_step"))
                 self._finish_resume(target, loop)
                 yield from self._after_each(drawn)
         self.finished = True
+
+    def _begin(self, began: dict[str, Any]) -> None:
+        self._earlier = self._began if _is_persistent(self._loader) and self._began else None
+        self._began = began
+
+    def _begin_again(self, began: Mapping[str, Any]) -> None:
+        self._begin({name: began[name] for name in _BEGAN})
+        data_order.restore(self._loader, began)
+        set_random_state(began["random"])
+
+    def _is_last(self, target: Mapping[str, Any]) -> bool:
+        return bool(target["step"] >= self.args.max_train_steps)
+
+    def _is_skipped(self, target: Mapping[str, Any]) -> bool:
+        """Return whether a resumed run trains nothing of the current epoch."""
+        over = target["finished"] or self._is_last(target)
+        return bool(self.epoch < target["epoch"] or (self.epoch == target["epoch"] and over))
+
+    def _skip_epoch(self, loader: Any, batches: Callable[[], Iterator[Any]], target: Mapping[str, Any]) -> None:
+        """Train nothing of an epoch. Draw its batches if workers that live across epochs need them."""
+        if not self._original:
+            self._original = {name: getattr(self.args, name) for name in _SKIPPED_EPOCH if hasattr(self.args, name)}
+            for name in self._original:
+                setattr(self.args, name, _SKIPPED_EPOCH[name])
+            self.accelerator.log = lambda *args, **kwargs: None
+        began = self._last_skipped(target) if _is_persistent(loader) and not self._is_last(target) else None
+        if began is None:
+            loader.iteration += 1
+            return
+        self._begin_again(began)
+        for _ in batches():
+            pass
+
+    def _last_skipped(self, target: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the start of the current epoch if the next one is trained; else None."""
+        if target["finished"]:
+            return target if self.epoch == target["epoch"] else None
+        return target["earlier"] if self.epoch == target["epoch"] - 1 else None
 
     @contextlib.contextmanager
     def _watched(self, loader: Any, skipped: int = 0, loaded: dict[str, Any] | None = None) -> Iterator[None]:
@@ -287,7 +382,8 @@ class Position(TrainingCallback):
             for number in itertools.count():
                 if loaded is not None and number == skipped:
                     _set_host_random_state(loaded)
-                self._loaded = _host_random_state()
+                    data_order.set_steps(loader, loaded.get("steps"))
+                self._loaded = {**_host_random_state(), "steps": data_order.steps(loader)}
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -303,6 +399,7 @@ class Position(TrainingCallback):
     def _after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             yield batch
+            self._has_left_step = True
             if self._new_states or self._is_due:  # the loop has finished saving, sampling and logging for this step
                 self._save_next_random_state()
 
@@ -320,16 +417,26 @@ class Position(TrainingCallback):
             stop(f"cannot resume: no local `global_step` found in this script; use {self.way_out}")
         if (bar := frame.f_locals.get("progress_bar")) is not None:
             _set_initial_step(bar, self.step)
+        if self._loaded_parts is not None:
+            self._loaded_parts.restore("optimizer_eval_fn" in frame.f_locals and not target.get("left", False))
+            self._loaded_parts = None
         set_random_state(self._random)
+        self._warn_of_differences()
         journal.event("resume", step=self.step, file=self.args.resume)
-        note(f"resumed after step {self.step}, in epoch {self.epoch + 1} after {self.batch} batches")
+        where = f", in epoch {self.epoch + 1} after {self.batch} batches" if self._loader is not None else ""
+        note(f"resumed after step {self.step}{where}")
 
-    def _skip_epoch(self) -> None:
-        if not self._original:
-            self._original = {name: getattr(self.args, name) for name in _SKIPPED_EPOCH if hasattr(self.args, name)}
-            for name in self._original:
-                setattr(self.args, name, _SKIPPED_EPOCH[name])
-            self.accelerator.log = lambda *args, **kwargs: None
+    def _warn_of_differences(self) -> None:
+        base = getattr(self._loader, "base_dataloader", None)
+        if base is not None:
+            for difference in data_order.inexact(self._loader, base.num_workers, _is_persistent(self._loader)):
+                warn(f"the result will differ from an uninterrupted run: {difference}")
+
+
+def _is_persistent(loader: Any) -> bool:
+    """Return whether the data-loader workers live across epochs."""
+    base = getattr(loader, "base_dataloader", None)
+    return bool(base is not None and base.num_workers and getattr(base, "persistent_workers", False))
 
 
 def _set_initial_step(bar: Any, step: int) -> None:
@@ -337,37 +444,6 @@ def _set_initial_step(bar: Any, step: int) -> None:
     bar.initial = bar.n = bar.last_print_n = step
     bar.start_t = bar.last_print_t = time.time()
     bar.refresh()
-
-
-def _datasets(loader: Any) -> list[Any]:
-    return list(getattr(loader.dataset, "datasets", [loader.dataset]))
-
-
-def _dataset_state(loader: Any) -> dict[str, Any]:
-    """Return the values that determine the order of an epoch: the datasets' epoch, step and seeds, the sampler's generator.
-
-    Without data-loader workers this process holds epoch and step. The sampler has a generator only with several processes.
-    """
-    sets = _datasets(loader)
-    generator = getattr(loader, "synchronized_generator", None)
-    return {
-        "counters": [getattr(sets[0], "current_epoch", 0), getattr(sets[0], "current_step", 0)] if sets else [0, 0],
-        "seeds": [getattr(dataset, "seed", None) for dataset in sets],
-        "generator": generator.get_state() if generator is not None else None,
-    }
-
-
-def _set_dataset_state(loader: Any, state: Mapping[str, Any]) -> None:
-    sets, now = _datasets(loader), _dataset_state(loader)
-    if len(state["seeds"]) == len(sets):
-        for dataset, seed in zip(sets, state["seeds"], strict=True):
-            if seed is not None and hasattr(dataset, "set_seed"):
-                dataset.set_seed(seed)
-    for name, value, old in zip(("set_current_epoch", "set_current_step"), state["counters"], now["counters"], strict=True):
-        if value != old and hasattr(loader.dataset, name):
-            getattr(loader.dataset, name)(value)
-    if state["generator"] is not None and now["generator"] is not None:
-        loader.synchronized_generator.set_state(state["generator"])
 
 
 def _set_local(frame: FrameType, name: str, value: int) -> bool:
@@ -476,6 +552,15 @@ def _newest_first(folder: Path, name: str | None) -> list[Path]:
         return record.saved if record is not None else state.stat().st_mtime
 
     return sorted(states(folder, name), key=saved, reverse=True)
+
+
+def finished_model(state: Path, args: Namespace) -> Path | None:
+    """Return the final model that a run has written after a state of its last step; None if there is none."""
+    record = run_record.read(state)
+    if record is None or record.step != args.max_train_steps or not getattr(args, "output_dir", None):
+        return None
+    newer = (model for model in final_models(Path(args.output_dir), args.output_name) if model.stat().st_mtime >= record.saved)
+    return next(newer, None)
 
 
 def stale_states(folder: Path, name: str | None, run: RunRecord, resumed: Path | None) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,19 @@ class Header:
     metadata: Mapping[str, str]
     places: Mapping[str, tuple[int, int]]
     """The first byte of each tensor in the file, and the byte after its last."""
+
+
+def count_blocks(file: object) -> int | None:
+    """Return the number of blocks of a model in a file: its tensors are named ``blocks.0.`` and so on, after any prefix.
+
+    Returns None if the file cannot be read, or has none.
+    """
+    try:
+        names = read_header(Path(str(file))).shapes
+    except (OSError, ValueError):
+        return None
+    numbers = (match[1] for name in names if (match := re.match(r"(?:\w+\.)*?blocks\.([0-9]{1,6})\.", name)) is not None)
+    return max((int(number) + 1 for number in numbers), default=None)
 
 
 def read_header(file: Path) -> Header:

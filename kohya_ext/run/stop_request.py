@@ -25,7 +25,7 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.renames import unlink
 from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
-from kohya_ext.run.output_files import DEFAULT_NAME
+from kohya_ext.run.output_files import DEFAULT_NAME, rolling_state
 
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
@@ -49,6 +49,8 @@ class Stopper(TrainingCallback):
     """Whether the first step has begun. Before that there is nothing to save."""
     states: list[Path] = field(default_factory=list)
     """The states that were saved in this process, in order."""
+    states_before: int = 0
+    """Number of states before the script was made to save."""
     _original: dict[str, Any] | None = None
     """The user's values of the save arguments, while they are changed to save now."""
     _handlers: dict[int, Any] = field(default_factory=dict)
@@ -103,7 +105,16 @@ class Stopper(TrainingCallback):
         for name, value in self._original.items():
             setattr(self.args, name, value)
         self._original = None
+        self._save_state(accelerator)
         self._exit(accelerator)
+
+    def _save_state(self, accelerator: Accelerator) -> None:
+        """Save the state in a script that saves none (LECO)."""
+        current = resume.position()
+        if self.states_before != len(self.states) or current is None or not accelerator.is_main_process:
+            return
+        with current.preserving_random_state():
+            accelerator.save_state(str(rolling_state(Path(self.args.output_dir), self.args.output_name, current.step)))
 
     def after_batch(self, accelerator: Accelerator) -> None:
         """Make the script save if a stop was requested in any process of the run."""
@@ -116,6 +127,7 @@ class Stopper(TrainingCallback):
             current.gather()
             if not current.state_is_due():
                 current.fix_random_state()
+        self.states_before = len(self.states)
         self._original = {name: getattr(self.args, name) for name in SAVE_NOW if hasattr(self.args, name)}
         for name in self._original:
             setattr(self.args, name, SAVE_NOW[name])
@@ -130,7 +142,7 @@ class Stopper(TrainingCallback):
         if self.parent and os.getppid() != self.parent:
             note("the launcher has ended: saving the model and the state")
             self.request("its launcher ended", 128 + signal.SIGTERM)
-        elif self.file.exists():
+        elif os.path.exists(self.file):  # False, too, for a folder that cannot be read any more
             note(f"stop file {self.file} exists: saving the model and the state")
             self.request(f"stop file {self.file.name}", _STOP_FILE_CODE)
 

@@ -27,6 +27,10 @@ CHANGING_IMAGES = ("color_aug", "random_crop")
 CASTS_WEIGHTS = ("flux_train.py", "flux_train_control_net.py", "lumina_train.py", "sdxl_train_control_net_lllite.py")
 
 
+#: Networks that look for the classes of the models they know.
+_DETECTING = ("networks.loha", "networks.lokr")
+
+
 def fused_optimizer(args: object) -> str | None:
     """Return the option of a run's arguments that steps the optimizer during the backward pass; None if there is none."""
     return next((name for name in FUSED_OPTIMIZERS if getattr(args, name, None)), None)
@@ -134,6 +138,23 @@ class Run:
         fixed = self.has("lr_scheduler_type") or self.scheduler == "constant" or self.scheduler.startswith("adafactor")
         return fixed and not is_schedule_free(self.values)
 
+    @property
+    def network(self) -> str:
+        """The module of the network that is trained."""
+        return str(self.values.get("network_module") or "")
+
+    @property
+    def is_detected(self) -> bool:
+        """Whether upstream's LoHa and LoKr know the script's model."""
+        return self.family is None or self.family.detected_by_lycoris
+
+    @property
+    def stops_text_encoder(self) -> bool:
+        """Whether the run reaches the step from which on the text encoder is not trained."""
+        stop, steps = self.values.get("stop_text_encoder_training"), self.values.get("max_train_steps")
+        ends_later = self.has("max_train_epochs") or steps is None or int(str(stop or 0)) < int(str(steps))
+        return stop is not None and int(str(stop)) >= 0 and ends_later
+
 
 Condition = Callable[[Run], object]
 
@@ -237,11 +258,22 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--full_fp16"),
     Constraint(("fp8_base", "fp8_base_unet"), _PRECISION, lambda run: run.precision == "no",
                "--{option} needs --mixed_precision bf16 or fp16"),
+    Constraint(("save_state", "save_state_on_train_end"), (), lambda run: run.script.endswith("_leco.py"),
+               "{run.script} does not read --{option}; use --save_state_every_n_minutes"),
     Constraint(("adaptive_noise_scale",), (), lambda run: not run.has("noise_offset"), "--{option} needs --noise_offset"),
     Constraint(("scale_v_pred_loss_like_noise_pred",), (), lambda run: not run.has("v_parameterization"),
                "--{option} needs --v_parameterization"),
     _excludes(("v_parameterization",), ("v_pred_like_loss",), "the model predicts v already"),
     _excludes(("pretrained_model_name_or_path",), ("v2",), "SDXL has no v2", lambda run: run.is_sdxl),
+    Constraint(("network_module",), (), lambda run: run.network in _DETECTING and not run.is_detected,
+               "--{option} {run.network} fails in {run.script}, because it supports SDXL and Anima only; use "
+               "lycoris.kohya with --network_args algo=loha or algo=lokr"),
+    Constraint((), (), lambda run: run.script == "train_db.py" and run.stops_text_encoder,
+               "--stop_text_encoder_training ends train_db.py with a TypeError at that step; remove it, or use -1, which "
+               "trains the U-Net alone"),
+    Constraint((), (), lambda run: run.script == "sdxl_train_control_net_lllite_old.py",
+               "{run.script} fails at its first step, because it is older than the rest of sd-scripts; use "
+               "sdxl_train_control_net_lllite.py"),
     Constraint((), (), lambda run: run.scheduler.startswith("adafactor") and not run.uses_adafactor,
                "--lr_scheduler adafactor works with --optimizer_type Adafactor only"),
 )

@@ -10,7 +10,7 @@ To add a family, add a row here, its models in estimate/models.py (``BUILDERS``)
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -24,6 +24,10 @@ class Checkpoint:
     """Substrings of tensor names. A checkpoint with any of them is of this kind, unless an earlier row matches too."""
     option: tuple[str, object] | None = None
     """The argument that makes the scripts load this kind; None for the default kind."""
+    tokenizers: tuple[str, ...] = ()
+    """Repositories on the Hugging Face Hub with the tokenizers that the scripts load."""
+    reference: str = ""
+    """The repository from which --save_model_as diffusers takes what a model's file does not have."""
 
     def is_selected(self, values: Mapping[str, object]) -> bool:
         """Return whether the arguments select this kind."""
@@ -83,10 +87,17 @@ class Family:
     """The scripts for full fine-tuning, the most common first."""
     others: tuple[str, ...] = ()
     """Other training scripts: ControlNet, LLLite, textual inversion, LECO. They have no presets and no estimates."""
-    files: tuple[str, ...] = ()
-    """Options for the files that the scripts need in addition to the model."""
+    files: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Option for a file that every script needs in addition to the model -> the part in it (parts.py)."""
+    vae: str = ""
+    """The part in the file of --vae, for scripts that otherwise load the VAE in the model's file; empty if there is none."""
+    embedded: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Option of a file that is not needed if the model's file includes it -> the prefix of its tensors there."""
     networks: tuple[str, ...]
     """``--network_module`` values of upstream's LoRA networks, the most common first."""
+
+    detected_by_lycoris: bool = False
+    """Whether upstream's networks.loha and networks.lokr know the model."""
 
     module: str
     """The module of the U-Net or DiT."""
@@ -105,8 +116,13 @@ class Family:
     """The model's native width and height, in pixels."""
     bucket_steps: tuple[int, int]
     """The required divisors of --bucket_reso_steps, in pixels: in the LoRA script, and in the other scripts."""
+    swapped: tuple[str, ...] = ()
+    """The lists of blocks that --blocks_to_swap swaps, by the names of their tensors."""
     max_blocks_to_swap: int = 0
     """The largest --blocks_to_swap of the scripts; 0 if not all of them support it."""
+    usual_blocks: int = 0
+    """The number of blocks of the common checkpoint, if the checkpoints differ in it; 0 for other families. Then
+    all but two blocks can be swapped."""
     fp8: str = "fp8_base"
     """The LoRA script's option to load the model in 8 bits; empty if there is none."""
     offloads_checkpoints: bool = True
@@ -148,10 +164,21 @@ class Family:
         return self.finetune_ignores if script in self.finetune else ()
 
 
+_CLIP_L = "openai/clip-vit-large-patch14"
+_CLIP_G = "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"
+_T5 = "google/t5-v1_1-xxl"
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="sdxl",
-        checkpoints=(Checkpoint("SDXL", ("conditioner.embedders.1.",)),),
+        checkpoints=(
+            Checkpoint(
+                "SDXL",
+                ("conditioner.embedders.1.",),
+                tokenizers=(_CLIP_L, _CLIP_G),
+                reference="stabilityai/stable-diffusion-xl-base-1.0",
+            ),
+        ),
         lora="sdxl_train_network.py",
         finetune=("sdxl_train.py",),
         others=(
@@ -159,11 +186,13 @@ FAMILIES: tuple[Family, ...] = (
             *("sdxl_train_control_net_lllite_old.py", "sdxl_train_leco.py"),
         ),
         networks=("networks.lora", "networks.lora_fa"),
+        detected_by_lycoris=True,
         module="library.sdxl_original_unet",
         model="SdxlUNet2DConditionModel",
         first_input="x",
         blocks=Blocks("library.sdxl_original_unet", ("BasicTransformerBlock", "ResnetBlock2D"), "forward_body"),
         unet=True,
+        vae="sd-vae",
         bucket_steps=(32, 32),
         offloads_checkpoints=False,
         sampler=Sampler(guided_together=True, moves_vae_first=True, autocast="denoising"),
@@ -171,18 +200,33 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="sd15",
         checkpoints=(
-            Checkpoint("SD 1.5", ("cond_stage_model.transformer.",)),
-            Checkpoint("SD 2", ("cond_stage_model.model.",), ("v2", True)),
+            Checkpoint(
+                "SD 1.5",
+                ("cond_stage_model.transformer.",),
+                tokenizers=(_CLIP_L,),
+                reference="runwayml/stable-diffusion-v1-5",
+            ),
+            Checkpoint(
+                "SD 2",
+                ("cond_stage_model.model.",),
+                ("v2", True),
+                tokenizers=("stabilityai/stable-diffusion-2",),
+                reference="stabilityai/stable-diffusion-2-1",
+            ),
         ),
         lora="train_network.py",
         finetune=("fine_tune.py", "train_db.py"),
-        others=("train_textual_inversion.py", "train_control_net.py", "train_controlnet.py", "train_leco.py"),
+        others=(
+            *("train_textual_inversion.py", "train_textual_inversion_XTI.py", "train_control_net.py", "train_controlnet.py"),
+            "train_leco.py",
+        ),
         networks=("networks.lora", "networks.lora_fa"),
         module="library.original_unet",
         model="UNet2DConditionModel",
         first_input="sample",
         blocks=Blocks("library.original_unet", ("BasicTransformerBlock", "ResnetBlock2D"), "forward"),
         unet=True,
+        vae="sd-vae",
         side=512,
         bucket_steps=(64, 64),
         offloads_checkpoints=False,
@@ -192,32 +236,34 @@ FAMILIES: tuple[Family, ...] = (
     # Must precede FLUX, because a Chroma checkpoint also has FLUX's tensors.
     Family(
         name="chroma",
-        checkpoints=(Checkpoint("Chroma", ("distilled_guidance_layer.",), ("model_type", "chroma")),),
+        checkpoints=(Checkpoint("Chroma", ("distilled_guidance_layer.",), ("model_type", "chroma"), (_CLIP_L, _T5)),),
         lora="flux_train_network.py",
-        files=("t5xxl", "ae"),
+        files={"t5xxl": "t5", "ae": "flux-ae"},
         networks=("networks.lora_flux",),
         module="library.chroma_models",
         model="Chroma",
         first_input="img",
         blocks=Blocks("library.chroma_models", ("DoubleStreamBlock", "SingleStreamBlock"), "_forward"),
         bucket_steps=(32, 16),
+        swapped=("double_blocks", "single_blocks"),
         max_blocks_to_swap=34,
         t5_tokens=512,
         sampler=Sampler(moves_blocks_back=True),
     ),
     Family(
         name="flux",
-        checkpoints=(Checkpoint("FLUX", ("double_blocks.0.img_attn.",)),),
+        checkpoints=(Checkpoint("FLUX", ("double_blocks.0.img_attn.",), tokenizers=(_CLIP_L, _T5)),),
         lora="flux_train_network.py",
         finetune=("flux_train.py",),
         others=("flux_train_control_net.py",),
-        files=("clip_l", "t5xxl", "ae"),
+        files={"clip_l": "clip-l", "t5xxl": "t5", "ae": "flux-ae"},
         networks=("networks.lora_flux",),
         module="library.flux_models",
         model="Flux",
         first_input="img",
         blocks=Blocks("library.flux_models", ("DoubleStreamBlock", "SingleStreamBlock"), "_forward"),
         bucket_steps=(32, 16),
+        swapped=("double_blocks", "single_blocks"),
         # 19 double and 38 single blocks; two of each stay on the GPU. Two single blocks count as one double block.
         max_blocks_to_swap=34,
         finetune_in_16_bits=True,
@@ -227,16 +273,22 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="sd3",
-        checkpoints=(Checkpoint("SD3", ("joint_blocks.0.",)),),
+        checkpoints=(Checkpoint("SD3", ("joint_blocks.0.",), tokenizers=(_CLIP_L, _CLIP_G, _T5)),),
         lora="sd3_train_network.py",
         finetune=("sd3_train.py",),
-        files=("clip_l", "clip_g", "t5xxl"),
+        files={"clip_l": "clip-l", "clip_g": "clip-g", "t5xxl": "t5"},
+        embedded={
+            **{option: f"text_encoders.{option}." for option in ("clip_l", "clip_g", "t5xxl")},
+            "vae": "first_stage_model.",
+        },
+        vae="sd3-vae",
         networks=("networks.lora_sd3",),
         module="library.sd3_models",
         model="MMDiT",
         first_input="x",
         blocks=Blocks("library.sd3_models", ("MMDiTBlock",), "_forward"),
         bucket_steps=(32, 8),
+        swapped=("joint_blocks",),
         max_blocks_to_swap=22,  # the medium model has 24 blocks; two stay on the GPU
         offloads_checkpoints=False,
         finetune_in_16_bits=True,
@@ -247,16 +299,17 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="lumina",
-        checkpoints=(Checkpoint("Lumina", ("cap_embedder.", "noise_refiner.")),),
+        checkpoints=(Checkpoint("Lumina", ("cap_embedder.", "noise_refiner."), tokenizers=("google/gemma-2-2b",)),),
         lora="lumina_train_network.py",
         finetune=("lumina_train.py",),
-        files=("gemma2", "ae"),
+        files={"gemma2": "gemma2", "ae": "lumina-ae"},
         networks=("networks.lora_lumina",),
         module="library.lumina_models",
         model="NextDiT",
         first_input="x",
         blocks=Blocks("library.lumina_models", ("JointTransformerBlock",), "_forward"),
         bucket_steps=(16, 16),
+        swapped=("layers",),
         max_blocks_to_swap=0,  # not in lumina_train.py
         finetune_in_16_bits=True,
         finetune_ignores=("blocks_to_swap",),
@@ -270,24 +323,29 @@ FAMILIES: tuple[Family, ...] = (
         finetune=("anima_train.py",),
         finetune_caches_captions_first=True,
         others=("anima_train_control_net_lllite.py",),
-        files=("qwen3", "vae"),
+        files={"qwen3": "qwen3", "vae": "qwen-vae"},
         networks=("networks.lora_anima",),
+        detected_by_lycoris=True,
         module="library.anima_models",
         model="Anima",
         first_input="x",
         blocks=Blocks("library.anima_models", ("Block",), "_forward"),
         attn_mode=True,
         bucket_steps=(16, 16),
+        swapped=("blocks",),
         max_blocks_to_swap=26,  # 28 blocks; two stay on the GPU
+        usual_blocks=28,  # Anima-2.9B has 40
         fp8="",
         caches_empty_caption=True,
         sampler=Sampler(empties_cache_first=True),
     ),
     Family(
         name="hunyuan-image",
-        checkpoints=(Checkpoint("HunyuanImage", ("byt5_in.",)),),
+        checkpoints=(
+            Checkpoint("HunyuanImage", ("byt5_in.",), tokenizers=("Qwen/Qwen2.5-VL-7B-Instruct", "google/byt5-small")),
+        ),
         lora="hunyuan_image_train_network.py",
-        files=("text_encoder", "byt5", "vae"),
+        files={"text_encoder": "qwen-vl", "byt5": "byt5", "vae": "hunyuan-vae"},
         networks=("networks.lora_hunyuan_image",),
         module="library.hunyuan_image_models",
         model="HYImageDiffusionTransformer",
@@ -295,6 +353,7 @@ FAMILIES: tuple[Family, ...] = (
         blocks=Blocks("library.hunyuan_image_modules", ("MMDoubleStreamBlock", "MMSingleStreamBlock"), "_forward"),
         attn_mode=True,
         bucket_steps=(32, 32),
+        swapped=("double_blocks", "single_blocks"),
         max_blocks_to_swap=36,  # 20 double and 40 single blocks, counted as in FLUX
         fp8="fp8_scaled",
         trains_text_encoders=False,

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.console import hide_notices_of_libraries
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts.checkouts import Checkout
 
@@ -63,6 +64,7 @@ def _functions(files: Iterable[Path]) -> dict[str, str]:
 def importable(checkout: Checkout) -> Iterator[None]:
     """Make the checkout's modules importable, as for its scripts, and discard what they print."""
     sys.path.insert(0, str(checkout.path))
+    hide_notices_of_libraries()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield

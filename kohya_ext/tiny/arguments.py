@@ -17,6 +17,8 @@ _FLOW = ("--model_prediction_type", "raw", "--timestep_sampling", "sigmoid")
 _T5_TOKENS = ("--t5xxl_max_token_length", "64")
 _TEXT_INVERSION = ("--token_string", "sks", "--init_word", "a", "--num_vectors_per_token", "2")
 
+_LECO = ("--network_dim", "4", "--network_alpha", "1", "--max_denoising_steps", "4")
+
 #: Family -> options of all its scripts.
 _FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sdxl": ("--no_half_vae",),
@@ -32,23 +34,26 @@ _FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {
 _SCRIPT_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "fine_tune.py": ("--train_text_encoder",),
     "train_textual_inversion.py": _TEXT_INVERSION,
+    "train_textual_inversion_XTI.py": _TEXT_INVERSION,
     "sdxl_train_textual_inversion.py": _TEXT_INVERSION,
-    "sdxl_train_control_net.py": (),
+    "sdxl_train_control_net_lllite_old.py": ("--cond_emb_dim", "8", "--network_dim", "4"),
     "sdxl_train_control_net_lllite.py": ("--cond_emb_dim", "8", "--network_dim", "4"),
-    "flux_train_control_net.py": (),
     # Its text encoders are bf16, which without autocast requires cached outputs on disk; a cache in memory needs a patch.
     "hunyuan_image_train_network.py": ("--network_train_unet_only", "--cache_text_encoder_outputs_to_disk"),
     "anima_train_network.py": ("--network_train_unet_only",),
     "anima_train.py": ("--attn_mode", "torch"),  # v0.11 does not infer it there
+    "anima_train_control_net_lllite.py": ("--attn_mode", "torch", "--cond_emb_dim", "8", "--lllite_mlp_dim", "4"),
+    "train_leco.py": _LECO,
+    "sdxl_train_leco.py": _LECO,
 }
 
 
 def _scripts() -> dict[str, tuple[str, ...]]:
-    """Return script -> families, for all LoRA and fine-tuning scripts and the scripts above."""
+    """Return script -> families."""
     scripts: dict[str, tuple[str, ...]] = {}
     # Families that are selected by an option come last.
     for family in sorted(families.FAMILIES, key=lambda family: family.is_chosen_by_option):
-        for script in (script for script in family.scripts if script not in family.others or script in _SCRIPT_OPTIONS):
+        for script in family.scripts:
             scripts[script] = (*scripts.get(script, ()), family.name)
     return scripts
 
@@ -71,11 +76,7 @@ def training_arguments(script: str, models: Models, data: Path, output: Path) ->
     return [
         *(part for option, path in models.files.items() for part in (f"--{option}", str(path))),
         *("--tokenizer_cache_dir", str(models.tokenizers)),
-        *_image_folders(script, data),
-        *("--caption_extension", ".txt", "--cache_latents"),
-        # Without upscaling, buckets have the sizes of the images, rounded down.
-        *("--resolution", "128,128", "--enable_bucket", "--bucket_no_upscale"),
-        *("--min_bucket_reso", "64", "--max_bucket_reso", "256", "--bucket_reso_steps", "64"),
+        *_training_data(script, data),
         *("--output_dir", str(output), "--output_name", OUTPUT_NAME, "--save_model_as", "safetensors"),
         *("--train_batch_size", "1", "--max_train_steps", "4", "--learning_rate", "1e-4", "--optimizer_type", "AdamW"),
         *("--mixed_precision", "no", "--gradient_checkpointing", "--sdpa", "--seed", "1"),
@@ -85,6 +86,15 @@ def training_arguments(script: str, models: Models, data: Path, output: Path) ->
         *_FAMILY_OPTIONS.get(family.name, ()),
         *_SCRIPT_OPTIONS.get(script, ()),
     ]
+
+
+def _training_data(script: str, data: Path) -> tuple[str, ...]:
+    if script.endswith("_leco.py"):
+        return ("--prompts_file", str(data / dataset.PROMPTS))
+    # Without upscaling, buckets have the sizes of the images, rounded down.
+    buckets = ("--resolution", "128,128", "--enable_bucket", "--bucket_no_upscale", "--bucket_reso_steps", "64")
+    sizes = ("--min_bucket_reso", "64", "--max_bucket_reso", "256")
+    return (*_image_folders(script, data), "--caption_extension", ".txt", "--cache_latents", *buckets, *sizes)
 
 
 def _image_folders(script: str, data: Path) -> tuple[str, ...]:

@@ -26,8 +26,12 @@ METADATA = "metadata.json"
 """File with all captions by file name, for --in_json of fine_tune.py."""
 
 
+PROMPTS = "prompts.toml"
+"""File with a prompt for --prompts_file of LECO's scripts."""
+
+
 def write(folder: Path, count: int, size: int) -> None:
-    """Write `count` images with captions (.txt) to the subfolder `CLASS` of `folder`, and `METADATA` to `folder`.
+    """Write `count` images with captions (.txt) to the subfolder `CLASS` of `folder`, and `METADATA` and `PROMPTS` to `folder`.
 
     Even images are `size` x `size` pixels and odd ones `size` x 3/4 `size`, which gives two buckets. The same arguments
     give the same images.
@@ -47,6 +51,7 @@ def write(folder: Path, count: int, size: int) -> None:
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
         captions[path.name] = {"caption": caption}
     (folder / METADATA).write_text(json.dumps(captions, indent=2), encoding="utf-8")
+    (folder / PROMPTS).write_text('[[prompts]]\ntarget = "a red circle"\nresolution = 64\n', encoding="utf-8")
 
 
 def _article(word: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from kohya_ext.weights.names import AdaptedModule
 from kohya_ext.weights.tensor_file import TensorFile
 
-_FACTORS = {"LoRA": ("up", "down", "mid"), "DoRA": ("up", "down", "mid"), "LLLite": ("lllite_up.0.weight",)}
+_FACTORS = {"LoRA": ("up", "down", "mid"), "DoRA": ("up", "down", "mid"), "LLLite": ("lllite_up.0.weight", "lllite_up.weight")}
 _REQUIRED = {
     "LoRA": (("up",), ("down",)),
     "DoRA": (("up",), ("down",)),
@@ -99,7 +99,16 @@ def missing_part(module: AdaptedModule) -> bool:
 def rank_of(file: TensorFile, module: AdaptedModule) -> int | None:
     """Return the rank of a module by its shapes; None for a change without one."""
     shapes = {part: file.specs[name].shape for part, name in module.tensors.items()}
-    for part in ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b", "oft_blocks", "oft_blocks.0", "lllite_down.0.weight"):
+    for part in (
+        "down",
+        "hada_w1_b",
+        "lokr_w2_b",
+        "lokr_w1_b",
+        "oft_blocks",
+        "oft_blocks.0",
+        "lllite_down.0.weight",
+        "lllite_down.weight",
+    ):
         if shapes.get(part):
             return shapes[part][0]
     return None
@@ -126,10 +135,10 @@ def delta(file: TensorFile, module: AdaptedModule, dtype: torch.dtype = torch.fl
         elif kind == "OFT":
             product = Product(_flat(_rotation(parts, alpha)))
         elif kind == "LLLite":
-            product = Product(_flat(parts["lllite_up.0.weight"]))
+            product = Product(_flat(next(parts[part] for part in _FACTORS[kind] if part in parts)))
         else:
             return Delta(None, None, False, {part: Product(_flat(values)) for part, values in parts.items()})
-    except (RuntimeError, KeyError, IndexError):
+    except (RuntimeError, KeyError, IndexError, StopIteration):
         shapes = ", ".join(f"{part} {list(values.shape)}" for part, values in parts.items())
         raise ValueError(f"the tensors of {module.name} do not fit together: {shapes}") from None
     return Delta(rank, alpha, _is_convolution(parts), {"weight": product})

@@ -29,7 +29,11 @@ _MODULE = re.compile(
     "(?P<module>.+?)(?:" + "|".join(rf"\.(?P<part{index}>{name})" for index, (name, _) in enumerate(_PARTS)) + ")$"
 )
 _ATTENTION_PROCESSOR = re.compile(r"(?P<module>.+)_lora\.(?P<part>up|down)\.weight$")
-_LLLITE = re.compile(r"(?P<module>lllite_[^.]+)\.(?:lllite_)?(?P<part>.+)")
+_LLLITE = re.compile(r"(?P<module>lllite_(?!conditioning)[^.]+)\.(?:lllite_)?(?P<part>.+)")
+"""A module of a ControlNet-LLLite: for SDXL ``lllite_unet_X.up.0.weight``, for Anima ``lllite_dit_X.up.weight``."""
+
+SHARED = "lllite_conditioning"
+"""Start of the names of tensors that all modules of an adapter share: Anima's LLLite encodes the conditioning image once."""
 
 _MAIN = r"lora_unet_|lycoris_|lllite_(?:unet|dit)_|unet\.|transformer\.|(?:model\.)?diffusion_model\.|net\."
 _COMPONENTS = tuple(

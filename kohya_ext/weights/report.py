@@ -168,6 +168,7 @@ def describe(file: TensorFile, norms: bool = True) -> Report:
         report.groups = _groups_of_tensors(file, names.places(others), values)
     report.kind = _kind(file, report.modules, others)
     report.problems, report.notes = _problems(report), [*_storage(file.path), *_notes(report)]
+    others = [name for name in others if not name.startswith(names.SHARED)]
     if modules and others:
         report.notes.append(f"{len(others)} tensors of no known adapter: {abbreviated(others, _EXAMPLES)}")
     return report

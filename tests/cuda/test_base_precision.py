@@ -63,5 +63,5 @@ def test_no_kernels_of_triton_on_turing(printed_on_gpu):
 @pytest.mark.slow
 def test_8_bit_products_are_recorded_in_cuda_graphs(checkout, train_both):
     pytest.importorskip("triton")
-    pair = train_both(checkout, _configuration("--cuda_graphs", "--fused_operations"))
+    pair = train_both(checkout, _configuration("--cuda_graphs", "--cuda_graphs_always", "--fused_operations"))
     assert pair.ours.steps[-1].launches_in_graphs > 1000

@@ -90,20 +90,27 @@ def test_explain_shows_the_origin_of_every_value(checkout, call, tmp_path):
         *("-m", "kohya_ext", "presets", "show", "auto", "--sd-scripts", checkout.path, "--script", "sdxl_train.py"),
         *("--explain", "--with", "--vram", "16", "--config_file", "mine.toml", "--no-full_bf16"),
         folder=tmp_path,
-        COLUMNS="250",
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = {
-        cells[1].strip(): [cell.strip() for cell in cells]
-        for line in done.stdout.splitlines()
-        if len(cells := line.split("│")) > 4
-    }
+    lines = done.stdout.splitlines()
+    rows = {key: rest for line in lines if (key := line.partition(" = ")[0]) != line for rest in [line.partition(" = ")[2]]}
     assert "preset sdxl-finetune/16gb (auto: --vram, 16 GB GPU (17.18e9 bytes))" in done.stdout
-    assert rows["learning_rate"][2:4] == ["3e-05", "mine.toml, over preset sdxl-finetune/base's 1e-05"]
-    assert rows["full_bf16"][2:4] == ["False", "command line, over preset sdxl-finetune/16gb's True"]
-    assert rows["cache_latents"][3] == "preset sdxl-finetune/base"
-    assert rows["gradient_accumulation_steps"][3] == "preset sdxl-finetune/16gb"
-    assert rows["gradient_accumulation_steps"][4]
+    assert rows["learning_rate"] == "3e-05  (mine.toml, over preset sdxl-finetune/base's 1e-05)"
+    assert rows["full_bf16"] == "false  (command line, over preset sdxl-finetune/16gb's True)"
+    assert rows["cache_latents"] == "true  (preset sdxl-finetune/base)"
+    assert rows["gradient_accumulation_steps"].endswith("  (preset sdxl-finetune/16gb)")
+    key = next(index for index, line in enumerate(lines) if line.startswith("gradient_accumulation_steps = "))
+    assert lines[key + 1].startswith("    ")
+    assert rows["preset"] == "auto  (command line)"
+
+
+@pytest.mark.newest
+def test_check_says_what_a_preset_leaves_out(checkout, call, tmp_path):
+    argv = ("sdxl_train_network.py", "--preset", "12gb", "--shuffle_caption", "--network_dim", "64")
+    done = call("-m", "kohya_ext", "check", "--sd-scripts", checkout.path, *argv, folder=tmp_path)
+    skipped = "skipped network_alpha (network_dim = 64); cache_text_encoder_outputs (shuffle_caption = True)"
+    assert skipped in done.stderr, done.stderr[-4000:]
+    assert "The run needs more memory than the preset is designed for" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,17 @@ class Case:
     family: str | None = None
     reason: str | None = None
     """Why the model is not recorded; None if it is."""
+    recording: tuple[str, ...] = ("--cuda_graphs", "--cuda_graphs_always")
+    """The first two steps run eager, or four and a size's first occurrences if it is measured whether the GPU waits."""
 
 
-DEFAULT = ("accumulation",)
+GGPO = ("--network_args", "ggpo_sigma=0.5", "ggpo_beta=0.5", "--max_train_steps", "5")
+
+DEFAULT = ("accumulation", "ggpo")
 CASES = {
     "accumulation": Case(LORA, (*BF16, "--gradient_accumulation_steps", "2", "--max_train_steps", "3")),
+    "measured": Case(LORA, (*BF16, "--max_train_steps", "10"), recording=("--cuda_graphs",)),
+    "ggpo": Case("flux_train_network.py", (*BF16, *GGPO), reason="LoRAModule.combined_weight_norms is replaced between steps"),
     "checkpointing-off": Case(LORA, without=("--gradient_checkpointing",)),
     "dropout": Case(
         LORA,
@@ -73,14 +79,14 @@ def test_replayed_training_is_bit_identical(checkout, train, case):
     """Four steps of two sizes, with trained text encoders and gradient checkpointing unless the case changes it."""
     eager, replayed = (
         train(checkout, case.script, *case.options, *more, without=case.without, family=case.family, env=REPLAY)
-        for more in ((), ("--cuda_graphs",))
+        for more in ((), case.recording)
     )
     assert eager.code == replayed.code == 0, replayed.output[-4000:]
     facts = replayed.report["facts"]["cuda_graphs"]
     if case.reason is None:
         assert "off" not in facts
         assert facts["recorded"] >= 1
-        assert facts["replayed"] >= 4
+        assert facts["replayed"] >= 2
     else:
         assert f"cuda_graphs: {case.reason}" in " ".join(replayed.output.split())
         assert facts.get("off", case.reason).startswith(case.reason)  # a fact only where an attempt found it
@@ -146,10 +152,67 @@ def test_training_with_random_options_is_bit_identical(checkout, train, seed):
     script = generator.choice([*RECORDED])
     options, without = random_options(script, generator)
     eager, replayed = (
-        train(checkout, script, *options, *more, without=without, env=REPLAY) for more in ((), ("--cuda_graphs",))
+        train(checkout, script, *options, *more, without=without, env=REPLAY)
+        for more in ((), ("--cuda_graphs", "--cuda_graphs_always"))
     )
     command = " ".join([script, *options, *(f"without {option}" for option in without)])
     assert eager.code == replayed.code == 0, f"{command}\n{eager.output[-2000:]}\n{replayed.output[-2000:]}"
     recorded = replayed.report["facts"]["cuda_graphs"].get("replayed", 0) >= 1
     assert recorded != ("training continues without CUDA graphs" in replayed.output), command
     assert all(torch.equal(replayed.tensors[name], expected) for name, expected in eager.tensors.items()), command
+
+
+def _read_in_forward(module):
+    """Return the attributes that a module's forward reads, with methods that it calls on itself."""
+    seen, names, left = set(), set(), ["forward"]
+    while left:
+        code = getattr(getattr(type(module), left.pop(), None), "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names |= {*code.co_names}
+        left += [name for name in code.co_names if name not in ("forward", "__init__")]
+    own = {*vars(module), *module._parameters, *module._buffers, *module._modules} - {*vars(torch.nn.Module())}
+    return [*sorted(names & own), "training"]
+
+
+#: Network -> arguments of its module's class beyond name, layer, multiplier, rank and alpha.
+NETWORKS = {
+    "networks.lora": {"dropout": 0.1, "rank_dropout": 0.1},
+    "networks.lora_fa": {},
+    "networks.lora_flux": {"ggpo_sigma": 0.1, "ggpo_beta": 0.1},
+    "networks.lora_lumina": {},
+    "networks.lora_anima": {},
+    "networks.loha": {},
+    "networks.lokr": {},
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_recording_notices_each_value_that_a_network_reads(checkout, checkout_module, name):
+    from kohya_ext.compiling.module_values import ModuleValues
+
+    if not (checkout.path / f"{name.replace('.', '/')}.py").exists():
+        assert checkout.layout == "v0.10"
+        return
+    module = checkout_module(name)
+    kind = next(getattr(module, each) for each in ("LoRAModule", "LoHaModule", "LoKrModule") if hasattr(module, each))
+    network = kind("layer", torch.nn.Linear(16, 16), 1.0, 2, 2.0, **NETWORKS[name])
+    network.apply_to()
+    read = _read_in_forward(network)
+    assert {"multiplier", "scale", "org_forward"} <= {*read}, read
+    for attribute in read:
+        before = getattr(network, attribute)
+        values = ModuleValues([torch.nn.ModuleList([network])])
+        state = values.state()
+        assert values.state() == state
+        if isinstance(before, (bool, int, float)):
+            setattr(network, attribute, type(before)(not before) if isinstance(before, bool) else before + 1)
+        elif isinstance(before, torch.nn.Module):
+            setattr(network, attribute, torch.nn.Linear(4, 4))
+        elif isinstance(before, torch.nn.Parameter):
+            setattr(network, attribute, torch.nn.Parameter(before.detach().clone()))
+        else:
+            setattr(network, attribute, before.clone() if isinstance(before, torch.Tensor) else torch.zeros(1))
+        assert values.state() != state, attribute
+        setattr(network, attribute, before)

@@ -99,6 +99,30 @@ def test_preset_does_not_override_text_encoder_training_and_shuffled_captions(ch
     assert {name.split("_")[1] for name in run.tensors} == {"unet", "te1", "te2"}
 
 
+def test_rank_of_a_gui_keeps_sd_scripts_alpha(checkout, train):
+    """fluxgym gives --network_dim and no --network_alpha: sd-scripts' default of 1, not the preset's 16."""
+    from safetensors.torch import load_file
+
+    usual = ("--network_dim", "4", "--network_alpha", "1", "--train_batch_size", "--seed", "--max_train_steps")
+    more = ("--network_dim", "4", "--train_batch_size", "1", "--seed", "1", "--max_train_steps", "4")
+    env = {"KOHYA_EXT_PRESET": "12gb"}
+    run = train(checkout, "sdxl_train_network.py", *more, without=usual, start="environment", env=env)
+    assert run.code == 0, run.output[-4000:]
+    assert "skipped network_alpha (network_dim = 4)" in run.output
+    alphas = {float(value) for name, value in load_file(run.file).items() if name.endswith(".alpha")}
+    assert alphas == {1.0}
+
+
+@pytest.mark.newest
+def test_presets_of_the_environment_do_not_end_a_script_without_presets(checkout, train):
+    env = {"KOHYA_EXT_PRESET": "12gb,quality"}
+    run = train(checkout, "train_textual_inversion.py", start="environment", env=env)
+    assert run.code == 0, run.output[-4000:]
+    assert "warning: KOHYA_EXT_PRESET: no preset 12gb for train_textual_inversion.py; use balanced, " in run.output
+    assert "training without it" in run.output
+    assert "preset any/quality set lr_scheduler=cosine, lr_warmup_steps=100" in run.output
+
+
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
 #: SDXL's usual training sizes, which have multiples of 64 as sides.

@@ -84,6 +84,19 @@ def test_merged_networks_see_the_true_weights(network):
     assert network.create_network_from_weights(1, "a", None, None, model) is Linear
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_first_compilation_is_announced(monkeypatch, tmp_path, capsys, cached):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if cached:
+        (tmp_path / "A1").mkdir()
+        (tmp_path / "A1" / "_multiply.json").write_text("{}")
+    monkeypatch.setattr(base_precision, "_products", lambda *_: "kernels")
+    monkeypatch.setattr(base_precision, "program", lambda: Program(None, CommandLine(Path("sdxl_train_network.py"), [], {})))
+    accelerator = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    base_precision._start(Namespace(network_module="networks.lora"), accelerator, Settings(base_precision="int8"))
+    assert ("compiles its kernels" in capsys.readouterr().err) is not cached
+
+
 def test_model_without_known_layers_stays_as_it_is(network, capsys):
     network.create_network(1.0, 4, 1.0, None, None, SimpleNamespace(named_modules=list, attention=Transformer2DModel()))
     assert "has no linear layers to convert" in capsys.readouterr().err

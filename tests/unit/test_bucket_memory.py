@@ -92,6 +92,15 @@ def test_no_segment(gpu, run, counters):
     assert gpu.segments == []
 
 
+@pytest.mark.parametrize(("spills", "free", "segments"), [(True, 17.1, 0), (True, 17.3, 1), (False, 16.1, 1), (False, 15.9, 0)])
+def test_5_percent_stay_free_where_the_driver_spills(gpu, monkeypatch, spills, free, segments):
+    """The segment has 16 GiB, and 5 percent of the GPU are 1.2 GiB."""
+    monkeypatch.setattr(bucket_memory, "may_spill", lambda: spills)
+    gpu.free = free * GIB
+    after_first_step(gpu, accelerator())
+    assert len(gpu.segments) == segments
+
+
 def test_limit_below_the_gpus_memory_is_no_error(gpu):
     gpu.limit = GIB
     assert after_first_step(gpu, accelerator()).ended

@@ -1,6 +1,7 @@
 """Messages on standard error and the progress line."""
 
 import io
+import logging
 import os
 import re
 import subprocess
@@ -80,3 +81,12 @@ def test_a_message_clears_the_progress_bar(capsys):
         bar.update(1)
         console.note("stopped")
     assert re.search(r"steps: .*\r +\rkohya_ext: stopped\n", capsys.readouterr().err)
+
+
+def test_the_missing_kernel_of_bitsandbytes_is_not_logged(caplog):
+    caplog.set_level(logging.WARNING)
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    console.hide_notices_of_libraries()
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "no module kernels")
+    logger.warning("another warning")
+    assert [record.message for record in caplog.records] == ["another warning"]

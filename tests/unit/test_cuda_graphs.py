@@ -1,7 +1,9 @@
 """--cuda_graphs: recorded passes train bit for bit as eager ones, and stand aside where they cannot."""
 
+import copy
 import random
 import signal
+import threading
 import weakref
 from argparse import Namespace
 from functools import partial
@@ -16,7 +18,10 @@ from kohya_ext.patches import cuda_graphs  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from kohya_ext.compiling import cuda_recorder, graphs, replay_watch  # noqa: E402
+from kohya_ext.compiling.eager_steps import EagerSteps  # noqa: E402
 from kohya_ext.compiling.graphs import RecordedModel  # noqa: E402
+from kohya_ext.compiling.replay_watch import ReplayWatch  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from tests.replayer import CpuRecorder, Recording  # noqa: E402
 
@@ -448,6 +453,419 @@ def test_little_free_memory_ends_recording():
     assert training.lines == ["6 MiB of GPU memory are free; image sizes after the first 2 run eager"]
 
 
+def test_too_little_free_memory_for_the_rest_of_a_step_ends_recording():
+    training = Training(True, memory={"free": 10 * 2**20, "bytes_per_recording": 2**20}, reserve=5 * 2**20)
+    training.recorded.needed = 4 * 2**20
+    training.step()
+    reason = "recordings leave 8 MiB of GPU memory free, and the rest of a step needs 9 MiB"
+    assert training.lines == [f"{reason}; training continues without CUDA graphs"]
+    assert training.recorded.counts["eager"] == 1
+
+
+def test_size_that_takes_the_rest_of_a_step_its_memory_limits_the_number_of_sizes():
+    eager, recorded = Training(False), Training(True, memory={"free": 2**30, "bytes_per_recording": 0}, reserve=5 * 2**20)
+    for training in (eager, recorded):
+        training.step(4)
+        training.recorder.free = 2**20  # another program has started
+        training.step(3)
+        training.recorder.free = 2**30
+        training.step(4, 3)
+    assert recorded.recorded.counts == {"recorded": 1, "eager": 1, "replayed": 2, "not_recorded": 1}
+    assert recorded.lines == [
+        "recordings leave 1 MiB of GPU memory free, and the rest of a step needs 5 MiB; at most 1 image sizes are recorded"
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+class _OutOfMemory:
+    """Fails in one pass between recordings: in its n-th call from now on."""
+
+    def __init__(self):
+        self.calls = None
+
+    def __call__(self, x):
+        if self.calls is not None:
+            self.calls -= 1
+            if self.calls == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. More")
+        return x + torch.rand(1)
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.fail(gradient) * 1.0, None
+
+
+def _fails_in_backward(fail, x):
+    return _FailsInBackward.apply(x + torch.rand(1), fail)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_out_of_memory_between_recordings_falls_back(place):
+    states = []
+    for training in (Training(False), Training(True, max_sizes=1)):
+        fail = _OutOfMemory()
+        training.model.before_output = fail if place == "forward" else partial(_fails_in_backward, fail)
+        torch.manual_seed(4)
+        training.step(4)
+        training.micro_batch(3)
+        if training.recorded is not None:
+            fail.calls = 1
+        training.micro_batch(2)
+        training.step(3, 4)
+        states.append([*training.state, torch.rand(3)])
+    reason = "OutOfMemoryError: CUDA out of memory"
+    assert training.lines == [f"{reason}; training continues without CUDA graphs"]
+    assert training.recorder.recordings == []
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_tensors_that_an_eager_pass_leaves_in_the_pool_end_recording():
+    training = Training(True, max_sizes=1)
+
+    def keep(x):
+        training.recorder.used += 100 * (x.shape[1] == 2 * 3)
+        return x
+
+    training.model.before_output = keep
+    training.step(4, 3)
+    assert training.lines == []
+    training.step(2)
+    assert training.lines == ["the model keeps tensors of each image size; training continues without CUDA graphs"]
+
+
+# --- when recordings begin, and what they make room for --------------------------------------------------------------
+
+
+def test_sizes_are_recorded_at_their_third_occurrence():
+    eager, recorded = Training(False), Training(True, occurrences=3)
+    for training in (eager, recorded):
+        training.step(3, 2, 3, 4, 3, 3)
+        training.step(2, 2, 4, 4)
+    # The larger size comes after the first recording: it is recorded immediately, and 3 before it is lost.
+    assert recorded.recorded.counts == {"recorded": 1, "larger": 1, "replayed": 5, "not_recorded": 1, "eager": 4}
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_largest_size_of_the_data_is_recorded_first():
+    eager, recorded = Training(False), Training(True, occurrences=3, is_largest=lambda: height == 4)
+    for height in (3, 2, 3, 3, 3, 4, 3, 2, 2):
+        eager.step(height)
+        recorded.step(height)
+    # 3 waits for 4 and then replays immediately, because it came often; 2 is recorded at its third occurrence.
+    assert recorded.recorded.counts == {"recorded": 3, "eager": 5, "replayed": 3, "not_recorded": 1}
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_rare_largest_size_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(graphs, "WAIT", 4)
+    training = Training(True, occurrences=3, is_largest=lambda: False)
+    for _ in range(7):
+        training.step(2)
+    assert training.recorded.counts == {"recorded": 1, "eager": 4, "replayed": 3}
+
+
+@pytest.mark.parametrize(("needed", "released"), [(None, 1), (2**20, 0), (2**31, 1)])
+def test_recordings_make_room_for_work_between_steps(needed, released):
+    eager, recorded = Training(False), Training(True, memory={"free": 2**30}, reserve=2**20)
+    for training in (eager, recorded):
+        training.step(3)
+        if training.recorded is not None:
+            training.recorded.leave_room(needed)
+            assert len(training.recorder.recordings) == 2 - 2 * released
+        training.step(3)
+        training.step(2)
+    assert recorded.recorder.released == released
+    assert recorded.recorded.counts["released"] == released
+    assert recorded.recorded.counts["replayed"] == 3
+    assert recorded.lines == []
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_recordings_that_are_dropped_too_often_end():
+    training = Training(True)
+    for _ in range(3):
+        training.step()
+        training.recorded.leave_room(None)
+    reason = "sample images and validation need the memory of the recordings too often"
+    assert training.lines == [f"{reason}; training continues without CUDA graphs"]
+    assert training.recorded.counts == {"recorded": 1, "replayed": 2, "released": 1, "eager": 1}
+
+
+# --- values that modules hold ----------------------------------------------------------------------------------------
+
+
+def _number(training, step):
+    training.network[0].multiplier = (0.5, 1.0)[step % 2]
+
+
+def _same_number(training, step):
+    training.network[0].multiplier = float("1.0")
+
+
+def _new_mode(training, step):
+    training.network[0].dropout = 0.5 if step == 2 else 0.0
+    training.network.train(step != 2)
+
+
+FOLLOWED = [_number, _same_number, _new_mode]
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_changed_numbers_and_modes_have_their_own_recordings(change):
+    eager, recorded = Training(False), Training(True)
+    for training in (eager, recorded):
+        torch.manual_seed(2)
+        for step in range(5):
+            change(training, step)
+            training.step()
+    assert recorded.lines == []
+    assert recorded.recorded.counts["replayed"] == 5
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+class _Perturbed(Adapter):
+    """Adds what was set between two steps, as LoRA-GGPO does."""
+
+    def __init__(self, layer, dropout=0.0):
+        super().__init__(layer, dropout)
+        self.norms, self.table, self.listed = None, {"a": None}, [None]
+        self.register_buffer("buffer", torch.zeros(1))
+
+    def forward(self, x):
+        added = [value for value in (self.norms, self.table["a"], self.listed[0], self.buffer) if value is not None]
+        return super().forward(x) + sum(added)
+
+
+def _attribute(network, value):
+    network.norms = value
+
+
+def _entry(network, value):
+    network.table["a"] = value
+
+
+def _element(network, value):
+    network.listed[0] = value
+
+
+def _buffer(network, value):
+    network.buffer = value
+
+
+def _parameter(network, value):
+    network.up.weight = torch.nn.Parameter(network.up.weight.detach() + value)
+
+
+def _layer(network, value):
+    network.down = copy.deepcopy(network.down)
+
+
+def _forward_of_a_layer(network, value):
+    before = network.down.forward
+    network.down.forward = lambda x: before(x) + value
+
+
+def _hook(network, value):
+    network.register_forward_hook(lambda module, args, output: output + value)
+
+
+REPLACED = {
+    "_Perturbed.norms": _attribute,
+    "_Perturbed.table": _entry,
+    "_Perturbed.listed": _element,
+    "_Perturbed.buffer": _buffer,
+    "Linear.weight": _parameter,
+    "_Perturbed.down": _layer,
+    "forward of a layer": _forward_of_a_layer,
+    "_Perturbed._forward_hooks": _hook,
+}
+
+
+@pytest.mark.parametrize(("name", "replace"), REPLACED.items(), ids=REPLACED.keys())
+def test_objects_that_are_replaced_between_steps_end_recording(name, replace):
+    eager, recorded = Training(False, network=_Perturbed), Training(True, network=_Perturbed)
+    for training in (eager, recorded):
+        for step in range(5):
+            training.step()
+            replace(training.network[1], torch.full((1,), 0.1 * step))
+    assert recorded.lines == [f"{name} is replaced between steps; training continues without CUDA graphs"]
+    assert recorded.recorded.counts["replayed"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
+
+
+def test_number_that_changes_in_every_step_ends_recording(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_STATES", 2)
+    training = Training(True)
+    for step in range(4):
+        training.network[0].multiplier = 1.0 + step
+        training.step()
+    assert training.lines == ["Adapter.multiplier changes between steps; training continues without CUDA graphs"]
+
+
+def test_new_entry_of_a_table_is_no_change():
+    training = Training(True, network=_Perturbed)
+    for step in range(3):
+        training.step()
+        training.network[0].table[step] = torch.zeros(1)
+    assert training.lines == []
+    assert training.recorded.counts == {"recorded": 1, "replayed": 3}
+
+
+def test_hook_of_a_trained_weight_runs_on_its_own_gradients_alone():
+    states, calls = [], []
+    for training in (Training(False), Training(True)):
+        seen = []
+        training.network[0].up.weight.register_post_accumulate_grad_hook(
+            lambda weight, seen=seen: seen.append(weight.grad.sum())
+        )
+        training.step()
+        training.step()
+        states.append(training.state)
+        calls.append(torch.stack(seen))
+    assert training.lines[0].startswith("a hook of a trained weight would run with the gradients of a recording; ")
+    assert torch.equal(*calls)
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+# --- the eager steps before -------------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """Has measured these bytes."""
+
+    def __init__(self, *parts):
+        self.parts, self.begun = iter(parts), 0
+
+    def begin(self):
+        self.begun += 1
+
+    def end(self):
+        return next(self.parts)
+
+
+def _run_eager_steps(eager, count):
+    weight = torch.nn.Parameter(torch.ones(2))
+    for _ in range(count):
+        eager.before_batch()
+        eager.run(lambda: weight * 2).sum().backward()
+        eager.after_batch(True)
+
+
+def test_eager_steps_measure_the_memory_of_what_else_a_step_does():
+    # Before the passes, such as the VAE's, and after them, such as the optimizer's.
+    eager = EagerSteps(CpuRecorder(), _Meter(300, 100))
+    _run_eager_steps(eager, 3)
+    assert not eager.done
+    assert eager.meter.begun == 0
+    _run_eager_steps(eager, 1)
+    assert eager.done
+    assert (eager.needed, eager.meter.begun) == (330, 2)
+
+
+@pytest.mark.parametrize("busy", [0.5, 4.0])
+def test_eager_steps_time_the_host_and_the_gpu(busy):
+    eager = EagerSteps(CpuRecorder(busy=busy), _Meter(0, 0))
+    _run_eager_steps(eager, 4)
+    host, gpu = eager.seconds()
+    assert host > 0
+    assert gpu == pytest.approx(busy * host)
+
+
+def test_eager_steps_are_fewer_without_timing():
+    eager = EagerSteps(CpuRecorder(), _Meter(1, 2), timed=0)
+    _run_eager_steps(eager, 2)
+    assert eager.done
+    assert eager.seconds() is None
+
+
+# --- a replay that does not end --------------------------------------------------------------------------------------
+
+
+class _Event:
+    """An event of a GPU, which counts its answers."""
+
+    def __init__(self, done=False):
+        self.done, self.looks = done, 0
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.looks += 1
+        if self.done == "error":
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return self.done
+
+
+def _watched(event, replay=lambda: None, looks=3):
+    hung = threading.Event()
+    watch = ReplayWatch(lambda: event, hung.set, interval=0.001, looks=looks)
+    watch.replay(replay)
+    return watch, hung
+
+
+def test_replay_that_does_not_end_is_noticed():
+    _, hung = _watched(_Event())
+    assert hung.wait(60)
+
+
+def test_replay_that_blocks_its_own_launch_is_noticed():
+    hung = threading.Event()
+    watch = ReplayWatch(_Event, hung.set, interval=0.001, looks=3)
+    watch.replay(lambda: hung.wait(60))
+    assert hung.is_set()
+
+
+@pytest.mark.parametrize("done", [True, "error"])
+def test_replay_that_ends_is_not_reported(done):
+    event = _Event(done)
+    watch, hung = _watched(event)
+    while event.looks < 10:
+        threading.Event().wait(0.001)
+    watch.end()
+    watch._thread.join()
+    assert not hung.is_set()
+
+
+def test_gpu_that_hung_is_not_recorded_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    gpu = "NVIDIA GeForce RTX 5090 Laptop GPU"
+    assert replay_watch.reason_forbidden(gpu) is None
+    file = replay_watch.forbid(gpu, "torch 2.13.0, CUDA 13.0")
+    assert " with torch 2.13.0, CUDA 13.0; after a driver update, delete " in replay_watch.reason_forbidden(gpu)
+    assert replay_watch.reason_forbidden("NVIDIA GeForce RTX 4090") is None
+    file.write_text("{")
+    assert "a replay did not end on this GPU earlier" in replay_watch.reason_forbidden(gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True)) is None
+    file.unlink()
+    assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True)) is not None
+
+
+def test_hung_run_ends_with_how_to_resume(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
+    codes = []
+    monkeypatch.setattr(cuda_graphs.os, "_exit", codes.append)
+    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    args = Namespace(**_NETWORK, output_dir=str(tmp_path), output_name="cat")
+    cuda_graphs.PATCH.on_start(args, accelerator, Settings(cuda_graphs=True))._on_hang()
+    printed = capsys.readouterr().err
+    assert codes == [1]
+    assert "a replay of CUDA graphs has not ended for 5 minutes: the NVIDIA GeForce RTX 5090 or its driver hangs" in printed
+    assert "this run has saved no state" in printed
+    assert replay_watch.reason_forbidden("NVIDIA GeForce RTX 5090") is not None
+
+
 # --- the patch -------------------------------------------------------------------------------------------------------
 
 _NETWORK = {"network_module": "networks.lora"}
@@ -482,3 +900,77 @@ def test_patch_takes_part_in_the_training_of_a_network(more, capsys):
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     assert cuda_graphs.PATCH.on_start(Namespace(**_NETWORK), accelerator, Settings(cuda_graphs=True, **more)) is not None
     assert capsys.readouterr().err == ""
+
+
+class _Run:
+    """The loop of a script around the patch, with its model's forward replaced as the patch does."""
+
+    def __init__(self, monkeypatch, busy=1.0, always=False):
+        monkeypatch.setattr(cuda_recorder, "CudaRecorder", lambda device: CpuRecorder(busy=busy))
+        self.training = Training(False)
+        training = self.training
+        self.accelerator = SimpleNamespace(
+            device=torch.device("cpu"),
+            num_processes=1,
+            sync_gradients=True,
+            _models=[training.model, training.network],
+            _optimizers=[training.optimizer],
+            _dataloaders=[],
+            unwrap_model=lambda model: model,
+        )
+        self.graphs = cuda_graphs._Graphs(Namespace(), self.accelerator, always)
+        monkeypatch.setattr(training.model, "forward", partial(self.forward, training.model))
+
+    def forward(self, model, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            self.graphs.forward_without_gradients(model)
+            return Model.forward(model, *args, **kwargs)
+        return self.graphs.forward(Model.forward, model, args, kwargs)
+
+    def steps(self, count):
+        for _ in range(count):
+            self.graphs.before_batch(self.accelerator)
+            self.training.step(2)
+            self.graphs.after_batch(self.accelerator)
+
+    @property
+    def counts(self):
+        return self.graphs.recorded.counts
+
+
+def test_patch_records_after_four_eager_steps_and_two_occurrences(monkeypatch, capsys):
+    run = _Run(monkeypatch)
+    run.steps(8)
+    assert run.counts == {"recorded": 1, "eager": 2, "replayed": 2}
+    assert "so it waits for Python; recording" in capsys.readouterr().err
+
+
+def test_patch_does_not_record_where_the_gpu_is_the_limit(monkeypatch, capsys):
+    run = _Run(monkeypatch, busy=3.0)
+    run.steps(8)
+    assert run.counts == {"eager": 1}, "the later ones are not even counted"
+    printed = capsys.readouterr().err
+    assert "so there is nothing to gain; training continues without CUDA graphs (--cuda_graphs_always" in printed
+    forced = _Run(monkeypatch, busy=3.0, always=True)
+    forced.steps(4)
+    assert forced.counts == {"recorded": 1, "replayed": 2}
+
+
+def test_patch_makes_room_for_the_first_work_between_steps(monkeypatch):
+    run = _Run(monkeypatch, always=True)
+    run.steps(3)
+    with torch.no_grad():
+        run.training(*run.training.inputs(2))
+        run.training(*run.training.inputs(2))
+    assert run.counts["released"] == 1
+    run.steps(1)
+    assert run.counts == {"recorded": 1, "released": 1, "replayed": 2}
+
+
+def test_patch_keeps_recordings_in_passes_without_gradients_of_a_step(monkeypatch):
+    run = _Run(monkeypatch, always=True)
+    run.steps(3)
+    run.graphs.before_batch(run.accelerator)
+    with torch.no_grad():  # as the prior of upstream's preservation of classes
+        run.training(*run.training.inputs(2))
+    assert run.counts["released"] == 0

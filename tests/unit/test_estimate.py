@@ -115,6 +115,31 @@ def test_exit_code_1_when_the_run_does_not_fit(checkout, capsys):
     output = capsys.readouterr().out
     assert "not on a GeForce GPU" in output
     assert "The 16 GB GPU (17.18e9 bytes) lacks" in output
+    assert "--gradient_checkpointing --fit" not in output
+    assert "`python -m kohya_ext plan sdxl_train.py` with your other options" in output
+
+
+@pytest.mark.parametrize(
+    ("more", "fits", "advice"), [(0.051, True, None), (0.049, False, "--fit checkpoints as few"), (-0.1, False, "--fit")]
+)
+def test_a_run_fits_with_5_percent_left_free_as_for_plan(checkout, capsys, more, fits, advice):
+    total = shipped("sdxl-lora", "--preset", "12gb").total
+    card = round(total / (1 - more))
+    words = ["sdxl_train_network.py", "--preset", "12gb", "--sd-scripts", str(checkout), "--vram", str(card)]
+    assert main(["estimate", *words]) == (0 if fits else 1)
+    printed = capsys.readouterr().out
+    assert ("less than the 5 percent" in printed) == (not fits and more > 0)
+    assert advice is None or advice in printed
+    assert ("kohya_ext plan" in printed) is not fits
+
+
+def test_a_dimension_that_is_not_a_rank_is_mentioned(checkout, capsys, formula_estimates):
+    words = ["estimate", "sdxl_train_network.py", "--sd-scripts", str(checkout), "--preset", "8gb", "--network_dim", "8"]
+    main([*words, "--network_module", "networks.oft"])
+    line = "--network_dim 8 is not a rank, but the number of blocks of each layer with networks.oft, and is counted as that."
+    assert line in capsys.readouterr().out
+    main([*words, "--network_module", "networks.lora_fa"])
+    assert "not a rank" not in capsys.readouterr().out
 
 
 def test_a_chart_is_a_png(checkout, tmp_path):

@@ -15,7 +15,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.gpu import attention
 from kohya_ext.preflight import numbers
-from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts import families, parts
 from kohya_ext.sdscripts.families import BY_NAME, FAMILIES, Checkpoint
 from kohya_ext.tiny import arguments
 from kohya_ext.tiny.checkpoints import locate
@@ -35,6 +35,7 @@ def missing(family):
         "kohya_ext/tiny/shrink.py SHRINKERS": family.module in shrink.SHRINKERS,
         "kohya_ext/gpu/attention.py HEADS": family.name in attention.HEADS,
         f"presets/{folder}": any(each == folder for each, _, _ in preset_files.shipped()),
+        "kohya_ext/sdscripts/tensor_names.json": family.name in parts._table(),
         "checkpoints": all(kind.tensors for kind in family.checkpoints),
     }
     return [place for place, is_present in places.items() if not is_present]
@@ -60,6 +61,7 @@ def test_missing_places_are_named():
         "kohya_ext/tiny/shrink.py SHRINKERS",
         "kohya_ext/gpu/attention.py HEADS",
         "presets/qwen-image-lora",
+        "kohya_ext/sdscripts/tensor_names.json",
         "checkpoints",
     ]
 
@@ -78,7 +80,7 @@ row = dataclasses.replace(
     lora="qwen_image_train_network.py",
     finetune=("qwen_image_train.py",),
     others=(),
-    files=("qwen_vl",),
+    files={"qwen_vl": "qwen-vl"},
     module="library.qwen_image_models",
     model="QwenImage",
     first_input="latents",
@@ -119,7 +121,7 @@ assert changes["fp8_scaled"] is True
 assert changes["blocks_to_swap"] == 29
 assert preset_conflicts.held_back(row.lora, {"cache_text_encoder_outputs": True}, {"caption_dropout_rate": 0.1})
 assert families.recognize(["transformer.txt_norm.weight"]) == (row, row.checkpoints[0])
-assert "qwen_vl" in models._OTHERS
+assert "qwen_vl" in models.OTHERS
 wrong = options._impossible(Path(row.lora), Namespace(enable_bucket=True, bucket_reso_steps=8))
 assert any("multiple of 16" in problem for problem in wrong)
 tiny = checkpoints.locate("qwen-image", Path("tiny"))

@@ -11,9 +11,10 @@ import pytest
 
 from kohya_ext import preflight
 from kohya_ext.config.settings import Settings
-from kohya_ext.preflight import data, models, options, output
+from kohya_ext.preflight import captions, data, hub, models, options, output
 from kohya_ext.run import run_record
 from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.sdscripts import families
 
 image = pytest.importorskip("PIL.Image")
 
@@ -82,6 +83,7 @@ def test_truncated_safetensors_file_is_an_error(tmp_path):
 def test_checkpoint_of_another_family_is_an_error(tmp_path, tensor, script, more, expected):
     file = write_safetensors(tmp_path / "model.safetensors", [tensor])
     errors = check(models.check, script, pretrained_model_name_or_path=str(file), **more).errors
+    errors = [error for error in errors if " is missing: " not in error]
     assert (expected is None and not errors) or (len(errors) == 1 and expected in errors[0])
 
 
@@ -100,17 +102,19 @@ def _scaled(folder):
 def test_weights_in_8_bits_with_scales_need_their_reader(tmp_path):
     file = _scaled(tmp_path)
     findings = check(models.check, pretrained_model_name_or_path=file)
-    assert findings == preflight.Findings(notes=["model.safetensors has 1 weights in fp8 with scales, which are applied"])
+    assert findings.notes == ["model.safetensors has 1 weights in fp8 with scales, which are applied"]
+    assert not findings.errors
     for patches in (("scaled_checkpoints",), ("*",)):
         settings = Settings(disable_patch=patches)
         (error,) = check(models.check, settings=settings, pretrained_model_name_or_path=file).errors
         assert error.startswith("model.safetensors has 1 weights in fp8 with scales, which sd-scripts would read without them")
     (error,) = check(models.check, pretrained_model_name_or_path=file, disable_mmap_load_safetensors=True).errors
     assert "remove --disable_mmap_load_safetensors" in error
-    (warning,) = check(models.check, pretrained_model_name_or_path=file, fp8_base=True).warnings
-    assert "use --base_precision fp8" in warning
+    warnings = check(models.check, pretrained_model_name_or_path=file, fp8_base=True).warnings
+    assert "use --base_precision fp8" in warnings[-1]
     files = {"pretrained_model_name_or_path": "owner/name", "t5xxl": file}
-    assert check(models.check, settings=settings, **files).errors
+    errors = check(models.check, "flux_train.py", settings=settings, **files).errors
+    assert any("which sd-scripts would read without them" in error for error in errors)
 
 
 @pytest.mark.parametrize(("name", "start"), [("model.gguf", b"GGUF"), ("model.safetensors", b"GGUF")])
@@ -125,6 +129,64 @@ def test_other_formats_are_an_error(tmp_path):
     file = write_safetensors(tmp_path / "model.safetensors", ["a.weight", "a.weight.quant_state.bitsandbytes__nf4"])
     (error,) = check(models.check, pretrained_model_name_or_path=str(file)).errors
     assert "weights in bitsandbytes' 4 bits (nf4), which cannot be read" in error
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "expected"),
+    [
+        ("flux_train_network.py", {}, ["clip_l", "t5xxl", "ae"]),
+        ("flux_train_control_net.py", {"ae": "nope"}, ["ae", "clip_l", "t5xxl"]),
+        ("flux_train_network.py", {"model_type": "chroma"}, ["t5xxl", "ae"]),
+        ("sd3_train.py", {}, ["clip_l", "clip_g", "t5xxl"]),
+        ("lumina_train.py", {}, ["gemma2", "ae"]),
+        ("anima_train_control_net_lllite.py", {}, ["qwen3", "vae"]),
+        ("hunyuan_image_train_network.py", {}, ["text_encoder", "byt5", "vae"]),
+        ("sdxl_train.py", {}, []),
+        ("train_leco.py", {}, []),
+    ],
+)
+def test_every_file_that_a_script_needs_is_required(tmp_path, script, args, expected):
+    (tmp_path / "model_index.json").touch()
+    (tmp_path / "transformer").mkdir()
+    errors = check(models.check, script, pretrained_model_name_or_path=str(tmp_path), **args).errors
+    errors = [error for error in errors if "is a folder" not in error]
+    assert [error.removeprefix("--").split()[0] for error in errors] == expected
+
+
+def test_files_that_only_other_families_read_are_not_checked(tmp_path):
+    chroma = {"model_type": "chroma", "clip_l": str(tmp_path / "none.safetensors"), "vae": "nope"}
+    errors = check(models.check, "flux_train_network.py", pretrained_model_name_or_path=str(tmp_path), **chroma).errors
+    assert [error for error in errors if "clip_l" in error or "vae" in error] == []
+
+
+def test_a_missing_part_of_a_split_model_is_an_error(tmp_path):
+    file = write_safetensors(tmp_path / "model-00001-of-00002.safetensors", ["double_blocks.0.img_attn.x"])
+    run = {"script": "flux_train.py", "pretrained_model_name_or_path": str(file)}
+    assert "needs model-00002-of-00002.safetensors" in check(models.check, **run).errors[0]
+    write_safetensors(tmp_path / "model-00002-of-00002.safetensors", ["double_blocks.1.img_attn.x"])
+    assert not any("00002" in error for error in check(models.check, **run).errors)
+
+
+@pytest.mark.parametrize(
+    ("script", "blocks", "most"),
+    [
+        ("flux_train_network.py", {"double_blocks": 19, "single_blocks": 38}, 35),
+        ("sd3_train_network.py", {"model.diffusion_model.joint_blocks": 24}, 22),
+        ("anima_train_network.py", {"net.blocks": 40, "net.llm_adapter.blocks": 6}, 38),
+        ("lumina_train.py", {"layers": 26}, None),
+    ],
+)
+def test_more_swapped_blocks_than_the_model_has_are_an_error(tmp_path, script, blocks, most):
+    marks = {"flux": "double_blocks.0.img_attn.x", "sd3": "joint_blocks.0.x", "anim": "llm_adapter.x", "lumi": "cap_embedder.x"}
+    names = [f"{name}.{index}.x" for name, count in blocks.items() for index in range(count)]
+    file = write_safetensors(tmp_path / "model.safetensors", [*names, next(marks[key] for key in marks if key in script)])
+
+    def errors(swapped):
+        findings = check(models.check, script, pretrained_model_name_or_path=str(file), blocks_to_swap=swapped)
+        return [error for error in findings.errors if "blocks_to_swap" in error]
+
+    assert errors(500) == ([f"--blocks_to_swap 500 is too large for model.safetensors; use at most {most}"] if most else [])
+    assert not errors(most)
 
 
 def test_missing_model_file_is_an_error_but_a_repository_is_not(tmp_path):
@@ -175,8 +237,8 @@ def test_truncated_image_is_damaged(tmp_path, kind):
     complete, truncated = tmp_path / f"complete.{kind}", tmp_path / f"truncated.{kind}"
     image.effect_noise((200, 200), 50).convert("RGB").save(complete)
     truncated.write_bytes(complete.read_bytes()[:-2000])
-    assert data.check_image(complete) == (None, (200, 200))
-    assert data.check_image(truncated)[0].startswith("is damaged")
+    assert data.check_image(complete) == data.CheckedImage(None, (200, 200))
+    assert data.check_image(truncated).problem.startswith("is damaged")
 
 
 def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monkeypatch):
@@ -203,6 +265,76 @@ def test_checked_images_of_a_cached_dataset_are_not_opened_again(tmp_path, monke
     image.with_suffix(".txt").write_text("")
     errors = check(data.check, **run, cache_latents_to_disk=True).errors
     assert [image.name in error or "empty captions" in error for error in errors] == [True, True]
+
+
+def write_colours(folder):
+    """Write images with transparent areas, with an opaque alpha channel, in Display P3, and in sRGB."""
+    folder.mkdir()
+    clear = image.new("RGBA", (64, 64), "red")
+    clear.paste((0, 0, 0, 0), (0, 0, 32, 64))
+    clear.save(folder / "clear.png")
+    image.new("RGBA", (64, 64), "red").save(folder / "opaque.png")
+    management = pytest.importorskip("PIL.ImageCms")
+    srgb = management.ImageCmsProfile(management.createProfile("sRGB")).tobytes()
+    p3 = srgb.replace("sRGB built-in".encode("utf-16-be"), "Display P3   ".encode("utf-16-be"))
+    assert p3 != srgb
+    for name, profile in (("p3.jpg", p3), ("srgb.jpg", srgb), ("p3.png", p3), ("srgb.webp", srgb)):
+        image.new("RGB", (64, 64), "red").save(folder / name, icc_profile=profile)
+    for file in [*folder.iterdir()]:
+        file.with_suffix(".txt").write_text("a cat")
+
+
+@pytest.mark.parametrize("options_", [{}, {"cache_latents_to_disk": True}])
+def test_transparent_images_and_other_colour_spaces_are_warnings(tmp_path, options_):
+    write_colours(tmp_path / "1_cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), **options_}
+    for _ in range(2):  # the second time from the index, if the run caches latents
+        alpha, profiles = [line for line in check(data.check, **args).warnings if "same name" not in line]
+        assert alpha.startswith("2 of 6 images in")
+        assert "--alpha_mask" in alpha
+        assert "2 of 6 images" in profiles
+        assert "(2 Display P3)" in profiles
+    (tmp_path / "1_cat" / "clear.png").unlink()
+    assert not any("alpha" in line for line in check(data.check, **args).warnings), "opaque alpha channels change nothing"
+
+
+def test_masks_use_transparent_images(tmp_path):
+    write_colours(tmp_path / "1_cat")
+    args = {**ARGS, "train_data_dir": str(tmp_path), "alpha_mask": True}
+    assert not any("alpha" in line for line in check(data.check, **args).warnings)
+
+
+@pytest.mark.parametrize(
+    ("script", "caption", "args", "expected"),
+    [
+        (
+            "sdxl_train.py",
+            "a cat, " * 26,
+            {},
+            "75 tokens, and sd-scripts leaves out the rest; use --max_token_length 150",
+        ),
+        ("sdxl_train.py", "a cat, " * 25, {}, None),
+        ("sdxl_train.py", "a cat, " * 26, {"max_token_length": 150}, None),
+        ("sdxl_train.py", "a cat, " * 80, {"max_token_length": 225}, "shorten them"),
+        ("sdxl_train.py", "a cat\n" + "a dog, " * 99, {}, None),
+        ("flux_train.py", "a cat " * 200, {}, None),
+        ("flux_train.py", "a cat " * 200, {"t5xxl_max_token_length": 256}, "use a larger --t5xxl_max_token_length"),
+        ("sd3_train.py", "a cat " * 200, {}, "more than 256 tokens"),
+        ("hunyuan_image_train_network.py", "a cat " * 200, {}, None),
+    ],
+)
+def test_captions_that_are_cut_are_a_warning(tmp_path, script, caption, args, expected):
+    folder = write_images(tmp_path / "1_cat")
+    (folder / "0.txt").write_text(caption)
+    for caching in ({}, {"cache_latents_to_disk": True}, {"cache_latents_to_disk": True}):
+        warnings = check(data.check, script, train_data_dir=str(tmp_path), **ARGS, **args, **caching).warnings
+        assert [expected in line and "at least 1 of 2 captions" in line for line in warnings] == [True] * (expected is not None)
+
+
+def test_tokens_of_captions_are_counted_from_below():
+    """CLIP's tokenizer makes these numbers of tokens, or more."""
+    assert captions.count_tokens("it's a cat's 12 paws, (really:1.2)!") == (16, 6)
+    assert set(captions.LIMITS) <= set(families.BY_NAME)
 
 
 def test_empty_and_invalid_images_are_problems(tmp_path):
@@ -426,6 +558,9 @@ def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
         ("fine_tune.py", {"enable_bucket": True, "bucket_reso_steps": 32}, "multiple of 64"),
         ("flux_train.py", {"enable_bucket": True, "bucket_reso_steps": 8}, "multiple of 16"),
         ("sd3_train.py", {"enable_bucket": True, "bucket_reso_steps": 4}, "multiple of 8"),
+        ("train_db.py", {"stop_text_encoder_training": 0, "max_train_steps": 10}, "TypeError at that step"),
+        ("train_db.py", {"stop_text_encoder_training": 20, "max_train_epochs": 2}, "TypeError at that step"),
+        ("sdxl_train_control_net_lllite_old.py", {}, "use sdxl_train_control_net_lllite.py"),
     ],
 )
 def test_options_that_contradict_are_an_error(script, args, expected):
@@ -440,9 +575,11 @@ def test_options_that_contradict_are_an_error(script, args, expected):
         ("flux_train.py", {"blocks_to_swap": 0}),
         ("flux_train_control_net.py", {"blocks_to_swap": 5}),
         ("lumina_train.py", {"blocks_to_swap": 5}),
+        ("train_db.py", {"stop_text_encoder_training": -1, "max_train_steps": 10}),
+        ("train_db.py", {"stop_text_encoder_training": 10, "max_train_steps": 10}),
     ],
 )
-def test_swapped_blocks_that_the_optimizer_finds_are_no_error(script, args):
+def test_options_that_only_look_like_a_contradiction_are_no_error(script, args):
     assert check(options.check, script, **args).errors == []
 
 
@@ -643,15 +780,25 @@ def test_prompt_without_a_seed_is_an_error_for_hunyuan_image_only(tmp_path):
     assert not problems("hunyuan_image_train_network.py")
 
 
-@pytest.mark.parametrize(("name", "text"), [("none.txt", None), ("p.toml", "width = 640\n"), ("p.json", "[")])
-def test_prompts_that_cannot_be_read_are_a_warning(tmp_path, name, text):
+@pytest.mark.parametrize("option", ["sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"])
+def test_samples_without_prompts_are_an_error(option):
+    (error,) = check(options.check, "flux_train_network.py", network_module="x", **{option: 1}).errors[-1:]
+    assert error == f"--{option} needs --sample_prompts FILE, with a prompt on each line"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("none.txt", None), ("p.toml", "width = 640\n"), ("p.json", "["), ("prompts", "a cat")]
+)
+def test_prompts_that_cannot_be_read_are_an_error(tmp_path, name, text):
     prompts = tmp_path / name
     if text is not None:
         prompts.write_text(text, encoding="utf-8")
     sampling = {"sample_prompts": str(prompts), "sample_every_n_epochs": 1}
-    (warning,) = check(options.check, "sdxl_train.py", **sampling).warnings
-    assert f"--sample_prompts {prompts}" in warning
-    assert not check(options.check, "sdxl_train.py", sample_prompts=str(prompts)).warnings, "prompts alone are not sampled"
+    (error,) = check(options.check, "sdxl_train.py", **sampling).errors
+    assert f"--sample_prompts {prompts}" in error
+    assert not check(options.check, "sdxl_train.py", sample_prompts=str(prompts)).errors, "prompts alone are not sampled"
+    caching = {"sample_prompts": str(prompts), "cache_text_encoder_outputs": True}
+    assert check(options.check, "sdxl_train.py", **caching).errors == [error], "caching encodes them"
 
 
 def test_valid_options_are_accepted():
@@ -691,11 +838,79 @@ def test_network_args_that_the_network_ignores_are_a_warning(tmp_path):
     assert warning == "--network_args: networks.lora does not know conf_dim and will ignore it. Did you mean conv_dim?"
 
 
+@pytest.mark.parametrize(
+    ("script", "module", "fails"),
+    [
+        ("train_network.py", "networks.loha", True),
+        ("flux_train_network.py", "networks.lokr", True),
+        ("sdxl_train_network.py", "networks.loha", False),
+        ("anima_train_network.py", "networks.lokr", False),
+        ("flux_train_network.py", "networks.lora_flux", False),
+    ],
+)
+def test_networks_that_do_not_know_the_family_are_an_error(script, module, fails):
+    errors = check(options.check, script, network_module=module).errors
+    assert any("supports SDXL and Anima only; use lycoris.kohya" in error for error in errors) == fails
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "args", "expected"),
+    [
+        ("train_textual_inversion.py", {"ema": True}, {}, "--ema supports networks (LoRA)"),
+        ("train_control_net.py", {"validation_split": 0.1}, {}, "--validation_split: upstream cannot split"),
+        ("sdxl_train.py", {"ema": True}, {"optimizer_type": "AdamWScheduleFree"}, "--ema does not support schedule-free"),
+        ("sdxl_train.py", {"ema": True, "validation_split": 0.1}, {}, None),
+        ("train_control_net.py", {"ema": True, "disable_patch": ("ema",)}, {}, None),
+    ],
+)
+def test_runs_that_a_patch_cannot_take_part_in_are_an_error(script, settings, args, expected):
+    findings = preflight.inspect(Path(script), Namespace(**args), Settings(**settings))
+    errors = [error for error in findings.errors if "--ema" in error or "--validation_split" in error]
+    assert [expected in error for error in errors] == [True] * (expected is not None)
+
+
+@pytest.mark.parametrize("name", ["logs", "logs/of/runs"])
+def test_logging_folder_that_is_a_file_is_an_error(tmp_path, name):
+    args = {"output_dir": str(tmp_path), "logging_dir": str(tmp_path / name)}
+    assert not check(output.check, **args).errors
+    (tmp_path / "logs").touch()
+    (error,) = check(output.check, **args).errors
+    assert error == f"--logging_dir {tmp_path / name} cannot be a folder: {tmp_path / 'logs'} is a file"
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_missing_tokenizers_are_an_error_without_a_connection(tmp_path, monkeypatch, connected):
+    hub_library = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def head(address, timeout):
+        asked.append(address)
+        if not connected:
+            raise OSError("no route to host")
+
+    monkeypatch.setattr(hub_library.utils, "get_session", lambda: Namespace(head=head))
+    monkeypatch.setattr(hub_library, "try_to_load_from_cache", lambda name, file, cache_dir: saved.get(name))
+    saved = {"openai/clip-vit-large-patch14": "in the cache"}
+    findings = check(hub.check, "flux_train.py", tokenizer_cache_dir=str(tmp_path))
+    assert len(asked) == 1
+    assert ["google/t5-v1_1-xxl, which flux_train.py needs" in error for error in findings.errors] == [True] * (not connected)
+    (tmp_path / "google_t5-v1_1-xxl").mkdir()
+    assert not check(hub.check, "flux_train.py", tokenizer_cache_dir=str(tmp_path)).errors
+    assert len(asked) == 1, "a complete cache needs no connection"
+    # What a Diffusers model needs, upstream asks for at the end of the training.
+    file = write_safetensors(tmp_path / "model.safetensors", ["x"])
+    run = {"pretrained_model_name_or_path": str(file), "save_model_as": "diffusers"}
+    errors = check(hub.check, "train_db.py", **run).errors
+    assert ["use --save_model_as safetensors" in error for error in errors] == [True] * (not connected)
+    assert not check(hub.check, "train_network.py", **run).errors
+    assert not check(hub.check, "train_db.py", **{**run, "pretrained_model_name_or_path": str(tmp_path)}).errors
+
+
 def test_failing_check_does_not_stop_the_run(monkeypatch):
     def broken(script, args, findings, **more):
         raise RuntimeError("bug in a check")
 
-    for module in (options, models, data, output):
+    for module in (options, models, data, output, hub):
         monkeypatch.setattr(module, "check", broken)
     findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors

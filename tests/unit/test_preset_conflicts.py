@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.config.preset_conflicts import summary
+from kohya_ext.config.preset_files import load, scripts, shipped
 from kohya_ext.config.user_files import read_config_file
 
 GUI = Path(__file__).parent.parent / "data" / "gui"
@@ -37,17 +38,36 @@ def held_back(script, *argv):
         (LORA, "12gb", "--xformers", {"sdpa"}),
         (LORA, "12gb", "--no-gradient_checkpointing", {"gradient_checkpointing_ratio"}),
         (LORA, "12gb", "--use_8bit_adam", {"optimizer_type"}),
-        (LORA, "12gb", "--resolution 128", {"enable_bucket"}),
-        (LORA, "12gb", "--resolution 128 --min_bucket_reso 64", set()),
-        (LORA, "12gb", "--resolution 1536", set()),
+        (LORA, "12gb", "--resolution 128", {"enable_bucket", "max_bucket_reso"}),
+        (LORA, "12gb", "--resolution 128 --min_bucket_reso 64", {"max_bucket_reso"}),
+        (LORA, "12gb", "--resolution 768", {"max_bucket_reso"}),
+        (LORA, "12gb", "--resolution 1024", set()),
+        (LORA, "12gb", "--resolution 1536", {"enable_bucket", "max_bucket_reso"}),
+        (LORA, "12gb", "--resolution 1536 --max_bucket_reso 3072", set()),
+        (LORA, "12gb", "--network_dim 4", {"network_alpha"}),
+        (LORA, "12gb", "--network_dim 16", {"network_alpha"}),
+        (LORA, "12gb", "--network_alpha 0", {"network_dim"}),
+        (LORA, "12gb", "--network_weights a.safetensors --dim_from_weights", {"network_dim", "network_alpha"}),
+        (LORA, "12gb", "--network_module networks.oft", {"network_dim", "network_alpha"}),
+        (LORA, "12gb", "--network_module lycoris.kohya --network_args algo=boft", {"network_dim", "network_alpha"}),
+        (LORA, "12gb", "--network_module lycoris.kohya --network_args algo=loha", set()),
+        (LORA, "12gb", "--optimizer_type Prodigy", {"learning_rate"}),
+        (LORA, "12gb", "--optimizer_type AdamW8bit", set()),
+        (LORA, "12gb", "--use_lion_optimizer", {"optimizer_type", "learning_rate"}),
+        (LORA, "12gb", "--learning_rate 5e-5", set()),
+        (LORA, "12gb", "--optimizer_args weight_decay=0.1", {"optimizer_type"}),
         (LORA, "6gb", "--mixed_precision no", {"fp8_base"}),
         (LORA, "quality", "--lr_scheduler constant", {"lr_warmup_steps"}),
-        (LORA, "quality", "--lr_scheduler constant_with_warmup", set()),
+        (LORA, "quality", "--lr_scheduler constant_with_warmup", {"lr_warmup_steps"}),
+        (LORA, "quality", "--lr_warmup_steps 50", set()),
         (LORA, "balanced", "--max_data_loader_n_workers 0", {"persistent_data_loader_workers"}),
         (LORA, "speed", "--max_data_loader_n_workers 0", {"persistent_data_loader_workers"}),
         (LORA, "speed", "--max_data_loader_n_workers 2", set()),
         (FINE_TUNE, "12gb", "--optimizer_type AdamW8bit", {"optimizer_args", "max_grad_norm", "fused_backward_pass"}),
         (FINE_TUNE, "12gb", "--optimizer_type adafactor", set()),
+        (FINE_TUNE, "12gb", "--optimizer_type adafactor --optimizer_args clip_threshold=1.0", set()),
+        (FINE_TUNE, "12gb", "--optimizer_args a=1", {"optimizer_type", "max_grad_norm", "fused_backward_pass"}),
+        (FINE_TUNE, "12gb", "--learning_rate 5e-6", set()),
         (FINE_TUNE, "12gb", "--gradient_accumulation_steps 4", {"fused_backward_pass"}),
         (FINE_TUNE, "12gb", "--mixed_precision fp16", {"full_bf16"}),
         (FINE_TUNE, "12gb", "--train_text_encoder", {"cache_text_encoder_outputs"}),
@@ -73,6 +93,31 @@ def test_contradicting_preset_values_are_held_back(script, preset, argv, expecte
     assert not expected & run.presets.values.keys()
 
 
+#: Option of the user -> keys that a preset then leaves to sd-scripts, with a value that no shipped preset has.
+GROUPS = {
+    ("network_dim", 3): {"network_alpha"},
+    ("network_alpha", 0.5): {"network_dim"},
+    ("resolution", "960,960"): {"min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale"},
+    ("max_bucket_reso", 1792): {"min_bucket_reso", "bucket_reso_steps", "bucket_no_upscale"},
+    ("optimizer_type", "Prodigy"): {"optimizer_args", "learning_rate", "max_grad_norm", "fused_backward_pass"},
+    ("optimizer_args", "decouple=True"): {"optimizer_type", "max_grad_norm", "fused_backward_pass"},
+    ("use_lion_optimizer", True): {"optimizer_type", "optimizer_args", "learning_rate", "max_grad_norm", "fused_backward_pass"},
+    ("lr_scheduler", "polynomial"): {"lr_warmup_steps", "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_decay_steps"},
+    ("lr_scheduler_type", "mine.Scheduler"): {"lr_scheduler", "lr_warmup_steps"},
+}
+
+PRESETS = {f"{family}/{name}": scripts(family)[0] for family, name, _ in shipped()}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_leaves_the_rest_of_a_group_to_sd_scripts(preset):
+    alone = load([preset], PRESETS[preset]).values.keys()
+    for option, group in GROUPS.items():
+        run = CommandLine(Path(PRESETS[preset]), ["--preset", preset, *option_words(dict([option]))], {})
+        assert not {key for key in group if run.values.get(key)}, option
+        assert run.values.keys() >= alone - group - {"enable_bucket"}, option
+
+
 def test_config_file_and_subsets_hold_values_back(tmp_path):
     config, dataset = tmp_path / "mine.toml", tmp_path / "data.toml"
     config.write_text(f"text_encoder_lr = [1e-5]\ndataset_config = {str(dataset)!r}\n")
@@ -83,6 +128,22 @@ def test_config_file_and_subsets_hold_values_back(tmp_path):
         "cache_text_encoder_outputs": "text_encoder_lr = [1e-05]",
         "cache_latents": "color_aug = True",
     }
+
+
+def test_reason_names_the_option_and_the_way_out():
+    assert held_back(LORA, "--preset", "12gb", "--resolution", "128,128")["enable_bucket"] == (
+        "resolution = 128,128: outside the bucket limits; set --enable_bucket, --min_bucket_reso and --max_bucket_reso for it"
+    )
+    reasons = held_back(LORA, "--preset", "12gb", "--optimizer_type", "Prodigy")
+    assert reasons == {"learning_rate": "optimizer_type = Prodigy: set its --learning_rate"}
+
+
+def test_resolution_of_a_dataset_leaves_out_the_bucket_limits(tmp_path):
+    dataset = tmp_path / "data.toml"
+    dataset.write_text('[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = "a"\n')
+    assert held_back(LORA, "--preset", "12gb", "--dataset_config", str(dataset)) == {"max_bucket_reso": "resolution = 512"}
+    dataset.write_text(dataset.read_text().replace("512", "[1024, 1024]"))
+    assert held_back(LORA, "--preset", "12gb", "--dataset_config", str(dataset)) == {}
 
 
 def test_subset_options_override_arguments(tmp_path):

@@ -1,12 +1,15 @@
 """Loading, stacking and parsing of presets."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kohya_ext.config import preset_files
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.preset_files import NotForScriptError
 from kohya_ext.errors import UserError
-from kohya_ext.planning import tiers
+from kohya_ext.planning import automatic, tiers
 
 SHIPPED = list(preset_files.shipped())
 
@@ -20,6 +23,7 @@ def test_sdxl_families_have_every_tier_and_quality():
         "balanced",
         "quality",
         "fused-adamw",
+        "fp16",
     }
 
 
@@ -80,6 +84,29 @@ def test_preset_overrides_those_that_it_extends(tmp_path):
         preset_files.load([str(mine)], "sdxl_train.py")
 
 
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["12gb", "24gb"], "sdxl-lora/24gb"),
+        (["12gb", "quality", "24gb"], "sdxl-lora/quality + sdxl-lora/24gb"),
+        (["24gb", "quality", "12gb-int8"], "sdxl-lora/quality + sdxl-lora/12gb-int8"),
+    ],
+)
+def test_a_tier_replaces_a_tier(names, label):
+    stacked = preset_files.load(names, "sdxl_train_network.py")
+    alone = preset_files.load(label.split(" + "), "sdxl_train_network.py")
+    assert (stacked.label, stacked.values) == (label, alone.values)
+
+
+def test_a_tier_replaces_the_one_that_a_file_extends(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('seed = 1\n[preset]\nextends = ["sdxl-lora/12gb"]\n')
+    stacked = preset_files.load([str(mine), "24gb"], "sdxl_train_network.py")
+    assert "gradient_checkpointing_ratio" not in stacked.values
+    assert stacked.values["seed"].value == 1
+    assert "gradient_checkpointing_ratio" in preset_files.load(["24gb", str(mine)], "sdxl_train_network.py").values
+
+
 def test_later_preset_overrides_earlier_ones(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text("train_batch_size = 3 # because\n")
@@ -93,8 +120,13 @@ def test_later_preset_overrides_earlier_ones(tmp_path):
     ("names", "script", "message"),
     [
         (["6gb"], "sdxl_train.py", r"no preset 6gb for sdxl_train.py; use 10gb, "),
-        (["4gb"], "sdxl_train.py", r"fused-adamw, speed \(10gb is the smallest tier\)$"),
-        (["balanced"], "train_textual_inversion.py", r"not for train_textual_inversion\.py\.$"),
+        (["4gb"], "sdxl_train.py", r"speed \(10gb is the smallest tier\)$"),
+        (
+            ["12gb"],
+            "train_textual_inversion.py",
+            r"no preset 12gb for train_textual_inversion.py; use balanced, fp16",
+        ),
+        (["16gp"], "train_textual_inversion.py", r"no preset 16gp for train_textual_inversion.py; use balanced, "),
         (["24bg"], "sdxl_train.py", r"no preset 24bg for sdxl_train.py; .*Did you mean 24gb\?"),
         (["base"], "sdxl_train.py", "no preset base"),
         (["sdxl-lora/16gb"], "sdxl_train.py", "is for sdxl_train_network.py, not for sdxl_train.py"),
@@ -134,3 +166,27 @@ def test_binary_preset_file_is_an_error(tmp_path):
     file.write_bytes(bytes(range(256)))
     with pytest.raises(UserError, match=r"mine\.toml is not UTF-8 text"):
         preset_files.load([str(file)], "sdxl_train.py")
+
+
+def test_a_preset_for_every_script_leaves_out_options_that_a_script_lacks(tmp_path):
+    (tmp_path / "train_leco.py").write_text('def setup_parser():\n    parser.add_argument("--lr_scheduler")\n')
+    presets = CommandLine(tmp_path / "train_leco.py", ["--preset", "quality"], {}).presets
+    assert presets.values.keys() == {"lr_scheduler"}
+    assert presets.held_back["lr_warmup_steps"].text == "not an option of train_leco.py"
+
+
+@pytest.mark.parametrize("name", ["12gb", "auto", "sdxl-lora/16gb", "99gb"])
+def test_a_preset_of_the_environment_that_does_not_apply_is_a_remark(name):
+    script = Path("train_textual_inversion.py")
+    presets = CommandLine(script, [], {"KOHYA_EXT_PRESET": f"{name},quality", "KOHYA_EXT_VRAM": "12"}, automatic).presets
+    assert presets.label == "any/quality"
+    (remark,) = presets.remarks
+    assert remark.startswith("KOHYA_EXT_PRESET: ")
+    assert remark.endswith("; training without it")
+    with pytest.raises(NotForScriptError):
+        _ = CommandLine(script, ["--preset", name, "--vram", "12"], {}, automatic).presets
+
+
+def test_a_misspelt_preset_of_the_environment_is_an_error():
+    with pytest.raises(UserError, match="no preset 12bg for train_textual_inversion"):
+        _ = CommandLine(Path("train_textual_inversion.py"), [], {"KOHYA_EXT_PRESET": "12bg"}, automatic).presets

@@ -107,3 +107,24 @@ def test_windows_needs_a_store_without_libuv(monkeypatch):
     static = pytest.importorskip("torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
     static.TCPStore("127.0.0.1", 29500, 1, True)
     assert created == [(("127.0.0.1", 29500, 1, True), {"use_libuv": False})]
+
+
+@pytest.mark.parametrize(
+    ("variable", "config", "outcome"),
+    [
+        ("", {}, pytest.raises(UserError, match="2 processes need as many GPUs, and PyTorch finds none here")),
+        ("1", {}, pytest.raises(TypeError)),  # it starts, and the replaced process would not get here
+        ("", {"use_cpu": True}, pytest.raises(TypeError)),
+    ],
+)
+def test_several_processes_without_gpus_are_an_error_unless_they_train_on_cpus(monkeypatch, variable, config, outcome):
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
+    monkeypatch.setattr(processes, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(processes, "has_gpu", lambda: False)
+    monkeypatch.setattr(processes, "_configuration", lambda file: config)
+    monkeypatch.setattr(os, "execve", lambda *command: None)
+    monkeypatch.setattr(processes.subprocess, "Popen", None)
+    checkout = Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for this test")
+    with outcome:
+        processes.launch(Settings(num_processes=2), checkout, Path("sdxl_train.py"), [])

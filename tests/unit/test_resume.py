@@ -82,11 +82,11 @@ def torch():
 
 def position(accumulated=1, processes=1, index=0, **more):
     args = SimpleNamespace(gradient_accumulation_steps=accumulated, max_train_steps=9)
-    accelerator = SimpleNamespace(is_main_process=index == 0, num_processes=processes, process_index=index)
+    accelerator = SimpleNamespace(is_main_process=index == 0, num_processes=processes, process_index=index, _models=[])
     return resume.Position(args, accelerator, **more)
 
 
-BEGAN = {"random": {}, "counters": [0, 0], "seeds": [7], "generator": None}
+BEGAN = {"random": {}, "counters": [0, 0], "next_step": None, "seeds": [7], "generator": None}
 
 
 def test_position_is_converted_when_gradient_accumulation_changes(torch, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kohya_ext import units
+from kohya_ext import installed_gpus
 from kohya_ext.__main__ import main
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
@@ -70,14 +70,44 @@ def test_the_answer_is_the_fastest_that_fits_and_updates_the_weights_in_fp32(che
     assert times == sorted(times)
     assert result.answer.seconds_per_image <= times[0]
     assert not result.others[-1].is_close
-    assert result.alone.name == "preset sdxl-finetune/24gb"
+    assert result.alone.candidate.name == "one GPU, preset sdxl-finetune/24gb"
+    assert result.alone in result.others
+    assert result.together is result.answer
+
+
+def test_one_gpu_is_the_answer_where_it_is_faster(checkout, monkeypatch, capsys):
+    """As where the GPUs exchange data over slow slots."""
+    slow = several_gpus.communication.Link("slow", 1e8, 1e-3, "for this test")
+    monkeypatch.setattr(Machine, "link", property(lambda machine: slow))
+    result = plan(checkout, [], 24)
+    assert result.answer is result.alone
+    assert result.answer.seconds_per_image < result.together.seconds_per_image
+    assert words(result.answer) == ["python", "-m", "kohya_ext", FULL, "--preset", "24gb"]
+    argv = ["plan", "--sd-scripts", str(checkout.path), "--gpus", "2x RTX 3090", FULL]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert f"One GPU is faster than 2: {result.answer.seconds_per_image:.2f} s per image on one of them" in printed
+    assert f"To run it:\n  python -m kohya_ext {FULL} --preset 24gb\n" in printed
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"] == f"python -m kohya_ext {FULL} --preset 24gb"
+
+
+def test_a_faster_row_below_the_answer_has_its_reason(checkout, capsys):
+    assert plan(checkout, [], 24).others[-1].candidate.name == "DDP, pure bf16"
+    argv = ["plan", "--sd-scripts", str(checkout.path), "--gpus", "2x RTX 3090", FULL, "--verbose"]
+    assert main(argv) == 0
+    assert "faster, but less precise: DDP, pure bf16" in capsys.readouterr().out
+    argv[argv.index("2x RTX 3090")] = "2x RTX 4080"
+    assert main(argv) == 0
+    assert "One GPU is faster, but stores weights only in bf16: " in capsys.readouterr().out
 
 
 def test_a_smaller_gpu_moves_the_optimizer_to_the_host_before_it_rounds_weights(checkout):
     result = plan(checkout, [], 16)
-    assert result.answer.candidate.name.endswith("on the host")
-    assert result.answer.host >= 18 * WEIGHTS
-    assert [option.candidate.name for option in result.others if not option.is_close] == ["DDP, pure bf16"]
+    assert result.together.candidate.name.endswith("on the host")
+    assert result.together.host >= 18 * WEIGHTS
+    rounded = [option.candidate.name for option in result.others if not option.is_close]
+    assert rounded == ["DDP, pure bf16", result.alone.candidate.name]
 
 
 def test_what_exceeds_the_host_is_no_answer(checkout):
@@ -109,8 +139,8 @@ def test_options_that_no_engine_takes_are_an_error(checkout):
 
 def test_a_network_keeps_its_tier_with_a_process_for_each_gpu(checkout):
     result = plan(checkout, [], 24, script=LORA)
-    assert words(result.answer)[3:8] == ["--num_processes", "2", LORA, "--preset", "24gb"]
-    assert result.answer.engine is several_gpus.Engine.LORA
+    assert words(result.together)[3:8] == ["--num_processes", "2", LORA, "--preset", "24gb"]
+    assert result.together.engine is several_gpus.Engine.LORA
 
 
 def test_nothing_fits_says_what_the_smallest_needs(checkout):
@@ -143,12 +173,17 @@ def test_the_link_is_the_usual_one_of_a_gpu(name, link):
 
 
 def test_the_command_prints_the_host_memory_and_a_line_to_paste(checkout, monkeypatch, capsys):
-    monkeypatch.setattr(units, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(installed_gpus, "visible_gpus", lambda: 0)
     argv = ["plan", "--sd-scripts", str(checkout.path), "--gpus", "2x16GB", FULL]
+    monkeypatch.setattr(several_gpus, "known_tiers", lambda *_: [])
     assert main(argv) == 0
     printed = capsys.readouterr().out
     assert "45.00 GB of host memory, of all processes; the machine's memory: not known" in " ".join(printed.split())
-    assert printed.splitlines()[-1].strip().startswith("python -m kohya_ext --num_processes 2 sdxl_train.py --preset zero")
+    assert (
+        printed.partition("To run it:")[2]
+        .strip()
+        .startswith("python -m kohya_ext --num_processes 2 sdxl_train.py --preset zero")
+    )
     assert main([*argv, "--json", "--host_memory", "32GB"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["answer"]["name"] == "DDP, pure bf16"

@@ -9,7 +9,7 @@ from kohya_ext.patches.toml_byte_order_mark import PATCH
 
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
-from kohya_ext.config.user_files import read_dataset_config, subsets
+from kohya_ext.config.user_files import read_config_file, read_dataset_config, subsets
 from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patcher
 from kohya_ext.planning import tiers
@@ -20,6 +20,15 @@ DOCUMENT = {"general": {"a": 1, "b": 1}, "datasets": [{"b": 2, "resolution": 768
 
 def test_subset_options_override_dataset_and_general_options():
     assert [(subset["a"], subset["b"]) for subset in subsets(DOCUMENT)] == [(1, 2), (3, 2)]
+
+
+def test_config_file_that_is_no_toml_is_an_error_with_the_name_that_works(tmp_path):
+    file = tmp_path / "cfg.json"
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"reads only TOML files, with names in \.toml; save it as cfg\.toml"):
+        read_config_file(str(file))
+    (tmp_path / "cfg.json.toml").write_text("seed = 1")
+    assert read_config_file(str(file)).values == {"seed": 1}, "sd-scripts adds .toml"
 
 
 def test_estimate_reads_a_json_dataset_config(tmp_path):

@@ -174,6 +174,29 @@ def test_a_zero_or_missing_alpha_does_not_scale(write):
         assert described(write(changed)).modules[0].norm == pytest.approx(norm)
 
 
+def lllite(up):
+    """Return the tensors of a LLLite for Anima with one module."""
+    module = "lllite_dit_blocks_0_self_attn_q_proj"
+    parts = {"down": (4, 8), "mid": (4, 12), "cond_to_film": (8, 8)}
+    return {
+        **{f"{module}.{part}.weight": torch.randn(shape) for part, shape in parts.items()},
+        f"{module}.up.weight": up,
+        f"{module}.depth_embed": torch.randn(8),
+        "lllite_conditioning1.proj.weight": torch.randn(8, 3),
+    }
+
+
+def test_a_lllite_for_anima_is_described(write):
+    up = torch.randn(8, 4)
+    trained = described(write(lllite(up)))
+    assert (trained.kind, trained.problems, trained.notes) == ("ControlNet-LLLite", [], [])
+    (module,) = trained.modules
+    assert (module.rank, module.place.family, module.place.index) == (4, "blocks", 0)
+    assert module.norm == pytest.approx(float(torch.linalg.vector_norm(up)))
+    (problem,) = described(write(lllite(torch.zeros(8, 4)), "new.safetensors")).problems
+    assert problem.startswith("the file does not change the model")
+
+
 def test_convolutions_are_locon(write):
     tensors = lora()
     tensors |= {"lora_unet_input_blocks_1_0_x.lora_up.weight": torch.randn(8, 2, 1, 1)}

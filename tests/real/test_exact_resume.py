@@ -1,0 +1,104 @@
+"""A resume from each state of a run gives the file of the undisturbed run, bit for bit."""
+
+import pytest
+
+from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_nothing_failed, read, same
+
+torch = pytest.importorskip("torch")
+
+WORDS = ("--shuffle_caption", "--caption_separator", " ")
+WARM_UP = (*WORDS, "--token_warmup_step", "12", "--token_warmup_min", "1")
+EPOCHS = ("--max_train_epochs", "2", "--save_every_n_epochs", "1", "--save_state")
+MIDDLE = ("--save_every_n_steps", "11")
+WORKERS = ("--max_data_loader_n_workers", "2")
+TIMED = ("--save_state_every_n_minutes", "0", "--save_last_n_timed_states", "99")
+SCHEDULE = ("--lr_scheduler", "cosine", "--lr_warmup_steps", "1")
+FUSED = (*SCHEDULE, "--max_grad_norm", "0", "--save_every_n_steps", "2", "--save_state", "--max_train_steps", "4")
+END_OF_EPOCH, IN_THE_SECOND, AFTER_TWO = "tiny-000001-state", "tiny-step00000011-state", "tiny-step00000002-state"
+
+#: Case -> script, arguments, and the states to resume. An epoch has eight batches.
+CASES = {
+    "epochs": (LORA, (*WARM_UP, *EPOCHS, *MIDDLE), (END_OF_EPOCH, IN_THE_SECOND)),
+    "epochs of a fine-tune": (FULL, (*WARM_UP, *EPOCHS, *MIDDLE), (END_OF_EPOCH, IN_THE_SECOND)),
+    "epochs of FLUX": ("flux_train_network.py", (*WARM_UP, *EPOCHS, *MIDDLE), (END_OF_EPOCH, IN_THE_SECOND)),
+    "epochs of SD 1.5": ("train_network.py", (*WARM_UP, *EPOCHS, *MIDDLE), (END_OF_EPOCH, IN_THE_SECOND)),
+    "workers": (LORA, (*WORDS, *EPOCHS, *MIDDLE, *WORKERS), (END_OF_EPOCH, IN_THE_SECOND)),
+    "persistent workers": (
+        LORA,
+        (*WORDS, *EPOCHS, "--save_every_n_steps", "9", *WORKERS, "--persistent_data_loader_workers"),
+        (END_OF_EPOCH, "tiny-step00000009-state"),
+    ),
+    "schedule-free": (
+        LORA,
+        ("--optimizer_type", "RAdamScheduleFree", "--max_train_epochs", "2", *TIMED, "--save_every_n_steps", "6"),
+        ("tiny-rolling00000003-state", "tiny-rolling00000010-state"),
+    ),
+    "ProdigyPlus": (
+        LORA,
+        ("--optimizer_type", "prodigyplus.ProdigyPlusScheduleFree", "--learning_rate", "1", "--max_train_epochs", "2", *TIMED),
+        ("tiny-rolling00000010-state",),
+    ),
+    "GGPO": (
+        "flux_train_network.py",
+        ("--network_args", "ggpo_sigma=0.03", "ggpo_beta=0.01", "--save_every_n_steps", "2", "--save_state"),
+        (AFTER_TWO,),
+    ),
+    "fused groups of SDXL": (FULL, (*FUSED, "--fused_optimizer_groups", "4"), (AFTER_TWO,)),
+    "fused blocks of FLUX": ("flux_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
+    "fused blocks of SD 3": ("sd3_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
+    "fused blocks of Lumina": ("lumina_train.py", (*FUSED, "--blockwise_fused_optimizers"), (AFTER_TWO,)),
+    "ControlNet of SDXL": (
+        "sdxl_train_control_net.py",
+        ("--save_every_n_steps", "2", "--save_state"),
+        (AFTER_TWO,),
+    ),
+}
+
+
+#: The generation that runs a case by default; the other cases are slow.
+DEFAULTS = {"epochs": pytest.mark.newest, "fused blocks of FLUX": pytest.mark.oldest}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=DEFAULTS.get(case, pytest.mark.slow)) for case in CASES])
+def test_resume_equals_the_undisturbed_run(checkout, train, case):
+    script, options, states = CASES[case]
+    undisturbed = train(checkout, script, *options)
+    assert undisturbed.tensors
+    different = {}
+    for state in states:
+        resumed = train(checkout, script, *options, "--resume", str(undisturbed.folder / state))
+        if not same(resumed.tensors, undisturbed.tensors):
+            different[state] = max(
+                (tensor.double() - undisturbed.tensors[name].double()).abs().max().item()
+                for name, tensor in resumed.tensors.items()
+            )
+    assert not different
+
+
+@pytest.mark.parametrize("scripts", SCRIPTS)
+def test_resume_at_the_last_step_writes_the_final_model_once(checkout, train, scripts, tmp_path):
+    """As after a kill between the last state and the final model. The output name has a folder."""
+    folder, prompts = tmp_path / "cats", tmp_path / "prompts.txt"
+    folder.mkdir()
+    prompts.write_text("a cat --w 64 --h 64 --s 1 --d 1")
+    options = (*TIMED, "--max_train_steps", "3", "--output_name", "cats/tiny", "--sample_prompts", str(prompts))
+    options += ("--sample_at_first", "--sample_every_n_steps", "99", "--resume", "auto")
+    first = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
+    assert first.code == 0, first.output[-4000:]
+    assert "written to" in first.output
+    assert_nothing_failed(first)
+    model, samples = folder / "tiny.safetensors", len(list(tmp_path.rglob("*.png")))
+    expected = read(model)
+    model.unlink()
+
+    resumed = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert "all 3 steps are trained; writing the final model" in resumed.output
+    assert same(read(model), expected)
+    assert len(list(tmp_path.rglob("*.png"))) == samples
+
+    written = model.stat().st_mtime_ns
+    again = train(checkout, scripts[checkout.layout], *options, output=tmp_path)
+    assert again.code == 0, again.output[-4000:]
+    assert f"this run is finished: {model} was written after" in again.output
+    assert model.stat().st_mtime_ns == written

@@ -1,0 +1,112 @@
+"""What a script would lose of a loaded state is restored at the position."""
+
+from types import SimpleNamespace
+
+import pytest
+from kohya_ext.patches.exact_resume import _load_control_net
+
+from kohya_ext.config.settings import Settings
+from kohya_ext.run.loaded_parts import OPTIMIZER, LoadedParts, network_norms
+
+torch = pytest.importorskip("torch")
+
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = torch.nn.Linear(3, 2, bias=False)
+        self.unet_loras = [self.down]
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Rounds the weights when it switches between their two versions."""
+
+    def __init__(self, weights):
+        super().__init__(weights, lr=0.1)
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def _switch(self, training):
+        for group in (group for group in self.param_groups if group["train_mode"] != training):
+            for weight in group["params"]:
+                weight.data.lerp_(torch.full_like(weight, 0.7), 1 - 0.9 if training else 1 - 1 / 0.9)
+            group["train_mode"] = training
+
+    def train(self):
+        self._switch(True)
+
+    def eval(self):
+        self._switch(False)
+
+
+def accelerator_of(network, *optimizers):
+    return SimpleNamespace(
+        _models=[network], _optimizers=list(optimizers), unwrap_model=lambda model: model, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("switches", [True, False])
+@pytest.mark.parametrize("saved_for_training", [True, False])
+def test_weights_of_a_schedule_free_optimizer_are_those_after_the_step_of_the_state(saved_for_training, switches, tmp_path):
+    torch.manual_seed(0)
+    network = Network()
+    optimizer = ScheduleFree(network.parameters())
+    if not saved_for_training:
+        optimizer.eval()
+    loaded = network.down.weight.detach().clone()
+    parts = LoadedParts.of(accelerator_of(network, optimizer), tmp_path, {}, at_position=True)
+    for _ in range(50):
+        optimizer.eval()
+        optimizer.train()
+    assert not torch.equal(network.down.weight, loaded)
+    parts.restore(switches)
+    restored, training = network.down.weight.detach().clone(), optimizer.param_groups[0]["train_mode"]
+    network.down.weight.data.copy_(loaded)
+    optimizer.param_groups[0]["train_mode"] = saved_for_training
+    if switches:
+        optimizer.eval()
+    optimizer.train()
+    assert training
+    assert torch.equal(restored, network.down.weight)
+
+
+def test_norms_of_ggpo_are_saved_and_restored(tmp_path):
+    network = Network()
+    network.down.grad_norms, network.down.combined_weight_norms = torch.ones(2, 1), None
+    norms = network_norms(accelerator_of(network))
+    assert {name: list(each) for name, each in norms.items()} == {"down": ["grad_norms"]}
+    resumed = Network()
+    LoadedParts.of(accelerator_of(resumed), tmp_path, norms, at_position=True).restore(False)
+    assert torch.equal(resumed.down.grad_norms, torch.ones(2, 1))
+
+
+def test_an_optimizer_that_is_prepared_late_gets_its_state(tmp_path, capsys):
+    weight = torch.nn.Parameter(torch.ones(2))
+    trained = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(2)
+    trained.step()
+    torch.save(trained.state_dict(), tmp_path / "optimizer_1.bin")
+    late = torch.optim.AdamW([weight])
+    parts = LoadedParts.of(accelerator_of(Network()), tmp_path, {}, at_position=True)
+    parts.load_late(OPTIMIZER, 1, late)
+    assert torch.equal(late.state[weight]["exp_avg"], trained.state[weight]["exp_avg"])
+    with pytest.raises(SystemExit):
+        parts.load_late(OPTIMIZER, 2, late)
+    assert "has no optimizer_2.bin; use the --fused_optimizer_groups or" in capsys.readouterr().err
+
+
+def test_a_state_is_loaded_into_the_parameters_of_a_control_net_that_are_trained():
+    class ControlNet(torch.nn.Linear):
+        def load_state_dict(self, state_dict, strict=True, assign=True):  # as upstream's, without a result
+            super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    original = ControlNet.load_state_dict
+    ControlNet.load_state_dict = _load_control_net(original, Settings())
+    model = ControlNet(2, 2)
+    trained, state = model.weight, {name: value + 1 for name, value in model.state_dict().items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == ([], [])
+    assert model.weight is trained
+    assert torch.equal(trained, state["weight"])
+    model.load_state_dict(state, True, True)
+    assert model.weight is not trained
