@@ -17,8 +17,7 @@ _UNLIMITED = 100_000
 class Console(console.Console):
     """rich's console, which prints names, metadata and other text from files without what a terminal interprets in it.
 
-    A file or a pipe has no width, unless one is given. :func:`kohya_ext.console.replace_unencodable` decides what standard output
-    can hold.
+    A file or a pipe has no width, unless one is given. :func:`kohya_ext.console.replace_unencodable` decides what it can hold.
     """
 
     def __init__(self, **options: Any) -> None:
