@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command or a script; return the exit code. A script's SystemExit and exceptions pass through untouched."""
     try:
-        from kohya_ext.console import error
+        from kohya_ext.console import error, replace_unencodable
         from kohya_ext.errors import UserError
 
+        replace_unencodable()
         chosen = _choose(list(sys.argv[1:] if argv is None else argv))
     except ImportError as problem:
         print(f"kohya_ext: error: {problem}. Install the missing package, or reinstall kohya_ext", file=sys.stderr)
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return chosen()
     except UserError as wrong:
-        for line in str(wrong).splitlines():
+        for line in str(wrong).split("\n"):
             error(line)
         return UserError.exit_code
 

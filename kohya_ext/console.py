@@ -1,11 +1,13 @@
-"""Messages on standard error, so that a script's own output is unchanged."""
+"""Messages on standard error, so that a script's own output is unchanged, and what a terminal or a code page can show."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import threading
@@ -23,8 +25,36 @@ _PROGRESS_DELAY = 1.0
 _silent = False
 _any_rank = False
 
+#: Characters that change what a terminal shows instead of being shown: C0 and C1 controls (escape sequences), line and
+#: paragraph separators, and controls of the writing direction. Also surrogates, which no stream can encode.
+_NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 on_warning: Callable[[str], None] | None = None
 """Receives each warning, also in processes that print nothing."""
+
+
+def printable(text: str, lines: bool = False) -> str:
+    """Return text with escapes, as Python writes them, in place of characters that a terminal interprets.
+
+    For everything that does not come from this program: names of files and tensors, metadata, captions, journals. ``lines``:
+    keep line breaks.
+    """
+    return "\n".join(map(printable, text.split("\n"))) if lines else _NOT_SHOWN.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
+
+
+def replace_unencodable() -> None:
+    """Make the standard streams of this process replace characters outside their encoding, instead of raising.
+
+    On Windows an output that is not a console (a pipe, a file, a GUI) has the legacy code page, in which one Japanese word
+    would end a run with UnicodeEncodeError. Standard error already replaces them.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager
@@ -42,7 +72,14 @@ def note(message: str) -> None:
     """Print one line, once per run: other ranks and data-loader workers print nothing."""
     if should_print():
         with _progress_bars_cleared():
-            print(f"kohya_ext: {message}", file=sys.stderr, flush=True)
+            _write(f"kohya_ext: {printable(message)}\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard error. Never raises: it may be closed, a pipe without a reader, or missing under pythonw."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -60,7 +97,8 @@ def note_at_once(message: str) -> None:
     """Print one line from a signal handler: it may interrupt a write to standard error, whose buffer is not reentrant."""
     if should_print():
         with contextlib.suppress(OSError):
-            os.write(_STANDARD_ERROR, f"\nkohya_ext: {message}\n".encode())
+            encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+            os.write(_STANDARD_ERROR, f"\nkohya_ext: {printable(message)}\n".encode(encoding, "backslashreplace"))
 
 
 def warn(message: str) -> None:
@@ -72,12 +110,12 @@ def warn(message: str) -> None:
 
 def error(message: str) -> None:
     """Print an error, from any process."""
-    print(f"kohya_ext: error: {message}", file=sys.stderr, flush=True)
+    _write(f"kohya_ext: error: {printable(message)}\n")
 
 
 def stop(message: str) -> NoReturn:
     """Print an error, one message per line, and exit the process with code 2."""
-    for line in message.splitlines():
+    for line in message.split("\n"):
         error(line)
     raise SystemExit(UserError.exit_code)
 
@@ -131,14 +169,14 @@ def _report(task: str, done: threading.Event) -> None:
     start = time.monotonic()
     if done.wait(_PROGRESS_DELAY):
         return
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         note(f"{task} ...")
         return
     line = ""
     width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be overwritten
     while not done.is_set():
-        line = f"kohya_ext: {task}: {time.monotonic() - start:.0f} s"[:width]
-        print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        line = f"kohya_ext: {printable(task)}: {time.monotonic() - start:.0f} s"[:width]
+        _write(f"\r{line}")
         done.wait(1.0)
     # Spaces instead of an escape sequence, which older Windows consoles print as text.
-    print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
+    _write(f"\r{' ' * len(line)}\r")

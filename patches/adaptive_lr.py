@@ -171,8 +171,15 @@ class Adaptive(TrainingCallback):
         if not file.is_file():
             note(f"{folder} was saved without --adaptive_lr; starting with a factor of 1")
             return
-        for name, value in json.loads(file.read_text(encoding="utf-8")).items():
-            setattr(self, name, deque(value, maxlen=_NORMS) if name == "norms" else value)
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            norms = deque(map(float, values["norms"]), maxlen=_NORMS)
+            numbers = {name: float(values[name]) for name in ("step", "factor", "best", "loss_sum", "loss_count")}
+            step = int(numbers["step"])
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            stop(f"{file} is damaged; resume from another state, or without --adaptive_lr")
+        for name, value in {**numbers, "step": step, "norms": norms}.items():
+            setattr(self, name, value)
         if self.factor != 1:
             note(f"--adaptive_lr resumed at step {self.step}: learning rate x {self.factor:g}")
 

@@ -28,6 +28,7 @@ from kohya_ext.patching.attributes import Replacement, replace_attribute
 from kohya_ext.patching.patch import Patch, moved
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.renames import unlink
 
 FILE = "kohya_ext_ema.safetensors"
 """The file in a state's folder."""
@@ -226,8 +227,8 @@ class _Average(TrainingCallback):
         for model, average in list(self.written.items()):
             if not model.exists():
                 del self.written[model]
-                if average.is_file():
-                    average.unlink()
+                with contextlib.suppress(OSError):  # on Windows another program may have it open
+                    unlink(average)
 
     def on_end(self) -> None:
         """Complete the average and restore the networks' methods."""

@@ -22,8 +22,8 @@ from types import FrameType
 from typing import Any
 
 from kohya_ext import __version__
-from kohya_ext.config.command_line import CommandLine, of_this_process, restart_line
-from kohya_ext.config.settings import Option, Settings, boolean, path, secrets
+from kohya_ext.config.command_line import of_this_process, quoted, restart_line
+from kohya_ext.config.settings import HIDDEN, Option, Settings, boolean, is_secret, path
 from kohya_ext.console import note, warn
 from kohya_ext.errors import first_line
 from kohya_ext.estimate import predict
@@ -52,9 +52,6 @@ JOURNAL_FILE = Option[Path | None](
     "write the journal to this file; default: OUTPUT_NAME.journal.jsonl in --output_dir",
     metavar="FILE",
 )
-
-#: Ends of the names of arguments whose values are not written.
-_SECRETS = ("_api_key", "_token", "password", "secret")
 
 _CAPTION = 300
 """Number of characters of a caption to write."""
@@ -326,7 +323,7 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
     import torch
 
     checkout, command = run.checkout, run.command
-    started_by = _without_secrets(of_this_process())
+    started_by = of_this_process()
     name = output_name(args)
     stopper = stop_request.stopper()
     facts: dict[str, Any] = {
@@ -347,16 +344,10 @@ def _start_facts(args: Namespace, accelerator: Accelerator, run: Program) -> dic
     }
     if command.script is not None:
         facts["settings"] = {
-            key: ["***" if key.endswith(_SECRETS) or key in secrets() else value, command.origin(key)]
-            for key, value in command.values.items()
+            key: [HIDDEN if is_secret(key) else value, command.origin(key)] for key, value in command.values.items()
         }
     facts["predicted"] = _predicted(args, run)
     return facts
-
-
-def _without_secrets(command: CommandLine) -> CommandLine:
-    secrets = [key for key in command.given if key.endswith(_SECRETS) and command.origin(key) == "command line"]
-    return command.with_(dict.fromkeys(secrets, "***")) if secrets else command
 
 
 def _gpu(accelerator: Accelerator) -> dict[str, Any] | None:
@@ -491,7 +482,7 @@ def _summary_lines(written: Journal, status: str, reason: str) -> Iterator[str]:
     if status == "failed" and log.newest_state() is not None:
         yield f"to resume: {log.start.get('resume_command', 'add --resume auto to the command line')}"
     elif status == "finished" and written.complete:
-        yield f"to see losses, times and events: python -m kohya_ext watch {written.file}"
+        yield f"to see losses, times and events: {quoted(['python', '-m', 'kohya_ext', 'watch', str(written.file)])}"
 
 
 def _peak(log: RunLog) -> str:

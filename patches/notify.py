@@ -36,6 +36,7 @@ NOTIFY = Option[str | None](
     "POST JSON to this URL; in KOHYA_EXT_NOTIFY it is not visible in the list of processes",
     metavar="COMMAND|URL",
     secret=True,
+    in_files=False,
 )
 
 

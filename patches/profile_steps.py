@@ -343,6 +343,8 @@ class _Profile(TrainingCallback):
         trace, table, raw = (Path(f"{stem}{suffix}") for suffix in (".json.gz", ".txt", ".json"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for file in (trace, table, raw):
+                file.unlink(missing_ok=True)  # a symbolic link of that name is replaced, not followed
             table.write_text("\n".join([*step_profile.lines(summary, result), ""]), encoding="utf-8")
             profiler.export_chrome_trace(str(raw))
             with open(raw, "rb") as source, gzip.open(trace, "wb", compresslevel=3) as target:

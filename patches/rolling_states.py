@@ -84,7 +84,10 @@ class _Rolling(TrainingCallback):
         while len(self.saved) > self.keep:
             old = self.saved.pop(0)
             if old.is_dir():
-                remove_atomically(old)
+                try:
+                    remove_atomically(old)
+                except OSError as error:  # on Windows a file in it may be open
+                    warn(f"cannot remove the older state {old}: {error.strerror or error}; training continues")
         note(f"state of step {step} saved: {state}")
 
     def _earlier_states(self) -> list[Path]:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kohya_ext import charts
 from kohya_ext.config import training_command
 from kohya_ext.console import progress
 from kohya_ext.estimate import memory_config
+from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.units import GB, gigabytes
 

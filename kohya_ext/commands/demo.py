@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,6 +25,7 @@ from kohya_ext.commands import report as report_command
 from kohya_ext.config.settings import count, flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
+from kohya_ext.output import Console
 from kohya_ext.run.journal import SUFFIX
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout

@@ -17,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from kohya_ext.config.settings import flags, switched_on, variables
 from kohya_ext.console import progress
 from kohya_ext.gpu import attention
 from kohya_ext.launch.session import begin
+from kohya_ext.output import Console
 from kohya_ext.patching.patch import Outcome, Patch, Patcher, Target, apply_needed
 from kohya_ext.sdscripts.checkouts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.sdscripts.introspect import importable

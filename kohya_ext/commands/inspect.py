@@ -15,12 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kohya_ext.console import progress
 from kohya_ext.errors import UserError
+from kohya_ext.output import Console
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run.journal import finite
 from kohya_ext.units import format_size

@@ -9,12 +9,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kohya_ext import cache
 from kohya_ext.errors import UserError
+from kohya_ext.output import Console
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 

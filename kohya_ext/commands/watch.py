@@ -8,14 +8,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 
+from kohya_ext.output import Console
 from kohya_ext.run.journal_files import journals, no_journal, not_a_journal
 from kohya_ext.run.journal_reader import JournalReader, RunLog
 from kohya_ext.watching import nvml
@@ -46,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [{**view.row, "gpu_now": None if view.gpu is None else asdict(view.gpu)} for view in views]
         print(json.dumps(rows, indent=1))
         return 0
-    console = Console(highlight=False)
+    width = None if sys.stdout.isatty() else shutil.get_terminal_size().columns
+    console = Console(highlight=False, markup=False, emoji=False, width=width)  # names of runs may look like markup
     if not arguments.once and console.is_terminal:
         show = _show_full_screen if _has_textual() else _show_pages
         show(runs.read, views, console)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 from kohya_ext.config import gui_files, preset_conflicts
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.quiet_parser import nearest_option
-from kohya_ext.config.settings import add_to, boolean, flags, negated_flags, options
+from kohya_ext.config.settings import HIDDEN, add_to, boolean, flags, is_secret, negated_flags, options
 from kohya_ext.config.user_files import ConfigFile
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import did_you_mean, one_letter_off
@@ -221,7 +221,7 @@ def _toml(value: object) -> str:
 
 @dataclass(frozen=True)
 class Traced:
-    """One argument of a run, its value, its origin and the reason a preset gives."""
+    """One argument of a run, its value (:data:`HIDDEN` if it is secret), its origin and the reason a preset gives."""
 
     key: str
     value: object
@@ -243,16 +243,20 @@ def trace(parser: argparse.ArgumentParser, command: CommandLine) -> Iterator[Tra
     own = [name for name, _ in options("training")]
     for key in dict.fromkeys(key for layer in reversed(layers.values()) for key in layer if key not in own):
         origin, *hidden = [name for name, layer in layers.items() if key in layer]
-        over = f", over {hidden[0]}'s {layers[hidden[0]][key]!r}" if hidden else ""
+        over = f", over {hidden[0]}'s {_shown(key, layers[hidden[0]][key])!r}" if hidden else ""
         why = command.presets.values[key].why if origin.startswith("preset ") else ""
-        yield Traced(key, layers[origin][key], origin + over, why)
+        yield Traced(key, _shown(key, layers[origin][key]), origin + over, why)
     for key in own:
         origin = str(command.origin(key))
         filled = command.presets.values[key] if origin == "preset" else None
         if filled is not None:
-            yield Traced(key, command.settings[key], f"preset {filled.preset}", filled.why)
+            yield Traced(key, _shown(key, command.settings[key]), f"preset {filled.preset}", filled.why)
         elif origin != "default":
-            yield Traced(key, command.settings[key], origin, "")
+            yield Traced(key, _shown(key, command.settings[key]), origin, "")
+
+
+def _shown(key: str, value: object) -> object:
+    return HIDDEN if is_secret(key) else value
 
 
 def preset_line(command: CommandLine) -> str:

@@ -25,6 +25,7 @@ from kohya_ext.config.settings import (
     flags,
     from_environment,
     from_table,
+    is_secret,
     negated_flags,
     options,
     secrets,
@@ -259,14 +260,14 @@ class CommandLine:
     # --- shell -------------------------------------------------------------------------------------------------------
 
     def with_environment(self) -> CommandLine:
-        """Return a copy to print: with flags for the options that environment variables set, without secret options."""
+        """Return a copy to print: with flags for the options that environment variables set, except secret ones."""
         typed = {option.key for option in self._options} | secrets().keys()
         environment: dict[str, object] = {}
         for name, option in options("training"):
             text = self.environ.get(option.variable) if option.variable else None
             if text is not None and name not in typed and (text or option.is_switch):
                 environment[name] = bool(option.parse(text)) if option.is_switch else text
-        return replace(self, argv=(*option_words(environment), *without_secrets(self.words)[0]))
+        return replace(self, argv=(*option_words(environment), *self.words))
 
     def shell_line(self) -> str:
         """Return a line that runs it in a fresh shell of this system, in this folder and on these GPUs."""
@@ -352,7 +353,7 @@ def restart_line(changes: Mapping[str, object], command: CommandLine | None = No
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or LAUNCHED in os.environ:
         return (command or of_this_process()).with_(changes).shell_line()
-    printed = set(variables()) - {option.variable for option in secrets().values()}
+    printed = set(variables()) - set(secrets().values())
     switches = [f"{name}={quoted_word(value)}" for name, value in sorted(os.environ.items()) if name in printed]
     environment = f", with {' '.join(switches)} in the environment" if switches else ""
     return f"the same command with {quoted(option_words(changes))}{environment}"
@@ -373,20 +374,29 @@ def option_words(changes: Mapping[str, object]) -> list[str]:
 
 
 def without_secrets(words: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words without secret options, and the environment variables that set those options instead."""
+    """Return the words without secret options, and the values of those options by name."""
     kept: list[str] = []
-    variables: dict[str, str] = {}
-    spellings = {flag: option for name, option in secrets().items() for flag in flags(name)}
+    values: dict[str, str] = {}
     iterator = iter(words)
     for word in iterator:
         given, equals, value = word.partition("=")
-        # argparse also accepts the start of a flag.
-        option = next((option for flag, option in spellings.items() if flag.startswith(given) and len(given) > 4), None)
-        if option is None:
+        name = _secret(given)
+        if name is None:
             kept.append(word)
         else:
-            variables[option.variable or ""] = value if equals else next(iterator, "")
-    return kept, variables
+            values[name] = value if equals else next(iterator, "")
+    return kept, values
+
+
+def _secret(flag: str) -> str | None:
+    """Return the secret option of a flag, which argparse also accepts abbreviated; None for any other word."""
+    if not flag.startswith("--"):
+        return None
+    name = flag[2:].replace("-", "_")
+    if is_secret(name):
+        return name
+    # The start of `wandb_api_key` has to differ from that of `wandb_run_name`.
+    return next((known for known in secrets() if known.startswith(name) and len(name) > max(known.find("_") + 1, 2)), None)
 
 
 Shell = Literal["sh", "cmd", "powershell"]
@@ -417,8 +427,8 @@ def _windows_shell() -> Shell:
 
 
 def quoted(words: Iterable[str]) -> str:
-    """Return a command quoted as one line for :func:`shell`."""
-    words = list(words)
+    """Return a command quoted as one line for :func:`shell`, to be printed or written: without secret options."""
+    words = without_secrets(words)[0]
     if shell() == "powershell" and not all(map(_PLAIN_IN_POWERSHELL.fullmatch, words)):
         # PowerShell 5 and 7 differ on quotes within words, but both pass everything after --% unchanged.
         return " ".join([f"& {quoted_word(words[0])} --%", *map(_quoted_for_cmd, words[1:])])

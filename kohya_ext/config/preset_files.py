@@ -20,11 +20,12 @@ from typing import NamedTuple
 import tomlkit
 from tomlkit import TOMLDocument
 from tomlkit.container import OutOfOrderTableProxy
-from tomlkit.exceptions import ParseError
+from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Item, Table
 
 from kohya_ext.config.preset_conflicts import Reason
-from kohya_ext.config.user_files import read_text
+from kohya_ext.config.settings import reject_in_file
+from kohya_ext.config.user_files import backslash_advice, read_text, reject_escapes
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.sdscripts import families
 
@@ -239,11 +240,15 @@ def _read(file: Path) -> Preset:
 
 
 def parse(text: str, name: str, family: str | None) -> Preset:
-    """Parse a preset from TOML text. Raises UserError for invalid TOML, nested tables and duplicate keys."""
+    """Parse a preset from TOML text.
+
+    Raises UserError for invalid TOML, nested tables, duplicate keys, and keys that no preset may have.
+    """
     try:
         document = tomlkit.parse(text)
-    except ParseError as error:
-        raise UserError(f"preset {name} is not valid TOML: {error}") from None
+    except (TOMLKitError, ValueError, RecursionError) as error:
+        problem = str(error) or type(error).__name__
+        raise UserError(f"preset {name} is not valid TOML: {problem}{backslash_advice(text)}") from None
     about: Mapping[str, object] = {}
     values: dict[str, Value] = {}
     for key, item in _arguments(document, name):
@@ -253,6 +258,8 @@ def parse(text: str, name: str, family: str | None) -> Preset:
         if key in values:
             raise UserError(f"preset {name}: duplicate key {key}; remove one")
         values[key] = Value(item.unwrap(), item.trivia.comment.lstrip("# ").strip(), name)
+    reject_in_file(values, f"preset {name}", shared=True)
+    reject_escapes({key: value.value for key, value in values.items()}, f"preset {name}")
     family = family or str(about.get("family") or "") or None
     return Preset(name, family, about, values)
 

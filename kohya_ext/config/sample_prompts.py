@@ -38,7 +38,7 @@ def _errors_of(file: str) -> Iterator[None]:
         raise UserError(f"--sample_prompts {file}: {error.strerror or error}") from None
     except KeyError as error:
         raise UserError(f"--sample_prompts {file}: the key {error} is missing") from None
-    except (ValueError, TypeError, AttributeError, IndexError) as error:  # not TOML or JSON, or of another structure
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:  # of another structure
         raise UserError(f"--sample_prompts {file}: {error}") from None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -138,6 +138,8 @@ class Option(Generic[T]):
     """``training``: also on the script's own command line and in its TOML file. ``launcher``: only before a script starts."""
     secret: bool = False
     """Whether its value is left out of printed commands, the journal, reports and saved states."""
+    in_files: bool = True
+    """Whether a TOML file may set it. False for an option that runs a command or names a host, because files are shared."""
 
     @property
     def variable(self) -> str | None:
@@ -327,9 +329,46 @@ def options(scope: Scope | None = None) -> Iterator[tuple[str, Option[Any]]]:
             yield option.name, option
 
 
-def secrets() -> dict[str, Option[Any]]:
-    """Return the options whose values are secret, by name."""
-    return {name: option for name, option in options() if option.secret}
+#: Printed and written in place of a secret value.
+HIDDEN = "***"
+
+#: sd-scripts' secret options -> the environment variables that wandb and huggingface_hub read instead.
+_SECRETS = {"wandb_api_key": "WANDB_API_KEY", "huggingface_token": "HF_TOKEN"}
+
+#: Ends of the names of secret options of forks, and the option of that form that is none.
+_SECRET_ENDS, _NOT_SECRET = ("_api_key", "_token", "password", "secret"), ("num_vectors_per_token",)
+
+#: sd-scripts' options that send files to a host or load them from there. A user's own config file may set them, a preset not.
+_HOSTS = (
+    *("huggingface_repo_id", "huggingface_token", "save_state_to_huggingface", "resume_from_huggingface"),
+    *("wandb_api_key", "log_tracker_config"),
+)
+
+
+def secrets() -> dict[str, str]:
+    """Return the secret options of the extension and of sd-scripts by name, and the variables that set them instead."""
+    return {**{name: option.variable or "" for name, option in options() if option.secret}, **_SECRETS}
+
+
+def is_secret(name: str) -> bool:
+    """Return whether an option's value is secret: it is never printed, written or part of a state."""
+    return name in secrets() or (name.endswith(_SECRET_ENDS) and name not in _NOT_SECRET)
+
+
+def reject_in_file(names: Iterable[str], where: str, shared: bool) -> None:
+    """Raise UserError for an option that runs a command or names a host.
+
+    ``shared``: the file may come from another person, so the same holds for sd-scripts' options.
+    """
+    own = {name: option for name, option in options() if not option.in_files}
+    for name in names:
+        if name in own or (shared and name in _HOSTS):
+            variable = own[name].variable if name in own else secrets().get(name)
+            other = f" or the environment variable {variable}" if variable else ""
+            raise UserError(
+                f"{where}: {name} is not allowed in a file, because it runs a command or names a host; "
+                f"remove it and use --{name}{other}"
+            )
 
 
 def variables() -> list[str]:
@@ -394,7 +433,11 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def from_table(table: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the extension's training options in a TOML table. Raises UserError for a value that cannot be read."""
+    """Return the extension's training options in a TOML table.
+
+    Raises UserError for a value that cannot be read, and for an option that no file may set.
+    """
+    reject_in_file(table, where, shared=False)
     return {
         name: checked(name, option.parse, table[name], f"{name} in {where}")
         for name, option in options("training")

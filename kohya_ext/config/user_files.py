@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,18 @@ import toml
 
 from kohya_ext.errors import UserError
 
-#: Exceptions of upstream's TOML library for invalid TOML.
-_NOT_TOML = (ValueError, IndexError, KeyError, TypeError, AttributeError)
+#: Exceptions of upstream's TOML library, and of json, for invalid files.
+_NOT_TOML = (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+
+#: Control characters -> the escape sequences that mean them in double quotes.
+_ESCAPES = {"\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r", "\x1b": r"\e", "\x00": r"\0"}
+_CONTROL = re.compile(f"[{''.join(_ESCAPES)}]")
+
+_DRIVE = re.compile(r"[A-Za-z]:[\\/\x00-\x1f]")
+_PATH_KEY = re.compile(r"(^|_)(dir|path|paths|file|folder|weights|ae|vae|clip_l|clip_g|t5xxl|qwen3|resume|config|preset)($|_)")
+"""Names of options whose value is a path, or several."""
+
+_BACKSLASH = re.compile(r"""=\s*"[^"\n]*\\""")
 
 
 def read_text(file: Path, label: str) -> str:
@@ -23,9 +34,33 @@ def read_text(file: Path, label: str) -> str:
 
 
 def read_toml(file: Path, label: str) -> dict[str, Any]:
-    """Read TOML with upstream's library. Raises UserError for a file that upstream cannot read."""
+    """Read TOML with upstream's library.
+
+    Raises UserError for a file that upstream cannot read, and for a path with an escape sequence.
+    """
     document: dict[str, Any] = _parsed(file, label, "TOML", toml.loads)
+    reject_escapes(document, label)
     return document
+
+
+def reject_escapes(document: object, label: str, key: str = "") -> None:
+    """Raise UserError for a path that contains a line break, a tab or another control character.
+
+    In double quotes ``C:`` with ``new`` after a backslash has a line break, and a folder of that name would be created.
+    """
+    if isinstance(document, Mapping):
+        for name, value in document.items():
+            reject_escapes(value, label, str(name))
+    elif isinstance(document, list):
+        for item in document:
+            reject_escapes(item, label, key)
+    elif isinstance(document, str) and (_DRIVE.match(document) or _PATH_KEY.search(key)) and _CONTROL.search(document):
+        meant = _CONTROL.sub(lambda match: _ESCAPES[match[0]], document)
+        sequences = " and ".join(dict.fromkeys(_ESCAPES[character] for character in _CONTROL.findall(document)))
+        raise UserError(
+            f"{label}: {key} has the escape sequence {sequences} instead of a folder's name; "
+            f"write it with / or in single quotes: {key} = '{meant}'"
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +136,15 @@ def _parsed(file: Path, label: str, kind: str, parse: Callable[[str], Any]) -> A
     if kind == "JSON" and content.startswith(codecs.BOM_UTF8):
         # For TOML, a patch makes upstream accept it.
         raise UserError(f"{label} starts with a byte order mark, which sd-scripts rejects; save it as UTF-8 without BOM")
+    text = _decoded(content, label)
     try:
-        return parse(_decoded(content, label))
+        return parse(text)
     except _NOT_TOML as error:
-        raise UserError(f"{label} is not valid {kind}: {error}") from None
+        raise UserError(f"{label} is not valid {kind}: {error or type(error).__name__}{backslash_advice(text)}") from None
+
+
+def backslash_advice(text: str) -> str:
+    """Return the advice for a file that cannot be read and has a backslash in double quotes; empty for another file."""
+    if not _BACKSLASH.search(text):
+        return ""
+    return "; in double quotes a backslash starts an escape sequence, so write paths with / or in single quotes: 'C:\\folder'"

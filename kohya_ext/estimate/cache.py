@@ -16,6 +16,7 @@ from typing import Any
 from kohya_ext import cache as user_cache
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.renames import rename
 from kohya_ext.sdscripts.checkouts import Checkout
 
 #: Bump when the measurement changes, to invalidate cached estimates.
@@ -55,7 +56,7 @@ def keep(checkout: Checkout, estimate: Estimate, disabled_patches: Sequence[str]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(asdict(estimate), indent=1), encoding="utf-8")
-        temporary.replace(file)
+        rename(temporary, file)
     except OSError:
         return
 

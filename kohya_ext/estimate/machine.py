@@ -22,6 +22,7 @@ from kohya_ext.estimate import gpus
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.seconds import CONSTANTS
 from kohya_ext.installed_gpus import first_gpu
+from kohya_ext.renames import rename
 
 #: The launch cost of the hosts behind the constants: microseconds of ``mul_forward_and_backward`` in kohya_ext.gpu.rates.
 #: The H100's machine of benchmarks/results has 27.2, and a launch of its training steps takes 2.65 times the constant.
@@ -128,7 +129,7 @@ def _write(file: Path, values: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    rename(partial, file)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Make ``accelerate launch`` forward signals and wait for training, if the environment enables the extension in it.
+"""Make ``accelerate launch`` forward signals, wait for training, and start several processes on Windows.
+
+For a launcher in whose environment the extension is enabled.
 
 By default SIGTERM ends only the launcher, and Ctrl-C ends it with a traceback while the training process is still saving.
 With several processes, torch's elastic agent forwards Ctrl-C although the terminal has already sent it, and a second one
@@ -18,6 +20,7 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import error as print_error
+from kohya_ext.console import replace_unencodable
 from kohya_ext.patching.patch import Patch, Patcher, Target
 from kohya_ext.run import ranks
 
@@ -143,6 +146,26 @@ def _ask_to_stop(process: Any) -> None:
         process.terminate()
 
 
+def _without_libuv(original: Any, settings: Settings) -> Any:
+    """Make the key-value store of several processes one that torch's wheels for Windows have.
+
+    With the store of a launcher, torch itself ignores USE_LIBUV, and the URL with which sd-scripts sets it.
+    """
+
+    @wraps(original)
+    def store(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{"use_libuv": False, **kwargs})
+
+    return store
+
+
+_RENDEZVOUS = ("elastic.rendezvous.static_tcp_rendezvous", "elastic.rendezvous.c10d_rendezvous_backend", "rendezvous")
+"""Modules of torch that create a store: of the launcher, the last one of its processes."""
+
+_ON_WINDOWS = tuple(
+    Target(f"torch.distributed.{module}", "TCPStore", _without_libuv, optional=True, body="runs") for module in _RENDEZVOUS
+)
+
 _LAUNCHERS = (("simple_launcher", _patient), ("multi_gpu_launcher", _plain), ("deepspeed_launcher", _plain))
 
 PATCH = Patch(
@@ -158,6 +181,7 @@ PATCH = Patch(
             body="runs",
         ),
         Target("torch.distributed.elastic.multiprocessing.api", "PContext.close", _telling, optional=True, body="runs"),
+        *(_ON_WINDOWS if os.name == "nt" else ()),
     ),
     exactness="exact",
     held_to="the launcher without it, when no signal comes and no process fails",
@@ -165,7 +189,18 @@ PATCH = Patch(
 )
 
 
+def _variables(system: str) -> dict[str, str]:
+    """Return the variables that the processes of a run need on a system.
+
+    The processes connect to the launcher's store, on Windows without libuv. There sd-scripts chooses gloo.
+    """
+    return {"USE_LIBUV": "0"} if system == "nt" else {}
+
+
 @cache
 def arm() -> None:
     """Apply it in a process that is a launcher and imports no sd-scripts."""
+    replace_unencodable()
+    for name, value in _variables(os.name).items():
+        os.environ.setdefault(name, value)
     Patcher({}, Settings(), None, (PATCH,)).arm()

@@ -51,7 +51,7 @@ def supervise(command: CommandLine) -> int:
 
 def _run(words: Sequence[str]) -> tuple[int, RetryRequest | None]:
     """Run the launcher in a child process; return its exit code and the restart that it requests when out of memory."""
-    with tempfile.TemporaryDirectory(prefix="kohya_ext-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kohya_ext-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "out_of_memory.json"
         process = subprocess.Popen([sys.executable, *words], env={**os.environ, retry_request.VARIABLE: str(file)})
         with pass_signals_on(process):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.command_line import LAUNCHED, option_words, without_secrets
-from kohya_ext.config.settings import MASTER_SWITCH, Settings
+from kohya_ext.config.settings import MASTER_SWITCH, Settings, secrets
 from kohya_ext.errors import UserError
 from kohya_ext.installed_gpus import visible_gpus
 from kohya_ext.launch.accelerate_signals import pass_signals_on
@@ -67,7 +67,7 @@ def launch(settings: Settings, checkout: Checkout, script: Path, arguments: Sequ
     # With a configuration of one process, accelerate starts one process whatever --num_processes says.
     is_plain = config.get("distributed_type", "NO") == "NO"
     several = {"multi_gpu": True} if is_plain and layout(settings, config).processes > 1 else {}
-    arguments, variables = without_secrets(arguments)  # accelerate prints the command line of a run that fails
+    arguments, variables = _secrets_in_variables(arguments)  # accelerate prints the command line of a run that fails
     # Not accelerate.commands.launch: as __main__, kohya_ext.launch.accelerate_signals could not patch that module.
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += option_words({**file, **options, **several})
@@ -80,6 +80,14 @@ def launch(settings: Settings, checkout: Checkout, script: Path, arguments: Sequ
     process = subprocess.Popen(command, env=environ)
     with pass_signals_on(process):
         return process.wait()
+
+
+def _secrets_in_variables(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments without secret options, and variables that set those; a fork's secrets have no variable."""
+    kept, values = without_secrets(arguments)
+    variables = secrets()
+    kept += option_words({name: value for name, value in values.items() if not variables.get(name)})
+    return kept, {variables[name]: value for name, value in values.items() if variables.get(name)}
 
 
 def _given(settings: Settings) -> dict[str, Any]:
@@ -95,10 +103,15 @@ def layout(settings: Settings, config: Mapping[str, Any]) -> Layout:
         given = getattr(settings, name)
         return given if given is not None else config.get(name) or default
 
-    machines = int(value("num_machines", 1))
-    return Layout(
-        int(value("num_processes", machines)), machines, int(value("machine_rank", 0)), value("main_process_ip", None)
-    )
+    def number(name: str, default: int) -> int:
+        given = value(name, default)
+        try:
+            return int(given)
+        except (ValueError, TypeError, OverflowError):
+            raise UserError(f"{name} in accelerate's configuration must be a whole number, not {given!r}") from None
+
+    machines = max(number("num_machines", 1), 1)
+    return Layout(number("num_processes", machines), machines, number("machine_rank", 0), value("main_process_ip", None))
 
 
 def check(settings: Settings, config: Mapping[str, Any], gpus: int) -> None:
@@ -157,7 +170,7 @@ def _configuration(file: Path | None) -> Mapping[str, Any]:
         raise UserError(f"--accelerate_config {file}: no such file; write one with `accelerate config --config_file {file}`")
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as problem:
-        line = str(problem).splitlines()[0]
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
+        line = next(iter(str(problem).splitlines()), type(problem).__name__)
         raise UserError(f"{file} is not a configuration of accelerate: {line}; rewrite it with `accelerate config`") from None
     return read if isinstance(read, dict) else {}

@@ -17,9 +17,9 @@ from typing import Any
 
 from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
-from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.command_line import CommandLine, without_secrets
 from kohya_ext.config.settings import Settings, options, secrets
-from kohya_ext.console import hide_notices_of_libraries, note, should_print, stop, warn
+from kohya_ext.console import hide_notices_of_libraries, note, replace_unencodable, should_print, stop, warn
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
@@ -66,6 +66,9 @@ class Session:
                 asked_for = self.command.origin(option.name) != "default" and self.command.settings[option] not in (None, False)
                 if asked_for and not self._is_on(patch):
                     warn(f"--{option.name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
+        for name in without_secrets(self.command.words)[1]:
+            variable = secrets().get(name)
+            note(f"--{name} is left out of printed commands and files" + (f"; {variable} sets it, too" if variable else ""))
         presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
         note(f"{__version__}, {self.checkout.label}, {presets}, {self._patch_summary()}")
 
@@ -179,6 +182,7 @@ def begin(checkout: Checkout) -> Session:
     """Start the session of this process once; print a user error in one line and exit with code 2."""
     global _current
     if _current is None:
+        replace_unencodable()  # before the script prints captions, prompts and folders
         try:
             script = _training_script(checkout, sys.argv)
             _current = Session.start(checkout, CommandLine(script, sys.argv[1:], os.environ, automatic))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.console import note, stop, warn
+from kohya_ext.console import note, printable, stop, warn
 from kohya_ext.patching.patch import registry
 from kohya_ext.run import step_times
 from kohya_ext.units import has_gpu
@@ -82,7 +82,7 @@ def report(findings: Findings, strict: bool | None) -> None:
     for line in [] if strict else findings.warnings:
         warn(line)
     if errors:
-        stop("\n".join([*errors, "nothing was loaded or trained; --no-preflight skips these checks"]))
+        stop("\n".join([*map(printable, errors), "nothing was loaded or trained; --no-preflight skips these checks"]))
 
 
 def abbreviated(names: list[str], limit: int = 5) -> str:

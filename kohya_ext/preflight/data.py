@@ -189,7 +189,7 @@ def _metadata_subset(folder: Path, file: Path, common: dict[str, Any], findings:
         json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         findings.errors.append(f"--in_json {file}: {error.strerror or error}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         findings.errors.append(f"--in_json {file} is not valid JSON: {error}")
     yield Subset(folder, has_metadata_file=True, **common)
 

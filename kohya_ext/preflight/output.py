@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from kohya_ext.config.settings import Settings
+from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings, given, sizes
 from kohya_ext.preflight.sizes import Size
 from kohya_ext.run import output_lock
@@ -45,8 +46,11 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         return
     if (problem := _logging_problem(args)) is not None:
         findings.errors.append(problem)
-    if (owner := output_lock.other_owner(args)) is not None:
-        findings.errors.append(output_lock.conflict_message(args, owner))
+    try:
+        if (owner := output_lock.other_owner(args)) is not None:
+            findings.errors.append(output_lock.conflict_message(args, owner))
+    except UserError as refused:
+        findings.errors.append(str(refused))
     _check_earlier(folder, name, findings, settings)
     size = sizes.predict(script, args)
     if size is not None:

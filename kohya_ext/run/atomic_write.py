@@ -28,6 +28,7 @@ from typing import TypeVar
 from kohya_ext import cache
 from kohya_ext.console import note, warn
 from kohya_ext.errors import first_line
+from kohya_ext.renames import is_open, rename, unlink
 from kohya_ext.run import journal
 
 PARTIAL = ".partial"
@@ -165,7 +166,7 @@ def rename_to_previous(folders: Sequence[Path], older: Sequence[Path]) -> None:
         for folder in older:
             remove_atomically(folder)
         for folder in folders:
-            folder.rename(previous(folder))
+            rename(folder, previous(folder))
     except OSError as error:  # on Windows a file in it may be open, which must not end a run
         warn(f"cannot rename the states of an earlier run: {error}")
         return
@@ -233,7 +234,7 @@ def write_together(final: Path, write: Callable[[Path], None], leads: bool, wait
             write(partial)
         if leads:
             _flush(partial)
-            _rename(partial, final)
+            final = _rename(partial, final)
     finally:
         _finals.pop(partial, None)
     wait_for_others()
@@ -277,7 +278,7 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
             result = write(partial)
         _flush(partial)
         _set_default_mode(partial, final)
-        _rename(partial, final)
+        written_to = _rename(partial, final)
     except BaseException as error:
         written = _bytes_in(partial)
         with contextlib.suppress(OSError):  # its folder may be a file now
@@ -289,8 +290,8 @@ def _write_once(final: Path, write: Callable[[Path], R], size: Callable[[], int]
         del _finals[partial]
     if not _mode.depth:
         for recorder in _recorders:
-            recorder.append(final)
-    journal.saved(final, time.monotonic() - began, intended)
+            recorder.append(written_to)
+    journal.saved(written_to, time.monotonic() - began, intended)
     return result
 
 
@@ -416,31 +417,48 @@ def in_temporary_folder(write: Callable[[Path], R]) -> Callable[[Path], R]:
     return write_in_folder
 
 
-def _rename(partial: Path, final: Path) -> None:
+def _rename(partial: Path, final: Path) -> Path:
+    """Rename a complete file or folder to its final name, or to a free one if a program keeps a file of that name open."""
+    try:
+        _replace(partial, final)
+    except OSError as error:
+        if not is_open(error):
+            raise
+        taken, final = final, next(name for name in _numbered(final) if not name.exists())
+        rename(partial, final)
+        warn(f"{taken} is open in another program and cannot be replaced: saved {final.name} instead")
+    _flush_folder(final.parent)
+    return final
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    return (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(2))
+
+
+def _replace(partial: Path, final: Path) -> None:
     if final in _preserved:
-        _preserved.remove(final)
         if final.exists():
             backup = previous(final)
             remove(backup)
-            final.rename(backup)
+            rename(final, backup)
             note(f"renamed the earlier {final.name} to {backup.name}")
+        _preserved.discard(final)
     if partial.is_dir() and final.is_dir():
         # A folder cannot replace a non-empty one, so rename the old one first.
         old = final.with_name(final.name + _OLD)
         remove(old)
-        final.rename(old)
-        partial.rename(final)
+        rename(final, old)
+        rename(partial, final)
         remove(old)
     else:
-        partial.replace(final)
-    _flush_folder(final.parent)
+        rename(partial, final)
 
 
 def remove_atomically(folder: Path) -> None:
-    """Remove a folder so that a crash leaves all of it or nothing under its name."""
+    """Remove a folder so that a crash leaves all of it or nothing under its name. Raises OSError."""
     renamed = folder.with_name(folder.name + _OLD)
     remove(renamed)
-    folder.rename(renamed)
+    rename(folder, renamed)
     remove(renamed)
 
 
@@ -453,7 +471,7 @@ def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        unlink(path)
 
 
 def _gb(size: int) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from kohya_ext.run.atomic_write import write_atomically
+from kohya_ext.run.plain_file import open_for_append
 
 CACHES = ".kohya_ext_cache_index"
 """The file in a folder of caches."""
@@ -120,7 +121,7 @@ def _line(stat: tuple[int, int], check: str, name: str) -> str:
 
 def _append(file: str, lines: Sequence[str]) -> None:
     # The leading line break ends a line that a full disk has cut off.
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    descriptor = open_for_append(Path(file))  # a downloaded folder may contain a link of that name
     try:
         os.write(descriptor, "\n{}\n".format("\n".join(lines)).encode(errors="surrogateescape"))
     finally:

@@ -34,6 +34,7 @@ from typing import Any, ParamSpec
 from kohya_ext import console
 from kohya_ext.errors import first_line
 from kohya_ext.run.journal_reader import RunLog
+from kohya_ext.run.plain_file import NotPlainError, open_for_append, shared_reader
 
 SUFFIX = ".journal.jsonl"
 """Follows the output name in the journal's file name."""
@@ -72,11 +73,14 @@ class Journal:
 
     def open(self) -> None:
         """Open the file for appending; create it and its folder if needed."""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.file, flags, 0o666)
+            if not _is_journal(self.file):
+                raise NotPlainError(self.file, "a file of another program")
+            self._descriptor = open_for_append(self.file)
             self._torn = os.fstat(self._descriptor).st_size > 0
+        except NotPlainError as error:
+            self._problem = f"{error.strerror}, which is left unchanged; remove it or set --journal_file"
         except OSError as error:
             self._problem = str(error.strerror or error)
 
@@ -117,6 +121,15 @@ class Journal:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None and os.getpid() == self.process:
             os.close(descriptor)
+
+
+def _is_journal(file: Path) -> bool:
+    """Return whether lines may be appended to a file: it is missing, or empty, or begins as a journal does."""
+    if file.is_symlink() or not file.is_file():
+        return True  # opening it creates or refuses it
+    with shared_reader(file) as stream:
+        start = stream.read(1024).lstrip()
+    return not start or start.startswith(b'{"kind":')
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:

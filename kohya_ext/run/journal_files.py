@@ -15,9 +15,11 @@ def journals(places: Sequence[Path]) -> Iterator[Path]:
     """Yield the journals in folders, and the given files. Raises UserError for a place that does not exist."""
     for place in places or DEFAULT_FOLDERS:
         if place.is_dir():
-            yield from sorted(place.glob(f"*{SUFFIX}"))
+            yield from sorted(file for file in place.glob(f"*{SUFFIX}") if file.is_file())  # reading a pipe would block
         elif places and not place.exists():
             raise UserError(f"{place} does not exist; give an output folder or a journal")
+        elif places and not place.is_file():
+            raise not_a_journal(place)
         elif places:
             yield place
 

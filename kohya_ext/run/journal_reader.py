@@ -1,14 +1,13 @@
 """Read the journal of a run: its status, progress, times, memory, losses and events. Does not import torch.
 
 The reader opens files only for reading, takes no locks and sends no signals. It accepts unknown keys and kinds, and ignores
-lines that are not complete.
+lines that are not complete. A journal may come from another person: :mod:`kohya_ext.run.journal_lines` checks each line.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
 import os
 import socket
@@ -17,12 +16,14 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from kohya_ext.errors import UserError
+from kohya_ext.run.journal_lines import MAX_BYTES, checked_lines
+from kohya_ext.run.plain_file import shared_reader
 from kohya_ext.run.rank_reports import slowest
 
 Status = Literal["RUNNING", "STOPPED", "DONE", "FAILED", "DEAD", "UNKNOWN"]
@@ -41,8 +42,8 @@ _SILENCE = 300.0
 
 _PEAKS = ("peak_allocated", "peak_reserved")
 
-_TOGETHER = 500
-"""Number of lines to parse together."""
+_BLOCK = 2**20
+"""Number of bytes to read together."""
 
 _CLOCK = 60.0
 """Difference in seconds up to which two start times of a process are the same."""
@@ -100,9 +101,9 @@ class RunLog:
         elif kind == "training":
             self.training = line
         elif kind == "ranks":
-            self.ranks = list(line.get("ranks", ()))
+            self.ranks = list(line.get("ranks") or ())
         elif kind == "end":
-            self.end, self.ranks = line, list(line.get("ranks", ()))
+            self.end, self.ranks = line, list(line.get("ranks") or ())
         elif kind == "profile":
             self.profile = line
         else:
@@ -186,7 +187,7 @@ class RunLog:
         """Return the newest saved state that still exists."""
         states = [line for line in self.saves.values() if line.get("kind") == "state"]
         newest_first = sorted(states, key=lambda line: _number(line.get("time"), 0.0), reverse=True)
-        return next((path for line in newest_first if (path := Path(str(line.get("file")))).is_dir()), None)
+        return next((Path(file) for line in newest_first if os.path.isdir(file := str(line.get("file")))), None)
 
     def status(self, now: float) -> Status:
         """Return the status of the latest process at a time in seconds since 1970."""
@@ -278,40 +279,32 @@ class JournalReader:
     def update(self) -> bool:
         """Read the lines since the last call; return whether there are any. Raises UserError when that fails."""
         try:
-            with open(self.file, "rb") as stream:
+            with shared_reader(self.file) as stream:
                 if os.fstat(stream.fileno()).st_size < self._offset:  # replaced by a shorter file
                     self.runs, self.latest, self._offset, self._rest = {}, None, 0, b""
                 stream.seek(self._offset)
-                content = stream.read()
+                new = False
+                while content := stream.read(_BLOCK):
+                    self._offset += len(content)
+                    new = self._add(content) or new
         except OSError as error:
             raise UserError(f"cannot read the journal {self.file}: {error.strerror or error}") from None
-        self._offset += len(content)
-        complete, _, self._rest = (self._rest + content).rpartition(b"\n")
-        for line in _parsed(complete.decode(errors="replace").split("\n")):
+        return new
+
+    def _add(self, content: bytes) -> bool:
+        """Add the lines that end in the next bytes of the file; return whether there are any.
+
+        Lines longer than those of a run are left out.
+        """
+        *complete, rest = (self._rest + content).split(b"\n")
+        self._rest = rest[: MAX_BYTES + 1]
+        for line in checked_lines([line.decode(errors="replace") for line in complete if len(line) <= MAX_BYTES]):
             if line.get("kind") == "start":
                 run = str(line.get("run"))
                 self.latest = self.runs[run] = self.runs.get(run) or self.new_log(run)
             if self.latest is not None:
                 self.latest.add(line)
         return bool(complete)
-
-
-def _parsed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for begin in range(0, len(lines), _TOGETHER):
-        part = lines[begin : begin + _TOGETHER]
-        try:
-            values = json.loads(f"[{','.join(filter(None, part))}]")  # faster than line by line
-        except ValueError:
-            values = map(_value, part)
-        yield from (value for value in values if isinstance(value, dict))
-
-
-def _value(line: str) -> Any:
-    """Return a line's value; None for the start of a line, from a killed process or a full disk."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def _number(value: object, otherwise: float) -> float:
@@ -334,7 +327,7 @@ def process_start(pid: int) -> float | None:
         return 0.0 if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
     except psutil.NoSuchProcess:
         return 0.0
-    except psutil.Error:
+    except (psutil.Error, OSError, ValueError, OverflowError):  # not allowed, or no process ID of this system
         return None
 
 

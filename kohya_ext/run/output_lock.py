@@ -21,9 +21,13 @@ from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.run.atomic_write import PARTIAL, remove, truncated
 from kohya_ext.run.output_files import output_name, temporary_paths
+from kohya_ext.run.plain_file import NotPlainError, open_for_update, shared_reader
 
 _LOCKED_BYTE = 1 << 30
 """The byte that is locked on Windows. Others cannot read a locked byte, so it is far behind the owner's description."""
+
+_MOST = 4096
+"""The largest number of characters of a lock file that are read."""
 
 _locks: dict[Path, tuple[IO[str], int]] = {}
 """Lock file -> open file and the process that locked it. A forked child does not hold its parent's locks.
@@ -54,6 +58,8 @@ def acquire(args: Namespace) -> None:
         return
     try:
         stream = _open_locked(file)
+    except NotPlainError as error:
+        raise _refusal(file, error) from None
     except OSError as error:
         warn(f"cannot lock {file}: {error.strerror or error}; do not start a second run with this output name")
         return
@@ -70,18 +76,27 @@ def acquire(args: Namespace) -> None:
 
 
 def other_owner(args: Namespace) -> dict[str, Any] | None:
-    """Return the host, pid and start time of another process that holds the lock, or None. Does not take the lock."""
+    """Return the host, pid and start time of another process that holds the lock, or None. Does not take the lock.
+
+    Raises UserError for a lock file that :func:`acquire` would refuse.
+    """
     file = lock_file(args)
-    if file is None or file in _locks or not file.is_file():
+    if file is None or file in _locks or not os.path.lexists(file):
         return None
     try:
         stream = _open_locked(file)
+    except NotPlainError as error:
+        raise _refusal(file, error) from None
     except OSError:
         return None
     if stream is None:
         return _owner(file)
     stream.close()
     return None
+
+
+def _refusal(file: Path, error: NotPlainError) -> UserError:
+    return UserError(f"cannot lock {file}: {error.strerror}; remove it, or choose another --output_name")
 
 
 def conflict_message(args: Namespace, owner: dict[str, Any]) -> str:
@@ -96,9 +111,11 @@ def conflict_message(args: Namespace, owner: dict[str, Any]) -> str:
 def _open_locked(file: Path) -> IO[str] | None:
     """Open and lock a file; None when another process holds the lock. Raises OSError where locking is not supported."""
     while True:
-        stream = open(file, "a+", encoding="utf-8")  # noqa: SIM115 - closing it releases the lock
+        stream = os.fdopen(open_for_update(file), "r+", encoding="utf-8", errors="replace")  # closing it releases the lock
         try:
             locked = _lock(stream)
+            if not _is_ours(stream):
+                raise NotPlainError(file, "a file of another program")
         except BaseException:
             stream.close()
             raise
@@ -132,10 +149,27 @@ def _lock(stream: IO[str]) -> bool:
     return True
 
 
+def _is_ours(stream: IO[str]) -> bool:
+    """Return whether a lock file is empty or describes an owner. Another file of that name must not be overwritten."""
+    stream.seek(0)
+    content = stream.read(_MOST)
+    return not content or bool(_description(content))
+
+
 def _owner(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        with shared_reader(file) as stream:
+            return _description(stream.read(_MOST).decode(errors="replace"))
+    except OSError:
+        return {}
+
+
+def _description(content: str) -> dict[str, Any]:
+    """Return host, pid and start time from the content of a lock file; empty if it has another content."""
+    try:
+        owner = json.loads(content)
+        return {key: owner[key] for key in ("host", "pid", "since")}
+    except (ValueError, RecursionError, KeyError, TypeError):
         return {}
 
 
@@ -146,8 +180,6 @@ def release_all() -> None:
         del _locks[file]
         if owner != os.getpid():  # a forked child also runs its parent's exit handlers
             continue
-        if sys.platform == "win32":  # Windows cannot remove an open file
-            stream.close()
         with contextlib.suppress(OSError):
             file.unlink()
         stream.close()

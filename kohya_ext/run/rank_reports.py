@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.run.journal_lines import checked_ranks
+from kohya_ext.run.plain_file import create
+
 INTERVAL = 30.0
 """Seconds between two writes of the times, and between two reads."""
 
@@ -113,16 +116,16 @@ class RankReport:
         if own_seconds is not None:
             row[OWN_SECONDS] = round(own_seconds, 6)
         with contextlib.suppress(OSError):
-            partial.write_text(json.dumps(row), encoding="utf-8")
-            os.replace(partial, file)
+            create(partial, json.dumps(row))
+            os.replace(partial, file)  # fails on Windows while the first process reads it; the next write replaces it
 
 
 def read(journal: Path) -> list[dict[str, Any]]:
     """Return the reports of all other processes in the order of their ranks."""
     rows = []
     for file in _files(journal):
-        with contextlib.suppress(OSError, ValueError):
-            rows.append(json.loads(file.read_text(encoding="utf-8")))
+        with contextlib.suppress(OSError):
+            rows += checked_ranks(file.read_text(encoding="utf-8", errors="replace"))
     return sorted(rows, key=lambda row: int(row["rank"]))
 
 

@@ -89,9 +89,24 @@ def read(folder: Path) -> RunRecord | None:
     """Return the record of a state; None when it is missing (saved without kohya_ext) or damaged."""
     try:
         row = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return RunRecord(**{**row, "command": tuple(row["command"])})
-    except (OSError, ValueError, KeyError, TypeError):
+        record = RunRecord(**{**row, "command": tuple(row["command"])})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return record if _is_valid(record) else None
+
+
+def _is_valid(record: RunRecord) -> bool:
+    """Return whether the values of a record, which may come from another person, have their types."""
+    texts = (record.script, record.id, record.started, *record.command)
+    if not isinstance(record.identity, dict) or not isinstance(record.files, dict):
+        return False
+    counts = (record.step, *record.files.values())
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(type(count) is int for count in counts)
+        and type(record.saved) in (int, float)
+        and abs(record.saved) < sys.maxsize
+    )
 
 
 _current: RunRecord | None = None

@@ -134,7 +134,9 @@ def _stored(file: Path, header: Header, layer: str, scale: str | None, note: Map
         dtype = _FORMATS[wanted]
     if dtype not in _KNOWN or header.dtypes[scale] not in ("F32", "F16", "BF16"):
         raise _unreadable(file, f"{dtype} with scales in {header.dtypes[scale]}")
-    rotation = int(note.get("convrot_groupsize", 256)) if note.get("convrot") else 0
+    rotation = note.get("convrot_groupsize", 256) if note.get("convrot") else 0
+    if type(rotation) is not int:
+        raise _unreadable(file, "a rotation of an unknown size")
     shape, scales = header.shapes[name], header.shapes[scale]
     if blocks(shape, scales) is None:
         raise _unreadable(file, f"scales of the shape {list(scales)} for weights of {list(shape)}")
@@ -176,7 +178,7 @@ def _notes(file: Path, header: Header) -> Iterator[tuple[str, Mapping[str, Any]]
                 if layer != name and f"{layer}.weight" in header.shapes:
                     stream.seek(begin)
                     yield layer, dict(json.loads(stream.read(end - begin)))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise _unreadable(file, "notes that are not JSON") from None
 
 

@@ -20,6 +20,9 @@ from kohya_ext.config.settings import Settings, patch_options
 MIN_STEPS = 5
 """Minimum number of steps of a stored measurement."""
 
+_LONGEST = 1e6
+"""A longer step, in seconds, comes from a damaged file."""
+
 _MAX_FILES = 200
 """Number of measurements to keep; older ones are removed."""
 
@@ -43,8 +46,9 @@ def load(key: str) -> tuple[float, str] | None:
     """Return the seconds per step and the date of the last measurement with this key, or None."""
     try:
         measured = json.loads(_file(key).read_text(encoding="utf-8"))
-        return float(measured["seconds"]), str(measured["day"])
-    except (OSError, ValueError, KeyError, TypeError):
+        seconds = float(measured["seconds"])
+        return (seconds, str(measured["day"])) if 0 < seconds < _LONGEST else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
 
 

@@ -7,7 +7,6 @@ arguments are changed to "save now, with the state". So names, formats and metad
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -23,6 +22,7 @@ from kohya_ext.console import note, note_at_once, warn
 from kohya_ext.patching.step_save import SAVE_NOW
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.renames import unlink
 from kohya_ext.run import journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.output_files import output_name, rolling_state
@@ -156,8 +156,7 @@ class Stopper(TrainingCallback):
         accelerator.wait_for_everyone()
         ranks.leave()
         if accelerator.is_main_process:
-            with contextlib.suppress(OSError):
-                self.file.unlink()
+            _remove(self.file)
             state = self.states[-1] if self.states else None
             if state is None:
                 warn("the script saved no state, so this run cannot be resumed")
@@ -174,10 +173,17 @@ def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent:
     file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{output_name(args)}.stop"
     stopper = Stopper(args, accelerator, file, parent)
     if accelerator.is_main_process and file.exists():
-        file.unlink()
+        _remove(file)
         note(f"removed {file}, left over from an earlier run")
     stopper.install_handlers()
     return stopper
+
+
+def _remove(file: Path) -> None:
+    try:
+        unlink(file)
+    except OSError as error:
+        warn(f"cannot remove the stop file {file}: {error.strerror or error}; remove it before the next run")
 
 
 def stopper() -> Stopper | None:

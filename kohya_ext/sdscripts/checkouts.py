@@ -20,6 +20,7 @@ from typing import Literal
 from kohya_ext import cache
 from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError, did_you_mean
+from kohya_ext.renames import rename
 
 UPSTREAM = "https://github.com/kohya-ss/sd-scripts.git"
 
@@ -251,7 +252,7 @@ class Registry:
         self.file().parent.mkdir(parents=True, exist_ok=True)
         partial = self.file().with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(json.dumps([asdict(entry) for entry in self.entries], indent=1), encoding="utf-8")
-        partial.replace(self.file())
+        rename(partial, self.file())
 
 
 def registered() -> list[Checkout]:
@@ -340,7 +341,7 @@ def fetch_report(repo: str, ref: str) -> Fetched:
             raise UserError(f"{ref} of {repo} is not sd-scripts (library/train_util.py or train_network.py is missing)")
         final = cache_folder() / f"{'v' + fetched.version if fetched.version else 'unversioned'}-{commit[:8]}"
         shutil.rmtree(final, ignore_errors=True)
-        partial.replace(final)
+        rename(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     Registry.read().with_entry(Entry(str(final.resolve()), cloned=True)).write()

@@ -71,7 +71,8 @@ def _pairs(*pairs: tuple[str, str]) -> Table:
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     shown = [pair for pair in pairs if pair[1]]
     for index in range(0, len(shown), 2):
-        table.add_row(*shown[index], *(shown[index + 1] if index + 1 < len(shown) else ("", "")))
+        cells = (*shown[index], *(shown[index + 1] if index + 1 < len(shown) else ("", "")))
+        table.add_row(*map(Text, cells))  # names may look like markup
     return table
 
 

@@ -43,13 +43,13 @@ _COMPONENTS = tuple(
         (r"(?:lora_)?prior_te_", "text encoder"),
         (r"text_encoder(?:_(\d))?[_.]", "text encoder"),
         (r"text_encoders\.(\w+)\.", "text encoder"),
-        (r"conditioner\.embedders\.(\d)\.", "text encoder"),
+        (r"conditioner\.embedders\.([0-9])\.", "text encoder"),
         (r"cond_stage_model\.", "text encoder"),
         (r"first_stage_model\.|vae\.", "VAE"),
         (r"model_ema\.", "EMA"),
     )
 )
-_BLOCK = re.compile(r"(?P<family>[A-Za-z][A-Za-z_.]*?)[_.](?P<index>\d+)(?:[_.]|$)")
+_BLOCK = re.compile(r"(?P<family>[A-Za-z][A-Za-z_.]*?)[_.](?P<index>[0-9]{1,6})(?:[_.]|$)")
 _UNET = ("input_blocks", "middle_block", "output_blocks", "down_blocks", "mid_block", "up_blocks")
 _TRANSFORMER = re.compile(r"(?:\w+_)?blocks|layers|\w+_refiner")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +116,18 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         is_zip = stream.read(2) == b"PK"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_zip else None)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+        tensors = dict(_flat(content, ""))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path.name} cannot be read by torch.load with weights_only=True: {reason[:200]}") from None
-    return dict(_flat(content, ""))
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu" or tensor.is_complex():
+            raise ValueError(f"{path.name}: {name} is a tensor of a kind that is not read: {tensor.dtype}, {tensor.layout}")
+        if tensor.nelement() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{path.name} is damaged: {name} has more values than the file")
+    return tensors
 
 
 def _flat(content: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

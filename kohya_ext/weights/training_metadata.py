@@ -15,6 +15,9 @@ from typing import Any
 
 from kohya_ext.run.step_times import format_duration
 
+_LARGEST = 3e10
+"""Numbers of metadata are below it; as seconds since 1970 it is the year 2920, which every system's calendar has."""
+
 _TAGS = 8
 """Number of the most frequent tags to show."""
 
@@ -53,15 +56,22 @@ def _is_true(known: Mapping[str, str], key: str) -> bool:
 
 
 def _number(known: Mapping[str, str], key: str) -> float | None:
+    """Return a number of metadata, which may come from another person; None for one that no run has."""
     with contextlib.suppress(ValueError):
-        return float(known.get(key, ""))
+        number = float(known.get(key, ""))
+        return number if abs(number) < _LARGEST else None
     return None
 
 
 def _json(known: Mapping[str, str], key: str) -> Any:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(known.get(key, ""))
     return None
+
+
+def _count(value: object) -> int:
+    """Return a number of images or tags; 0 for anything else."""
+    return value if isinstance(value, int) and 0 < value < _LARGEST else 0
 
 
 def _base_model(known: Mapping[str, str]) -> str:
@@ -88,7 +98,7 @@ def _trained(known: Mapping[str, str]) -> Iterator[str | None]:
     began, ended = _number(known, "ss_training_started_at"), _number(known, "ss_training_finished_at")
     if began and ended:
         yield f"in {format_duration(ended - began)}"
-    if ended:
+    if ended and ended > 0:
         yield f"until {time.strftime('%Y-%m-%d %H:%M', time.localtime(ended))}"
     elif date := known.get("modelspec.date"):
         yield date
@@ -110,9 +120,8 @@ def _images(known: Mapping[str, str]) -> Iterator[str | None]:
     folders = [each.get("dataset_dirs", {}) for each in sets if isinstance(each, dict)] if isinstance(sets, list) else []
     folders = folders or [_json(known, "ss_dataset_dirs") or {}]
     rows = [row for each in folders if isinstance(each, dict) for row in each.values() if isinstance(row, dict)]
-    counts = [row["img_count"] for row in rows if isinstance(row.get("img_count"), int)]
-    if counts:
-        yield f"{sum(counts):,} images"
+    if images := sum(_count(row.get("img_count")) for row in rows):
+        yield f"{images:,} images"
     if repeated := _number(known, "ss_num_train_images"):
         yield f"{repeated:,.0f} with repeats"
     if regularization := _number(known, "ss_num_reg_images"):
@@ -154,6 +163,6 @@ def _tags(known: Mapping[str, str]) -> str:
     folders = _json(known, "ss_tag_frequency")
     for folder in folders.values() if isinstance(folders, dict) else ():
         for tag, count in folder.items() if isinstance(folder, dict) else ():
-            if isinstance(count, int):
-                counts[tag.strip()] += count
+            if number := _count(count):
+                counts[tag.strip()] += number
     return ", ".join(f"{tag[:_TAG]} ({count})" for tag, count in counts.most_common(_TAGS))

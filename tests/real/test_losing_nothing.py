@@ -267,8 +267,10 @@ def test_stop_file_stops_the_run(checkout, train, tmp_path):
 @posix
 @pytest.mark.parametrize("is_active", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["accelerate", "extension"])
 def test_sigterm_to_accelerate_launch_leaves_no_process(checkout, train, is_active):
-    more = {"env": {"KOHYA_EXT": "1"}} if is_active else {}
-    stopped = train(checkout, LORA, "--max_train_steps", "500", start="accelerate", at_step=2, act=send(signal.SIGTERM), **more)
+    environment = {"PYTHONIOENCODING": "cp1252"} | ({"KOHYA_EXT": "1"} if is_active else {})
+    act = send(signal.SIGTERM)
+    stopped = train(checkout, LORA, "--max_train_steps", "500", start="accelerate", at_step=2, act=act, env=environment)
+    assert "running training / ????" in stopped.output, "the script's Japanese would end the run, as on Windows"
     # The run's output was read to its end, so the training process has ended.
     assert not orphans(stopped.folder)
     assert stopped.code == (143 if is_active else -signal.SIGTERM)

@@ -2,17 +2,29 @@
 
 import http.server
 import json
+import re
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 
+from kohya_ext.config.settings import is_secret
+from kohya_ext.sdscripts.checkouts import is_training_script
+from kohya_ext.sdscripts.introspect import option_names
 from tests.real.test_losing_nothing import FULL, LORA, send
 
 pytest.importorskip("torch")
 
 TOKEN = "token-1234"
+SECRETS = ("--wandb_api_key", TOKEN, f"--huggingface_token={TOKEN}")
+
+#: Options with such a word in their names that are not secret.
+NOT_SECRET = {
+    *("max_token_length", "t5xxl_max_token_length", "t5_max_token_length", "gemma2_max_token_length", "qwen3_max_token_length"),
+    *("keep_tokens", "keep_tokens_separator", "num_vectors_per_token", "no_token_padding", "token_string"),
+    *("token_warmup_min", "token_warmup_step", "tokenizer_cache_dir", "t5_tokenizer_path", "t5xxl_token_length"),
+}
 
 
 @pytest.fixture
@@ -48,6 +60,14 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return values
 
 
+def test_every_secret_option_of_every_script_is_known(checkout):
+    scripts = [file for file in checkout.path.glob("*.py") if is_training_script(file)]
+    names = {name for script in scripts for name in option_names(script)}
+    assert {"wandb_api_key", "huggingface_token"} <= names
+    words = re.compile("token|key|secret|password|credential")
+    assert {name for name in names if words.search(name) and not is_secret(name)} <= NOT_SECRET
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize("script", [LORA, pytest.param(FULL, marks=pytest.mark.slow)])
 def test_trackers_have_upstreams_values_and_times(checkout, train, server, tmp_path, script):
@@ -55,7 +75,7 @@ def test_trackers_have_upstreams_values_and_times(checkout, train, server, tmp_p
     url, messages = server
     options = ("--log_with", "tensorboard", "--log_config", "--gradient_accumulation_steps", "2")
     plain = train(checkout, script, *options, "--logging_dir", str(tmp_path / "plain"), "--disable_patch", "tracker_values")
-    run = train(checkout, script, *options, "--logging_dir", str(tmp_path / "run"), "--notify", url, "--save_state")
+    run = train(checkout, script, *options, "--logging_dir", str(tmp_path / "run"), "--notify", url, "--save_state", *SECRETS)
     assert (plain.code, run.code) == (0, 0), run.output[-3000:]
     theirs, ours = scalars(tmp_path / "plain"), scalars(tmp_path / "run")
     assert theirs
@@ -78,7 +98,7 @@ def test_trackers_have_upstreams_values_and_times(checkout, train, server, tmp_p
 def test_run_that_is_stopped_runs_the_command(checkout, train, tmp_path):
     file = tmp_path / "message.txt"
     environment = {"KOHYA_EXT_NOTIFY": f'echo "$KOHYA_NOTIFY_EVENT {TOKEN} $KOHYA_NOTIFY_TEXT" >> {file}'}
-    run = train(checkout, LORA, "--max_train_steps", "50", env=environment, at_step=2, act=send(signal.SIGTERM))
+    run = train(checkout, LORA, "--max_train_steps", "50", *SECRETS, env=environment, at_step=2, act=send(signal.SIGTERM))
     assert run.code == 143
     (line,) = file.read_text().splitlines()
     assert line.startswith(f"stopped {TOKEN} tiny: stopped (SIGTERM) at step ")

@@ -1,6 +1,7 @@
 """The benchmarks' statistics, files and plans. No test here measures time."""
 
 import json
+import os
 import re
 import shlex
 from argparse import Namespace
@@ -204,7 +205,8 @@ def test_a_sparse_checkpoint_has_shapes_and_takes_no_space(tmp_path):
     assert header.shapes == {"weight": (2**14, 2**14), "ids": (3,)}
     assert header.dtypes == {"weight": "BF16", "ids": "I64"}
     assert file.stat().st_size > 2 * 2**28
-    assert file.stat().st_blocks * 512 < 2**20
+    if os.name == "posix":  # Windows does not report allocated blocks
+        assert file.stat().st_blocks * 512 < 2**20
 
 
 def test_the_peak_of_a_trace_is_grouped_by_lines():

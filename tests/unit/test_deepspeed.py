@@ -1,6 +1,7 @@
 """Options that DeepSpeed cannot work with, and processes that take part in what the first one does."""
 
 import importlib.util
+import os
 import random
 import threading
 from argparse import Namespace
@@ -89,7 +90,7 @@ def leaders():
     pytest.importorskip("torch")
     from torch.distributed import TCPStore
 
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=os.name != "nt")
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
 
     def connect(tasks):

@@ -16,6 +16,7 @@ import pytest
 
 from kohya_ext import console
 from kohya_ext.__main__ import main
+from kohya_ext.config.command_line import quoted_word
 from kohya_ext.errors import UserError
 from kohya_ext.run import journal, journal_reader
 from kohya_ext.run.journal import SUFFIX, Journal
@@ -364,6 +365,15 @@ def test_defaults_are_this_folder_and_output(watch, write, tmp_path, monkeypatch
     (tmp_path / "output").mkdir()
     os.rename(tmp_path / f"cat{SUFFIX}", tmp_path / "output" / f"cat{SUFFIX}")
     assert "cat  RUNNING" in watch()[1]
+
+
+def test_the_last_line_is_a_command_for_the_shell(write, tmp_path):
+    from kohya_ext.patches.journal import _summary_lines
+
+    written = write("my cät")
+    (line,) = [line for line in _summary_lines(written, "finished", "") if line.startswith("to see losses, ")]
+    assert line.endswith(f" watch {quoted_word(str(written.file))}")
+    assert quoted_word(str(written.file))[-1] in "'\""
 
 
 def test_wrong_input_is_an_error(watch, tmp_path):

@@ -206,7 +206,7 @@ def test_messages_need_the_journal():
 @pytest.mark.parametrize("words", [["--notify", URL], [f"--notify={URL}"], ["--noti", URL]])
 def test_printed_commands_and_saved_states_have_no_secrets(words, monkeypatch):
     argv = ["--seed", "1", *words, "--noise_offset", "0.1"]
-    assert without_secrets(argv) == (["--seed", "1", "--noise_offset", "0.1"], {"KOHYA_EXT_NOTIFY": URL})
+    assert without_secrets(argv) == (["--seed", "1", "--noise_offset", "0.1"], {"notify": URL})
     monkeypatch.setattr(sys, "orig_argv", ["python", "x.py", *argv])
     assert "token" not in " ".join(run_record.describe("x.py", Namespace()).command)
     for environ in ({}, {"KOHYA_EXT_NOTIFY": URL}):

@@ -480,9 +480,15 @@ def test_earlier_output_is_a_warning_and_is_not_removed(tmp_path):
 
 def write_lora_state(folder, rank):
     rows = {"lora_unet_x.lora_down.weight": [rank, 8], "lora_unet_x.lora_up.weight": [8, rank]}
-    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in rows.items()})
+    size = rank * 8 * 4
+    header = json.dumps(
+        {
+            name: {"dtype": "F32", "shape": shape, "data_offsets": [at * size, (at + 1) * size]}
+            for at, (name, shape) in enumerate(rows.items())
+        }
+    )
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2 * size))
     for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
         with zipfile.ZipFile(folder / name, "w") as archive:
             archive.writestr("data", bytes(100))

@@ -7,7 +7,7 @@ import pytest
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.launch import processes
+from kohya_ext.launch import accelerate_signals, processes
 from kohya_ext.sdscripts.checkouts import Checkout
 
 SEVERAL = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
@@ -93,6 +93,20 @@ def test_a_configuration_decides_how_processes_are_started(started, tmp_path):
         processes.launch(Settings(accelerate_config=default), None, Path("x"), [])
     with pytest.raises(UserError, match="no such file; write one with `accelerate config"):
         processes.launch(Settings(accelerate_config=tmp_path / "missing.yaml"), None, Path("x"), [])
+
+
+def test_windows_needs_a_store_without_libuv(monkeypatch):
+    """Torch's wheels for Windows have no libuv: the launcher's store is created without, and the processes get a variable."""
+    assert accelerate_signals._variables("nt") == {"USE_LIBUV": "0"}
+    assert accelerate_signals._variables("posix") == {}
+    created = []
+    for target in accelerate_signals._ON_WINDOWS:
+        module = pytest.importorskip(target.module)
+        monkeypatch.setattr(module, "TCPStore", lambda *args, **kwargs: created.append((args, kwargs)))
+        monkeypatch.setattr(module, "TCPStore", target.replace(module.TCPStore, Settings()))
+    static = pytest.importorskip("torch.distributed.elastic.rendezvous.static_tcp_rendezvous")
+    static.TCPStore("127.0.0.1", 29500, 1, True)
+    assert created == [(("127.0.0.1", 29500, 1, True), {"use_libuv": False})]
 
 
 @pytest.mark.parametrize(

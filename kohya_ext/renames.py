@@ -1,0 +1,48 @@
+"""Rename, replace and remove files that other programs may have open.
+
+On Windows this fails while a program has the file open: Explorer, search, virus scanners and backup programs for a moment,
+ComfyUI with a model for as long as it is loaded. So each operation is repeated for :data:`PATIENCE` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PATIENCE = 5.0
+"""Seconds to wait for other programs to close a file."""
+
+_PAUSE = 0.05
+"""Seconds between two attempts."""
+
+_OPEN = {5, 32, 33, 1224}
+"""Errors of Windows for a file that is open: access denied, sharing and lock violations, and a mapped file."""
+
+
+def is_open(error: OSError) -> bool:
+    """Return whether an operation has failed because a file is open; only on Windows."""
+    return getattr(error, "winerror", None) in _OPEN
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or a folder; a file replaces an earlier one. Raises OSError."""
+    _patiently(lambda: os.replace(source, target))
+
+
+def unlink(file: Path) -> None:
+    """Remove a file if it exists. Raises OSError."""
+    _patiently(lambda: file.unlink(missing_ok=True))
+
+
+def _patiently(operation: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            operation()
+            return
+        except OSError as error:
+            if not is_open(error) or time.monotonic() >= until:
+                raise
+        time.sleep(_PAUSE)

@@ -1,0 +1,106 @@
+"""Streams of legacy code pages and terminals: what they cannot hold is replaced, and what they would obey is escaped."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kohya_ext import console
+from kohya_ext.console import printable
+from kohya_ext.output import Console
+
+#: Characters of each page, and others: Latin, Japanese, Chinese, box drawing, an emoji.
+NAME = "Größe 学習 训练 ┃ ▁ 🙂"
+PAGES = ("cp1252", "cp932", "cp936")
+
+
+def python(page: str, *words: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Run Python with standard streams as a pipe of Windows has them."""
+    environ = {**os.environ, "PYTHONIOENCODING": page, "PYTHONUTF8": "0", **variables}
+    return subprocess.run([sys.executable, *words], capture_output=True, env=environ, timeout=120)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_watch_prints_any_name_in_any_code_page(tmp_path, page):
+    lines = [
+        {"kind": "start", "time": 1.0, "run": "a", "name": NAME, "script": "x.py", "host": "other"},
+        *({"kind": "step", "time": 2.0 + step, "step": step, "loss": 1 / step, "seconds": 1.0} for step in range(1, 9)),
+        {"kind": "warning", "time": 20.0, "problem": f"{NAME}\x1b[2J"},
+    ]
+    file = tmp_path / f"{NAME.split()[0]}.journal.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = python(page, "-m", "kohya_ext", "watch", "--once", str(file))
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode(page)
+    assert NAME.encode(page, "replace").decode(page) in text
+    assert r"\x1b[2J" in text
+
+
+@pytest.mark.parametrize("page", PAGES[:2])
+def test_a_print_of_the_script_does_not_end_a_run(tmp_path, page):
+    """The session of a plain start arms the streams when the script imports ``library``."""
+    (tmp_path / "library").mkdir()
+    for name in ("__init__", "train_util", "model_util"):
+        (tmp_path / "library" / f"{name}.py").touch()
+    (tmp_path / "train_network.py").touch()
+    script = tmp_path / "tool.py"
+    script.write_text(f"import library\nprint({NAME!r})\nimport sys\nprint({NAME!r}, file=sys.stderr)\n", encoding="utf-8")
+    done = python(page, str(script), KOHYA_EXT="1", KOHYA_EXT_ALLOW_UNKNOWN_VERSION="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode(page).strip() == NAME.encode(page, "replace").decode(page)
+
+
+def test_messages_never_raise(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed, io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        console.note(NAME)
+        console.error(NAME)
+
+
+def test_a_strict_stream_of_a_gui_is_made_to_replace(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252", errors="strict")
+    monkeypatch.setattr(sys, "stderr", stream)
+    console.replace_unencodable()
+    console.note(NAME)
+    assert "Größe" in stream.buffer.getvalue().decode("cp1252")
+
+
+def test_messages_show_what_a_terminal_would_obey(capsys):
+    console.note("a\x1b[2J\nkohya_ext: error: \u202egnp.exe \x9b1m 学習")
+    assert capsys.readouterr().err == "kohya_ext: a\\x1b[2J\\nkohya_ext: error: \\u202egnp.exe \\x9b1m 学習\n"
+
+
+def test_lines_are_kept_in_long_texts():
+    assert printable("a\tb\n\x00\ud800", lines=True) == "a\\tb\n\\x00\\ud800"
+
+
+def test_tables_stay_aligned_and_keep_their_own_colours():
+    from rich.table import Table
+
+    table = Table("name", "next")
+    table.add_row("a\x1b[31mb", "c")
+    output = Console(file=io.StringIO(), force_terminal=True, width=60, color_system="standard")
+    output.print(table, "[bold]x[/bold]")
+    text = output.file.getvalue()
+    assert "\x1b[31m" not in text
+    assert "\x1b[1mx" in text
+    rows = [line for line in text.splitlines() if "│" in line]
+    assert rows
+    assert r"\x1b" in rows[0]
+
+
+def test_no_command_has_a_console_of_its_own():
+    """Every command prints through :class:`kohya_ext.output.Console`."""
+    sources = [*Path(console.__file__).parent.rglob("*.py")]
+    own = [file.name for file in sources if "Console(" in file.read_text(encoding="utf-8") and file.name != "output.py"]
+    assert own
+    for file in sources:
+        text = file.read_text(encoding="utf-8")
+        if "Console(" in text and file.name != "output.py":
+            assert "from kohya_ext.output import Console" in text, file
