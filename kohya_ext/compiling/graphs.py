@@ -418,6 +418,7 @@ class RecordedModel:
         size = _copied(call)
         call.tensors, tensors = [], call.tensors
         self._unshare()
+        _renew_accumulators(self._trained)
         gradients = [weight.grad for weight in self._trained]
         random_states = _RandomStates(self._recorder.generators)
         try:
@@ -706,6 +707,19 @@ class _RandomStates:
         torch.set_rng_state(of_torch)
         for generator, state in zip(self._generators, self.of_device, strict=True):
             generator.set_state(state)
+
+
+def _renew_accumulators(weights: Sequence[torch.Tensor]) -> None:
+    """Let the next pass create new gradient accumulators of weights.
+
+    A weight keeps its accumulator while any graph holds it, such as that of the last loss, which scripts keep. It runs on the
+    stream on which it was created: for eager steps the default stream, which breaks a capture. PyTorch drops the accumulator of a
+    weight whose type changes.
+    """
+    for weight in weights:
+        data = weight.data
+        weight.data = data.new_empty(0, dtype=torch.float32 if data.dtype is torch.float64 else torch.float64)
+        weight.data = data
 
 
 def _copied(call: _Call) -> _Size:

@@ -44,6 +44,8 @@ def test_later_steps_replay_their_launches_and_wait_no_more(checkout, name, trai
     replayed = train_on_gpu(checkout, configuration.script, *options, *RECORDED, family=configuration.family)
     assert replayed.record["unknown_calls"] == {}
     assert "without CUDA graphs" not in replayed.output, replayed.output[-4000:]
+    # On a GPU a gradient accumulator of the eager steps breaks the capture.
+    assert "AccumulateGrad node's stream" not in replayed.output, replayed.output[-4000:]
     *earlier, last = replayed.later_steps
     # The rest is the text encoders' and the optimizer's.
     assert last.launches_in_graphs > 0.3 * last.launches
