@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
+from kohya_ext.compiling.eager_steps import Clock
 from kohya_ext.compiling.host_access import HostAccess
 from kohya_ext.compiling.module_values import ModuleValues
 
@@ -101,7 +102,7 @@ class Recording(Protocol):
         """Run the work again, on the same addresses."""
 
 
-class Recorder(Protocol):
+class Recorder(Clock, Protocol):
     """Records and replays work on one device."""
 
     device: torch.device
