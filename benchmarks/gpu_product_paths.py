@@ -77,8 +77,8 @@ def lora_in_fp16() -> Iterator[dict[str, Any]]:
             leaves = [each.clone().requires_grad_() for each in (x, down, up)]
             with torch.autocast("cuda", FP16):
                 y = way(*leaves)
-            found = torch.autograd.grad(y, leaves, gradient.to(y.dtype))
-            row[name] = {"finite": _is_finite(found), "errors": _errors(found, expected)}
+            actual = torch.autograd.grad(y, leaves, gradient.to(y.dtype))
+            row[name] = {"finite": _is_finite(actual), "errors": _errors(actual, expected)}
         yield row
 
 
@@ -90,16 +90,16 @@ def rotation_in_fp16() -> Iterator[dict[str, Any]]:
     for products in ("kernels", "weights"):
         layers = [torch.nn.Linear(width, width, bias=False, device="cuda").requires_grad_(False) for _ in range(2)]
         torch.nn.init.constant_(layers[1].weight, 1.0)
-        found, expected = [], []
+        actual, expected = [], []
         for layer, values in zip(layers, (x, x / 1e4), strict=True):
             linear.convert(layer, torch.int8, products, "cuda")
             leaf = values.to(FP16).requires_grad_()
             with torch.autocast("cuda", FP16):
                 y = layer(leaf)
-            found.append((y, torch.autograd.grad(y, leaf, gradient.to(FP16))[0]))
+            actual.append((y, torch.autograd.grad(y, leaf, gradient.to(FP16))[0]))
             exact = linear.dequantized(layer).double()
             expected.append((leaf.double() @ exact.t(), gradient.double() @ exact))
-        output, back = found[0][0], found[1][1]
+        output, back = actual[0][0], actual[1][1]
         errors = _errors((output, back), (expected[0][0], expected[1][1]))
         yield {"products": products, "finite": [_is_finite((output,)), _is_finite((back,))], "errors": errors}
 

@@ -714,8 +714,8 @@ def _renew_accumulators(weights: Sequence[torch.Tensor]) -> None:
     """Let the next pass create new gradient accumulators of weights.
 
     A weight keeps its accumulator while any graph holds it, such as that of the last loss, which scripts keep. It runs on the
-    stream on which it was created: for eager steps the default stream, which breaks a capture. PyTorch drops the accumulator of a
-    weight whose type changes.
+    stream on which it was created: for eager steps the default stream, which breaks a capture. PyTorch drops the accumulator of
+    a weight whose type changes.
     """
     for weight in weights:
         data = weight.data

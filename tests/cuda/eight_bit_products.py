@@ -47,8 +47,8 @@ def passes(precision: str, products: Products) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_default_device("cuda")
-    found: dict[str, Any] = {precision: described(precision) for precision in KINDS}
+    measured: dict[str, Any] = {precision: described(precision) for precision in KINDS}
     with replaced(torch, "_scaled_mm", refuse):
-        found |= {f"{precision} without scaled products": described(precision) for precision in KINDS}
-    found["weights"] = passes("int8", "weights")
-    print(json.dumps(found))
+        measured |= {f"{precision} without scaled products": described(precision) for precision in KINDS}
+    measured["weights"] = passes("int8", "weights")
+    print(json.dumps(measured))

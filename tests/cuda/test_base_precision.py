@@ -54,10 +54,10 @@ def test_a_weight_is_dequantized_in_one_pass(products):
 
 def test_no_kernels_of_triton_on_turing(printed_on_gpu):
     triton = pytest.importorskip("triton")
-    found = printed_on_gpu("turing.py", VIRTUAL_GPU="3060", VIRTUAL_GPU_CAPABILITY="7.5")
-    assert found["products"] == "weights"
-    assert "compute capability 7.5, and 8-bit products need 8.0" in found["obstacle"]
-    assert found["has_gates"] == (Version(triton.__version__) < Version("3.3"))
+    measured = printed_on_gpu("turing.py", VIRTUAL_GPU="3060", VIRTUAL_GPU_CAPABILITY="7.5")
+    assert measured["products"] == "weights"
+    assert "compute capability 7.5, and 8-bit products need 8.0" in measured["obstacle"]
+    assert measured["has_gates"] == (Version(triton.__version__) < Version("3.3"))
 
 
 @pytest.mark.slow

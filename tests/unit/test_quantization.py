@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -93,6 +94,24 @@ def test_rotation_helps_with_outliers(monkeypatch):
     error = _relative_error(plain(x), usual(x))
     monkeypatch.undo()
     assert _relative_error(rotated(x), usual(x)) < error / 3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_fp8_weight_is_scaled_where_that_moves_fewer_bytes(bias):
+    """Few rows of a product are scaled instead of the weight. Both ways equal the layer within the format's rounding."""
+    usual = torch.nn.Linear(64, 128, bias=bias).requires_grad_(False)
+    layer = torch.nn.Linear(64, 128, bias=bias).requires_grad_(False)
+    layer.load_state_dict(usual.state_dict())
+    linear.convert(layer, torch.float8_e4m3fn, "weights", "cpu")
+    for rows in (20, 200):
+        x = torch.randn(rows, 64, requires_grad=True)
+        with patch.object(linear, "_dequantized", wraps=linear._dequantized) as dequantized:
+            y, expected = layer(x), usual(x)
+            gradient = torch.randn_like(y)
+            actual = torch.autograd.grad(y, x, gradient)[0]
+        assert dequantized.call_count == (0 if rows < 32 else 2)
+        assert _relative_error(y, expected) < 0.04
+        assert _relative_error(actual, torch.autograd.grad(expected, x, gradient)[0]) < 0.04
 
 
 def test_casts_of_the_model_change_neither_weights_nor_scales():
