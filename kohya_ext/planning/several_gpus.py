@@ -92,7 +92,7 @@ _CHOICES = (
 
 
 @dataclass(frozen=True)
-class Option:
+class Setup:
     """A configuration for several GPUs, with what it needs and takes."""
 
     candidate: Candidate
@@ -132,7 +132,7 @@ class Option:
         return sum(self.seconds) / 2 / self.images
 
 
-def _exchange(option: Option) -> Exchange:
+def _exchange(option: Setup) -> Exchange:
     config = memory_config.read(option.candidate.command)[0]
     estimate = option.candidate.estimate
     settings = option.candidate.command.settings
@@ -158,18 +158,18 @@ class SeveralPlan:
     """The fastest configuration for several GPUs, and the others."""
 
     machine: Machine
-    answer: Option
+    answer: Setup
     """The fastest that fits and is close, on all GPUs or on one of them."""
-    others: tuple[Option, ...]
+    others: tuple[Setup, ...]
     """The others that fit, the fastest first; those that are not close last."""
-    too_big: tuple[Option, ...]
+    too_big: tuple[Setup, ...]
     wanted: int
     """Images per step of the command line on one GPU."""
-    alone: Option | None
+    alone: Setup | None
     """The fastest shipped tier on one of the GPUs; None if none fits, or if its time is not known."""
 
     @property
-    def together(self) -> Option:
+    def together(self) -> Setup:
         """The best configuration on all GPUs."""
         return next(option for option in (self.answer, *self.others) if option is not self.alone)
 
@@ -193,7 +193,7 @@ def plan(checkout: Checkout, command: CommandLine, machine: Machine, announce: C
     return SeveralPlan(machine, answer, tuple(others), tuple(outside), _images(command), alone)
 
 
-def _alone(candidate: Candidate | None, machine: Machine) -> Option | None:
+def _alone(candidate: Candidate | None, machine: Machine) -> Setup | None:
     """Return a configuration as an option for one of the GPUs; None without one, or if its time is not known."""
     if candidate is None or step_time.predict(candidate.estimate, candidate.command, machine.gpu) is None:
         return None
@@ -201,10 +201,10 @@ def _alone(candidate: Candidate | None, machine: Machine) -> Option | None:
     base = preset_files.base(config.kind)
     usual = base is not None and "full_bf16" in base.values
     renamed = replace(candidate, name=f"one GPU, {candidate.name}")
-    return Option(renamed, Engine.LORA, replace(machine, gpus=1), is_close=usual or not config.full_bf16)
+    return Setup(renamed, Engine.LORA, replace(machine, gpus=1), is_close=usual or not config.full_bf16)
 
 
-def _reason(machine: Machine, outside: list[Option], alone: Candidate | None) -> str:
+def _reason(machine: Machine, outside: list[Setup], alone: Candidate | None) -> str:
     """Return why nothing fits on all GPUs, with the way out."""
     line = [] if alone is None else ["python", "-m", "kohya_ext", alone.command.name, *alone.command.argv]
     way_out = f"; one of the GPUs trains it alone: {quoted(line)}" if line else ""
@@ -230,7 +230,7 @@ def _images(command: CommandLine) -> int:
     return int(given.get("train_batch_size", 1)) * int(given.get("gradient_accumulation_steps", 1))
 
 
-def _options(checkout: Checkout, command: CommandLine, machine: Machine, announce: Callable[[str], None]) -> Iterator[Option]:
+def _options(checkout: Checkout, command: CommandLine, machine: Machine, announce: Callable[[str], None]) -> Iterator[Setup]:
     """Yield the configurations that may fit, with their estimates."""
     family = memory_config.read(command.with_tier(None))[0].kind
     if family.endswith("-lora"):
@@ -250,7 +250,7 @@ def _options(checkout: Checkout, command: CommandLine, machine: Machine, announc
         yield option
 
 
-def _tiers(checkout: Checkout, command: CommandLine, machine: Machine, announce: Callable[[str], None]) -> Iterator[Option]:
+def _tiers(checkout: Checkout, command: CommandLine, machine: Machine, announce: Callable[[str], None]) -> Iterator[Setup]:
     """Yield tiers of a network with a process for each GPU, from the fastest that fits one GPU on, until one fits."""
     for tier in known_tiers(checkout, command):
         if not fits(tier.estimate, machine.card):
@@ -283,7 +283,7 @@ def _each(command: CommandLine, machine: Machine) -> CommandLine:
     return command.with_({"num_processes": machine.gpus})
 
 
-def _with_batch(checkout: Checkout, command: CommandLine, choice: _Choice, machine: Machine) -> Option:
+def _with_batch(checkout: Checkout, command: CommandLine, choice: _Choice, machine: Machine) -> Setup:
     """Return a choice with the largest batch that fits, and accumulation for the others of its images."""
     images = max(_images(command) // machine.gpus, 1)
     for batch in (size for size in range(images, 0, -1) if images % size == 0):
@@ -292,7 +292,7 @@ def _with_batch(checkout: Checkout, command: CommandLine, choice: _Choice, machi
             sizes["ddp_average_once"] = True
         sized = command.with_(sizes) if _images(command) > 1 else command
         candidate = Candidate(choice.name, sized, predict.estimate(checkout, sized, timed=True), choice.traded)
-        option = Option(candidate, choice.engine, machine, choice.is_close)
+        option = Setup(candidate, choice.engine, machine, choice.is_close)
         if option.fits or batch == 1:
             return option
     raise AssertionError("a batch of 1 is tried last")

@@ -17,7 +17,7 @@ from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, machine, memory_config
 from kohya_ext.output import Console
-from kohya_ext.planning.several_gpus import Machine, Option, SeveralPlan, plan
+from kohya_ext.planning.several_gpus import Machine, Setup, SeveralPlan, plan
 from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import gigabytes
@@ -57,7 +57,7 @@ def _host_memory(count: int) -> int | None:
     return int(psutil.virtual_memory().total)
 
 
-def words(option: Option) -> list[str]:
+def words(option: Setup) -> list[str]:
     """Return the command line of an option, ready to paste."""
     command = option.candidate.command.with_({"num_processes": None})
     launcher = ["--num_processes", str(option.machine.gpus)] if option.machine.gpus > 1 else []
@@ -109,12 +109,12 @@ def _show(console: Console, result: SeveralPlan, verbose: bool) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _batch(option: Option) -> str:
+def _batch(option: Setup) -> str:
     config = memory_config.read(option.candidate.command)[0]
     return f"{option.machine.gpus} x {config.train_batch_size} x {config.gradient_accumulation_steps}"
 
 
-def _images(option: Option) -> str:
+def _images(option: Setup) -> str:
     return f"{option.images} image{'s' * (option.images != 1)}"
 
 
@@ -161,7 +161,7 @@ def _notes(result: SeveralPlan) -> Iterator[str]:
 
 
 def _as_json(result: SeveralPlan) -> dict[str, Any]:
-    def row(option: Option) -> dict[str, Any]:
+    def row(option: Setup) -> dict[str, Any]:
         return {
             "name": option.candidate.name,
             "engine": option.engine.value,
