@@ -233,6 +233,8 @@ def test_arguments_for_the_trackers_have_no_secrets():
 
 
 def test_no_listener_is_left_after_the_run():
+    before = [*journal._listeners]
     callback = notify._start(Namespace(), SimpleNamespace(is_main_process=True), Settings(notify="true"))
+    assert len(journal._listeners) == len(before) + 1
     callback.on_end()
-    assert journal._listeners == []
+    assert journal._listeners == before
