@@ -16,7 +16,7 @@ from tools import generate
 ROOT = Path(__file__).parent.parent.parent
 #: Options of sd-scripts, and of a benchmark, that the documentation names and this package's code does not.
 OTHERS = {f"--{name}" for name in (
-    "compiled", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
+    "compiled", "dim_from_weights", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
     "optimizer_args", "resume", "sample_prompts", "shuffle_caption", "split_attn", "text_encoder_lr", "torch_compile",
     "vae_batch_size", "lr_scheduler", "log_with", "fp8_base", "fp8_base_unet", "fp8_scaled", "base_weights",
     "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", "ddp_timeout", "train_batch_size",
