@@ -17,7 +17,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.reporting import page
 from kohya_ext.reporting.history import History
 from kohya_ext.reporting.thumbnails import Thumbnails
-from kohya_ext.run.atomic_write import write_atomically
+from kohya_ext.run.atomic_write import WriteError, write_atomically
 from kohya_ext.run.journal import SUFFIX
 from kohya_ext.run.journal_files import DEFAULT_FOLDERS, journals, no_journal, not_a_journal
 from kohya_ext.run.journal_reader import JournalReader
@@ -110,4 +110,5 @@ def _write(file: Path, html: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, lambda partial: partial.write_bytes(content), lambda: len(content))
     except OSError as error:
-        raise UserError(f"cannot write the report {file}: {error.strerror or error}") from None
+        reason = error.reason if isinstance(error, WriteError) else error.strerror or error
+        raise UserError(f"cannot write the report {file}: {reason}") from None

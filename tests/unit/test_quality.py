@@ -16,7 +16,7 @@ from tools import generate
 ROOT = Path(__file__).parent.parent.parent
 #: Options of sd-scripts, and of a benchmark, that the documentation names and this package's code does not.
 OTHERS = {f"--{name}" for name in (
-    "compiled", "dim_from_weights", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
+    "compiled", "min_snr_gamma", "no-cache_latents", "no-cache_text_encoder_outputs", "no-gradient_checkpointing",
     "optimizer_args", "resume", "sample_prompts", "shuffle_caption", "split_attn", "text_encoder_lr", "torch_compile",
     "vae_batch_size", "lr_scheduler", "log_with", "fp8_base", "fp8_base_unet", "fp8_scaled", "base_weights",
     "fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers", "ddp_timeout", "train_batch_size",
@@ -24,7 +24,7 @@ OTHERS = {f"--{name}" for name in (
     "attn_mode", "full_bf16", "lowram", "scale_weight_norms", "token_warmup_step", "train_inpainting", "initial_step",
     "initial_epoch", "validate_every_n_steps", "pretrained_model_name_or_path",
     "deepspeed", "zero_stage", "save_state", "offload_optimizer_device", "offload_param_device", "max_grad_norm",
-    "ddp_gradient_as_bucket_view", "command",
+    "ddp_gradient_as_bucket_view", "command", "dim_from_weights", "lr_scheduler_type",
     "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "signal",  # SLURM's
     "nnodes", "nproc_per_node", "max-restarts", "rdzv_backend", "rdzv_id", "rdzv_endpoint",  # torchrun's
 )}  # fmt: skip
