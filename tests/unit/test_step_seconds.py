@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from kohya_ext.estimate.seconds import (
 )
 from kohya_ext.estimate.tracker import BACKWARD, STEP, Tracker
 from kohya_ext.estimate.work import multi_tensor_launches
+from kohya_ext.installed_gpus import InstalledGpu
 from kohya_ext.units import GIB
 
 H100 = gpus.named("H100")
@@ -318,13 +318,8 @@ MEASURED = {
 def rtx_3090(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A machine with this GPU and an empty cache."""
     name = "NVIDIA GeForce RTX 3090"
-
-    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess((), 0, f"{name}, 24576\n", "")
-
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("kohya_ext.units.subprocess.run", run)
+    monkeypatch.setattr(machine, "first_gpu", lambda: InstalledGpu(name, 24 * GIB, 8.6, "GPU-1"))
     return name
 
 

@@ -81,7 +81,7 @@ def test_tracker_that_fails_is_left_out_once(written, accelerator, capsys):
 def test_progress_bar_shows_memory(written, accelerator, monkeypatch, description, expected):
     tqdm = pytest.importorskip("tqdm").tqdm
     memory = progress_memory._start(None, accelerator, Settings())
-    monkeypatch.setattr(progress_memory, "current", lambda kind: memory)
+    monkeypatch.setattr(progress_memory, "observe", lambda kind, action: action(memory))
     monkeypatch.setattr(tqdm, "set_postfix", progress_memory._set_postfix(tqdm.set_postfix, Settings()))
     with tqdm(total=2, desc=description, disable=False, file=io.StringIO()) as bar:
         bar.set_postfix(a=1)
