@@ -85,11 +85,11 @@ def _write(text: str) -> None:
 @contextlib.contextmanager
 def _progress_bars_cleared() -> Iterator[None]:
     """Clear tqdm's progress bars inside the block, and redraw them below the output."""
-    tqdm = sys.modules.get("tqdm")
-    if tqdm is None:
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)  # another thread may be importing the module
+    if bars is None:
         yield
     else:
-        with tqdm.tqdm.external_write_mode(file=sys.stderr):
+        with bars.external_write_mode(file=sys.stderr):
             yield
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from types import ModuleType
 
 import pytest
 
@@ -90,3 +91,9 @@ def test_the_missing_kernel_of_bitsandbytes_is_not_logged(caplog):
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "no module kernels")
     logger.warning("another warning")
     assert [record.message for record in caplog.records] == ["another warning"]
+
+
+def test_note_while_another_thread_imports_tqdm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", ModuleType("tqdm"))
+    console.note("importing")
+    assert capsys.readouterr().err == "kohya_ext: importing\n"

@@ -77,6 +77,12 @@ LIBRARY = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_listener_stays(monkeypatch):
+    """Observers that fail may not have ended."""
+    monkeypatch.setattr(journal, "_listeners", [])
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A checkout with a script of its own, whose modules are removed after the test."""
