@@ -1,7 +1,7 @@
 """Save model and state of the last complete step after any exception in the training loop, which then ends the run as before.
 
 Upstream ends with a traceback and loses the steps since the last save: after a deleted image, a tracker whose folder is gone or
-an error while it samples. See :mod:`kohya_ext.run.last_step` for what is saved, and `out_of_memory` for the advice after that
+an error while it samples. See :mod:`kohya_ext.run.last_step` for the contents, and `out_of_memory` for the advice after that
 error.
 """
 

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _clean(console: Console, agreed: bool) -> int:
-    """Print what is in the cache, ask, and remove it."""
+    """Print the contents of the cache, ask, and remove them."""
     folders = [(path, what, cache.size(path)) for path, what in cache.parts()]
     if not folders:
         console.print(f"nothing to remove: no cache in {escape(str(cache.folder()))}")

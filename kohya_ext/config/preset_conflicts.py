@@ -2,7 +2,7 @@
 
 A preset only sets options that the user does not set, but its values can still contradict the user's other options. For
 example, a cached text encoder cannot be trained, and cached captions cannot be shuffled. What sd-scripts cannot run with is in
-its table of constraints; the rules here are about options that it silently ignores, or that say what is wanted.
+its table of constraints; the rules here are about options that it silently ignores, or that express a preference.
 
 Some values only have a meaning together: a preset's alpha suits its rank. A preset sets such a group only if the user sets
 nothing of it (:data:`GROUPS`).

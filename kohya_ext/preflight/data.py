@@ -33,7 +33,7 @@ _IMAGE, _CAPTION = "image2:", "caption2:"
 
 
 class CheckedImage(NamedTuple):
-    """An image's problem, or what is known about it."""
+    """An image's problem, or its properties."""
 
     problem: str | None
     size: tuple[int, int] | None = None
@@ -313,7 +313,7 @@ def _index_line(image: CheckedImage) -> str | None:
 
 
 def _known(file: Path, index: FileIndex | None) -> CheckedImage | None:
-    """Return what is known about an image that has passed the check; None if the index does not have it."""
+    """Return the properties of an image that has passed the check; None if the index does not have it."""
     for check in index.passed(str(file)) if index is not None else ():
         if check.startswith(_IMAGE):
             size, alpha, profile = check.removeprefix(_IMAGE).split(":")
