@@ -27,7 +27,7 @@ from kohya_ext.config.settings import negated_flags, options
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.run.safetensors_header import count_blocks, read_header
-from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts import families, networks
 from kohya_ext.sdscripts.constraints import fused_optimizer
 from kohya_ext.sdscripts.families import Family
 
@@ -271,7 +271,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         max_grad_norm=float(config.max_grad_norm != 0),
         t5xxl=FP8 if _keeps_fp8(config) and _is_fp8(config.t5xxl) else None,
         t5xxl_max_token_length=_none_if(config.t5xxl_max_token_length, config.family.t5_tokens),
-        network_dim=(config.network_dim or 4) if lora else None,
+        network_dim=(config.network_dim or networks.default_dim(config.network_module)) if lora else None,
         gradient_checkpointing_ratio=config.gradient_checkpointing_ratio
         if config.gradient_checkpointing and config.gradient_checkpointing_ratio != 1
         else None,
