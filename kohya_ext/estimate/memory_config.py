@@ -46,6 +46,9 @@ SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
 #: Families whose models can be recorded as CUDA graphs. The others read results on the CPU, or copy from it, in each step.
 RECORDED = ("sd15", "sdxl", "flux", "anima")
 
+#: Networks whose layers compute with so many small matrices that an estimate takes more than six minutes.
+_TOO_SLOW = ("networks.boft",)
+
 Value = TypeVar("Value")
 
 
@@ -228,6 +231,11 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
     if command.name not in FAMILIES:
         raise UserError(f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
     known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
+    if known.get("network_module") in _TOO_SLOW:
+        raise UserError(
+            f"the memory of {known['network_module']} cannot be estimated: it computes with thousands of small matrices in each "
+            "layer, which takes too long here; start the run and read its peak in the journal"
+        )
     given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():
         if isinstance(value, list):
