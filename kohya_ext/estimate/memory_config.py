@@ -233,8 +233,8 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
     known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     if known.get("network_module") in _TOO_SLOW:
         raise UserError(
-            f"the memory of {known['network_module']} cannot be estimated: it computes with thousands of small matrices in each "
-            "layer, which takes too long here; start the run and read its peak in the journal"
+            f"the memory of {known['network_module']} cannot be estimated: each layer computes with thousands of small "
+            "matrices, which takes too long here; start the run and read its peak in the journal"
         )
     given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():
