@@ -33,7 +33,14 @@ WITHOUT = ("--gradient_checkpointing",)
 IDENTICAL, EXACT, PASSES = "identical", "exact", "passes"
 
 #: For a script that ends with an error in upstream itself, at its first step.
-BROKEN = {"upstream": "upstream fails", "SIGKILL": "-", "SIGTERM": "-", "check": "refuses it", "estimate": "no", "preset": "none"}
+BROKEN = {
+    "upstream": "upstream fails",
+    "SIGKILL": "-",
+    "SIGTERM": "-",
+    "check": "refuses it",
+    "estimate": "no",
+    "preset": "none",
+}
 
 
 def training_scripts():
