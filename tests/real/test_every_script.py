@@ -32,7 +32,8 @@ WITHOUT = ("--gradient_checkpointing",)
 
 IDENTICAL, EXACT, PASSES = "identical", "exact", "passes"
 
-#: For a script that ends with an error in upstream itself, at its first step.
+#: For a script that ends with an error in upstream itself, and what `check` says of it.
+REFUSALS = ("fails at its first step", "cannot be imported")
 BROKEN = {
     "upstream": "upstream fails",
     "SIGKILL": "-",
@@ -114,7 +115,7 @@ def outcomes(train, call, models, images, checkout, script, folder):
     words = arguments.training_arguments(script, tiny, images, folder)
     variables = environment.variables(tiny.tokenizers)
     check = call("-m", "kohya_ext", "check", "--sd-scripts", checkout.path, script, *words, **variables)
-    if plain.code != 0 and check.returncode == 2 and "fails at its first step" in check.stderr:
+    if plain.code != 0 and check.returncode == 2 and any(reason in check.stderr for reason in REFUSALS):
         return BROKEN
     ours = train(checkout, script, *STEPS, without=WITHOUT)
     return {
