@@ -79,6 +79,8 @@ def read_config_file(name: str) -> ConfigFile:
     if not path.exists() and Path(name).is_file():
         suggested = Path(name).with_suffix(".toml").name
         raise UserError(f"--config_file {name}: sd-scripts reads only TOML files, with names in .toml; save it as {suggested}")
+    if not path.exists():
+        raise UserError(f"--config_file {name} does not exist" + (f", nor does {path}" if path != Path(name) else ""))
     document = read_toml(path, f"--config_file {path}")
     values: dict[str, object] = {}
     remarks: list[str] = []

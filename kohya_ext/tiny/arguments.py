@@ -19,7 +19,7 @@ _TEXT_INVERSION = ("--token_string", "sks", "--init_word", "a", "--num_vectors_p
 
 _LECO = ("--network_dim", "4", "--network_alpha", "1", "--max_denoising_steps", "4")
 
-#: Family -> options of all its scripts.
+#: Family -> options of all its scripts that train on images.
 _FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sdxl": ("--no_half_vae",),
     "sd3": _T5_TOKENS,
@@ -83,13 +83,17 @@ def training_arguments(script: str, models: Models, data: Path, output: Path) ->
         *("--max_data_loader_n_workers", "0"),
         *(lora if script == family.lora else ()),
         *option_words({} if option is None else dict([option])),
-        *_FAMILY_OPTIONS.get(family.name, ()),
+        *(() if _has_no_images(script) else _FAMILY_OPTIONS.get(family.name, ())),
         *_SCRIPT_OPTIONS.get(script, ()),
     ]
 
 
+def _has_no_images(script: str) -> bool:
+    return script.endswith("_leco.py")
+
+
 def _training_data(script: str, data: Path) -> tuple[str, ...]:
-    if script.endswith("_leco.py"):
+    if _has_no_images(script):
         return ("--prompts_file", str(data / dataset.PROMPTS))
     # Without upscaling, buckets have the sizes of the images, rounded down.
     buckets = ("--resolution", "128,128", "--enable_bucket", "--bucket_no_upscale", "--bucket_reso_steps", "64")
@@ -101,6 +105,6 @@ def _image_folders(script: str, data: Path) -> tuple[str, ...]:
     images = str(data / dataset.CLASS)
     if script == "fine_tune.py":
         return ("--train_data_dir", images, "--in_json", str(data / dataset.METADATA))
-    if "control_net" in script:
+    if "controlnet" in script.replace("_", ""):
         return ("--train_data_dir", images, "--conditioning_data_dir", images)
     return ("--train_data_dir", str(data))

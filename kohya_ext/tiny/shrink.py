@@ -124,12 +124,29 @@ def _shrink_model_util(module: Any) -> None:
     module.create_vae_diffusers_config = lambda: {**vae_config(), "norm_num_groups": 8}
 
 
+_SD_WIDTHS = (UNET_WIDTH, 2 * UNET_WIDTH, 2 * UNET_WIDTH, 2 * UNET_WIDTH)
+_SD_NORM_GROUPS = 8
+
+
 def _shrink_sd_unet(module: Any) -> None:
-    module.BLOCK_OUT_CHANNELS = (UNET_WIDTH, 2 * UNET_WIDTH, 2 * UNET_WIDTH, 2 * UNET_WIDTH)
+    module.BLOCK_OUT_CHANNELS = _SD_WIDTHS
     module.TIMESTEP_INPUT_DIM = UNET_WIDTH
     module.TIME_EMBED_DIM = 4 * UNET_WIDTH
-    module.NORM_GROUPS = 8
-    module.TRANSFORMER_NORM_NUM_GROUPS = 8
+    module.NORM_GROUPS = _SD_NORM_GROUPS
+    module.TRANSFORMER_NORM_NUM_GROUPS = _SD_NORM_GROUPS
+
+
+def _shrink_sd_control_net(module: Any) -> None:
+    from_unet = module.ControlNetModel.from_unet.__func__
+
+    def from_small_unet(cls: Any, unet: Any, *args: Any, **kwargs: Any) -> Any:
+        # train_control_net.py gives the U-Net the configuration of the real one.
+        unet.config.block_out_channels = _SD_WIDTHS
+        unet.config.norm_num_groups = _SD_NORM_GROUPS
+        unet.config.cross_attention_dim = CLIP_L_WIDTH
+        return from_unet(cls, unet, *args, **kwargs)
+
+    module.ControlNetModel.from_unet = classmethod(from_small_unet)
 
 
 def _shrink_sdxl_unet(module: Any) -> None:
@@ -356,6 +373,7 @@ def _shrink_hunyuan_vae(module: Any) -> None:
 SHRINKERS: dict[str, Callable[[Any], None]] = {
     "library.model_util": _shrink_model_util,
     "library.original_unet": _shrink_sd_unet,
+    "diffusers.models.controlnets.controlnet": _shrink_sd_control_net,
     "library.sdxl_model_util": _shrink_clip_config,
     "library.sdxl_original_unet": _shrink_sdxl_unet,
     "library.sdxl_original_control_net": _shrink_sdxl_control_net,

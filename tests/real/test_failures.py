@@ -22,6 +22,9 @@ OPTIONS = ("--max_train_steps", str(STEPS), "--shuffle_caption", "--save_every_n
 CONTINUES = {"sampling": 2, "sample_file": 2, "validation": 8, "full_validation": 8, "journal": STEPS}
 ENDS = {"tracker": STEPS, "data": STEPS, "forward": STEPS, "log": STEPS}
 
+#: Places that one of the two scripts has. The LoRA scripts log to each tracker, the others through accelerate.
+ONLY_IN = {"validation": LORA, "full_validation": FULL, "log": FULL}
+
 
 @pytest.fixture(scope="module")
 def extras(tmp_path_factory):
@@ -55,7 +58,7 @@ def cases(count):
     places = [*CONTINUES, *ENDS]
     for index in range(count):
         place = places[index % len(places)]
-        script = {"validation": LORA, "full_validation": FULL}.get(place, (LORA, FULL)[index // len(places) % 2])
+        script = ONLY_IN.get(place, (LORA, FULL)[index // len(places) % 2])
         call = random.Random(index).randint(2, {**CONTINUES, **ENDS}[place])
         yield pytest.param(script, place, call, id=f"{index}-{place}-{call}", marks=[] if index in (0, 5) else pytest.mark.slow)
 
@@ -81,7 +84,11 @@ def test_exception_anywhere_loses_nothing(checkout, train, extras, undisturbed, 
     assert same(read(resumed.file), undisturbed(checkout, script).tensors)
 
 
-ENDLESS = ("--max_train_steps", "500")
+#: More steps than a run takes before it notices what is gone.
+MANY = ("--max_train_steps", "40")
+
+#: Then images are read in each step.
+UNCACHED = ("--cache_latents",)
 
 
 @pytest.fixture
@@ -99,23 +106,23 @@ def test_deleted_images_lose_nothing(checkout, train, own_images, script, worker
     copy = own_images.with_name("copy")
     shutil.copytree(own_images, copy)
     options = ("--train_data_dir", str(own_images), "--max_data_loader_n_workers", workers)
-    failed = train(checkout, script, *options, *ENDLESS, at_step=3, act=lambda _: shutil.rmtree(own_images))
+    failed = train(checkout, script, *options, *MANY, without=UNCACHED, at_step=3, act=lambda _: shutil.rmtree(own_images))
     assert failed.code == 1, failed.output[-4000:]
     assert_all_complete(failed.folder)
     step = torch.load(resume.newest_state(failed.folder, "tiny") / resume.FILE, weights_only=True)["step"]
     assert (failed.folder / f"tiny-step{step:08d}.safetensors").is_file()
     shutil.copytree(copy, own_images)
     until = (*options, "--max_train_steps", str(step + 2))
-    resumed = train(checkout, script, *until, "--resume", "auto", output=failed.folder)
+    resumed = train(checkout, script, *until, "--resume", "auto", without=UNCACHED, output=failed.folder)
     assert f"resumed after step {step}" in resumed.output, resumed.output[-4000:]
-    assert same(resumed.tensors, train(checkout, script, *until).tensors)
+    assert same(resumed.tensors, train(checkout, script, *until, without=UNCACHED).tensors)
 
 
 @pytest.mark.slow
 def test_tracker_whose_folder_is_gone_loses_nothing(checkout, train, tmp_path):
     logs = tmp_path / "logs"
     options = ("--log_with", "tensorboard", "--logging_dir", str(logs))
-    failed = train(checkout, LORA, *options, *ENDLESS, at_step=2, act=lambda _: shutil.rmtree(logs))
+    failed = train(checkout, LORA, *options, *MANY, at_step=2, act=lambda _: shutil.rmtree(logs))
     assert failed.code == 1, failed.output[-4000:]
     assert "no steps lost: state after step " in failed.output
     assert "model after step " in failed.output

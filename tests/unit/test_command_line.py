@@ -57,7 +57,7 @@ WRONG = [
     (["sdxl_train.py", "--activation_memory_budget", "1.5"], "must be a number from 0 to 1, not 1.5"),
     (["--activation-memory-budget=x", "sdxl_train.py"], "must be a number from 0 to 1, not 'x'"),
     (["sdxl_train.py", "--config_file", "broken.toml"], "broken.toml is not valid TOML"),
-    (["sdxl_train.py", "--config_file", "absent"], "--config_file absent.toml: No such file"),
+    (["sdxl_train.py", "--config_file", "absent"], "--config_file absent does not exist, nor does absent.toml"),
     (["--presett", "16gb", "sdxl_train.py"], "Did you mean --preset?"),
     (["--preset", "16gb", "tools/merge_models.py"], "--preset only applies to training scripts, not to merge_models.py"),
     (["--num_processes", "0", "sdxl_train.py"], "must be a whole number of 1 or more"),

@@ -24,6 +24,8 @@ def test_subset_options_override_dataset_and_general_options():
 
 def test_config_file_that_is_no_toml_is_an_error_with_the_name_that_works(tmp_path):
     file = tmp_path / "cfg.json"
+    with pytest.raises(UserError, match=r"cfg\.json does not exist, nor does .*cfg\.json\.toml"):
+        read_config_file(str(file))
     file.write_text("{}")
     with pytest.raises(UserError, match=r"reads only TOML files, with names in \.toml; save it as cfg\.toml"):
         read_config_file(str(file))
