@@ -168,7 +168,7 @@ class Patcher:
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     _loop: TrainingLoop = field(init=False)
     _applied: dict[tuple[str, str], Replacement] = field(default_factory=dict)
-    _made: list[tuple[str, Any]] = field(default_factory=list)
+    _own: list[tuple[str, Any]] = field(default_factory=list)
     """(patch, its replacement): where a module re-exports it, or a subclass inherits it, it is not replaced again."""
     _hooked: set[tuple[str, str]] = field(default_factory=set)
     _armed: bool = False
@@ -347,7 +347,7 @@ class Patcher:
             if original is ABSENT and (target.optional or elsewhere):
                 outcome.status, outcome.reason = "skipped", f"this version of {target.module} does not have it"
                 return
-            if any(original is made for name, made in self._made if name == patch.name):
+            if any(original is own for name, own in self._own if name == patch.name):
                 outcome.status, outcome.reason = "skipped", "it is the function that the patch has replaced elsewhere"
                 return
             surprise = "it does not exist" if original is ABSENT else target.expect(original)
@@ -356,7 +356,7 @@ class Patcher:
             if surprise is None:
                 replacement = target.replace(original, self.settings)
                 self._applied[key] = replace_attribute(owner, name, as_it_was(replacement))
-                self._made.append((patch.name, replacement))
+                self._own.append((patch.name, replacement))
                 remember(replacement, original)
                 outcome.status = "applied"
         except Exception as error:  # a patch that fails must not end the training
