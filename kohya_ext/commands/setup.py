@@ -111,8 +111,12 @@ def _add(console: Console, arguments: argparse.Namespace) -> Checkout:
     console.print(f"in {escape(str(checkout.path))}")
     if missing:
         console.print(f"not copied, since the source lacks them: {escape(', '.join(missing))}")
-    if checkout.layout == "unknown":
+    if not checkout.can_be_patched(allow_unknown_version=False):
         console.print("its layout is unknown, so patches are skipped")
+    elif checkout.is_newer_than_tested:
+        console.print(
+            f"it is newer than the tested v{checkouts.PINNED_VERSION}: each patch checks its targets (`doctor` shows them)"
+        )
     return checkout
 
 

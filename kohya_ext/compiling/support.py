@@ -104,7 +104,10 @@ def reason_not_to_record(args: Any) -> str | None:
     drops = getattr(args, "network_dropout", None) or _network_args(args).get("rank_dropout", "").strip("0.")
     if drops and getattr(args, "gradient_checkpointing", None):
         return "dropout with gradient checkpointing restores random states, which cannot be recorded"
-    if getattr(args, "network_module", "").startswith("networks.oft") or "oft" in _network_args(args).get("algo", ""):
+    module = getattr(args, "network_module", "")
+    if module == "networks.oft_v2":
+        return "networks.oft_v2 is not tested with it"
+    if module.startswith(("networks.oft", "networks.boft")) or "oft" in _network_args(args).get("algo", ""):
         return "OFT inverts matrices, and the CPU checks every inverse for errors"
     return _random_structure(args)
 

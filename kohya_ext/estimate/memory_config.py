@@ -27,7 +27,7 @@ from kohya_ext.config.settings import negated_flags, options
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.run.safetensors_header import count_blocks, read_header
-from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts import families, networks
 from kohya_ext.sdscripts.constraints import fused_optimizer
 from kohya_ext.sdscripts.families import Family
 
@@ -45,6 +45,9 @@ SD3 = (SD3_LARGE, SD3_MEDIUM) = ("3.5 large", "3 medium")
 
 #: Families whose models can be recorded as CUDA graphs. The others read results on the CPU, or copy from it, in each step.
 RECORDED = ("sd15", "sdxl", "flux", "anima")
+
+#: Networks whose layers compute with so many small matrices that an estimate takes more than six minutes.
+_TOO_SLOW = ("networks.boft",)
 
 Value = TypeVar("Value")
 
@@ -228,6 +231,11 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
     if command.name not in FAMILIES:
         raise UserError(f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
     known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
+    if known.get("network_module") in _TOO_SLOW:
+        raise UserError(
+            f"the memory of {known['network_module']} cannot be estimated: each layer computes with thousands of small "
+            "matrices, which takes too long here; start the run and read its peak in the journal"
+        )
     given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():
         if isinstance(value, list):
@@ -271,7 +279,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         max_grad_norm=float(config.max_grad_norm != 0),
         t5xxl=FP8 if _keeps_fp8(config) and _is_fp8(config.t5xxl) else None,
         t5xxl_max_token_length=_none_if(config.t5xxl_max_token_length, config.family.t5_tokens),
-        network_dim=(config.network_dim or 4) if lora else None,
+        network_dim=(config.network_dim or networks.default_dim(config.network_module)) if lora else None,
         gradient_checkpointing_ratio=config.gradient_checkpointing_ratio
         if config.gradient_checkpointing and config.gradient_checkpointing_ratio != 1
         else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,17 @@ def _clip(module: Any, **sizes: Any) -> Any:
     )  # fmt: skip
 
 
+def _clip_text_model(sizes: Any) -> Any:
+    """Return a CLIP text encoder as the checkout's loaders build it.
+
+    transformers 5.6 removed its submodule ``text_model``. sd-scripts v0.12 wraps it, so that names and attributes stay.
+    """
+    model = importlib.import_module("transformers").CLIPTextModel._from_config(sizes)
+    if importlib.util.find_spec("library.clip_text_model") is None:
+        return model
+    return importlib.import_module("library.clip_text_model").wrap_clip_text_model(model)
+
+
 def _clip_tokenizer() -> Any:
     # Equal ids make SD 2's long captions take SD 1's path, which has the same shapes and reads no token.
     return SimpleNamespace(model_max_length=CLIP_TOKENS, eos_token_id=2, pad_token_id=2)
@@ -99,7 +111,7 @@ def _sdxl(config: MemoryConfig) -> Models:
 
     return Models(
         unet=unet,
-        text_encoders=[transformers.CLIPTextModel._from_config(small), transformers.CLIPTextModelWithProjection(large)],
+        text_encoders=[_clip_text_model(small), transformers.CLIPTextModelWithProjection(large)],
         vae=_sd_vae(),
         latents=(4, 8),
         token_ids=lambda batch: [_clip_ids(batch, config)] * 2,
@@ -119,7 +131,6 @@ def _sdxl(config: MemoryConfig) -> Models:
 def _sd15(config: MemoryConfig) -> Models:
     unets = importlib.import_module("library.original_unet")
     util = importlib.import_module("library.model_util")
-    transformers = importlib.import_module("transformers")
     sizes = util.create_unet_diffusers_config(config.v2, True)
     unet = unets.UNet2DConditionModel(**sizes)
     set_attention(unet, config)
@@ -134,7 +145,7 @@ def _sd15(config: MemoryConfig) -> Models:
     length = _clip_length(config)
     return Models(
         unet=unet,
-        text_encoders=[transformers.CLIPTextModel._from_config(clip)],
+        text_encoders=[_clip_text_model(clip)],
         vae=_sd_vae(),
         latents=(4, 8),
         token_ids=lambda batch: [_clip_ids(batch, config)],

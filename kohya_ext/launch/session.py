@@ -27,7 +27,7 @@ from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record
-from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
+from kohya_ext.sdscripts.checkouts import PINNED_VERSION, Checkout, is_training_script
 
 #: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
 #: and options.
@@ -70,12 +70,13 @@ class Session:
             variable = secrets().get(name)
             note(f"--{name} is left out of printed commands and files" + (f"; {variable} sets it, too" if variable else ""))
         presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
-        note(f"{__version__}, {self.checkout.label}, {presets}, {self._patch_summary()}")
+        newer = f" (newer than the tested v{PINNED_VERSION})" if self.checkout.is_newer_than_tested else ""
+        note(f"{__version__}, {self.checkout.label}{newer}, {presets}, {self._patch_summary()}")
 
     def _patch_summary(self) -> str:
         """Return the number of patches that are on, and the names of those that an option of this run enables."""
         settings, patches = self.command.settings, self.patcher.patches.values()
-        if self.checkout.layout == "unknown" and not settings.allow_unknown_version:
+        if not self.checkout.can_be_patched(settings.allow_unknown_version):
             return "no patches: unknown layout of sd-scripts (KOHYA_EXT_ALLOW_UNKNOWN_VERSION=1 tries them)"
         on = [patch for patch in patches if self._is_on(patch)]
         asked = [patch.name for patch in on if not patch.wanted(Settings())]

@@ -168,6 +168,8 @@ class Patcher:
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     _loop: TrainingLoop = field(init=False)
     _applied: dict[tuple[str, str], Replacement] = field(default_factory=dict)
+    _own: list[tuple[str, Any]] = field(default_factory=list)
+    """(patch, its replacement): where a module re-exports it, or a subclass inherits it, it is not replaced again."""
     _hooked: set[tuple[str, str]] = field(default_factory=set)
     _armed: bool = False
 
@@ -297,10 +299,9 @@ class Patcher:
         version, layout = self.checkout.version, self.checkout.layout
         if patch.until is not None and version is not None and Version(version) >= Version(patch.until):
             return f"included in sd-scripts since v{patch.until}"
-        if layout == "unknown":
-            tried = patch in self.engine or self.settings.allow_unknown_version
-            return None if tried else f"{self.checkout.label} has an unknown layout"
-        return None if layout in layouts else f"not needed in layout {layout}"
+        if patch not in self.engine and not self.checkout.can_be_patched(self.settings.allow_unknown_version):
+            return f"{self.checkout.label} has an unknown layout"
+        return None if layout == "unknown" or layout in layouts else f"not needed in layout {layout}"
 
     def _taking_part(self) -> list[Patch]:
         """Return the enabled patches that have a callback, in the order of their stages."""
@@ -346,12 +347,16 @@ class Patcher:
             if original is ABSENT and (target.optional or elsewhere):
                 outcome.status, outcome.reason = "skipped", f"this version of {target.module} does not have it"
                 return
+            if any(original is own for name, own in self._own if name == patch.name):
+                outcome.status, outcome.reason = "skipped", "it is the function that the patch has replaced elsewhere"
+                return
             surprise = "it does not exist" if original is ABSENT else target.expect(original)
             if surprise is None and target.body != "runs":
                 surprise = target.body.surprise(module, target.attribute)
             if surprise is None:
                 replacement = target.replace(original, self.settings)
                 self._applied[key] = replace_attribute(owner, name, as_it_was(replacement))
+                self._own.append((patch.name, replacement))
                 remember(replacement, original)
                 outcome.status = "applied"
         except Exception as error:  # a patch that fails must not end the training

@@ -34,12 +34,13 @@ class Findings:
 
 def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
     """Check a training script's final arguments. Creates the output folder and changes nothing else."""
-    from kohya_ext.preflight import data, hub, models, options, output
+    from kohya_ext.preflight import data, hub, models, options, output, packages
 
     findings = Findings()
     if getattr(args, "debug_dataset", False):
         return findings
     checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
+        "packages": packages.check,
         "arguments": options.check,
         "model files": partial(models.check, settings=settings),
         "Hugging Face Hub": hub.check,

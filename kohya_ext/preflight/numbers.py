@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.sdscripts import networks
+
 #: The scripts that use ``--clip_skip``.
 _SD15 = ("train_network.py", "train_db.py", "fine_tune.py", "train_textual_inversion.py")
 
@@ -107,9 +109,19 @@ def _outside(script: Path, values: Mapping[str, Any], prefix: str) -> Iterator[s
 
 def _ranks(args: Namespace) -> Iterator[str]:
     rank = getattr(args, "network_dim", None)
-    if rank is None or rank > 0 or getattr(args, "dim_from_weights", False):
-        return
     module = getattr(args, "network_module", None) or ""
-    others = any("dim" in str(pair).partition("=")[0] for pair in getattr(args, "network_args", None) or ())
+    arguments = getattr(args, "network_args", None) or ()
+    if rank is None or getattr(args, "dim_from_weights", False):
+        return
+    known = networks.dimension(module, arguments)
+    if known is not None and rank < known.minimum and networks.meaning_of_dim(module, arguments) == known.meaning:
+        yield (
+            f"--network_dim {rank} is {known.meaning} with {module}, and a block of fewer than {known.minimum} channels has "
+            f"nothing to train; use {known.minimum} or more, usually {known.default}"
+        )
+        return
+    if rank > 0:
+        return
+    others = any("dim" in str(pair).partition("=")[0] for pair in arguments)
     if rank < 0 or (module.startswith("networks.") and not others):
         yield f"--network_dim {rank}: a network of that rank has nothing to train; use 1 or more, usually 4 to 128"

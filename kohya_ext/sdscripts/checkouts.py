@@ -24,7 +24,7 @@ from kohya_ext.renames import rename
 
 UPSTREAM = "https://github.com/kohya-ss/sd-scripts.git"
 
-#: The release that ``setup`` fetches by default.
+#: The release that ``setup`` fetches by default, and the newest one whose training scripts are tested.
 PINNED_REF = "6721028c79ee85a78b3a06dfd8954dae310a1cce"
 PINNED_VERSION = "0.11.1"
 
@@ -64,6 +64,21 @@ class Checkout:
     def label(self) -> str:
         """Name and version, for messages: ``sd-scripts v0.11.1``."""
         return f"sd-scripts {'v' + self.version if self.version else 'of unknown version'}"
+
+    @property
+    def is_newer_than_tested(self) -> bool:
+        """Whether its version is newer than the newest tested release."""
+        from packaging.version import Version
+
+        return self.version is not None and Version(self.version) > Version(PINNED_VERSION)
+
+    def can_be_patched(self, allow_unknown_version: bool) -> bool:
+        """Return whether patches are tried. Each patch checks its own targets.
+
+        An unknown layout of a newer release has most of the code that patches know. That of an older release or of a fork
+        may not, so the user must allow it.
+        """
+        return self.layout in KNOWN_LAYOUTS or self.is_newer_than_tested or allow_unknown_version
 
     def scripts(self) -> list[str]:
         """Return all runnable Python files, relative to the checkout, with forward slashes."""

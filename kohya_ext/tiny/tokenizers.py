@@ -77,6 +77,7 @@ def write_gemma(folder: Path) -> None:
         "unk_token": "<unk>",
     }
     _write_json(target / "tokenizer_config.json", settings)
+    _write_json(target / "config.json", {"model_type": "gemma2"})  # transformers 5 reads it to choose the tokenizer's class
 
 
 def write_qwen_vl(folder: Path) -> None:
@@ -96,11 +97,14 @@ def write_qwen_vl(folder: Path) -> None:
         },
     }
     _write_json(target / "tokenizer_config.json", settings)
+    _write_json(target / "config.json", {"model_type": "qwen2_5_vl"})
 
 
 def write_byt5(folder: Path) -> None:
     """Write the configuration of ByT5's tokenizer, whose vocabulary is the bytes, to its subfolder of `folder`."""
-    _write_json(_subfolder(folder, BYT5) / "tokenizer_config.json", {"tokenizer_class": "ByT5Tokenizer"})
+    target = _subfolder(folder, BYT5)
+    _write_json(target / "tokenizer_config.json", {"tokenizer_class": "ByT5Tokenizer"})
+    _write_json(target / "config.json", {"model_type": "t5"})
 
 
 def write_hub_cache(folder: Path) -> None:

@@ -163,7 +163,16 @@ WRITERS: dict[str, Callable[[dict[str, Path]], None]] = {
 
 
 def _clip_l(library: Any) -> Any:
-    return transformers.CLIPTextModel(library.CLIPTextConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH))
+    return _clip_text_model(library.CLIPTextConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH))
+
+
+def _clip_text_model(config: Any) -> Any:
+    """Return a CLIP text model whose tensors have the names that are in checkpoints.
+
+    transformers 5.6 removed the submodule ``text_model``, and with it the prefix of all names.
+    """
+    model = transformers.CLIPTextModel(config)
+    return model if hasattr(model, "text_model") else torch.nn.ModuleDict({"text_model": model})
 
 
 def _clip_g(library: Any) -> Any:
@@ -174,7 +183,7 @@ def _flux_clip_l() -> Any:
     library = importlib.import_module("library.flux_utils")
     # Fields that a text model needs, but that have no default in CLIPConfig, which FLUX's loader uses.
     text = {"max_position_embeddings": 77, "hidden_act": "quick_gelu", "attention_dropout": 0.0, "layer_norm_eps": 1e-5}
-    return transformers.CLIPTextModel(library.CLIPConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH, **text, eos_token_id=2))
+    return _clip_text_model(library.CLIPConfig(hidden_size=shrink.REAL_CLIP_L_WIDTH, **text, eos_token_id=2))
 
 
 def _t5() -> Any:

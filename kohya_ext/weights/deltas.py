@@ -87,7 +87,7 @@ def factors(module: AdaptedModule) -> list[str]:
 
 def summands(module: AdaptedModule) -> list[str]:
     """Return the tensors that are added or rotate: the module changes nothing if all of them are zero."""
-    prefixes = ("oft", "diff", "w_norm", "b_norm")
+    prefixes = ("oft", "boft_R", "diff", "w_norm", "b_norm")
     return [name for part, name in module.tensors.items() if part.startswith(prefixes)]
 
 
@@ -117,8 +117,8 @@ def rank_of(file: TensorFile, module: AdaptedModule) -> int | None:
 def delta(file: TensorFile, module: AdaptedModule, dtype: torch.dtype = torch.float32) -> Delta:
     """Compute a module's change.
 
-    An OFT rotates the weight: its change is R - I, block after block. The magnitudes of a DoRA and the weights of a LLLite
-    other than ``up`` are left out. Raises ValueError for shapes that do not fit together.
+    An OFT, OFTv2 or BOFT rotates the weight: its change is R - I, block after block. The magnitudes of a DoRA and the weights
+    of a LLLite other than ``up`` are left out. Raises ValueError for shapes that do not fit together.
     """
     parts = {part: file.tensor(name).to(dtype) for part, name in module.tensors.items() if part not in ("magnitude", "rescale")}
     alpha = float(parts.pop("alpha").flatten()[0]) if "alpha" in parts else None
@@ -134,6 +134,13 @@ def delta(file: TensorFile, module: AdaptedModule, dtype: torch.dtype = torch.fl
             product = Product(_flat(_kronecker(parts) * scale))
         elif kind == "OFT":
             product = Product(_flat(_rotation(parts, alpha)))
+        elif kind == "OFTv2":
+            product = Product(_flat(_rotation_of_angles(parts["oft_R"])))
+        elif kind == "BOFT":
+            scale_of_outputs = Product(_flat(parts["boft_s"] - 1))
+            return Delta(
+                None, None, False, {"weight": Product(_flat(_rotation_of_blocks(parts["boft_R"]))), "scale": scale_of_outputs}
+            )
         elif kind == "LLLite":
             product = Product(_flat(next(parts[part] for part in _FACTORS[kind] if part in parts)))
         else:
@@ -195,3 +202,25 @@ def _rotation(parts: Mapping[str, torch.Tensor], alpha: float | None) -> torch.T
         identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype)
         rotations.append((torch.linalg.solve(identity - skew, identity + skew, left=False) - identity).flatten(0, -2))
     return torch.cat([each.reshape(-1) for each in rotations]).reshape(1, -1)
+
+
+def _rotation_of_angles(angles: torch.Tensor) -> torch.Tensor:
+    """Return R - I of each block of an OFTv2. ``angles``: the values above a block's diagonal, a row for each block.
+
+    Its inverse is a Neumann series of four terms: R = I + 2Q + 2Q^2 + 2Q^3 + Q^4 for a skew-symmetric Q.
+    https://github.com/huggingface/peft/blob/main/src/peft/tuners/oft/layer.py
+    """
+    size = (1 + math.isqrt(1 + 8 * angles.shape[1])) // 2
+    skew = angles.new_zeros(angles.shape[0], size, size)
+    rows, columns = torch.triu_indices(size, size, 1)
+    skew[:, rows, columns] = angles
+    skew = skew - skew.transpose(-1, -2)
+    square = skew @ skew
+    return 2 * (skew + square + square @ skew) + square @ square
+
+
+def _rotation_of_blocks(blocks: torch.Tensor) -> torch.Tensor:
+    """Return R - I of each block of a BOFT by Cayley's formula, butterfly factor after butterfly factor."""
+    skew = (blocks - blocks.transpose(-1, -2)).flatten(0, 1) / 2
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype)
+    return torch.linalg.solve(identity + skew, identity - skew, left=False) - identity

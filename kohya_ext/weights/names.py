@@ -19,6 +19,8 @@ _PARTS = (
     (r"(?P<hada>hada_(?:w[12]_[ab]|t[12]))", ""),
     (r"(?P<lokr>lokr_(?:w[12](?:_[ab])?|t2))", ""),
     (r"(?P<oft>oft_(?:blocks|diag)(?:\.\d+)?)", ""),
+    (r"(?P<oft_v2>oft_R)\.weight", "oft_R"),
+    (r"(?P<boft>boft_[Rs])", ""),
     (r"rescale", "rescale"),
     (r"diff", "diff"),
     (r"diff_b", "diff_b"),
@@ -56,7 +58,9 @@ _TRANSFORMER = re.compile(r"(?:\w+_)?blocks|layers|\w+_refiner")
 _KINDS = {
     "hada": "LoHa",
     "lokr": "LoKr",
+    "oft_R": "OFTv2",
     "oft": "OFT",
+    "boft": "BOFT",
     "diff": "full difference",
     "w_norm": "norm",
     "b_norm": "norm",

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kohya_ext.run.step_times import format_duration
+from kohya_ext.sdscripts import networks
 
 _LARGEST = 3e10
 """Numbers of metadata are below it; as seconds since 1970 it is the year 2920, which every system's calendar has."""
@@ -83,7 +84,10 @@ def _network(known: Mapping[str, str]) -> str:
     rank, alpha = known.get("ss_network_dim"), known.get("ss_network_alpha")
     arguments = _json(known, "ss_network_args")
     pairs = [f"{key}={value}" for key, value in arguments.items()] if isinstance(arguments, dict) else []
-    return _joined(known.get("ss_network_module"), rank and f"rank {rank}", alpha and f"alpha {alpha}", *pairs)
+    module = known.get("ss_network_module")
+    meaning = networks.meaning_of_dim(module, pairs)
+    dimension = f"rank {rank}" if meaning is None else f"network_dim {rank} ({meaning})"
+    return _joined(module, rank and dimension, alpha and f"alpha {alpha}", *pairs)
 
 
 def _precision(known: Mapping[str, str]) -> str | None:

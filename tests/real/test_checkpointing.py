@@ -1,13 +1,18 @@
 """nonreentrant_checkpointing gives the gradients without checkpointing, also where reentrant checkpointing loses some."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 torch = pytest.importorskip("torch")
 
 PROBE = Path(__file__).parent / "probes" / "checkpointing.py"
+
+#: Whether text encoders have reentrant checkpointing by default. transformers 5 changed that.
+REENTRANT_TEXT_ENCODERS = Version(version("transformers")) < Version("5")
 
 #: Case -> how upstream's reentrant checkpointing fails, or None.
 UPSTREAM = {
@@ -15,7 +20,7 @@ UPSTREAM = {
     "locon": "gradients are missing",
     "lllite": "does not require grad",
     "control_net": None,
-    "text_encoder_lora": "does not require grad",
+    "text_encoder_lora": "does not require grad" if REENTRANT_TEXT_ENCODERS else None,
     "textual_inversion": None,
     "distributed": "Expected to mark a variable ready only once",
 }
@@ -62,6 +67,8 @@ DEFAULT = {
 
 @pytest.mark.parametrize("script", [pytest.param(script, marks=DEFAULT.get(script, pytest.mark.slow)) for script in RUNS])
 def test_real_script_recomputes_upstreams_blocks_and_trains_its_tensors(checkout, train, upstream, script):
+    if not (REENTRANT_TEXT_ENCODERS or script.startswith("sdxl")):
+        pytest.skip("only text encoders had reentrant checkpointing there, and transformers 5 changed that")
     theirs, ours = upstream(checkout, script), train(checkout, script, start=RUNS[script])
     assert theirs.checkpoint_calls["reentrant"] > 0
     assert ours.checkpoint_calls == theirs.checkpoint_calls

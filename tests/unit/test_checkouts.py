@@ -60,6 +60,30 @@ def test_a_checkout_is_described_from_its_files(tmp_path, layout):
     assert checkout.scripts() == ["train_network.py", "networks/merge_lora.py"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "version", "newer", "patched"),
+    [
+        ("v0.11", "0.11.1", False, True),
+        ("v0.11", "0.12.0", True, True),
+        ("unknown", "0.13.0", True, True),
+        ("unknown", "0.9.1", False, False),
+    ],
+)
+def test_a_newer_release_is_patched_whatever_its_layout(tmp_path, layout, version, newer, patched):
+    checkout = checkouts.describe(make_tree(tmp_path / "tree", layout, version), "here")
+    assert (checkout.layout, checkout.is_newer_than_tested) == (layout, newer)
+    assert checkout.can_be_patched(allow_unknown_version=False) == patched
+    assert checkout.can_be_patched(allow_unknown_version=True)
+
+
+def test_a_checkout_without_a_version_is_not_newer(tmp_path):
+    tree = make_tree(tmp_path / "tree", "unknown")
+    (tree / "README.md").unlink()
+    checkout = checkouts.describe(tree, "here")
+    assert not checkout.is_newer_than_tested
+    assert not checkout.can_be_patched(allow_unknown_version=False)
+
+
 def test_a_folder_without_sd_scripts_is_not_a_checkout(tmp_path):
     assert checkouts.describe(tmp_path, "here") is None
 

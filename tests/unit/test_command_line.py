@@ -107,6 +107,11 @@ def test_an_unknown_layout_is_an_error_with_solutions(tmp_path, call_here):
     assert call("--allow-unknown-version", "networks/merge_lora.py", cwd=old).returncode == 0
 
 
+def test_a_newer_release_with_an_unknown_layout_needs_no_option(tmp_path):
+    newer = make_tree(tmp_path / "newer", "unknown", "99.0.0")
+    assert call("networks/merge_lora.py", cwd=newer).returncode == 0
+
+
 @pytest.mark.parametrize("script", ["sdxl_train.py", "tools/merge_models.py"])
 def test_the_script_runs_as_when_started_without_the_extension(tree, tmp_path, script):
     done = call("--sd-scripts", str(tree), script, "--a", "b c", "--fail", cwd=tmp_path)

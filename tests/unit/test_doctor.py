@@ -7,6 +7,8 @@ from rich.console import Console
 
 from kohya_ext.commands import doctor
 from kohya_ext.patching.patch import registry
+from kohya_ext.sdscripts import checkouts
+from tests.unit.test_checkouts import make_tree
 
 
 def row(patch, target, status="applied", reason="", surprise=False):
@@ -88,3 +90,11 @@ def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(render
     rows = [{**row("options", "library.args:f"), "engine": True}, row("one", "library.a:f")]
     assert "1 patches on one" in " ".join(" ".join(rendered_lines(doctor._show_patches, rows)).split())
     assert "  applied  library.args:f" in rendered_lines(doctor._show_targets, rows)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("0.11.1", "v0.11.1, layout"), ("99.0.0", "v99.0.0 (newer than the tested v0.11.1), layout")]
+)
+def test_a_release_that_is_newer_than_tested_is_named(tmp_path, version, words):
+    checkout = checkouts.describe(make_tree(tmp_path / "tree", version=version), "here")
+    assert doctor._checkout_words(doctor._checkout(checkout)).startswith(words)

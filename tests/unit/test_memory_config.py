@@ -24,6 +24,16 @@ def test_the_command_line_overrides_the_preset() -> None:
     assert size(config) == (1024, 1024)
 
 
+def test_a_network_that_takes_too_long_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"the memory of networks\.boft cannot be estimated"):
+        parse("--network_module", "networks.boft", "--resolution", "1024")
+
+
+@pytest.mark.parametrize(("network", "dim"), [("networks.lora", 4), ("networks.oft", 4), ("networks.oft_v2", 32)])
+def test_the_dimension_of_a_network_is_its_default(network: str, dim: int) -> None:
+    assert parse("--network_module", network, "--resolution", "1024").network_dim == dim
+
+
 def test_the_config_file_overrides_the_preset(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("train_batch_size = 7\nnetwork_dim = 64\n")

@@ -242,6 +242,41 @@ def test_an_attribute_that_moved_between_layouts_is_replaced(layout, module):
     patcher.undo()
 
 
+def test_a_newer_release_with_an_unknown_layout_is_patched_by_target(library):
+    newer = Checkout(Path("sd-scripts"), "99.0.0", "unknown", "for the test")
+    targets = (
+        Target("a_library", "Base.value", double, layouts=frozenset({"v0.10"}), body="runs"),
+        Target("a_library", "Base.gone", double, layouts=frozenset({"v0.11"}), body="runs"),
+        Target("a_library", "FLAG", double, reject, body="runs"),
+    )
+    patcher = Patcher(make(*targets), Settings(), newer)
+    patcher.arm()
+    assert library().Base().value() == 6
+    assert [(outcome.status, outcome.surprise) for outcome in patcher.outcomes.values()] == [
+        ("applied", False),
+        ("skipped", False),
+        ("skipped", True),
+    ]
+    patcher.undo()
+
+
+@pytest.mark.parametrize("place", ["another_library:Base.value", "a_library:Child.value"])
+def test_a_patch_replaces_a_function_once_where_two_of_its_targets_lead_to_it(library, tmp_path, place):
+    (tmp_path / "another_library.py").write_text("from a_library import Base\n")
+    module, attribute = place.split(":")
+    targets = (Target("a_library", "Base.value", double, body="runs"), Target(module, attribute, double, body="runs"))
+    patcher = Patcher(make(*targets), Settings(), CHECKOUT)
+    patcher.arm()
+    importlib.import_module(module)
+    assert library().Child().value() == 6
+    assert {target: outcome.status for (_, target), outcome in patcher.outcomes.items()} == {
+        "a_library:Base.value": "applied",
+        place: "skipped",
+    }
+    patcher.undo()
+    assert library().Child().value() == 3
+
+
 def test_an_optional_attribute_may_be_missing(library):
     library()
     patcher = Patcher(make(Target("a_library", "GONE", double, optional=True, body="runs")), Settings(strict=True), CHECKOUT)
@@ -318,6 +353,22 @@ def test_every_patch_is_described_without_importing_torch():
         assert patch.idea.startswith("https://")
         assert isinstance(sys.modules[f"kohya_ext.patches.{name}"], types.ModuleType)
     assert not heavy & set(sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "words"),
+    [
+        ("0.11.1", "v0.11", "sd-scripts v0.11.1, no preset"),
+        ("99.0.0", "v0.11", "sd-scripts v99.0.0 (newer than the tested v0.11.1), no preset"),
+        ("99.0.0", "unknown", "sd-scripts v99.0.0 (newer than the tested v0.11.1), no preset"),
+    ],
+)
+def test_the_start_line_names_a_release_that_is_newer_than_tested(capsys, version, layout, words):
+    checkout = Checkout(Path("sd-scripts"), version, layout, "for the test")
+    Session.start(checkout, CommandLine(Path("sdxl_train.py"), [], {})).patcher.undo()
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert "patches on" in printed
 
 
 def test_an_option_of_a_disabled_patch_is_a_warning(tmp_path, capsys):

@@ -620,6 +620,7 @@ def test_option_that_the_script_does_not_read_is_a_warning(script, option, warne
         ({"train_batch_size": 0}, "--train_batch_size 0"),
         ({"network_dim": -4, "network_module": "lycoris.kohya"}, "--network_dim -4"),
         ({"network_dim": 0, "network_module": "networks.lora"}, "--network_dim 0"),
+        ({"network_dim": 1, "network_module": "networks.oft_v2"}, "use 2 or more, usually 32"),
         ({"learning_rate": -1.0}, "--learning_rate -1: optimizers reject a negative learning rate; use 0 or more"),
         ({"text_encoder_lr": [1e-5, -1e-5]}, "--text_encoder_lr -1e-05"),
         (
@@ -673,6 +674,8 @@ def test_fp16_weights_without_full_fp16_are_an_error(script, args, fails):
         {"learning_rate": 0.0, "unet_lr": 1e-4},
         {"network_dim": 0, "network_module": "networks.lora", "network_args": ["conv_dim=4"]},
         {"network_dim": 0, "network_module": "lycoris.kohya"},
+        {"network_dim": 1, "network_module": "networks.boft"},
+        {"network_dim": 1, "network_module": "networks.oft_v2", "network_args": ["block_size=16"]},
         {"network_dim": -1, "dim_from_weights": True},
         {"network_alpha": 0},
         {"sample_every_n_steps": 0, "min_snr_gamma": 0, "max_grad_norm": 0, "scale_weight_norms": 0, "save_last_n_steps": 0},

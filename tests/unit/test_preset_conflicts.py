@@ -49,6 +49,8 @@ def held_back(script, *argv):
         (LORA, "12gb", "--network_alpha 0", {"network_dim"}),
         (LORA, "12gb", "--network_weights a.safetensors --dim_from_weights", {"network_dim", "network_alpha"}),
         (LORA, "12gb", "--network_module networks.oft", {"network_dim", "network_alpha"}),
+        (LORA, "12gb", "--network_module networks.oft_v2", {"network_dim", "network_alpha"}),
+        (LORA, "12gb", "--network_module networks.boft", {"network_dim", "network_alpha"}),
         (LORA, "12gb", "--network_module lycoris.kohya --network_args algo=boft", {"network_dim", "network_alpha"}),
         (LORA, "12gb", "--network_module lycoris.kohya --network_args algo=loha", set()),
         (LORA, "12gb", "--optimizer_type Prodigy", {"learning_rate"}),

@@ -54,6 +54,8 @@ def test_arguments_that_allow_compiling(given):
         ({}, "only networks"),
         ({"network_module": "networks.lora", "blocks_to_swap": 4}, "--blocks_to_swap"),
         ({"network_module": "networks.oft"}, "OFT inverts matrices"),
+        ({"network_module": "networks.boft"}, "OFT inverts matrices"),
+        ({"network_module": "networks.oft_v2"}, "networks.oft_v2 is not tested"),
         ({"network_module": "lycoris.kohya", "network_args": ["algo=diag-oft"]}, "OFT inverts matrices"),
         ({"network_module": "networks.dylora"}, "DyLoRA"),
         ({"network_module": "networks.lora", "network_dropout": 0.1, "gradient_checkpointing": True}, "dropout with"),

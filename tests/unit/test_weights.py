@@ -140,6 +140,8 @@ def test_modules_outside_of_blocks_are_in_the_component_of_the_blocks():
         (("lokr_w1", "lokr_w2_a", "lokr_w2_b"), "LoKr"),
         (("oft_blocks", "alpha"), "OFT"),
         (("oft_blocks.0", "oft_blocks.1"), "OFT"),
+        (("oft_R.weight",), "OFTv2"),
+        (("boft_R", "boft_s"), "BOFT"),
         (("diff", "diff_b"), "full difference"),
         (("w_norm", "b_norm"), "norm"),
     ],
@@ -195,6 +197,23 @@ def test_a_lllite_for_anima_is_described(write):
     assert module.norm == pytest.approx(float(torch.linalg.vector_norm(up)))
     (problem,) = described(write(lllite(torch.zeros(8, 4)), "new.safetensors")).problems
     assert problem.startswith("the file does not change the model")
+
+
+def test_change_of_a_rotation_is_its_distance_from_the_identity(write):
+    """A rotation by an angle moves a unit vector by the chord 2 sin(angle / 2)."""
+    half = 0.01  # tan(angle / 2) by Cayley's formula; both modules have two blocks of two channels
+    chord = 2 * math.sin(math.atan(half)) * 4**0.5
+    for parts, kind in (
+        ({"oft_R.weight": torch.full((2, 1), half)}, "OFTv2"),
+        ({"boft_R": torch.tensor([[[0, half], [-half, 0]]] * 2)[None], "boft_s": torch.ones(3, 1)}, "BOFT"),
+    ):
+        (module,) = described(
+            write({f"lora_unet_x.{part}": values for part, values in parts.items()}, f"{kind}.safetensors")
+        ).modules
+        assert (module.kind, module.rank, module.moved) == (kind, None, True)
+        assert module.norm == pytest.approx(chord, rel=1e-4)
+    scaled = {"lora_unet_x.boft_R": torch.eye(2).expand(1, 2, 2, 2).contiguous(), "lora_unet_x.boft_s": torch.full((3, 1), 1.5)}
+    assert described(write(scaled)).modules[0].norm == pytest.approx(0.5 * 3**0.5)
 
 
 def test_convolutions_are_locon(write):
