@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/: the tables between the marks, and the image of the presets.
+"""Write the generated parts of docs/ and benchmarks/README.md: the tables between the marks, and the image of the presets.
 
     python tools/generate.py
 
@@ -40,7 +40,8 @@ from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.families import BY_NAME
 
 DOCS = Path(__file__).parent.parent / "docs"
-RESULTS = DOCS.parent / "benchmarks" / "results"
+EVIDENCE = DOCS.parent / "benchmarks" / "README.md"
+RESULTS = EVIDENCE.parent / "results"
 EVERY_SCRIPT = DOCS.parent / "tests" / "data" / "every_script.json"
 
 ROW, COLUMN, LEFT, TOP = 34, 84, 172, 64
@@ -59,18 +60,18 @@ def main() -> int:
 def generated() -> Mapping[Path, str]:
     """Return the current content of every generated file."""
     pages = {
-        "multi_gpu.md": [_scaling()],
-        "options.md": [_options()],
-        "patches.md": [_patches()],
-        "presets.md": [_presets()],
-        "scripts.md": [_every_script()],
-        "speed.md": [
+        DOCS / "options.md": [_options()],
+        DOCS / "patches.md": [_patches()],
+        DOCS / "presets.md": [_presets()],
+        DOCS / "scripts.md": [_every_script()],
+        DOCS / "speed.md": [_measured_gains(), _predicted_gains()],
+        EVIDENCE: [
             *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _host_time(), _peers(), _cold_compile()),
-            *(_block_errors(), _outlier_errors(), _learned(), _script_errors()),
-            *(_kernel_resources(), _eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions()),
+            *(_block_errors(), _outlier_errors(), _learned(), _script_errors(), _kernel_resources()),
+            *(_eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions(), _scaling()),
         ],
     }
-    files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
+    files = {page: _between_marks(page.read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
     return {**files, DOCS / "presets.svg": _image()}
 
 
@@ -129,6 +130,41 @@ def _family(family: str, rows: Iterable[presets.Row]) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+def _measured_gains() -> str:
+    """Return a table of the seconds of a step on the H100 with some options, and of their speed relative to upstream's."""
+    rounds = json.loads((RESULTS / "gpu_time.json").read_text(encoding="utf-8"))["rows"]
+    variants = {
+        "upstream": "upstream",
+        "default": "default patches",
+        "graphs": "`--cuda_graphs`",
+        "graphs-fused": "`--cuda_graphs --fused_operations`",
+        "compiled-graphs": "`--cuda_graphs --selective_torch_compile`",
+    }
+
+    def cell(family: str, variant: str) -> str:
+        runs = (rounds.get(f"{family} --gradient_checkpointing {each}") for each in (variant, "upstream"))
+        times = [median(run["seconds"] for run in each) for each in runs if each]
+        return f"{times[0]:.2f} s, {times[1] / times[0]:.1f}x" if len(times) == 2 else ""
+
+    rows = ([text, *(cell(family, name) for family in ("sdxl-lora", "flux-lora"))] for name, text in variants.items())
+    return _table(("", "SDXL", "FLUX"), rows)
+
+
+def _predicted_gains() -> str:
+    """Return a table of how many times as fast as upstream a step is predicted to be, without and with an 8-bit base."""
+    cards = eight_bit_steps.CARDS[:-1]
+    rows = []
+    for family, variants in _eight_bit_rows().items():
+        times = {name: eight_bit_steps.seconds(family, *row) for name, row in variants.items()}
+        cells = []
+        for card in cards:
+            timed = {name: on_cards[card] for name, on_cards in times.items() if card in on_cards}
+            pair = _fastest_of_16_bits(timed), _fastest_in_memory(variants, timed, card)
+            cells.append(" / ".join(f"{timed['upstream'].seconds / timed[name].seconds:.1f}x" for name in pair))
+        rows.append([family, *cells])
+    return _table(("", *cards), rows)
 
 
 def _gpu_time(file: str) -> str:
@@ -294,7 +330,7 @@ def _eight_bit_seconds() -> str:
         times = {name: eight_bit_steps.seconds(family, *row) for name, row in variants.items()}
         for card, before in times["upstream"].items():
             timed = {name: on_cards[card] for name, on_cards in times.items() if card in on_cards}
-            best = min((name for name in timed if "8" not in name), key=lambda name: timed[name].seconds)
+            best = _fastest_of_16_bits(timed)
             eight = _fastest_in_memory(variants, timed, card)
             pairs = (
                 f"{timed[name].seconds:.2f} s, {before.seconds / timed[name].seconds:.2f}x: {name}" for name in (best, eight)
@@ -306,6 +342,11 @@ def _eight_bit_seconds() -> str:
             rows.append([family, card, f"{before.seconds:.2f} s", *pairs, memory, *parts])
     head = ("", "GPU", "upstream", "16 bits", "8 bits", "GB", "arithmetic", "memory traffic", "host")
     return _table(head, rows)
+
+
+def _fastest_of_16_bits(timed: Mapping[str, Prediction]) -> str:
+    """Return the fastest variant without an 8-bit base."""
+    return min((name for name in timed if "8" not in name), key=lambda name: timed[name].seconds)
 
 
 def _fastest_in_memory(variants: Mapping[str, tuple[str, Estimate]], timed: Mapping[str, Prediction], card: str) -> str:
