@@ -60,6 +60,7 @@ def main() -> int:
 def generated() -> Mapping[Path, str]:
     """Return the current content of every generated file."""
     pages = {
+        DOCS / "multi_gpu.md": [_two_gpus()],
         DOCS / "options.md": [_options()],
         DOCS / "patches.md": [_patches()],
         DOCS / "presets.md": [_presets()],
@@ -218,6 +219,22 @@ def _scaling() -> str:
             cells = (_range(group["images_per_second"], alone) for group in groups.values())
             rows.append([training, setup, f"{sent:.2f}", *cells])
     return _table(("", "GPUs", "GB sent by each of 2", *head), rows)
+
+
+def _two_gpus() -> str:
+    """Return a table of the predicted speed of two GPUs relative to one."""
+    predicted = json.loads((RESULTS / "scaling.json").read_text(encoding="utf-8"))["rows"]
+    rows: list[list[str]] = []
+    head: list[str] = []
+    for training, row in predicted.items():
+        cells = []
+        for groups in row["predictions"].values():
+            alone = groups["1x1"]["images_per_second"][0]
+            slow, fast = (f"{images / alone:.1f}" for images in groups["1x2"]["images_per_second"])
+            cells.append(f"{fast}x" if slow == fast else f"{slow} to {fast}x")
+        head = list(row["predictions"])
+        rows.append([training, *cells])
+    return _table(("", *head), rows)
 
 
 def _range(images: Sequence[float], alone: float) -> str:
