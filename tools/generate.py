@@ -69,7 +69,7 @@ def generated() -> Mapping[Path, str]:
         EVIDENCE: [
             *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _host_time(), _peers(), _cold_compile()),
             *(_block_errors(), _outlier_errors(), _learned(), _script_errors(), _kernel_resources()),
-            *(_eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions(), _scaling()),
+            *(_eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions(), _budgets(), _scaling()),
         ],
     }
     files = {page: _between_marks(page.read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
@@ -430,6 +430,17 @@ def _parts_of_steps() -> str:
                 time = eight_bit_steps.seconds(family, words, estimate)[card]
                 rows.append([family, card, name, *cells, f"{time.parts['host']:.2f}", f"{time.seconds:.2f}"])
     return _table(("", "GPU", "variant", *columns, "host", "step"), rows)
+
+
+def _budgets() -> str:
+    """Return a table of what activation memory budgets keep and recompute, from a result of the command ``budget``."""
+    total = json.loads((RESULTS / "budget_sdxl_lora.json").read_text(encoding="utf-8"))["total"]
+    names = {"eager": "eager, no checkpointing", "1": "compiled", "checkpointing": "checkpointing"}
+    rows = []
+    for budget, row in total.items():
+        kept, operations = f"{row['kept'] / 1e9:.2f} GB", f"{row['flops'] / total['eager']['flops']:.2f}x"
+        rows.append([names.get(budget, f"budget {budget}"), kept, operations])
+    return _table(("blocks", "kept for backward", "FLOPs"), rows)
 
 
 def _kernel_resources() -> str:

@@ -115,7 +115,7 @@ def memory() -> Iterator[str]:
 
 
 def preset_accuracy() -> tuple[int, str, int, int]:
-    """Return the presets and next faster choices within 0.1%, the deviations of the others, the number of all, and of presets."""
+    """Return how many presets and next faster choices are within 0.1%, the others' deviations, and how many all and presets are."""
     shipped = {f"{family}/{name}" for family, name, _ in preset_files.shipped() if not name.endswith("-int8")}
     rows = {name: each for name, each in results("full_size.json")["rows"].items() if name.partition(" ")[0] in shipped}
     deviations = {name: each["predicted"]["reserved"] / each["used"]["reserved"] - 1 for name, each in rows.items()}
@@ -168,7 +168,11 @@ def test_host_memory_while_a_model_is_loaded():
     measured = results("host_memory.json")
     page = (ROOT / "docs" / "memory.md").read_text("utf-8")
     for title, name in names.items():
-        runs = [f"{measured[each][name][kind]['peak'] / 1e9:.1f}" for each in ("0.11.1", "0.10.1") for kind in ("upstream", "default")]
+        runs = [
+            f"{measured[each][name][kind]['peak'] / 1e9:.1f}"
+            for each in ("0.11.1", "0.10.1")
+            for kind in ("upstream", "default")
+        ]
         assert f"| {title} | {' | '.join(runs)} |" in EVIDENCE
         assert f"| {title} | {' | '.join(runs[:2])} |" in page
 
