@@ -115,7 +115,7 @@ def memory() -> Iterator[str]:
 
 
 def preset_accuracy() -> tuple[int, str, int, int]:
-    """Return how many configurations are within 0.1%, the deviations of the others, how many there are, and how many presets."""
+    """Return how many configurations are within 0.1%, the deviations of the others, and the numbers of all and of presets."""
     shipped = {f"{family}/{name}" for family, name, _ in preset_files.shipped() if not name.endswith("-int8")}
     rows = {name: each for name, each in results("full_size.json")["rows"].items() if name.partition(" ")[0] in shipped}
     deviations = {name: each["predicted"]["reserved"] / each["used"]["reserved"] - 1 for name, each in rows.items()}
@@ -183,6 +183,7 @@ def test_every_size_is_listed_for_those_who_choose_a_preset():
     for family in {family for family, _, _ in preset_files.shipped()} - {preset_files.ANY}:
         names = [name for each, name, _ in preset_files.shipped() if each == family]
         sizes = sorted(int(name.removesuffix("gb")) for name in names if re.fullmatch(r"\d+gb", name))
+        assert sizes[0] <= 12, "the README says that it fits a 12 GB GPU"
         script = preset_files.scripts(family)[0]
         assert re.search(rf"`{script}`[^|]*\| {sizes[0]} (to|and) {sizes[-1]} GB", page), family
 
