@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.device import describe_device
 from benchmarks.family_blocks import CASES, IMAGE, TEXT, Case, Shape
-from benchmarks.worker import describe_device
 from kohya_ext.errors import UserError
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.quantization import linear
