@@ -34,9 +34,6 @@ def _set(args: Namespace, accelerator: Accelerator, settings: Settings) -> None:
     if not whole_model and not settings["selective_torch_compile"]:
         warn(f"--activation_memory_budget {share} has no effect; add --selective_torch_compile or --torch_compile")
         return
-    if not whole_model and settings["compile_backend"] == "eager":
-        warn(f"--activation_memory_budget {share} has no effect with --compile_backend eager; use --compile_backend inductor")
-        return
     if share < 1 and getattr(args, "gradient_checkpointing", False):
         warn(
             f"--activation_memory_budget {share} saves nothing with --gradient_checkpointing and recomputes activations twice; "

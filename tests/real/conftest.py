@@ -263,6 +263,8 @@ def train(
             "PYTHONPATH": environment.python_path(SITE),
             "SPY_FILE": str(output / RECORD),
             "COLUMNS": "200",
+            # AOTAutograd with eager kernels traces, recomputes and saves the same tensors as inductor, and compiles in seconds.
+            "COMPILE_BACKEND": "aot_eager",
             **({} if start == "plain" else {"KOHYA_EXT_REPORT": str(output / REPORT)}),
             **({"KOHYA_EXT": "1"} if start == "environment" else {}),
             **(env or {}),

@@ -193,11 +193,6 @@ CACHED = "--cache_text_encoder_outputs"
             "a run with --cpu_offload_checkpointing cannot be estimated",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ("sdxl_train.py", "--preset", "16gb", "--selective_torch_compile", "--compile_backend", "eager"),
-            "use inductor",
-            marks=pytest.mark.slow,
-        ),
         (("hunyuan_image_train_network.py", "--resolution", "1024"), "an estimate needs the network"),
         (
             ("flux_train_network.py", "--preset", "chroma-lora/base", "--no-network_train_unet_only", CACHED),
