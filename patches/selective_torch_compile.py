@@ -15,15 +15,23 @@ from functools import partial
 from typing import Any
 
 from kohya_ext.compiling.configuration import autotune_in_own_memory, skip_guard_timing
+from kohya_ext.compiling.graph_breaks import (
+    TRANSLATORS,
+    allow_deletions,
+    keep_source_of_methods,
+    lacks_deletions,
+    loses_methods,
+)
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.lowering import accept_scaled_products
 from kohya_ext.compiling.support import missing_triton, reason_not_to_compile
 from kohya_ext.config.settings import Option, Settings, boolean, one_of
-from kohya_ext.patching.patch import Patch, Target
+from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, data_sets, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 SELECTIVE_TORCH_COMPILE = Option(
     "selective_torch_compile",
@@ -187,6 +195,24 @@ def _facts() -> Mapping[str, object]:
 
 
 _COMPILER = (
+    Target(
+        "torch._dynamo.variables.nn_module",
+        "UnspecializedNNModuleVariable.var_getattr",
+        keep_source_of_methods,
+        takes("self", "tx", "name", exactly=True),
+        body=known_bodies("4640a6a879dd", releases="torch 2.6"),
+        needed=loses_methods,
+    ),
+    *(
+        Target(
+            "torch._dynamo.symbolic_convert",
+            f"{translator}.dispatch_table",
+            allow_deletions,
+            body="runs",
+            needed=lacks_deletions,
+        )
+        for translator in TRANSLATORS
+    ),
     Target(
         "torch._inductor.fx_passes.quantization",
         "_is_valid_woq_optimization_pattern",
