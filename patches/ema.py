@@ -29,6 +29,7 @@ from kohya_ext.patching.patch import Patch, moved
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.renames import unlink
+from kohya_ext.sdscripts.families import trains_control_net
 
 FILE = "kohya_ext_ema.safetensors"
 """The file in a state's folder."""
@@ -277,7 +278,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Av
 
 
 def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
-    if "control_net" in script or "textual_inversion" in script:
+    if trains_control_net(script) or "textual_inversion" in script:
         yield f"--ema supports networks (LoRA) and full fine-tuning, not {script}; remove it"
     if (getattr(args, "optimizer_type", None) or "").lower().endswith("schedulefree"):
         yield "--ema does not support schedule-free optimizers, which average the weights themselves; remove it"

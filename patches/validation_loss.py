@@ -28,6 +28,7 @@ from kohya_ext.patching.step_loss import StepLoss, callers, local_names, step_lo
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, resume
+from kohya_ext.sdscripts.families import trains_control_net
 
 _TIMESTEPS = 4
 """Number of timesteps of each batch, as in upstream's LoRA scripts."""
@@ -278,7 +279,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Va
 
 def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
     if settings[VALIDATION_SPLIT] > 0:
-        reason = _CONTROL_NET if "control_net" in script else _NO_LOOP if "textual_inversion" in script else None
+        reason = _CONTROL_NET if trains_control_net(script) else _NO_LOOP if "textual_inversion" in script else None
         if reason is not None:
             yield f"--validation_split: {reason}; remove the option"
 

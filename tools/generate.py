@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/: the tables between the marks, and the image of the presets.
+"""Write the generated parts of docs/ and benchmarks/README.md: the tables between the marks, and the image of the presets.
 
     python tools/generate.py
 
@@ -40,7 +40,8 @@ from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.sdscripts.families import BY_NAME
 
 DOCS = Path(__file__).parent.parent / "docs"
-RESULTS = DOCS.parent / "benchmarks" / "results"
+EVIDENCE = DOCS.parent / "benchmarks" / "README.md"
+RESULTS = EVIDENCE.parent / "results"
 EVERY_SCRIPT = DOCS.parent / "tests" / "data" / "every_script.json"
 
 ROW, COLUMN, LEFT, TOP = 34, 84, 172, 64
@@ -59,18 +60,19 @@ def main() -> int:
 def generated() -> Mapping[Path, str]:
     """Return the current content of every generated file."""
     pages = {
-        "multi_gpu.md": [_scaling()],
-        "options.md": [_options()],
-        "patches.md": [_patches()],
-        "presets.md": [_presets()],
-        "scripts.md": [_every_script()],
-        "speed.md": [
+        DOCS / "multi_gpu.md": [_two_gpus()],
+        DOCS / "options.md": [_options()],
+        DOCS / "patches.md": [_patches()],
+        DOCS / "presets.md": [_presets()],
+        DOCS / "scripts.md": [_every_script()],
+        DOCS / "speed.md": [_measured_gains(), _predicted_gains()],
+        EVIDENCE: [
             *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _host_time(), _peers(), _cold_compile()),
-            *(_block_errors(), _outlier_errors(), _learned(), _script_errors()),
-            *(_kernel_resources(), _eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions()),
+            *(_block_errors(), _outlier_errors(), _learned(), _script_errors(), _kernel_resources()),
+            *(_eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions(), _budgets(), _scaling()),
         ],
     }
-    files = {DOCS / page: _between_marks((DOCS / page).read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
+    files = {page: _between_marks(page.read_text(encoding="utf-8"), parts) for page, parts in pages.items()}
     return {**files, DOCS / "presets.svg": _image()}
 
 
@@ -131,6 +133,41 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
+def _measured_gains() -> str:
+    """Return a table of the seconds of a step on the H100 with some options, and of their speed relative to upstream's."""
+    rounds = json.loads((RESULTS / "gpu_time.json").read_text(encoding="utf-8"))["rows"]
+    variants = {
+        "upstream": "upstream",
+        "default": "default patches",
+        "graphs": "`--cuda_graphs`",
+        "graphs-fused": "`--cuda_graphs --fused_operations`",
+        "compiled-graphs": "`--cuda_graphs --selective_torch_compile`",
+    }
+
+    def cell(family: str, variant: str) -> str:
+        runs = (rounds.get(f"{family} --gradient_checkpointing {each}") for each in (variant, "upstream"))
+        times = [median(run["seconds"] for run in each) for each in runs if each]
+        return f"{times[0]:.2f} s, {times[1] / times[0]:.1f}x" if len(times) == 2 else ""
+
+    rows = ([text, *(cell(family, name) for family in ("sdxl-lora", "flux-lora"))] for name, text in variants.items())
+    return _table(("", "SDXL", "FLUX"), rows)
+
+
+def _predicted_gains() -> str:
+    """Return a table of how many times as fast as upstream a step is predicted to be, without and with an 8-bit base."""
+    cards = eight_bit_steps.CARDS[:-1]
+    rows = []
+    for family, variants in _eight_bit_rows().items():
+        times = {name: eight_bit_steps.seconds(family, *row) for name, row in variants.items()}
+        cells = []
+        for card in cards:
+            timed = {name: on_cards[card] for name, on_cards in times.items() if card in on_cards}
+            pair = _fastest_of_16_bits(timed), _fastest_in_memory(variants, timed, card)
+            cells.append(" / ".join(f"{timed['upstream'].seconds / timed[name].seconds:.1f}x" for name in pair))
+        rows.append([family, *cells])
+    return _table(("", *cards), rows)
+
+
 def _gpu_time(file: str) -> str:
     """Return a table of the seconds of a step on a GPU, from the results of benchmarks/gpu_time.py."""
     rounds = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
@@ -182,6 +219,22 @@ def _scaling() -> str:
             cells = (_range(group["images_per_second"], alone) for group in groups.values())
             rows.append([training, setup, f"{sent:.2f}", *cells])
     return _table(("", "GPUs", "GB sent by each of 2", *head), rows)
+
+
+def _two_gpus() -> str:
+    """Return a table of the predicted speed of two GPUs relative to one."""
+    predicted = json.loads((RESULTS / "scaling.json").read_text(encoding="utf-8"))["rows"]
+    rows: list[list[str]] = []
+    head: list[str] = []
+    for training, row in predicted.items():
+        cells = []
+        for groups in row["predictions"].values():
+            alone = groups["1x1"]["images_per_second"][0]
+            slow, fast = (f"{images / alone:.1f}" for images in groups["1x2"]["images_per_second"])
+            cells.append(f"{fast}x" if slow == fast else f"{slow} to {fast}x")
+        head = list(row["predictions"])
+        rows.append([training, *cells])
+    return _table(("", *head), rows)
 
 
 def _range(images: Sequence[float], alone: float) -> str:
@@ -294,7 +347,7 @@ def _eight_bit_seconds() -> str:
         times = {name: eight_bit_steps.seconds(family, *row) for name, row in variants.items()}
         for card, before in times["upstream"].items():
             timed = {name: on_cards[card] for name, on_cards in times.items() if card in on_cards}
-            best = min((name for name in timed if "8" not in name), key=lambda name: timed[name].seconds)
+            best = _fastest_of_16_bits(timed)
             eight = _fastest_in_memory(variants, timed, card)
             pairs = (
                 f"{timed[name].seconds:.2f} s, {before.seconds / timed[name].seconds:.2f}x: {name}" for name in (best, eight)
@@ -306,6 +359,11 @@ def _eight_bit_seconds() -> str:
             rows.append([family, card, f"{before.seconds:.2f} s", *pairs, memory, *parts])
     head = ("", "GPU", "upstream", "16 bits", "8 bits", "GB", "arithmetic", "memory traffic", "host")
     return _table(head, rows)
+
+
+def _fastest_of_16_bits(timed: Mapping[str, Prediction]) -> str:
+    """Return the fastest variant without an 8-bit base."""
+    return min((name for name in timed if "8" not in name), key=lambda name: timed[name].seconds)
 
 
 def _fastest_in_memory(variants: Mapping[str, tuple[str, Estimate]], timed: Mapping[str, Prediction], card: str) -> str:
@@ -372,6 +430,17 @@ def _parts_of_steps() -> str:
                 time = eight_bit_steps.seconds(family, words, estimate)[card]
                 rows.append([family, card, name, *cells, f"{time.parts['host']:.2f}", f"{time.seconds:.2f}"])
     return _table(("", "GPU", "variant", *columns, "host", "step"), rows)
+
+
+def _budgets() -> str:
+    """Return a table of what activation memory budgets keep and recompute, from a result of the command ``budget``."""
+    total = json.loads((RESULTS / "budget_sdxl_lora.json").read_text(encoding="utf-8"))["total"]
+    names = {"eager": "eager, no checkpointing", "1": "compiled", "checkpointing": "checkpointing"}
+    rows = []
+    for budget, row in total.items():
+        kept, operations = f"{row['kept'] / 1e9:.2f} GB", f"{row['flops'] / total['eager']['flops']:.2f}x"
+        rows.append([names.get(budget, f"budget {budget}"), kept, operations])
+    return _table(("blocks", "kept for backward", "FLOPs"), rows)
 
 
 def _kernel_resources() -> str:

@@ -34,7 +34,7 @@ Estimator = Callable[[CommandLine], Estimate]
 
 NO_GPU = 'For seconds per step, give --gpu with the name of a GPU: --gpu "RTX 4070".'
 
-#: Measured: docs/memory.md.
+#: Measured: benchmarks/README.md.
 BUCKETS = (
     "This is for images of one size. With accumulated gradients, several sizes (--enable_bucket) can reserve 3% more. Under "
     "Linux, --expandable_segments prevents it."

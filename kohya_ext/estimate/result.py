@@ -14,7 +14,7 @@ CONTEXT_BYTES = 600_000_000
 COMMUNICATION_BYTES = 400_000_000
 
 #: The driver's memory for a kernel of a CUDA graph. An assumption: one H100 with driver 580 used 5.4 to 8.7 KB for each of its
-#: kernels, which are fewer than estimates count (docs/speed.md). Old drivers use up to 64 KiB.
+#: kernels, which are fewer than estimates count (benchmarks/README.md). Old drivers use up to 64 KiB.
 BYTES_PER_RECORDED_KERNEL = 6_000
 
 

@@ -19,6 +19,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings, abbreviated, buckets, caches, captions, colours
 from kohya_ext.preflight.buckets import Buckets
 from kohya_ext.run.file_index import IMAGES, FileIndex
+from kohya_ext.sdscripts import families
 
 #: Image suffixes that sd-scripts reads; the last two only with a plug-in.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif", ".jxl")
@@ -89,7 +90,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         if caches.are_written(subset.options, settings):
             index = FileIndex(IMAGES, (*IMAGE_SUFFIXES, subset.caption_extension.lower()))
         sizes[subset.folder] = _check_images(subset, files, findings, index)
-        if "control_net" not in script.name:
+        if not families.trains_control_net(script.name):
             _check_sizes(subset, sizes[subset.folder], findings)
         counts = _check_captions(subset, files, findings, index)
         if (message := captions.cut_message(subset.folder, counts, script, args)) is not None:
@@ -135,7 +136,7 @@ def _subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subs
         yield from _metadata_subset(Path(folder), Path(args.in_json), common, findings)
         return
     extension = getattr(args, "caption_extention", None) or getattr(args, "caption_extension", None) or ".caption"
-    if "control_net" in script.name:
+    if families.trains_control_net(script.name):
         conditions = getattr(args, "conditioning_data_dir", None)
         if not conditions or not Path(conditions).is_dir():
             findings.errors.append(f"--conditioning_data_dir {conditions or ''} does not exist")

@@ -24,7 +24,13 @@ _DIVISIBLE = (
 _ON_GPUS = ("8bit", "paged")
 
 #: Scripts that add DeepSpeed's options, and give accelerate models and optimizer in calls that DeepSpeed does not support.
-_UNSUPPORTED = ("train_control_net.py", "sdxl_train_control_net.py", "control_net_lllite", "textual_inversion")
+_UNSUPPORTED = (
+    "train_control_net.py",
+    "train_controlnet.py",
+    "sdxl_train_control_net.py",
+    "control_net_lllite",
+    "textual_inversion",
+)
 
 _SAMPLES = ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
 

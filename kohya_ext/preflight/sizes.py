@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from kohya_ext.run.safetensors_header import Header, read_header
+from kohya_ext.sdscripts import families
 
 #: Parts of tensor names by which networks.lora and its counterparts for other families select modules.
 _TEXT_ENCODERS = ("conditioner.embedders.", "cond_stage_model.")
@@ -33,7 +34,7 @@ class Size:
 def predict(script: Path, args: Namespace) -> Size | None:
     """Return the sizes, or None when they are unknown (other networks, Diffusers models)."""
     file = Path(getattr(args, "pretrained_model_name_or_path", None) or "")
-    if not file.is_file() or "textual_inversion" in script.name or "control_net" in script.name:
+    if not file.is_file() or "textual_inversion" in script.name or families.trains_control_net(script.name):
         return None
     try:
         header = read_header(file)

@@ -401,3 +401,8 @@ def with_presets() -> Iterator[tuple[Family, str, str]]:
     for family in FAMILIES:
         for script in (family.lora, *family.finetune):
             yield family, script, str(family.presets(script))
+
+
+def trains_control_net(script: str) -> bool:
+    """Return whether a script trains a ControlNet or ControlNet-LLLite. v0.10 has ``train_controlnet.py``, too."""
+    return "controlnet" in script.replace("_", "")

@@ -105,6 +105,6 @@ def _image_folders(script: str, data: Path) -> tuple[str, ...]:
     images = str(data / dataset.CLASS)
     if script == "fine_tune.py":
         return ("--train_data_dir", images, "--in_json", str(data / dataset.METADATA))
-    if "controlnet" in script.replace("_", ""):
+    if families.trains_control_net(script):
         return ("--train_data_dir", images, "--conditioning_data_dir", images)
     return ("--train_data_dir", str(data))

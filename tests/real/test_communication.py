@@ -66,7 +66,7 @@ def test_a_fine_tune_averages_gradients_of_every_micro_batch(checkout, train, gr
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(
     ("script", "stage"),
-    # With a LoRA's frozen model ZeRO-3 gathers more than is predicted; see docs/multi_gpu.md.
+    # With a LoRA's frozen model ZeRO-3 gathers more than is predicted; see benchmarks/README.md.
     [*((FULL, stage) for stage in STAGES), (LORA, "1"), (LORA, "2"), (LORA, "2-offload")],
 )
 def test_deepspeed_exchanges_what_is_predicted(checkout, train, script, stage, group):

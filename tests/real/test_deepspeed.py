@@ -304,7 +304,7 @@ def test_presets_train(checkout, train, script, presets):
 def test_answers_of_plan_train(checkout, call, train, argv, option):
     """The printed command, and tiny models. accelerate starts no DeepSpeed on CPUs, so that the test starts its processes.
 
-    At full size, the answers run in benchmarks.full_size on the virtual GPU (docs/multi_gpu.md).
+    At full size, the answers run in benchmarks.full_size on the virtual GPU (benchmarks/README.md).
     """
     asked = ("plan", "--sd-scripts", checkout.path, "--gpus", "2x24GB", "--json", *argv)
     command = shlex.split(json.loads(call("-m", "kohya_ext", *asked).stdout)["command"])

@@ -37,6 +37,7 @@ PROSE = [
     *ROOT.glob("*.md"),
     *(ROOT / "virtual_gpu").rglob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
+    ROOT / "benchmarks" / "README.md",
     *(ROOT / "presets").rglob("*.toml"),
 ]
 

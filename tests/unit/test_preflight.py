@@ -861,6 +861,7 @@ def test_networks_that_do_not_know_the_family_are_an_error(script, module, fails
     [
         ("train_textual_inversion.py", {"ema": True}, {}, "--ema supports networks (LoRA)"),
         ("train_control_net.py", {"validation_split": 0.1}, {}, "--validation_split: upstream cannot split"),
+        ("train_controlnet.py", {"validation_split": 0.1}, {}, "--validation_split: upstream cannot split"),
         ("sdxl_train.py", {"ema": True}, {"optimizer_type": "AdamWScheduleFree"}, "--ema does not support schedule-free"),
         ("sdxl_train.py", {"ema": True, "validation_split": 0.1}, {}, None),
         ("train_control_net.py", {"ema": True, "disable_patch": ("ema",)}, {}, None),

@@ -31,7 +31,7 @@ OTHERS = {f"--{name}" for name in (
     "nnodes", "nproc_per_node", "max-restarts", "rdzv_backend", "rdzv_id", "rdzv_endpoint",  # torchrun's
 )}  # fmt: skip
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("command", [("ruff", "check"), ("ruff", "format", "--check"), ("mypy",)], ids=" ".join)
@@ -58,7 +58,7 @@ def test_generated_files_are_current():
 
 
 def test_links_in_the_documentation_are_valid():
-    for page in PAGES:
+    for page in (*PAGES, ROOT / "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
             path, _, heading = target.partition("#")
             if path.startswith("https:"):
