@@ -14,7 +14,7 @@ def test_blocks_of_both_generations_are_compared(checkout):
     code = (
         f"import sys; sys.path.insert(0, {str(checkout.path)!r})\n"
         "import json; from benchmarks.base_weights_quality import CASES, base_of, block_errors\n"
-        "print(json.dumps(block_errors(CASES[0], base_of(CASES[0]))))"
+        "print(json.dumps(block_errors(CASES[0], base_of(CASES[0]), [(20, 1)])))"
     )
     environ = {**os.environ, "PYTHONPATH": environment.python_path(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
