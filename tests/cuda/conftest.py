@@ -16,7 +16,7 @@ import pytest
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import arguments, environment
 from kohya_ext.tiny.checkpoints import Models
-from tests.cuda.configurations import CONFIGURATIONS, DEFAULT, Configuration
+from tests.cuda.configurations import CONFIGURATIONS, MARKS, Configuration
 from tests.real import conftest as real
 from tests.real.conftest import images, models, models_folder  # noqa: F401
 from virtual_gpu import build
@@ -119,14 +119,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))], ids=["none"])
         return
     ends = {"newest": available[-1][0], "oldest": available[0][0]}
-    default = {(ends[end], name) for end, names in DEFAULT.items() for name in names}
+    chosen = {
+        (ends[end], name): [] if mark == "default" else [pytest.mark.thorough]
+        for mark, each in MARKS.items()
+        for end, names in each.items()
+        for name in names
+    }
     marker = metafunc.definition.get_closest_marker("configurations")
     accepts = marker.args[0] if marker is not None else lambda configuration: True
     cases = [
         pytest.param(
             Case(checkout, configuration),
             id=f"{layout}-{name}",
-            marks=[] if (layout, name) in default else pytest.mark.slow,
+            marks=chosen.get((layout, name), pytest.mark.slow),
         )
         for layout, checkout in available
         for name, configuration in CONFIGURATIONS.items()

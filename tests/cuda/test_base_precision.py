@@ -14,6 +14,7 @@ def _configuration(*options):
     return Configuration("flux_train_network.py", mixed, extension_options=("--base_precision", "int8", *options))
 
 
+@pytest.mark.thorough
 @pytest.mark.only("v0.11")
 def test_8_bit_base_needs_less_memory(checkout, train_both):
     pytest.importorskip("triton")

@@ -1,8 +1,12 @@
 """The estimate's code of compiled blocks is the code that inductor generates for a GPU."""
 
+import pytest
+
 from kohya_ext.estimate.compiled import BACKEND, logging_to, traceable
 from kohya_ext.estimate.tracker import Tracker
 from tests.cuda import generated_code
+
+pytestmark = pytest.mark.thorough
 
 
 def test_the_generated_code_is_that_of_a_gpu(printed_on_gpu):

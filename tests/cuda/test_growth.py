@@ -11,6 +11,8 @@ from tests.cuda.conftest import ROOT
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 EPOCH = 8
 """Batches in an epoch."""
 

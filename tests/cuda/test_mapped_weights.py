@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 CACHED = ("--mixed_precision", "bf16", "--cache_text_encoder_outputs", "--network_train_unet_only")
 
 

@@ -10,6 +10,8 @@ from tests.cuda.configurations import LORA
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.newest
 @pytest.mark.parametrize("options", [(), ("--cuda_graphs", "--cuda_graphs_always")], ids=["eager", "graphs"])

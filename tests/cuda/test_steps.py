@@ -109,6 +109,7 @@ def test_memory_does_not_grow(pair):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl-lora-bf16", "sdxl-lora-fp16", "flux-lora-bf16")]
 
 
+@pytest.mark.thorough
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", ["sdxl-finetune-fused", *SLOW])
 def test_skipped_step_frees_its_memory(checkout, name, train_both, train_on_gpu):

@@ -11,6 +11,8 @@ from tests.real.conftest import ROOT
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.newest
 def test_missing_xformers_is_replaced_before_the_model_is_loaded(checkout, train):

@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 SCRIPTS = ("sdxl_train_network.py", "train_network.py", "flux_train_network.py")
 
 

@@ -5,8 +5,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from kohya_ext.tiny import environment
 from tests.real.conftest import ROOT
+
+pytestmark = pytest.mark.thorough
 
 
 def test_blocks_of_both_generations_are_compared(checkout):

@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.run import file_index  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 CACHED = ("--cache_latents_to_disk", "--cache_text_encoder_outputs", "--cache_text_encoder_outputs_to_disk")
 OPTIONS = (*CACHED, "--network_train_unet_only", "--flip_aug", "--alpha_mask")
 

@@ -11,7 +11,7 @@ from tests.real.test_losing_nothing import FULL, LORA, posix
 
 torch = pytest.importorskip("torch")
 
-pytestmark = posix
+pytestmark = [posix, pytest.mark.thorough]
 
 #: Operations of torch.distributed -> those of the prediction. Others are broadcasts of buffers and gathering for the log.
 OPERATIONS = {"allreduce_": ALL_REDUCE, "_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER}

@@ -14,6 +14,8 @@ from tests.real.conftest import RECORD, REPORT, SITE
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 SDXL, LUMINA, FLUX = "sdxl_train_network.py", "lumina_train_network.py", "flux_train_network.py"
 ON = ("--selective_torch_compile",)
 INDUCTOR = {"COMPILE_BACKEND": "inductor"}

@@ -26,7 +26,7 @@ from kohya_ext.estimate.tracker import BACKWARD, Tracker  # noqa: E402
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed (it is in the extra test)")
 
-pytestmark = posix
+pytestmark = [posix, pytest.mark.thorough]
 
 PROBE = Path(__file__).parent / "probes" / "zero_bytes.py"
 PROBE_WEIGHTS = 20 * 1024**2

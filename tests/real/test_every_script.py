@@ -139,7 +139,7 @@ def keep(layout, script, row):
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param(where, id="-".join(where), marks=() if where == CHOSEN else pytest.mark.slow)
+        pytest.param(where, id="-".join(where), marks=pytest.mark.thorough if where == CHOSEN else pytest.mark.slow)
         for where in training_scripts()
     ],
 )

@@ -8,7 +8,7 @@ from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, posix, same, wri
 
 torch = pytest.importorskip("torch")
 
-pytestmark = posix
+pytestmark = [posix, pytest.mark.thorough]
 
 RECORDED = {**SPY, "SPY_LOSSES": "1"}
 TWICE = GROUPS[0]

@@ -10,6 +10,8 @@ from tests.real.test_losing_nothing import posix, same, send
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 TIMED = ("--save_state_every_n_minutes", "0", "--save_last_n_timed_states", "99", "--lr_scheduler", "cosine")
 
 

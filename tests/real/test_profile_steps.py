@@ -11,6 +11,8 @@ from tests.real.test_losing_nothing import LORA
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 STEPS = ("--max_train_steps", "6", "--gradient_accumulation_steps", "2")
 
 

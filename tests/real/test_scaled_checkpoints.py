@@ -7,6 +7,8 @@ from tests import scaled_files
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 MODEL = "pretrained_model_name_or_path"
 SDXL, FLUX, SD3, LUMINA = (f"{name}_train_network.py" for name in ("sdxl", "flux", "sd3", "lumina"))
 ANIMA, HUNYUAN = "anima_train_network.py", "hunyuan_image_train_network.py"
