@@ -1,10 +1,5 @@
-"""Measurements behind every published figure: variants alternate with upstream in one run and give a ratio with its spread.
+"""Measurements behind the published figures: one module a figure, whose JSON is in results/.
 
-- ``python -m benchmarks.run SUITE`` measures and writes JSON to results/;
-- ``python -m benchmarks.report`` writes the tables of that JSON;
-- ``python -m benchmarks.vram_accuracy`` compares estimates with real allocations on a CPU;
-- ``python -m benchmarks.full_size`` compares them with PyTorch's CUDA allocator: every tier, at full size, on a virtual GPU.
-
-Each variant runs in its own process, and the processes take turns: A B C A B C. Memory peaks do not mix, and
-a slow phase of the machine slows every variant.
+``results/README.md`` names the command and the content of each file. Variants run in processes of their own that take turns, so
+memory peaks do not mix and a slow phase of the machine slows every variant.
 """

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.device import describe_device
 from benchmarks.family_blocks import CASES, IMAGE, TEXT, Case, Shape
-from benchmarks.worker import describe_device
 from kohya_ext.errors import UserError
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.quantization import linear
@@ -240,13 +240,15 @@ def base_of(case: Case) -> torch.nn.Module:
     return base.eval()
 
 
-def block_errors(case: Case, base: torch.nn.Module) -> dict[str, dict[str, dict[str, list[float]]]]:
+def block_errors(
+    case: Case, base: torch.nn.Module, conditions: Sequence[tuple[float, int]] = CONDITIONS
+) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return, by variant, condition and measure, the relative error against fp32 and the cosine to it."""
 
     def measure(variant: Variant | None) -> dict[str, dict[str, torch.Tensor]]:
         with _adapted(case, base, variant) as block:
             return {
-                f"outliers {size:g}, depth {depth}": block.measures(inputs(case, size), depth) for size, depth in CONDITIONS
+                f"outliers {size:g}, depth {depth}": block.measures(inputs(case, size), depth) for size, depth in conditions
             }
 
     exact = measure(None)

@@ -24,7 +24,6 @@ from typing import Any
 
 from benchmarks import full_size, results, sparse_checkpoints
 from benchmarks.processes import WorkerError, last_line
-from benchmarks.results import Comparison, Variant
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import memory_config
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
@@ -39,9 +38,8 @@ TEXTS = ("--cache_text_encoder_outputs", "--cache_text_encoder_outputs_to_disk")
 
 #: Variant -> arguments.
 VARIANTS = {"upstream": ("--disable_patch", "*", "--no-preflight"), "ours": ()}
-MEANINGS = {"upstream": "upstream", "ours": "default patches"}
 
-#: Title of a comparison -> start and parts of it whose seconds are added.
+#: Name of a row -> start and parts of it whose seconds are added.
 PARTS = {
     "First start: latents": ("first", ("latents",)),
     "First start: latents, processor seconds": ("first", ("latents, processor",)),
@@ -128,23 +126,18 @@ def models_of(checkout: Checkout, scratch: Path) -> Any:
     return models
 
 
-def measure(given: argparse.Namespace, checkout: Checkout, scratch: Path) -> results.Result:
-    """Measure all rounds, and write the result after each."""
-    result = results.begin("caching", checkout, {"threads": os.cpu_count()}, False, given.note)
-    comparisons = {
-        title: Comparison(title, "seconds", {"images": given.small if part == "small" else given.images}, _variants())
-        for title, (part, _) in PARTS.items()
-    }
-    result.comparisons = list(comparisons.values())
+def measure(given: argparse.Namespace, checkout: Checkout, scratch: Path) -> None:
+    """Measure all rounds, and write the seconds of each row and variant after each round."""
+    document: dict[str, Any] = {"images": given.images, "small_images": given.small}
+    document |= results.circumstances(checkout, threads=os.cpu_count())
     write_images(scratch / "images", given.images, (1.0e6, 1.5e6))
     small = scratch / "small"
     small_words = (*LATENTS, "--resolution", "64,64", "--no-cache_text_encoder_outputs")
     if given.small:
         write_images(small, given.small, (66**2, 80**2))
         begun = start(given, checkout, scratch, small, (*FIRST_STEP, *small_words, *VARIANTS["ours"]))
-        note = f"first start of {given.small} small images: {begun['latents']:.1f} s"
-        print(note, file=sys.stderr, flush=True)
-        comparisons["Many small images, second start: latents"].configuration["first_start_seconds"] = begun["latents"]
+        document["small_images_first_start"] = begun["latents"]
+    rows = document["rows"] = {}
     for turn in range(given.rounds):
         for name in list(VARIANTS)[:: 1 if turn % 2 == 0 else -1]:
             images = scratch / "turn"
@@ -157,16 +150,9 @@ def measure(given: argparse.Namespace, checkout: Checkout, scratch: Path) -> res
             for title, (part, names) in PARTS.items():
                 if part in seconds:
                     value = sum(seconds[part].get(of, 0.0) for of in names)
-                    next(variant for variant in comparisons[title].variants if variant.name == name).rounds.append([value])
+                    rows.setdefault(title, {}).setdefault(name, []).append(value)
             print(name, seconds, file=sys.stderr, flush=True)
-        result.complete = turn + 1 == given.rounds
-        result.comparisons = [row for row in comparisons.values() if row.variants[0].rounds]
-        result.write(given.output)
-    return result
-
-
-def _variants() -> list[Variant]:
-    return [Variant(name, MEANINGS[name], list(words)) for name, words in VARIANTS.items()]
+        given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,7 +163,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--images", type=int, default=600, help="number of JPEGs of 1 to 1.5 megapixels")
     options.add_argument("--small", type=int, default=10000, help="number of small images; 0 leaves that part out")
     options.add_argument("--rounds", type=int, default=2)
-    options.add_argument("--note", default="", help="remark for the readers of the result")
     options.add_argument("--output", type=Path, default=OUTPUT)
     return options
 

@@ -24,7 +24,7 @@ import torch
 import triton
 
 from benchmarks import results
-from benchmarks.worker import describe_device
+from benchmarks.device import describe_device
 from kohya_ext.gpu import rates
 from kohya_ext.quantization import arithmetic, kernels
 from kohya_ext.quantization.arithmetic import ROTATED

@@ -21,8 +21,8 @@ import torch
 import triton
 
 from benchmarks import results
+from benchmarks.device import describe_device
 from benchmarks.gpu_base_weights import BF16, FP8, KINDS, Sets, seconds
-from benchmarks.worker import describe_device
 from kohya_ext.kernels.fused import linear_with_lora
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.quantization import arithmetic, kernels, linear

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import results
-from benchmarks.worker import describe_device
+from benchmarks.device import describe_device
 from kohya_ext.gpu import rates
 
 OUTPUT = results.FOLDER / "gpu_rates.json"

@@ -156,9 +156,9 @@ def measured(document: dict[str, Any], turn: list[Job], checkout: Checkout, scra
             break
         result = train(job, arguments, checkout, scratch, given)
         failed |= "failed" in result
-        about = results.begin("gpu_time", checkout, result.pop("device", {}), False)
-        document["rows"].setdefault(job.name, []).append({"commit": about.commits["kohya_ext"], **result})
-        document |= {"machine": about.machine, "versions": about.versions, "sd_scripts": checkout.version}
+        about = results.circumstances(checkout, **result.pop("device", {}))
+        document["rows"].setdefault(job.name, []).append({"commit": about["commits"]["kohya_ext"], **result})
+        document |= {"machine": about["machine"], "versions": about["versions"], "sd_scripts": checkout.version}
         given.output.parent.mkdir(parents=True, exist_ok=True)
         given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         busy = result.get("profile", {}).get("busy_seconds")

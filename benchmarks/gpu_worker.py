@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.device import describe_device
 from benchmarks.full_size_worker import skip_checkpoint_hashes
-from benchmarks.worker import describe_device
 
 #: The kernels that the result lists, those with the most time first.
 KERNELS = 40

@@ -74,8 +74,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         for name in VARIANTS if given.only is None else [given.only]:
             document["losses"][name] = losses(name, checkout, given.scratch or Path(temporary))
-            about = results.begin("precision", checkout, {}, False)
-            document |= {"machine": about.machine, "versions": about.versions, "commits": about.commits}
+            document |= results.circumstances(checkout)
             given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {document['losses'][name]}", file=sys.stderr, flush=True)
     return 0

@@ -1,4 +1,4 @@
-"""Set the activation memory budget of torch.compile's partitioner.
+"""Set the activation memory budget of torch.compile's partitioner, and count only activations in it.
 
 Compiled blocks save only a share of their activations and recompute the cheapest ones in backward. Gradient checkpointing
 recomputes everything. Use one or the other: a checkpointed block frees its activations anyway, so a budget only makes it
@@ -8,11 +8,14 @@ recompute them twice.
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import wraps
+from typing import Any
 
 from kohya_ext.compiling.budget import set_budget
 from kohya_ext.config.settings import Option, Settings, fraction
 from kohya_ext.console import note, warn
-from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.attributes import replaced
+from kohya_ext.patching.patch import Patch, Target
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.patching.types import Accelerator
 
@@ -27,15 +30,50 @@ ACTIVATION_MEMORY_BUDGET = Option[float | None](
 )
 
 
+def _exclude_inputs(original: Any, settings: Settings) -> Any:
+    """Exclude graph inputs from torch's partitioner, so that a budget is a fraction of the activations.
+
+    The partitioner computes ``(saved - inputs) / (saved at 1.0 - inputs)`` from *all* inputs of the graph, including
+    parameters, saved or not. The ratio is negative if a block's weights are larger than its activations, as with float32
+    weights at batch 1. Every budget but 0 then acts as 1.0. Inputs stay in memory anyway, so saving them is free.
+    https://pytorch.org/blog/activation-checkpointing-techniques/
+    """
+    import torch._functorch.partitioners as partitioners
+
+    @wraps(original)
+    def choose_saved_values_set(joint_graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
+        if memory_budget in (0, 1):
+            return original(joint_graph, node_info, memory_budget)
+        inputs = frozenset(node_info.inputs)
+        size_of, solve_min_cut = partitioners._size_of, partitioners.solve_min_cut
+
+        def size_beyond_inputs(node: Any) -> Any:
+            return 0 if node in inputs else size_of(node)
+
+        def with_true_sizes(*args: Any, **kwargs: Any) -> Any:
+            with replaced(partitioners, "_size_of", size_of):
+                return solve_min_cut(*args, **kwargs)
+
+        with replaced(partitioners, "_size_of", size_beyond_inputs), replaced(partitioners, "solve_min_cut", with_true_sizes):
+            return original(joint_graph, node_info, memory_budget)
+
+    return choose_saved_values_set
+
+
+def _expect_helpers(original: Any) -> str | None:
+    import torch._functorch.partitioners as partitioners
+
+    missing = [name for name in ("_size_of", "solve_min_cut") if not hasattr(partitioners, name)]
+    return f"its module lacks {', '.join(missing)}" if missing else None
+
+
 def _set(args: Namespace, accelerator: Accelerator, settings: Settings) -> None:
     share = settings[ACTIVATION_MEMORY_BUDGET]
-    assert share is not None, "the patch is on without a value"
+    if share is None:
+        return
     whole_model = getattr(args, "torch_compile", False) or getattr(args, "compile", False)
     if not whole_model and not settings["selective_torch_compile"]:
         warn(f"--activation_memory_budget {share} has no effect; add --selective_torch_compile or --torch_compile")
-        return
-    if not whole_model and settings["compile_backend"] == "eager":
-        warn(f"--activation_memory_budget {share} has no effect with --compile_backend eager; use --compile_backend inductor")
         return
     if share < 1 and getattr(args, "gradient_checkpointing", False):
         warn(
@@ -52,13 +90,16 @@ def _set(args: Namespace, accelerator: Accelerator, settings: Settings) -> None:
 
 PATCH = Patch(
     name="activation_memory_budget",
-    summary="limit the share of activations that compiled blocks save for backward",
-    targets=(),
+    summary="limit the share of activations that compiled blocks save for backward; large weights do not disable the limit",
+    targets=(
+        Target("torch._functorch.partitioners", "choose_saved_values_set", _exclude_inputs, _expect_helpers, body="runs"),
+    ),
     options=(ACTIVATION_MEMORY_BUDGET,),
     exactness="close",
     held_to="training with a budget of 1; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
-    wanted=lambda settings: settings[ACTIVATION_MEMORY_BUDGET] is not None,
+    # --vram_budget sets a budget for compiled blocks, too.
+    wanted=lambda settings: settings["selective_torch_compile"] or settings[ACTIVATION_MEMORY_BUDGET] is not None,
     stage=Stage.COMPUTE,
     on_start=_set,
 )

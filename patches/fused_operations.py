@@ -1,7 +1,7 @@
 """Fuse normalization, rotary embedding, GEGLU and LoRA of eager blocks, for fewer passes over each activation.
 
 Memory bandwidth limits eager mode as much as arithmetic does: each operator reads and writes whole activations
-(``python -m benchmarks.run work`` counts the bytes). :mod:`kohya_ext.kernels.fused` contains the replacements:
+(``python -m benchmarks.eight_bit_steps`` counts the bytes). :mod:`kohya_ext.kernels.fused` contains the replacements:
 
 - a LoRA's products and sum together with its layer;
 - RMSNorm and the rotary embedding of FLUX and Chroma, and Lumina's RMSNorm;

@@ -15,15 +15,23 @@ from functools import partial
 from typing import Any
 
 from kohya_ext.compiling.configuration import autotune_in_own_memory, skip_guard_timing
+from kohya_ext.compiling.graph_breaks import (
+    TRANSLATORS,
+    allow_deletions,
+    keep_source_of_methods,
+    lacks_deletions,
+    loses_methods,
+)
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.lowering import accept_scaled_products
 from kohya_ext.compiling.support import missing_triton, reason_not_to_compile
-from kohya_ext.config.settings import Option, Settings, boolean, count, name, one_of
-from kohya_ext.patching.patch import Patch, Target
+from kohya_ext.config.settings import Option, Settings, boolean, one_of
+from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, data_sets, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
+from kohya_ext.sdscripts.fingerprints import known_bodies
 
 SELECTIVE_TORCH_COMPILE = Option(
     "selective_torch_compile",
@@ -33,18 +41,11 @@ SELECTIVE_TORCH_COMPILE = Option(
     environment="SDSCRIPTS_SELECTIVE_TORCH_COMPILE",
     activates=True,
 )
-COMPILE_BACKEND = Option(
-    "compile_backend",
-    "inductor",
-    name,
-    "torch.compile's backend for the blocks",
-    metavar="NAME",
-)
 COMPILE_MODE = Option(
     "compile_mode",
     "default",
     one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-    "torch.compile's mode for the blocks, with the inductor backend: default or max-autotune-no-cudagraphs",
+    "torch.compile's mode for the blocks: default or max-autotune-no-cudagraphs",
     metavar="MODE",
 )
 COMPILE_DYNAMIC = Option(
@@ -53,19 +54,6 @@ COMPILE_DYNAMIC = Option(
     one_of("auto", "true", "false"),
     "one graph for images of all sizes (true), one per size (false), or one for all from the second size on (auto)",
     metavar="auto|true|false",
-)
-COMPILE_FULLGRAPH = Option(
-    "compile_fullgraph",
-    False,
-    boolean,
-    "run block classes with graph breaks eager, instead of compiling their parts",
-)
-COMPILE_CACHE_SIZE_LIMIT = Option[int | None](
-    "compile_cache_size_limit",
-    None,
-    count,
-    "maximum number of graphs per block class, after which new inputs run eager (default 64)",
-    metavar="N",
 )
 
 
@@ -208,6 +196,24 @@ def _facts() -> Mapping[str, object]:
 
 _COMPILER = (
     Target(
+        "torch._dynamo.variables.nn_module",
+        "UnspecializedNNModuleVariable.var_getattr",
+        keep_source_of_methods,
+        takes("self", "tx", "name", exactly=True),
+        body=known_bodies("4640a6a879dd", releases="torch 2.6"),
+        needed=loses_methods,
+    ),
+    *(
+        Target(
+            "torch._dynamo.symbolic_convert",
+            f"{translator}.dispatch_table",
+            allow_deletions,
+            body="runs",
+            needed=lacks_deletions,
+        )
+        for translator in TRANSLATORS
+    ),
+    Target(
         "torch._inductor.fx_passes.quantization",
         "_is_valid_woq_optimization_pattern",
         accept_scaled_products,
@@ -229,14 +235,7 @@ PATCH = Patch(
     name="selective_torch_compile",
     summary="compile the repeated blocks of the U-Net, DiT and trained text encoders",
     targets=(*_targets(), *_COMPILER),
-    options=(
-        SELECTIVE_TORCH_COMPILE,
-        COMPILE_BACKEND,
-        COMPILE_MODE,
-        COMPILE_DYNAMIC,
-        COMPILE_FULLGRAPH,
-        COMPILE_CACHE_SIZE_LIMIT,
-    ),
+    options=(SELECTIVE_TORCH_COMPILE, COMPILE_MODE, COMPILE_DYNAMIC),
     exactness="close",
     held_to="training without the patch; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",

@@ -1,8 +1,7 @@
 """Skip multiplying a LoRA output by 1, and apply powers of two before ``lora_up``, where the tensor is smaller.
 
 Upstream multiplies the output of every LoRA module by the multiplier, which is 1 in training, and by alpha / rank. These are
-two passes over an activation of the layer's width in forward, in recomputation and in backward. They cause a fifth of the
-bytes and a sixth of the kernels of an SDXL LoRA step at 1024 (``python -m benchmarks.run work``). Consumer GPUs are often
+two passes over an activation of the layer's width in forward, in recomputation and in backward. Consumer GPUs are often
 limited by memory bandwidth.
 
 A factor of 1 is skipped. A power of two only changes exponents, so it commutes with ``lora_up`` and is applied before it, to

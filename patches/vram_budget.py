@@ -73,7 +73,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Bu
     meter = GPUMemoryMeter(accelerator.device) if on_gpu else HostMemoryMeter()
     controller = BudgetController(round(limit * USABLE_FRACTION), meter)
     if settings["selective_torch_compile"]:
-        _delay_compiling(controller, accelerator.device.type, settings["compile_backend"])
+        _delay_compiling(controller, accelerator.device.type)
     if not args.gradient_checkpointing:
         args.gradient_checkpointing = True
         note("memory budget: gradient checkpointing covers all blocks in the first steps, then as few as the budget allows")
@@ -121,13 +121,13 @@ def _reason_to_only_cap(args: Namespace, accelerator: Accelerator, settings: Set
     return None
 
 
-def _delay_compiling(controller: Any, device: str, backend: str) -> None:
+def _delay_compiling(controller: Any, device: str) -> None:
     """Run the first steps eager, to measure the blocks, and compile them once their activation budget is known."""
     from kohya_ext.compiling.blocks import RUN
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.compiling.support import find_obstacle
 
-    if RUN.disabled_because or find_obstacle(device, backend):
+    if RUN.disabled_because or find_obstacle(device, RUN.backend):
         return  # blocks stay eager and are freed one by one
 
     def compile_at(share: float) -> None:

@@ -1,10 +1,14 @@
 """An environment without the extension's variables, and a worker for each generation of sd-scripts, for every test.
 
+A file of tests with the real scripts runs by default on one generation, chosen by its name, and in CI's second run on the
+other one (``-m thorough``).
+
 With ``SKIPS_FAIL=1`` in the environment, as in CI, a skipped test or module is a failure.
 """
 
 import os
 import re
+import zlib
 from collections.abc import Generator
 from typing import TypeVar
 
@@ -41,19 +45,22 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(name in os.environ for name in variables())
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow and thorough tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the other generations of a test as slow, if it or its parameter set is marked ``newest`` or ``oldest``."""
+    """Mark each test with another generation than its default one: slow if it is ``newest`` or ``oldest``, else thorough."""
     from tests.real.conftest import generations
 
-    layouts = sorted(generations())
     for item in items:
         callspec = getattr(item, "callspec", None)
         if callspec is None or callspec.params.get("checkout") is None:
             continue
+        only, layout = item.get_closest_marker("only"), callspec.params["checkout"].layout
+        layouts = [each for each in sorted(generations()) if only is None or each in only.args]
         wanted = [layouts[end] for marker, end in (("newest", -1), ("oldest", 0)) if item.get_closest_marker(marker)]
-        if wanted and callspec.params["checkout"].layout not in wanted:
+        if wanted and layout not in wanted:
             item.add_marker(pytest.mark.slow)
+        elif not wanted and layout != layouts[zlib.crc32(item.path.name.encode()) % len(layouts)]:
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.hookimpl(optionalhook=True)

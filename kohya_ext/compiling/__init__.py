@@ -1,7 +1,8 @@
 """Compile the repeated blocks of a model: the engine behind ``--selective_torch_compile``.
 
 - `support`: checks whether torch.compile works on this machine;
-- `tracing`: dynamo workarounds that let blocks be traced without graph breaks, and shortcuts for slow traces;
+- `graph_breaks`: dynamo workarounds that let blocks be traced without graph breaks;
+- `tracing`: shortcuts for slow traces;
 - `lowering`: a workaround for older versions of inductor;
 - `configuration`: torch settings, applied to every thread;
 - `inputs`: unifies arguments, so that fewer graphs are needed;

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from kohya_ext.compiling.configuration import keep_compiled_code, prepare_torch
+from kohya_ext.compiling.configuration import RECOMPILE_LIMIT, keep_compiled_code, prepare_torch
 from kohya_ext.compiling.fallback import Kind, with_fallback
 from kohya_ext.compiling.inputs import Inputs, has_several_sizes, mark_sizes, named_arguments, require_gradients
-from kohya_ext.compiling.support import find_obstacle
+from kohya_ext.compiling.support import DEFAULT_BACKEND, find_obstacle
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
 from kohya_ext.patching.types import DataSet
@@ -37,6 +37,8 @@ class Run:
     """Return sd-scripts' datasets of the run; empty until the script has created them."""
     commit: str | None = None
     """The commit of sd-scripts, whose code is compiled."""
+    backend: str = DEFAULT_BACKEND
+    """The name of torch.compile's backend for the blocks. Estimates have one of their own."""
     prepared: bool = False
     several_sizes: bool = False
     """Whether the datasets have images of several sizes. Set before the first compilation."""
@@ -47,12 +49,12 @@ class Run:
         self.data_sets, self.commit = data_sets, commit
         self.disabled_because, self.paused, self.prepared, self.several_sizes = None, False, False, False
 
-    def prepare(self, settings: Settings, device: str) -> None:
+    def prepare(self, device: str) -> None:
         """Set up torch before the first compilation of a run. Repeated calls do nothing."""
         if not self.prepared:
             self.prepared = True
             keep_compiled_code(device, self.commit)
-            prepare_torch(settings["compile_cache_size_limit"])
+            prepare_torch()
             self.several_sizes = has_several_sizes(self.data_sets())
             self._breaks_before = _graph_breaks()
             atexit.unregister(self.summarize)
@@ -89,10 +91,10 @@ class Run:
             f"{self.breaks} graph breaks"
         )
         for block in used:
-            if block.graphs >= block.limit:
+            if block.graphs >= RECOMPILE_LIMIT:
                 warn(
-                    f"{block.name} reached the limit of {block.limit} graphs; further shapes run eager. "
-                    f"Raise --compile_cache_size_limit to compile them"
+                    f"{block.name} reached the limit of {RECOMPILE_LIMIT} graphs; further shapes run eager. "
+                    f"Add --compile_dynamic true for one graph for all image sizes"
                 )
 
 
@@ -132,13 +134,6 @@ class Block:
     def name(self) -> str:
         """The name of the class."""
         return self.label.rpartition(":")[2].partition(".")[0]
-
-    @property
-    def limit(self) -> int:
-        """The number of graphs that dynamo keeps for the method."""
-        from kohya_ext.compiling.configuration import DEFAULT_RECOMPILE_LIMIT
-
-        return self.settings["compile_cache_size_limit"] or DEFAULT_RECOMPILE_LIMIT
 
     @property
     def recompiles(self) -> int:
@@ -239,16 +234,15 @@ def _start(block: Block, arguments: Sequence[Any]) -> bool:
     settings = block.settings
     device = next((argument.device.type for argument in arguments if isinstance(argument, torch.Tensor)), "cpu")
     try:
-        obstacle = find_obstacle(device, settings["compile_backend"])
+        obstacle = find_obstacle(device, RUN.backend)
         if obstacle is not None:
             RUN.disable(obstacle)
             return False
-        RUN.prepare(settings, device)
+        RUN.prepare(device)
         block.compiled = torch.compile(
             block.original,
-            backend=with_fallback(settings["compile_backend"], settings["compile_mode"], block),
+            backend=with_fallback(RUN.backend, settings["compile_mode"], block),
             dynamic={"auto": None, "true": True, "false": False}[settings["compile_dynamic"]],
-            fullgraph=settings["compile_fullgraph"],
         )
     except Exception as error:  # torch's internals differ between versions; train in eager mode instead
         block.failed(error)
@@ -267,7 +261,7 @@ def _call(block: Block, instance: Any, args: Sequence[Any], kwargs: dict[str, An
         try:
             return block.compiled(instance, *args, **kwargs)
         except TorchDynamoException as error:
-            # Tracing failed, or --compile_fullgraph rejected a graph break. Nothing has run yet.
+            # Tracing failed. Nothing has run yet.
             block.failed(error)
     # If an earlier call was compiled, its recompute must run the same code. Bypass dynamo only for a class without graphs.
     block.eager = block.graphs == 0

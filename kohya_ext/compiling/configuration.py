@@ -18,7 +18,7 @@ from kohya_ext.patching.patch import apply_needed
 
 #: SDXL's ResnetBlock2D alone has 12 variants of channels. With torch's default of 8, the others silently run eager: with a
 #: memory budget of 0, a reduced SDXL then kept 1.6 times as much as checkpointing, and less with all variants compiled.
-DEFAULT_RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT = 64
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -57,7 +57,7 @@ def _value_in_new_thread(config: Any, name: str) -> Any:
     return seen[0]
 
 
-def prepare_torch(recompile_limit: int | None) -> None:
+def prepare_torch() -> None:
     """Apply the settings that compiled blocks need, before the first one is compiled. Raises ThreadSettingError."""
     import torch
     import torch._dynamo.config as dynamo
@@ -67,9 +67,8 @@ def prepare_torch(recompile_limit: int | None) -> None:
     apply_needed()
     allow_einops_in_graph()
     register_group_norm_shapes()
-    limit = recompile_limit or DEFAULT_RECOMPILE_LIMIT
     # torch 2.7 renamed this setting and kept the old name as an alias.
-    set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", limit)
+    set_everywhere(dynamo, "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit", RECOMPILE_LIMIT)
     # DistributedDataParallel splits graphs at its buckets in forward but not in the recompute of checkpointing, which would
     # then save different tensors. Blocks are small, so their gradients are ready early without the split.
     # https://pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer

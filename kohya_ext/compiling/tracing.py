@@ -1,32 +1,9 @@
-"""Shortcuts for code that is slow to trace, and a probe for code that some versions of dynamo cannot trace."""
+"""Shortcuts for code that is slow to trace."""
 
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Callable
 from typing import Any
-
-
-def breaks_the_graph(example: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> bool:
-    """Return whether dynamo breaks the graph in, or fails to trace, a function.
-
-    ``example`` returns the function and its arguments.
-    """
-    import torch
-    from torch._dynamo.exc import TorchDynamoException
-
-    function, inputs = example()
-    try:
-        # Without gradients, because this may run inside a checkpoint, which would count tensors saved here.
-        with torch.no_grad():
-            torch.compile(function, backend="eager", fullgraph=True)(*inputs)
-    except TorchDynamoException as error:
-        # A frame of torch keeps the error in a variable, and the error all callers' frames with the tensors of the first step:
-        # a cycle, which stays until Python's next full garbage collection.
-        traceback.clear_frames(error.__traceback__)
-        return True
-    return False
 
 
 def allow_einops_in_graph() -> None:

@@ -72,7 +72,7 @@ def total(graphs: Iterable[Graph], cost: Callable[[Graph], Cost]) -> Cost:
 def measure(config: MemoryConfig, arguments: Namespace, trainer: NetworkTrainer) -> list[Graph]:
     """Run one forward of the script's step with its blocks compiled, and return their graphs.
 
-    ``config`` is normalized and without checkpointing; the run's settings must compile the blocks with :data:`BACKEND`.
+    ``config`` is normalized and without checkpointing; the run's settings must compile the blocks.
     """
     configure(config, arguments, trainer)
     mode = traceable()

@@ -48,7 +48,7 @@ _PRODUCTS = {
 
 @contextmanager
 def registered_backend(name: str, backend: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
-    """Register a backend of torch.compile inside the block, with dynamo reset before and after and its messages off."""
+    """Compile blocks with a backend of that name inside the block, with dynamo reset before and after and its messages off."""
     from torch._dynamo.backends import registry
 
     from kohya_ext.compiling.blocks import RUN
@@ -56,7 +56,7 @@ def registered_backend(name: str, backend: Callable[[Any, Sequence[Any]], Any]) 
     torch._dynamo.reset()
     registry.register_backend(backend, name)
     try:
-        with silent():
+        with silent(), replaced(RUN, "backend", name):
             yield
     finally:
         del registry._BACKENDS[name], registry._COMPILER_FNS[name]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kohya_ext import __version__
-from kohya_ext.compiling.support import DEFAULT_BACKEND
 from kohya_ext.config.arguments import find_problem, find_problems, take_over
 from kohya_ext.config.command_line import CommandLine, launcher_options
 from kohya_ext.config.settings import Settings, options
@@ -57,7 +56,7 @@ def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
     _check_supported(config)
     if config.base_precision:
         raise UserError("budgets of a run with --base_precision cannot be computed; remove it")
-    settings = _compiling_with(activation_budgets.BACKEND, command.settings, 0.0).with_(gradient_checkpointing_ratio=None)
+    settings = _compiling_with(command.settings, 0.0).with_(gradient_checkpointing_ratio=None)
     set_budget(1.0)
     with _prepared(checkout, settings):
         config, arguments, trainer = read(checkout, command)
@@ -69,27 +68,23 @@ def measure_budgets(checkout: Checkout, command: CommandLine) -> list[Graph]:
 
 
 def tracing(settings: Settings, config: MemoryConfig) -> Settings:
-    """Return a run's settings with its blocks compiled as for the run, by the estimate's backend."""
+    """Return a run's settings with its blocks compiled as for the run, for the estimate's backend."""
     if not config.selective_torch_compile:
         return eager(settings)
-    if (backend := settings["compile_backend"]) != DEFAULT_BACKEND:
-        raise UserError(f"--compile_backend {backend} cannot be estimated; use {DEFAULT_BACKEND}")
     from kohya_ext.compiling.budget import set_budget
     from kohya_ext.compiling.support import missing_triton
-    from kohya_ext.estimate.compiled import BACKEND
 
     if (missing := missing_triton()) is not None:  # inductor generates Triton's code for a GPU
         raise UserError(f"compiled blocks cannot be estimated: {missing}, or remove --selective_torch_compile")
     budget = config.activation_memory_budget
     set_budget(1.0 if budget is None else budget)
-    return _compiling_with(BACKEND, settings, budget)
+    return _compiling_with(settings, budget)
 
 
-def _compiling_with(backend: str, settings: Settings, budget: float | None) -> Settings:
+def _compiling_with(settings: Settings, budget: float | None) -> Settings:
     return settings.with_(
-        selective_torch_compile=True, compile_backend=backend, compile_mode="default", compile_dynamic="false",
-        activation_memory_budget=budget,
-    )  # fmt: skip
+        selective_torch_compile=True, compile_mode="default", compile_dynamic="false", activation_memory_budget=budget
+    )
 
 
 def eager(settings: Settings) -> Settings:

@@ -56,6 +56,9 @@ class Target:
     """Whether the patch replaces it in a run with these settings."""
     optional: bool = False
     """Whether sd-scripts works without its package (LyCORIS, for example), or some versions lack the attribute."""
+    needed: Callable[[], bool] | None = None
+    """Returns whether this torch needs it. Targets with the same function are then replaced together by :func:`apply_needed`
+    instead of at the import of their module, and restored if torch still needs it afterwards."""
 
     @property
     def label(self) -> str:
@@ -110,9 +113,6 @@ class Patch:
     """Its options. Flags, variables, keys and tables of options are derived from them."""
     until: str | None = None
     """The release of sd-scripts that no longer needs it."""
-    needed: Callable[[], bool] | None = None
-    """Returns whether this torch needs it. Such a patch is applied by :func:`apply_needed` instead of at the import of its
-    targets. It is undone if torch still needs it afterwards."""
     wanted: Callable[[Settings], bool] = lambda settings: True
     """Raises UserError for settings that cannot work together."""
     problems: Callable[[str, Any, Settings], Iterable[str]] = lambda script, args, settings: ()
@@ -211,9 +211,9 @@ class Patcher:
                     status: Status = "waiting" if reason is None else "skipped"
                     self.outcomes[patch.name, label] = Outcome(patch.name, label, status, reason or "")
         for patch in sorted(patches, key=_stage):
-            for target in patch.targets if patch.needed is None else ():
+            for target in patch.targets:
                 key = (patch.name, target.label)
-                if self.outcomes[key].status != "waiting":
+                if target.needed is not None or self.outcomes[key].status != "waiting":
                     continue
                 if key not in self._hooked:
                     self._hooked.add(key)
@@ -240,26 +240,32 @@ class Patcher:
             self.outcomes[key].status, self.outcomes[key].reason = "skipped", reason
 
     def apply_needed(self) -> None:
-        """Apply the patches that this torch needs (:attr:`Patch.needed`). Safe to repeat."""
+        """Replace the targets that this torch needs (:attr:`Target.needed`). Safe to repeat."""
         for patch in self.all_patches():
-            waiting = [target for target in patch.targets if self.outcomes[patch.name, target.label].status == "waiting"]
-            if patch.needed is None or not waiting:
-                continue
-            status: Status
-            try:
-                if patch.needed():
-                    for target in waiting:
-                        self._apply(patch, target, importlib.import_module(target.module))
-                    if patch.needed():
-                        self._undo_applied([key for key in self._applied if key[0] == patch.name], "it does not fix this torch")
-                    continue
-                status, reason = "skipped", "this torch does not need it"
-            except Exception as error:  # as for any patch that fails
-                status, reason = "failed", f"{type(error).__name__}: {error}"
-                warn(f"patch {patch.name} failed and was not applied: {reason}")
-            for target in waiting:
-                outcome = self.outcomes[patch.name, target.label]
-                outcome.status, outcome.reason = status, reason
+            probed: dict[Callable[[], bool], list[Target]] = {}
+            for target in patch.targets:
+                if target.needed is not None and self.outcomes[patch.name, target.label].status == "waiting":
+                    probed.setdefault(target.needed, []).append(target)
+            for needed, targets in probed.items():
+                self._apply_needed(patch, needed, targets)
+
+    def _apply_needed(self, patch: Patch, needed: Callable[[], bool], targets: Sequence[Target]) -> None:
+        status: Status = "skipped"
+        try:
+            if needed():
+                for target in targets:
+                    self._apply(patch, target, importlib.import_module(target.module))
+                if needed():
+                    keys = [(patch.name, target.label) for target in targets]
+                    self._undo_applied([key for key in keys if key in self._applied], "it does not fix this torch")
+                return
+            reason = "this torch does not need it"
+        except Exception as error:  # as for any target that fails
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+            warn(f"patch {patch.name} failed on {targets[0].label} and was not applied: {reason}")
+        for target in targets:
+            outcome = self.outcomes[patch.name, target.label]
+            outcome.status, outcome.reason = status, reason
 
     def active(self) -> list[Patch]:
         """Return the patches with at least one applied target."""
@@ -417,7 +423,7 @@ _armed: list[Patcher] = []
 
 
 def apply_needed() -> None:
-    """Apply the armed patches with a ``needed`` check. Call this when all of torch can be imported."""
+    """Apply the targets of armed patches with a ``needed`` check. Call this when all of torch can be imported."""
     for patcher in _armed:
         patcher.apply_needed()
 

@@ -35,7 +35,7 @@ REAL_CLIP_G_WIDTH = 1280
 _REAL_UNET_WIDTH = 320
 
 UNET_DEPTHS = {2: 1, 10: 2}
-"""SDXL's transformer layers at a resolution -> those of the tiny model. A benchmark sets this to full depth."""
+"""SDXL's transformer layers at a resolution -> those of the tiny model."""
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from kohya_ext.config.settings import Settings
-from kohya_ext.patching.patch import Patcher, apply_needed, registry
+from kohya_ext.patching.patch import Patch, Patcher, Target, apply_needed, registry
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import arguments, checkpoints, dataset, environment
@@ -263,6 +263,8 @@ def train(
             "PYTHONPATH": environment.python_path(SITE),
             "SPY_FILE": str(output / RECORD),
             "COLUMNS": "200",
+            # AOTAutograd with eager kernels traces, recomputes and saves the same tensors as inductor, and compiles in seconds.
+            "COMPILE_BACKEND": "aot_eager",
             **({} if start == "plain" else {"KOHYA_EXT_REPORT": str(output / REPORT)}),
             **({"KOHYA_EXT": "1"} if start == "environment" else {}),
             **(env or {}),
@@ -321,14 +323,18 @@ def upstream(train: Callable[..., Run]) -> Callable[[Checkout, str], Run]:
     return of
 
 
+def _of_torch(patch: Patch) -> tuple[Target, ...]:
+    return tuple(target for target in patch.targets if target.module.startswith("torch."))
+
+
 @pytest.fixture
 def compiler_patches() -> Iterator[None]:
     """The patches of torch's compiler, as in a run with --selective_torch_compile."""
     whole = registry()
-    blocks = whole["selective_torch_compile"]
-    of_torch = tuple(target for target in blocks.targets if target.module.startswith("torch."))
-    names = ("dynamo_bound_methods", "dynamo_deleted_names", "partition_by_activations")
-    patches = {blocks.name: replace(blocks, targets=of_torch, on_start=None), **{name: whole[name] for name in names}}
+    patches = {
+        name: replace(whole[name], targets=_of_torch(whole[name]), on_start=None)
+        for name in ("selective_torch_compile", "activation_memory_budget")
+    }
     patcher = Patcher(patches, Settings(selective_torch_compile=True), None)
     patcher.arm()
     apply_needed()

@@ -20,7 +20,7 @@ KNOWN = [
     (patch.name, target, name)
     for patch in registry().values()
     for target in patch.targets
-    if target.body != "runs" and patch.needed is None  # else it knows only the torch that needs it
+    if target.body != "runs" and target.needed is None  # else it knows only the torch that needs it
     for name in (target.attribute, *target.body.helpers)
 ]
 

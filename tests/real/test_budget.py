@@ -32,20 +32,20 @@ class Block(torch.nn.Module):
 
 
 @pytest.fixture
-def compile_with(monkeypatch, tmp_path):
-    """Return a function that compiles the block with a backend."""
+def compile_block(monkeypatch, tmp_path):
+    """Return a function that compiles the block."""
     monkeypatch.setattr(blocks, "RUN", blocks.Run())
     monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
 
-    def compile_block(backend):
-        settings = Settings(selective_torch_compile=True, compile_backend=backend, compile_dynamic="false")
+    def compile_block():
+        settings = Settings(selective_torch_compile=True, compile_dynamic="false")
         monkeypatch.setattr(Block, "forward", blocks.compile_method(Block.forward, "here:Block.forward", "1 of 1", settings))
 
     return compile_block
 
 
-def test_costs_of_eager_checkpointed_and_budgeted_blocks(compile_with):
-    compile_with(activation_budgets.BACKEND)
+def test_costs_of_eager_checkpointed_and_budgeted_blocks(compile_block):
+    compile_block()
     mode = compiled.traceable()
     with fake_tensors(mode), activation_budgets._collecting(mode) as graphs:
         torch.nn.Sequential(Block(), Block(), Block())(torch.randn(ROWS, WIDTH, requires_grad=True))
@@ -62,8 +62,8 @@ def test_costs_of_eager_checkpointed_and_budgeted_blocks(compile_with):
 
 
 @pytest.mark.parametrize(("budget", "kept", "held"), [(1.0, 1, 2), (0.0, 0, 1)])
-def test_the_estimated_peak_equals_a_compiled_steps(compile_with, budget, kept, held):
-    compile_with(compiled.BACKEND)
+def test_the_estimated_peak_equals_a_compiled_steps(compile_block, budget, kept, held):
+    compile_block()
     set_budget(budget)
     mode, tracker = compiled.traceable(), Tracker()
     with fake_tensors(mode), compiled.logging_to(mode, tracker):
@@ -89,9 +89,9 @@ def test_the_estimated_peak_equals_a_compiled_steps(compile_with, budget, kept, 
     assert sum(event.bytes for event in events) == 0, "all memory must be freed"
 
 
-def test_generated_code_runs_on_fake_tensors(compile_with):
+def test_generated_code_runs_on_fake_tensors(compile_block):
     pytest.importorskip("triton")
-    compile_with(compiled.BACKEND)
+    compile_block()
     mode, tracker = compiled.traceable(), Tracker()
     with fake_tensors(mode), compiled.logging_to(mode, tracker):
         model, x = Block(), torch.randn(ROWS, WIDTH, requires_grad=True)

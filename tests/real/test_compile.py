@@ -10,13 +10,13 @@ import pytest
 from packaging.version import Version
 
 from kohya_ext.tiny import environment
-from tests.real.conftest import REPORT
+from tests.real.conftest import RECORD, REPORT, SITE
 
 torch = pytest.importorskip("torch")
 
 SDXL, LUMINA, FLUX = "sdxl_train_network.py", "lumina_train_network.py", "flux_train_network.py"
-#: AOTAutograd with eager kernels: it traces, recomputes and saves the same tensors, and compiles in seconds.
-ON = ("--selective_torch_compile", "--compile_backend", "aot_eager")
+ON = ("--selective_torch_compile",)
+INDUCTOR = {"COMPILE_BACKEND": "inductor"}
 
 BLOCKS = {
     SDXL: {"BasicTransformerBlock", "CLIPEncoderLayer"},
@@ -65,7 +65,6 @@ def test_environment_variables_enable_compiling_and_the_budget(checkout, train, 
     env = {
         "SDSCRIPTS_SELECTIVE_TORCH_COMPILE": "1",
         "SDSCRIPTS_TORCH_COMPILE_ACTIVATION_MEMORY_BUDGET": "0.5",
-        "KOHYA_EXT_COMPILE_BACKEND": "aot_eager",
     }
     run = train(checkout, LUMINA, "--no-gradient_checkpointing", start="environment", env=env)
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 1e-5)
@@ -80,19 +79,18 @@ def test_without_a_compiler_training_is_bit_identical_to_upstreams(checkout, tra
     """Also checks the warning about a budget with checkpointing. PATH has only git, which upstream needs for its commit."""
     (tmp_path / "git").symlink_to(str(shutil.which("git")))
     on = ("--selective_torch_compile", "--activation_memory_budget", "0.5")
-    run = train(checkout, LUMINA, *on, env={"PATH": str(tmp_path), "CXX": "g++"}, bare=True)  # torch reads CXX at import
+    run = train(
+        checkout, LUMINA, *on, env={"PATH": str(tmp_path), "CXX": "g++", **INDUCTOR}, bare=True
+    )  # torch reads CXX at import
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 0)
     assert "selective compile is off: no working C++ compiler" in run.output
     assert "--activation_memory_budget 0.5 saves nothing with --gradient_checkpointing" in run.output
 
 
 BREAKAGES = {
-    "torch": ("selective compile is off: torch 2.4.1 is too old; install torch", ()),
-    "layout": ("does not recognize library.lumina_models:JointTransformerBlock._forward: it does not exist", ()),
-    "backend": (
-        "JointTransformerBlock could not be compiled and runs eager: RuntimeError: the compiler has had enough",
-        ("--compile_backend", "broken"),
-    ),
+    "torch": "selective compile is off: torch 2.4.1 is too old; install torch",
+    "layout": "does not recognize library.lumina_models:JointTransformerBlock._forward: it does not exist",
+    "backend": "JointTransformerBlock could not be compiled and runs eager: RuntimeError: the compiler has had enough",
 }
 
 
@@ -103,9 +101,9 @@ def test_failed_compiling_does_not_change_the_result(checkout, train, upstream, 
 
     On torch 2.6 that graph rounds the last digit differently. Later versions are bit-identical.
     """
-    message, more = BREAKAGES[broken]
-    spied = {"BREAK": broken, "SPY_LOSSES": "1"}
-    run = train(checkout, LUMINA, *ON, *more, env=spied, bare=broken == "torch")  # the version is read at import
+    message = BREAKAGES[broken]
+    spied = {"BREAK": broken, "SPY_LOSSES": "1"} | ({"COMPILE_BACKEND": "broken"} if broken == "backend" else {})
+    run = train(checkout, LUMINA, *ON, env=spied, bare=broken == "torch")  # the version is read at import
     rounding = 1e-7 if broken == "backend" and Version(torch.__version__) < Version("2.7") else 0
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, rounding)
     assert run.output.count(message) == 1
@@ -131,7 +129,7 @@ def test_flag_variable_config_file_and_preset_give_the_same_file(checkout, train
     for name, way in ways.items():
         output = tmp_path / name
         output.mkdir()
-        env = {"KOHYA_EXT_COMPILE_BACKEND": "aot_eager", "KOHYA_EXT_REPORT": str(output / REPORT), **way.get("env", {})}
+        env = {"KOHYA_EXT_REPORT": str(output / REPORT), **way.get("env", {})}
         more = (*way.get("more", ()), "--max_data_loader_n_workers", "1")
         run = train(
             checkout, LUMINA, *more, start=way.get("start", "launcher"), env=env, output=output, bare=name == "variable"
@@ -197,7 +195,7 @@ def test_selective_compiling_is_disabled_if_the_whole_model_is_compiled(checkout
 
 @pytest.mark.slow
 def test_inductor_is_close_to_upstream(checkout, train, upstream):
-    run = train(checkout, LUMINA, "--selective_torch_compile")
+    run = train(checkout, LUMINA, *ON, env=INDUCTOR)
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 1e-4)
     compiling, blocks = facts(run)
     assert compiling["graph_breaks"] == 0
@@ -206,7 +204,7 @@ def test_inductor_is_close_to_upstream(checkout, train, upstream):
 
 @pytest.mark.slow
 def test_inductor_modes_are_close_to_upstream(checkout, train, upstream):
-    run = train(checkout, LUMINA, "--selective_torch_compile", "--compile_mode", "max-autotune-no-cudagraphs")
+    run = train(checkout, LUMINA, *ON, "--compile_mode", "max-autotune-no-cudagraphs", env=INDUCTOR)
     assert_close(run.tensors, upstream(checkout, LUMINA).tensors, 1e-4)
     assert facts(run)[1]["JointTransformerBlock"]["backward_graphs"] > 0
     assert facts(run)[1]["JointTransformerBlock"]["eager_because"] is None
@@ -223,7 +221,8 @@ def test_the_demo_compiles_the_repeated_blocks_of_diffusers(images, tmp_path):
         folder.mkdir()
         folders = ["--output_dir", str(folder), "--logging_dir", str(folder), "--report", str(folder / REPORT)]
         command = [sys.executable, "-m", "kohya_ext.tiny.demo_training", *arguments, *folders, *on]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": environment.python_path()}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": environment.python_path(SITE)}
+        environ |= {"COMPILE_BACKEND": "aot_eager", "SPY_FILE": str(folder / RECORD)}
         subprocess.run(command, env=environ, check=True)
     assert_close(*(load_file(tmp_path / name / "tiny.safetensors") for name in ("compiled", "eager")), 1e-5)
     compiling = json.loads((tmp_path / "compiled" / REPORT).read_text())["facts"]["selective_torch_compile"]

@@ -21,6 +21,7 @@ STEPS = 20
 #: Steps per epoch: 8 batches in 2 sizes, with each size at least twice.
 EPOCH = 8
 TOLERANCE = 1e-5
+ON = ("--selective_torch_compile",)
 
 UNET = {"BasicTransformerBlock"}
 CLIP = {"CLIPEncoderLayer"}
@@ -158,8 +159,7 @@ def test_twenty_steps_equal_eager(checkout, train, record_row, row):
     given = (*row.more, "--max_train_steps", str(STEPS))
     spied = {"SPY_LOSSES": "1"}
     eager = train(checkout, row.script, *given, family=row.family, env=spied)
-    on = ("--selective_torch_compile", "--compile_backend", backend)
-    compiled = train(checkout, row.script, *given, *on, family=row.family, env=spied)
+    compiled = train(checkout, row.script, *given, *ON, family=row.family, env={**spied, "COMPILE_BACKEND": backend})
     numbers = compare(compiled, eager)
     record_row(row.name, checkout, backend, numbers)
     assert numbers["graphs"].keys() == row.classes
@@ -185,7 +185,7 @@ def test_networks_with_graph_breaks_run_eager_with_a_warning(checkout, train, ki
     if "lycoris.kohya" in more:
         pytest.importorskip("lycoris")
     given = (*more, *DIT_ONLY)
-    run = train(checkout, "sdxl_train_network.py", *given, "--selective_torch_compile")
+    run = train(checkout, "sdxl_train_network.py", *given, *ON)
     eager = train(checkout, "sdxl_train_network.py", *given)
     assert run.output.count(f"selective compile is off: {message}") == 1
     assert facts(run)[1] == {}
@@ -203,8 +203,8 @@ def test_compiled_bf16_is_as_close_to_float32_as_eager(checkout, train, script):
     more = ("--max_train_steps", str(STEPS), *DIT_ONLY)
     bf16 = ("--mixed_precision", "bf16")
     exact, eager, compiled = (
-        train(checkout, script, *more, *options, env={"SPY_LOSSES": "1"})
-        for options in ((), bf16, (*bf16, "--selective_torch_compile"))
+        train(checkout, script, *more, *options, env={"SPY_LOSSES": "1", "COMPILE_BACKEND": "inductor"})
+        for options in ((), bf16, (*bf16, *ON))
     )
 
     (eager_losses, eager_weights), (losses, weights) = eager.distance_from(exact), compiled.distance_from(exact)
@@ -228,11 +228,11 @@ def test_graphs_do_not_grow_with_depth(checkout, checkout_module, monkeypatch, t
 
     models = checkout_module("library.flux_models")
     monkeypatch.setenv(configuration.CACHE_VARIABLE, str(tmp_path))
-    settings = Settings(selective_torch_compile=True, compile_backend="aot_eager")
+    settings = Settings(selective_torch_compile=True)
     counts = []
     for depth, single in ((2, 2), (6, 12)):
         torch._dynamo.reset()
-        run = blocks.Run()
+        run = blocks.Run(backend="aot_eager")
         monkeypatch.setattr(blocks, "RUN", run)
         for name in FLUX:
             kind = getattr(models, name)
@@ -291,8 +291,7 @@ def five_sizes(tmp_path_factory):
 def test_five_buckets_over_three_epochs(checkout, train, five_sizes, script, family):
     """The first two epochs may compile; the third must not."""
     more = ("--train_data_dir", str(five_sizes), "--max_train_steps", "15", "--network_train_unet_only")
-    on = ("--selective_torch_compile", "--compile_backend", "eager")
-    run = train(checkout, script, *more, *on, family=family, env={"SPY_LOSSES": "1"})
+    run = train(checkout, script, *more, *ON, family=family, env={"SPY_LOSSES": "1", "COMPILE_BACKEND": "eager"})
     assert run.code == 0, run.output[-4000:]
     compiling, blocks = facts(run)
     counts = {name: block["graphs"] for name, block in blocks.items()}

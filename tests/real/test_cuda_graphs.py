@@ -44,7 +44,7 @@ CASES = {
         (*BF16, "--network_dropout", "0.2", "--network_args", "rank_dropout=0.1"),
         without=("--gradient_checkpointing",),
     ),
-    "compiled": Case(LORA, (*BF16, "--selective_torch_compile", "--compile_backend", "aot_eager")),
+    "compiled": Case(LORA, (*BF16, "--selective_torch_compile")),
     "fused-operations": Case(LORA, (*BF16, "--fused_operations")),
     "ratio": Case(LORA, (*BF16, "--gradient_checkpointing_ratio", "0.5")),
     "reentrant": Case(LORA, (*BF16, "--disable_patch", "nonreentrant_checkpointing", "--network_train_unet_only")),

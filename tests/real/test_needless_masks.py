@@ -255,7 +255,7 @@ def test_sample_images_are_close(checkout, train, tmp_path, case):
 @pytest.mark.parametrize("case", RUNS)
 def test_compiled_blocks_have_few_graphs_for_all_lengths(checkout, train, case):
     script, *more = RUNS[case]
-    options = (UNET_ONLY, "--fused_operations", "--selective_torch_compile", "--compile_backend", "aot_eager")
+    options = (UNET_ONLY, "--fused_operations", "--selective_torch_compile")
     without, ours = (
         train(checkout, script, *more, *options, "--max_train_steps", "24", *flag, env={"SPY_LOSSES": "1"})
         for flag in (("--disable_patch", "needless_masks"), ())

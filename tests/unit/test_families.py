@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from kohya_ext.patches import selective_torch_compile, skip_unused_gradients
 
-from benchmarks import families as benchmarks
 from kohya_ext.config import preset_files
 from kohya_ext.config.settings import Settings
 from kohya_ext.estimate.memory_config import MemoryConfig
@@ -157,8 +156,6 @@ def test_other_modules_name_only_families_in_the_table():
         assert set(inputs) == set(BY_NAME[name].blocks.classes)
     folders = {folder for _, _, folder in families.with_presets()}
     assert {folder for folder, _, _ in preset_files.shipped()} <= {*folders, preset_files.ANY}
-    for name, row in benchmarks.FAMILIES.items():
-        assert BY_NAME[row.models].presets(row.script) == name
     scripts = {script for family in FAMILIES for script in family.scripts}
     assert {*arguments.SCRIPTS, *(script for bound in numbers.BOUNDS.values() for script in bound.scripts)} <= scripts
 

@@ -294,11 +294,11 @@ def test_an_optional_attribute_may_be_missing(library):
         ([True, True], "skipped", "it does not fix this torch"),
     ],
 )
-def test_a_patch_with_a_probe_waits_for_it(library, answers, status, reason):
+def test_a_target_with_a_probe_waits_for_it(library, answers, status, reason):
     module = library()
     original = vars(module.Base)["value"]
-    target = Target("a_library", "Base.value", double, body="runs")
-    patcher = Patcher(make(target, needed=lambda: answers.pop(0)), Settings(), CHECKOUT)
+    target = Target("a_library", "Base.value", double, body="runs", needed=lambda: answers.pop(0))
+    patcher = Patcher(make(target), Settings(), CHECKOUT)
     patcher.arm()
     assert vars(module.Base)["value"] is original
     apply_needed()

@@ -5,8 +5,9 @@ SPY_LOSSES records losses and compiled graphs, SPY_MASKS counts calls of attenti
 out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch.
 REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
-there. BREAK breaks compiling: with an old version (``torch``), changed Lumina blocks (``layout``) or a failing ``backend`` in
-the first step. FAIL_IN=PLACE:CALL raises an exception in the call of that number of a function (PLACES).
+there. COMPILE_BACKEND is torch.compile's backend for the blocks. BREAK breaks compiling: with an old version (``torch``),
+changed Lumina blocks (``layout``) or a failing ``backend``, called "broken", in the first step.
+FAIL_IN=PLACE:CALL raises an exception in the call of that number of a function (PLACES).
 """
 
 import atexit
@@ -257,6 +258,10 @@ def partition_small_weights(module):
     module.initialize = initialize
 
 
+def set_backend(blocks):
+    blocks.RUN.backend = os.environ["COMPILE_BACKEND"]
+
+
 def add_broken_backend(registry):
     """Register a backend that fails at the second graph."""
     compiled = []
@@ -337,6 +342,8 @@ BREAKAGES = {
     "layout": ("library.lumina_models", change_layout),
 }
 
+if "COMPILE_BACKEND" in os.environ:
+    wrapt.register_post_import_hook(set_backend, "kohya_ext.compiling.blocks")
 if "BREAK" in os.environ:
     name, apply_breakage = BREAKAGES[os.environ["BREAK"]]
     wrapt.register_post_import_hook(apply_breakage, name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kohya_ext.compiling.tracing import breaks_the_graph
+from kohya_ext.compiling.graph_breaks import breaks_the_graph
 
 
 @pytest.fixture(autouse=True)

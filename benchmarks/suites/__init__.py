@@ -1,1 +1,0 @@
-"""One module per suite: ``measure`` fills ``result.comparisons`` and calls ``plan.save()``."""
