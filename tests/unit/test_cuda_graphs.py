@@ -817,8 +817,10 @@ def test_replay_that_does_not_end_is_noticed():
 
 
 def test_replay_that_blocks_its_own_launch_is_noticed():
+    """The event is then that of the replay before, which has ended."""
     hung = threading.Event()
-    watch = ReplayWatch(_Event, hung.set, interval=0.001, looks=3)
+    watch = ReplayWatch(lambda: _Event(True), hung.set, interval=0.001, looks=3)
+    watch.replay(lambda: None)
     watch.replay(lambda: hung.wait(60))
     assert hung.is_set()
 

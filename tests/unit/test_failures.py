@@ -344,5 +344,17 @@ def test_observers_never_raise_into_a_run(arm, expected, tmp_path, monkeypatch, 
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_journal_without_settings_says_how_to_resume(arm, tmp_path, monkeypatch, capsys):
+    """As where psutil cannot read the process."""
+    monkeypatch.setattr("kohya_ext.patches.journal.process_start", broken)
+    patcher = arm()
+    assert train(arguments(tmp_path / "out"), failing("forward", 3))
+    patcher._loop.run.on_exit()
+    printed = capsys.readouterr().err
+    assert "cat.journal.jsonl has no settings: LookupError: broken" in printed
+    assert "to resume: add --resume auto to the command line" in printed
+    assert "Traceback" not in printed
+
+
 def test_all_patches_that_observe_are_declared():
     assert {patch.name for patch in registry().values() if patch.observes} == set(OBSERVERS)

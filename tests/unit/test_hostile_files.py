@@ -270,8 +270,8 @@ def test_watch_and_report_show_a_journal(folder, content):
 
 def test_a_long_line_is_left_out(tmp_path):
     file = tmp_path / "cat.journal.jsonl"
-    long = json.dumps({"kind": "warning", "problem": "x" * MAX_BYTES}).encode()
-    file.write_bytes(b'{"kind":"start","run":"cat"}\n' + long * 5 + b'\n{"kind":"step","step":3}\n')
+    long = json.dumps({"kind": "warning", "problem": "x" * MAX_BYTES * 5}).encode()
+    file.write_bytes(b'{"kind":"start","run":"cat"}\n' + long + b'\n{"kind":"step","step":3}\n')
     (run,) = read_journal(file)
     assert (run.step, len(run.events)) == (3, 0)
 

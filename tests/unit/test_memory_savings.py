@@ -38,6 +38,7 @@ def test_a_fine_tune_reduces_precision_first_and_resolution_last() -> None:
         *("8-bit optimizer", "Adafactor", "fused backward pass", "pure bf16", *["resolution"] * 3),
     ]
     assert [step.changes["resolution"] for step in taken[-3:]] == ["768,768", "576,576", "512,512"]
+    assert "down to half of the model's side" in taken[-1].saving.costs
 
 
 def test_flux_uses_fp8_first_and_then_swaps_more_blocks() -> None:

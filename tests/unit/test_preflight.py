@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import struct
+import sys
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -10,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from kohya_ext import preflight
+from kohya_ext.commands import check as check_command
+from kohya_ext.config import training_command
+from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
+from kohya_ext.config.training_command import Question
 from kohya_ext.preflight import captions, data, hub, models, options, output
 from kohya_ext.run import run_record
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.checkouts import Checkout
 
 image = pytest.importorskip("PIL.Image")
 
@@ -885,6 +891,7 @@ def test_logging_folder_that_is_a_file_is_an_error(tmp_path, name):
 @pytest.mark.parametrize("connected", [False, True])
 def test_missing_tokenizers_are_an_error_without_a_connection(tmp_path, monkeypatch, connected):
     hub_library = pytest.importorskip("huggingface_hub")
+    utils = pytest.importorskip("huggingface_hub.utils")  # the package alone does not import it
     asked = []
 
     def head(address, timeout):
@@ -892,7 +899,7 @@ def test_missing_tokenizers_are_an_error_without_a_connection(tmp_path, monkeypa
         if not connected:
             raise OSError("no route to host")
 
-    monkeypatch.setattr(hub_library.utils, "get_session", lambda: Namespace(head=head))
+    monkeypatch.setattr(utils, "get_session", lambda: Namespace(head=head))
     monkeypatch.setattr(hub_library, "try_to_load_from_cache", lambda name, file, cache_dir: saved.get(name))
     saved = {"openai/clip-vit-large-patch14": "in the cache"}
     findings = check(hub.check, "flux_train.py", tokenizer_cache_dir=str(tmp_path))
@@ -919,6 +926,37 @@ def test_failing_check_does_not_stop_the_run(monkeypatch):
     findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
     assert not findings.errors
     assert all("bug in a check" in warning for warning in findings.warnings)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_training_on_the_cpu_is_noted(monkeypatch, has_gpu):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(preflight, "has_gpu", lambda: has_gpu)
+    notes = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings()).notes
+    assert ("PyTorch finds no GPU: training on the CPU" in notes) is not has_gpu
+
+
+LIBRARY = "def read_config_from_file(args, parser):\n    return parser.parse_args()\n"
+SCRIPT = "import argparse\nfrom library import args\n\ndef setup_parser():\n    return argparse.ArgumentParser()\n"
+
+
+@pytest.mark.parametrize(("count", "end"), [(0, "all checks passed"), (1, "1 warning"), (2, "2 warnings")])
+def test_check_counts_its_warnings(tmp_path, monkeypatch, capsys, count, end):
+    checkout = Checkout(tmp_path, "0.11.1", "v0.11", "for this test")
+    script = tmp_path / "train_cat.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "args.py").write_text(LIBRARY)
+    for name in ("library", "library.args"):  # restored after the test
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    monkeypatch.setattr(sys, "argv", [])
+    question = Question(checkout, CommandLine(script, [], {}), {})
+    monkeypatch.setattr(training_command, "read", lambda *about: question)
+    findings = preflight.Findings(warnings=["no captions"] * count)
+    monkeypatch.setattr(preflight, "inspect", lambda script, args, settings: findings)
+    assert check_command.run(Namespace()) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"kohya_ext: train_cat.py can start; {end}"
 
 
 def test_dynamo_backend_that_sd_scripts_overrides_is_noted(monkeypatch):
