@@ -1,5 +1,9 @@
 """Timing kernels in the first step of a compiled block leaves no memory that later tensors split."""
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 
 def test_the_first_step_reserves_what_a_later_one_does(printed_on_gpu):
     (counted, first, later), own, recorded, full = printed_on_gpu("autotuning_memory.py")

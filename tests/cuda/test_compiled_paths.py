@@ -2,7 +2,11 @@
 
 from pathlib import PureWindowsPath
 
+import pytest
+
 from kohya_ext.compiling.configuration import folder_of_code
+
+pytestmark = pytest.mark.thorough
 
 #: Characters of a path on Windows, without the zero at its end, where long paths are not enabled.
 LONGEST = 259

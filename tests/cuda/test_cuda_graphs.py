@@ -11,6 +11,8 @@ from tests.cuda.configurations import CONFIGURATIONS, LORA
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 
 #: Names of configurations.
@@ -89,7 +91,6 @@ def test_other_runs_train_eager_and_print_the_reason(checkout, script, options, 
     assert run.steps[-1].launches_in_graphs == 0
 
 
-@pytest.mark.thorough
 @pytest.mark.newest
 def test_recordings_are_dropped_for_samples_and_validation_and_made_again(checkout, train_on_gpu, tmp_path):
     prompts = tmp_path / "prompts.txt"

@@ -9,6 +9,8 @@ from packaging.version import Version
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 PROBE = Path(__file__).parent / "probes" / "checkpointing.py"
 
 #: Whether text encoders have reentrant checkpointing by default. transformers 5 changed that.

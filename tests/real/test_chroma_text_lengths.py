@@ -9,6 +9,8 @@ from kohya_ext.patches.chroma_text_lengths import PATCH, Lengths  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 WIDTH, HEADS, IMAGE_TOKENS = 64, 2, 6
 #: Text lengths of batches: different, equal, and with another maximum.
 BATCHES = ((3, 5), (4, 4), (2, 7), (1, 6))

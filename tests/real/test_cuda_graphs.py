@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 REPLAY = {"REPLAY_ON_CPU": "1"}
 BF16 = ("--mixed_precision", "bf16")
 LORA = "sdxl_train_network.py"

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 RANKS, STEPS = 4, 12
 LORA = "sdxl_train_network.py"
 

@@ -71,6 +71,7 @@ EIGHT_BITS = ("--no-fused_backward_pass", "--optimizer_type", "AdamW8bit", "--op
 TIERS = {tier.name: tier for tier in tiers.tiers()}
 
 
+@pytest.mark.thorough
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "name",
@@ -123,6 +124,7 @@ def clip_sizes(width: int, layers: int, projected: bool) -> tuple[int, int]:
 CLIP_L, CLIP_L_PROJECTED, CLIP_G = (clip_sizes(*sizes) for sizes in ((768, 12, False), (768, 12, True), (1280, 32, True)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "more", "encoders"),
     [
@@ -148,6 +150,7 @@ def test_clip_is_in_memory_and_trained_while_t5_is_cached(
     assert (output["recorded_kernels"] > 0) == bool(more)
 
 
+@pytest.mark.thorough
 @pytest.mark.newest
 def test_gradients_leave_recorded_passes_for_a_trained_text_encoder(checkout: Checkout, call: Call) -> None:
     words = ("train_network.py", "--preset", "sd15-lora/base", "--resolution", "256", "--no-network_train_unet_only")

@@ -6,6 +6,8 @@ from tests.real.test_losing_nothing import FULL, LORA, SCRIPTS, assert_nothing_f
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 WORDS = ("--shuffle_caption", "--caption_separator", " ")
 WARM_UP = (*WORDS, "--token_warmup_step", "12", "--token_warmup_min", "1")
 EPOCHS = ("--max_train_epochs", "2", "--save_every_n_epochs", "1", "--save_state")

@@ -9,6 +9,8 @@ from kohya_ext.patches.hunyuan_attention_lengths import PATCH  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 MASKS = {
     "single": [[1, 1, 1, 1, 1]],
     "equal": [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]],

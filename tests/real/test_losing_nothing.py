@@ -263,6 +263,7 @@ def test_stop_file_stops_the_run(checkout, train, tmp_path):
     assert resume.newest_state(stopped.folder, "tiny") is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.oldest
 @posix
 @pytest.mark.parametrize("is_active", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["accelerate", "extension"])

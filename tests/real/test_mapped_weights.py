@@ -6,6 +6,8 @@ from kohya_ext.tiny import arguments
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 SDXL, FLUX, SD3 = "sdxl_train_network.py", "flux_train_network.py", "sd3_train_network.py"
 
 

@@ -21,6 +21,7 @@ def _part(family, option):
     return parts.of_name(family.name if option == MODEL else family.files[option])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", families.BY_NAME)
 def test_tensors_missing_from_a_tiny_model_are_counted(models, name):
     if not generations():

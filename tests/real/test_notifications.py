@@ -16,6 +16,8 @@ from tests.real.test_losing_nothing import FULL, LORA, send
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 TOKEN = "token-1234"
 SECRETS = ("--wandb_api_key", TOKEN, f"--huggingface_token={TOKEN}")
 

@@ -27,7 +27,7 @@ from tests.real.test_losing_nothing import (
 
 torch = pytest.importorskip("torch")
 
-pytestmark = posix
+pytestmark = [posix, pytest.mark.thorough]
 
 #: Every part of a state: timed and scheduled saves, averages, statistics of losses, and captions in random order.
 EVERYTHING = ("--save_every_n_steps", "2", "--save_state", "--ema", "--ema_decay", "0.4", "--shuffle_caption")

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 EVERY_STEP = ("--save_state_every_n_minutes", "0")
 
 
+@pytest.mark.thorough
 @pytest.mark.oldest
 @pytest.mark.parametrize("scripts", SCRIPTS)
 def test_rerun_removes_and_resumes_only_its_own_states(checkout, train, scripts, tmp_path):
@@ -85,6 +86,7 @@ def test_system_exit_that_upstream_catches_stops_before_the_first_step(checkout,
     assert not list(run.folder.glob("*.safetensors"))
 
 
+@pytest.mark.thorough
 @pytest.mark.oldest
 @posix
 def test_printed_resume_command_continues_the_run_in_a_new_shell(checkout, train, models):

@@ -7,6 +7,8 @@ import pytest
 from kohya_ext.sdscripts import families
 from tests.real.test_start import assert_identical
 
+pytestmark = pytest.mark.thorough
+
 LORA, FLUX = "sdxl_train_network.py", "flux_train_network.py"
 STEPS = 4
 

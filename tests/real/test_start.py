@@ -7,6 +7,8 @@ from tests.real.conftest import Run
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.thorough
+
 STARTS = ("launcher", "accelerate", "environment")
 SCRIPTS = ("sdxl_train_network.py", "sdxl_train.py", "train_network.py", "flux_train_network.py", "lumina_train_network.py")
 
