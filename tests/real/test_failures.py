@@ -84,7 +84,7 @@ def test_exception_anywhere_loses_nothing(checkout, train, extras, undisturbed, 
     assert same(read(resumed.file), undisturbed(checkout, script).tensors)
 
 
-#: More steps than a run takes before it notices what is gone.
+#: Enough steps to read a deleted file after it was deleted.
 MANY = ("--max_train_steps", "40")
 
 #: Then images are read in each step.
