@@ -22,6 +22,7 @@ from typing import Any
 from kohya_ext.compiling.support import reason_not_to_record
 from kohya_ext.config.settings import Option, Settings, one_of
 from kohya_ext.console import note
+from kohya_ext.errors import first_line
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
@@ -142,8 +143,8 @@ class _Speed(TrainingCallback):
             note(f"speed: {_sentence(known)}, as found on {known.day}")
             self._record(known)
             return known
-        except UnstableError as error:
-            _stand_aside(str(error))
+        except Exception as error:  # such as one of memory, in the eager passes: the run goes on as it would without the trial
+            _stand_aside(str(error) if isinstance(error, UnstableError) else f"the trial failed: {first_line(error)}")
             return None
 
     def _trial(self, trained: Sequence[Any]) -> Any:
@@ -225,11 +226,13 @@ def _reason_without_trial(args: Namespace, model: Any, trained: Sequence[Any]) -
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Speed | None:
+    from kohya_ext.compiling.cuda_recorder import CudaRecorder
+
     switches.reset()
     features = [switch for switch in switches.ALL if switches.may_choose(switch, settings)]
     for switch in features:
         switch.is_chosen, switch.on = True, False
-    if not features or accelerator.device.type != "cuda":
+    if not features or CudaRecorder.obstacle(accelerator.device) is not None:
         return None
     if (reason := _reason_not_to_choose(args, accelerator, settings)) is not None:
         if settings[SPEED] == "auto":

@@ -3,9 +3,10 @@
 The batch, the model and the trained weights are the run's own. Everything that passes change is put back: gradients, random
 states, weights. The optimizer does not step.
 
-- **The same**: the output and the gradient of every trained weight are compared with an eager pass's. An exact candidate may
-  differ as much as two eager passes differ, a close one by :data:`TOLERANCE` in size and direction, and by :data:`SCALE` in
-  scale: rounding has no direction, so a wrong factor stands out from it.
+- **The same**: the output and all gradients are compared with those of an eager pass. An exact candidate may differ by as much
+  as two eager passes do. Where a close one rounds differently, the difference grows from layer to layer, to a tenth of some
+  gradients. So each layer is compared by itself first, on its own input, within :data:`OF_LAYER`. Rounding has no direction, so
+  a wrong factor of one percent in one layer stands out. Then all gradients together are compared, within :data:`OF_MODEL`.
 - **Faster**: the median of several passes must be shorter by more than both spreads and by :data:`LEAST_GAIN`. Exact candidates
   come first, and one that is no faster than a simpler one is not chosen.
 - Weights that are all zero, as a LoRA's are before the first step, would hide half of the gradients. They have small made-up
@@ -17,11 +18,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,17 +31,21 @@ from kohya_ext.compiling.graphs import RandomStates, RecordedModel, Recorder, te
 from kohya_ext.speed import switches
 from kohya_ext.speed.switches import Switch
 
-#: Largest difference of a close candidate's gradient of one weight, and of its output, as a share of the norm.
-TOLERANCE = 0.05
 
-#: Largest relative error of the scale of a close candidate's gradient of one weight.
-SCALE = 0.005
+class Tolerance(NamedTuple):
+    """The largest difference of a close candidate."""
+
+    share: float
+    """Norm of the difference, as a share of the norm."""
+    scale: float
+    """Relative error of the scale: of the part that has the right direction."""
+
+
+#: Of the output or a gradient of one layer, and of all gradients of the model together.
+OF_LAYER, OF_MODEL = Tolerance(0.02, 0.005), Tolerance(0.1, 0.01)
 
 #: Difference that rounding of the comparison itself may cause.
 _ROUNDING = 1e-6
-
-#: Weights whose gradients are a smaller share of the largest one are compared by their difference only.
-_NEGLIGIBLE = 1e-3
 
 #: How many times as fast as the best one so far a candidate must be.
 LEAST_GAIN = 1.03
@@ -74,7 +79,7 @@ class Candidate:
     peak: int = 0
     """Bytes of temporary tensors at their peak."""
     difference: float | None = None
-    """The largest difference of a gradient from the eager one, as a share of its norm."""
+    """The difference of the output and all gradients from the eager ones, as a share of their norm."""
     rejected: str | None = None
     """Why it is not used; None if it may be."""
 
@@ -147,9 +152,9 @@ class Trial:
         """
         with self._on(forward, args, kwargs) as states:
             switches.use((), chosen)
-            reference, noise = self._reference(states)
+            reference, _ = self._reference(states)
             switches.use(_eager(switch.name for switch in chosen), chosen)
-            return self._results(self._forward, states).problem(reference, noise, is_exact=False)
+            return self._problem_of_layers(states) or self._results(self._forward, states).far_from(reference)
 
     @contextmanager
     def _on(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[RandomStates]:
@@ -194,21 +199,67 @@ class Trial:
                 recorded = RecordedModel(self.recorder, self.modules, self.trained, lines.append, max_sizes=1, watch=self.watch)
                 recorded.needed = self.needed
                 forward = partial(_replayed, recorded, self._forward)
-            self._passes(forward)
-            results = self._results(forward, states)
-            problem = results.problem(reference, noise, candidate.is_exact)
+            problem = None if candidate.is_exact else self._problem_of_layers(states)
+            if problem is None:
+                self._passes(forward)
+                results = self._results(forward, states)
+                problem = results.unlike(reference, noise) if candidate.is_exact else results.far_from(reference)
+                candidate = replace(candidate, difference=results.difference(reference))
             if problem is None:
                 candidate = self._timed(candidate, forward, states)
             if recorded is not None and recorded.off is not None:
                 problem = recorded.off
-            difference = results.difference(reference)
-            return replace(candidate, difference=difference if math.isfinite(difference) else None, rejected=problem)
+            return replace(candidate, rejected=problem)
         except Exception as error:
             return replace(candidate, rejected=" ".join(f"{type(error).__name__}: {error}".split())[:200])
         finally:
             self._clear_gradients()
             if recorded is not None:
                 recorded.release()
+
+    def _problem_of_layers(self, states: RandomStates) -> str | None:
+        """Compare each layer's passes with and without the features that are on; return how one is wrong, or None."""
+        features = [switch.name for switch in switches.ALL if switch.on]
+        problems: list[str] = []
+        states.restore()
+        with ExitStack() as hooks, torch.no_grad():
+            for name, layer in self.modules[0].named_modules():
+                if _is_layer(layer):
+                    compare = partial(self._compare_layer, name, features, problems)
+                    hooks.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
+            device = self.recorder.device.type
+            enabled, dtype = self._precision
+            with torch.autocast(device, dtype, enabled, cache_enabled=False):
+                self._forward(*self._args, **self._kwargs)
+        return problems[0] if problems else None
+
+    def _compare_layer(
+        self, name: str, features: Sequence[str], problems: list[str], layer: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if problems or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return
+        results = []
+        forward = vars(layer).get("forward", type(layer).forward.__get__(layer))  # its hooks would call this
+        for chosen in ((), features):
+            switches.use(chosen)
+            inputs = [_leaf(value) for value in args]
+            states = RandomStates(self.recorder.generators)
+            # Not those of checkpointing, which would keep what the layer saves.
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+                result = forward(*inputs, **kwargs)
+            if result.requires_grad:
+                with torch.autocast(self.recorder.device.type, enabled=False, cache_enabled=False):
+                    result.backward(test_gradient(result))
+            states.restore()
+            gradients = [each.grad for each in inputs if isinstance(each, torch.Tensor)]
+            found = [weight.grad for weight in self.trained if weight.grad is not None]
+            results.append([result.detach(), *gradients, *found])
+            self._clear_gradients()
+        for ours, theirs in zip(*reversed(results), strict=True):
+            problem = None if ours is theirs is None else Results([ours]).far_from(Results([theirs]), OF_LAYER)
+            if problem is not None and Results([theirs]).is_finite:
+                problems.append(f"in {name}, {problem}")
+                return
 
     def _timed(self, candidate: Candidate, forward: Callable[..., Any], states: RandomStates) -> Candidate:
         seconds = []
@@ -271,35 +322,38 @@ class Results:
         return all(bool(tensor.isfinite().all()) for tensor in self.tensors if tensor is not None)
 
     def difference(self, reference: Results) -> float:
-        """Return the largest difference of a tensor, as a share of the reference's norm; infinite if one has no gradient."""
-        return max(share for share, _ in self._differences(reference))
+        """Return the norm of the difference of all tensors, as a share of the reference's; infinite if one has no gradient."""
+        return self._compared(reference).share
 
-    def problem(self, reference: Results, noise: float, is_exact: bool) -> str | None:
-        """Return how the results are wrong; None if they are right."""
-        differences = self._differences(reference)
-        allowed = 2 * noise + _ROUNDING if is_exact else TOLERANCE + 2 * noise
-        worst = max(share for share, _ in differences)
-        if not worst <= allowed:
-            return f"a gradient differs by {worst:.2g} of its norm, more than {allowed:.2g}"
-        scale = max(abs(error) for _, error in differences)
-        if not is_exact and not scale <= SCALE + 2 * noise:
-            return f"the scale of a gradient differs by {scale:.2g}, more than {SCALE + 2 * noise:.2g}"
+    def unlike(self, reference: Results, noise: float) -> str | None:
+        """Return how exact results are wrong, if two eager passes differ by ``noise``; None if they are right."""
+        difference = self.difference(reference)
+        if difference <= 2 * noise + _ROUNDING:
+            return None
+        return f"the gradients differ by {difference:.2g} of their norm, and those of two eager passes by {noise:.2g}"
+
+    def far_from(self, reference: Results, tolerance: Tolerance = OF_MODEL) -> str | None:
+        """Return how close results are wrong; None if they are right."""
+        found = self._compared(reference)
+        if not found.share <= tolerance.share:
+            return f"the gradients differ by {found.share:.2g} of their norm, more than {tolerance.share:g}"
+        if not abs(found.scale) <= tolerance.scale:
+            return f"the gradients' scale differs by {found.scale:.2g}, more than {tolerance.scale:g}"
         return None
 
-    def _differences(self, reference: Results) -> list[tuple[float, float]]:
-        """Return (difference as a share of the norm, relative error of the scale) of each tensor."""
-        norms = [0.0 if tensor is None else float(tensor.norm()) for tensor in reference.tensors]
-        largest = max(norms[1:], default=0.0)
-        pairs = []
-        for ours, theirs, norm in zip(self.tensors, reference.tensors, norms, strict=True):
-            if ours is None or theirs is None:
-                pairs.append((0.0 if ours is theirs else math.inf, 0.0))
-                continue
-            # A gradient that is next to nothing is all rounding, and changes no weight by more.
-            share = _share(float((ours - theirs).norm()), max(norm, _NEGLIGIBLE * largest))
-            scale = float((ours * theirs).sum()) / norm**2 - 1 if norm > _NEGLIGIBLE * largest else 0.0
-            pairs.append((share, scale))
-        return pairs
+    def _compared(self, reference: Results) -> Tolerance:
+        """Return the differences of all tensors together."""
+        squares = products = norms = 0.0
+        for ours, theirs in zip(self.tensors, reference.tensors, strict=True):
+            if (ours is None) != (theirs is None):
+                return Tolerance(math.inf, math.inf)
+            if ours is not None and theirs is not None:
+                squares += float((ours - theirs).square().sum())
+                products += float((ours * theirs).sum())
+                norms += float(theirs.square().sum())
+        if norms == 0:
+            return Tolerance(0.0, 0.0) if squares == 0 else Tolerance(math.inf, math.inf)
+        return Tolerance(math.sqrt(squares / norms) if squares >= 0 else math.nan, products / norms - 1)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
@@ -334,5 +388,15 @@ def _copy(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-def _share(difference: float, norm: float) -> float:
-    return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+def _leaf(value: Any) -> Any:
+    """Return an input of a layer that gets a gradient of its own."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().clone().requires_grad_()
+    return value
+
+
+def _is_layer(module: torch.nn.Module) -> bool:
+    """Return whether a module is one operation: without children, or with a replaced forward and children without any."""
+    children = [*module.children()]
+    is_replaced = hasattr(type(module).forward, "__wrapped__") and not any([*child.children()] for child in children)
+    return not children or is_replaced
