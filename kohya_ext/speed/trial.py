@@ -221,6 +221,7 @@ class Trial:
         """Compare each layer's passes with and without the features that are on; return how one is wrong, or None."""
         features = [switch.name for switch in switches.ALL if switch.on]
         problems: list[str] = []
+        self._clear_gradients()
         states.restore()
         with ExitStack() as hooks, torch.no_grad():
             for name, layer in self.modules[0].named_modules():
