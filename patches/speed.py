@@ -143,7 +143,7 @@ class _Speed(TrainingCallback):
             note(f"speed: {_sentence(known)}, as found on {known.day}")
             self._record(known)
             return known
-        except Exception as error:  # such as one of memory, in the eager passes: the run goes on as it would without the trial
+        except Exception as error:  # such as one of memory: the run continues without a trial
             _stand_aside(str(error) if isinstance(error, UnstableError) else f"the trial failed: {first_line(error)}")
             return None
 

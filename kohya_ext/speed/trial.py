@@ -253,8 +253,8 @@ class Trial:
                     result.backward(test_gradient(result))
             states.restore()
             gradients = [each.grad for each in inputs if isinstance(each, torch.Tensor)]
-            found = [weight.grad for weight in self.trained if weight.grad is not None]
-            results.append([result.detach(), *gradients, *found])
+            others = [weight.grad for weight in self.trained if weight.grad is not None]
+            results.append([result.detach(), *gradients, *others])
             self._clear_gradients()
         for ours, theirs in zip(*reversed(results), strict=True):
             problem = None if ours is theirs is None else Results([ours]).far_from(Results([theirs]), OF_LAYER)
@@ -335,11 +335,11 @@ class Results:
 
     def far_from(self, reference: Results, tolerance: Tolerance = OF_MODEL) -> str | None:
         """Return how close results are wrong; None if they are right."""
-        found = self._compared(reference)
-        if not found.share <= tolerance.share:
-            return f"the gradients differ by {found.share:.2g} of their norm, more than {tolerance.share:g}"
-        if not abs(found.scale) <= tolerance.scale:
-            return f"the gradients' scale differs by {found.scale:.2g}, more than {tolerance.scale:g}"
+        compared = self._compared(reference)
+        if not compared.share <= tolerance.share:
+            return f"the gradients differ by {compared.share:.2g} of their norm, more than {tolerance.share:g}"
+        if not abs(compared.scale) <= tolerance.scale:
+            return f"the gradients' scale differs by {compared.scale:.2g}, more than {tolerance.scale:g}"
         return None
 
     def _compared(self, reference: Results) -> Tolerance:
@@ -385,7 +385,7 @@ def _eager(features: Iterable[str]) -> list[str]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor that is no part of a graph; any other value itself."""
+    """Return a detached copy of a tensor; any other value itself."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 

@@ -243,8 +243,8 @@ def child(program):
     """Return the start of a child that runs a program, whose ``names`` are the features."""
 
     def start(names):
-        say = "say = lambda **row: print(json.dumps(row), flush=True)"
-        code = f"import json, os, sys, time\nnames = {list(names)!r}\n{say}\n{program}"
+        report = "say = lambda **row: print(json.dumps(row), flush=True)"
+        code = f"import json, os, sys, time\nnames = {list(names)!r}\n{report}\n{program}"
         return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return start
@@ -272,15 +272,15 @@ def test_self_test_that_ends_badly_turns_its_feature_off(monkeypatch, tmp_path, 
     if "sleep" in program:
         monkeypatch.setattr(proof, "LIMIT", 3.0)
     test = proof.SelfTest(MACHINE, ["a", "b"], child(program), pytest.fail)
-    found = [test.problem(name) for name in ("a", "b")]
-    assert all(ours is theirs is None or ours.startswith(theirs) for ours, theirs in zip(found, expected, strict=True))
+    problems = [test.problem(name) for name in ("a", "b")]
+    assert all(ours is theirs is None or ours.startswith(theirs) for ours, theirs in zip(problems, expected, strict=True))
     assert not test.runs
 
     def never(names):
         pytest.fail("a test is repeated")
 
     again = proof.SelfTest(MACHINE, ["a", "b"], never, pytest.fail)
-    assert [again.problem(name) for name in ("a", "b")] == found, "it is kept"
+    assert [again.problem(name) for name in ("a", "b")] == problems, "it is kept"
     started = []
     other = proof.SelfTest(
         {**MACHINE, "driver": "581"}, ["a"], lambda names: started.append(names) or child(program)(names), pytest.fail
