@@ -50,8 +50,8 @@ _ROUNDING = 1e-6
 #: How many times as fast as the best one so far a candidate must be.
 LEAST_GAIN = 1.03
 
-#: Passes that are timed, after one that is not.
-TIMED = 5
+#: Seconds of the passes that are timed, and the fewest and most of them.
+_TIMED_SECONDS, _FEWEST, _MOST = 1.5, 3, 9
 
 #: The most seconds of a trial, and its largest share of the run's passes.
 MOST_SECONDS, SHARE = 60.0, 0.05
@@ -263,10 +263,10 @@ class Trial:
                 return
 
     def _timed(self, candidate: Candidate, forward: Callable[..., Any], states: RandomStates) -> Candidate:
-        seconds = []
+        seconds: list[float] = []
         if self.meter is not None:
             self.meter.begin()
-        for _ in range(TIMED):
+        while len(seconds) < _FEWEST or (sum(seconds) < _TIMED_SECONDS and len(seconds) < _MOST):
             states.restore()
             start = self.recorder.mark()
             self._passes(forward)

@@ -4,7 +4,8 @@ It counts calls of torch's checkpoint. Environment variables enable more: SPY_ME
 SPY_LOSSES records losses and compiled graphs, SPY_MASKS counts calls of attention, and SPY_OUT_OF_MEMORY_AT makes blocks run
 out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch.
 REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations, and lets --speed choose on the CPU: TRIAL_CHOOSES names the
-features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test. SPY_PROFILER_FAILS makes torch's profiler fail.
+features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test.
+SPY_PROFILER_FAILS makes torch's profiler fail.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
 there. COMPILE_BACKEND is torch.compile's backend for the blocks. BREAK breaks compiling: with an old version (``torch``),
 changed Lumina blocks (``layout``) or a failing ``backend``, called "broken", in the first step.
