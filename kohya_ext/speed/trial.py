@@ -5,8 +5,7 @@ states, weights. The optimizer does not step.
 
 - **The same**: the output and all gradients are compared with those of an eager pass. An exact candidate may differ by as much
   as two eager passes do. Where a close one rounds differently, the difference grows from layer to layer, to a tenth of some
-  gradients. So each layer is compared by itself first, on its own input, within :data:`OF_LAYER`. Rounding has no direction, so
-  a wrong factor of one percent in one layer stands out. Then all gradients together are compared, within :data:`OF_MODEL`.
+  gradients. So each layer is first compared by itself (`layers`), then all gradients together (`comparison`).
 - **Faster**: the median of several passes must be shorter by more than both spreads and by :data:`LEAST_GAIN`. Exact candidates
   come first, and one that is no faster than a simpler one is not chosen.
 - Weights that are all zero, as a LoRA's are before the first step, would hide half of the gradients. They have small made-up
@@ -15,37 +14,22 @@ states, weights. The optimizer does not step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kohya_ext.compiling.eager_steps import Meter
 from kohya_ext.compiling.graphs import RandomStates, RecordedModel, Recorder, tensor_of, test_gradient
 from kohya_ext.speed import switches
+from kohya_ext.speed.comparison import Results
+from kohya_ext.speed.layers import LayerCheck
 from kohya_ext.speed.switches import Switch
-
-
-class Tolerance(NamedTuple):
-    """The largest difference of a close candidate."""
-
-    share: float
-    """Norm of the difference, as a share of the norm."""
-    scale: float
-    """Relative error of the scale: of the part that has the right direction."""
-
-
-#: Of the output or a gradient of one layer, and of all gradients of the model together.
-OF_LAYER, OF_MODEL = Tolerance(0.02, 0.005), Tolerance(0.1, 0.01)
-
-#: Difference that rounding of the comparison itself may cause.
-_ROUNDING = 1e-6
 
 #: How many times as fast as the best one so far a candidate must be.
 LEAST_GAIN = 1.03
@@ -186,7 +170,7 @@ class Trial:
         reference = self._results(self._forward, states)
         if not reference.is_finite:
             raise UnstableError("the eager pass is not finite")
-        return reference, self._results(self._forward, states).difference(reference)
+        return reference, self._results(self._forward, states).minus(reference).share
 
     def _try(self, candidate: Candidate, states: RandomStates, reference: Results, noise: float) -> Candidate:
         """Return a candidate with its measurements. Any error, such as one of memory, rejects it."""
@@ -204,7 +188,7 @@ class Trial:
                 self._passes(forward)
                 results = self._results(forward, states)
                 problem = results.unlike(reference, noise) if candidate.is_exact else results.far_from(reference)
-                candidate = replace(candidate, difference=results.difference(reference))
+                candidate = replace(candidate, difference=results.minus(reference).share)
             if problem is None:
                 candidate = self._timed(candidate, forward, states)
             if recorded is not None and recorded.off is not None:
@@ -219,48 +203,14 @@ class Trial:
 
     def _problem_of_layers(self, states: RandomStates) -> str | None:
         """Compare each layer's passes with and without the features that are on; return how one is wrong, or None."""
-        features = [switch.name for switch in switches.ALL if switch.on]
-        problems: list[str] = []
         self._clear_gradients()
         states.restore()
-        with ExitStack() as hooks, torch.no_grad():
-            for name, layer in self.modules[0].named_modules():
-                if _is_layer(layer):
-                    compare = partial(self._compare_layer, name, features, problems)
-                    hooks.callback(layer.register_forward_hook(compare, with_kwargs=True).remove)
-            device = self.recorder.device.type
-            enabled, dtype = self._precision
-            with torch.autocast(device, dtype, enabled, cache_enabled=False):
-                self._forward(*self._args, **self._kwargs)
-        return problems[0] if problems else None
-
-    def _compare_layer(
-        self, name: str, features: Sequence[str], problems: list[str], layer: Any, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        if problems or not isinstance(output, torch.Tensor) or not output.is_floating_point():
-            return
-        results = []
-        forward = vars(layer).get("forward", type(layer).forward.__get__(layer))  # its hooks would call this
-        for chosen in ((), features):
-            switches.use(chosen)
-            inputs = [_leaf(value) for value in args]
-            states = RandomStates(self.recorder.generators)
-            # Not those of checkpointing, which would keep what the layer saves.
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-                result = forward(*inputs, **kwargs)
-            if result.requires_grad:
-                with torch.autocast(self.recorder.device.type, enabled=False, cache_enabled=False):
-                    result.backward(test_gradient(result))
-            states.restore()
-            gradients = [each.grad for each in inputs if isinstance(each, torch.Tensor)]
-            others = [weight.grad for weight in self.trained if weight.grad is not None]
-            results.append([result.detach(), *gradients, *others])
-            self._clear_gradients()
-        for ours, theirs in zip(*reversed(results), strict=True):
-            problem = None if ours is theirs is None else Results([ours]).far_from(Results([theirs]), OF_LAYER)
-            if problem is not None and Results([theirs]).is_finite:
-                problems.append(f"in {name}, {problem}")
-                return
+        enabled, dtype = self._precision
+        check = LayerCheck(self.trained, self.recorder)
+        autocast = torch.autocast(self.recorder.device.type, dtype, enabled, cache_enabled=False)
+        with torch.no_grad(), autocast, check.on(self.modules[0]):
+            self._forward(*self._args, **self._kwargs)
+        return check.problem
 
     def _timed(self, candidate: Candidate, forward: Callable[..., Any], states: RandomStates) -> Candidate:
         seconds: list[float] = []
@@ -311,52 +261,6 @@ class Trial:
         return zeros
 
 
-class Results:
-    """The output of a pass and the gradients of the trained weights, on the CPU."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self.tensors = [None if tensor is None else tensor.detach().float().cpu() for tensor in tensors]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values are finite."""
-        return all(bool(tensor.isfinite().all()) for tensor in self.tensors if tensor is not None)
-
-    def difference(self, reference: Results) -> float:
-        """Return the norm of the difference of all tensors, as a share of the reference's; infinite if one has no gradient."""
-        return self._compared(reference).share
-
-    def unlike(self, reference: Results, noise: float) -> str | None:
-        """Return how exact results are wrong, if two eager passes differ by ``noise``; None if they are right."""
-        difference = self.difference(reference)
-        if difference <= 2 * noise + _ROUNDING:
-            return None
-        return f"the gradients differ by {difference:.2g} of their norm, and those of two eager passes by {noise:.2g}"
-
-    def far_from(self, reference: Results, tolerance: Tolerance = OF_MODEL) -> str | None:
-        """Return how close results are wrong; None if they are right."""
-        compared = self._compared(reference)
-        if not compared.share <= tolerance.share:
-            return f"the gradients differ by {compared.share:.2g} of their norm, more than {tolerance.share:g}"
-        if not abs(compared.scale) <= tolerance.scale:
-            return f"the gradients' scale differs by {compared.scale:.2g}, more than {tolerance.scale:g}"
-        return None
-
-    def _compared(self, reference: Results) -> Tolerance:
-        """Return the differences of all tensors together."""
-        squares = products = norms = 0.0
-        for ours, theirs in zip(self.tensors, reference.tensors, strict=True):
-            if (ours is None) != (theirs is None):
-                return Tolerance(math.inf, math.inf)
-            if ours is not None and theirs is not None:
-                squares += float((ours - theirs).square().sum())
-                products += float((ours * theirs).sum())
-                norms += float(theirs.square().sum())
-        if norms == 0:
-            return Tolerance(0.0, 0.0) if squares == 0 else Tolerance(math.inf, math.inf)
-        return Tolerance(math.sqrt(squares / norms) if squares >= 0 else math.nan, products / norms - 1)
-
-
 def choose(candidates: Sequence[Candidate]) -> Candidate:
     """Return the fastest candidate; of those that the noise does not tell apart, the first."""
     best = candidates[0]
@@ -387,17 +291,3 @@ def _eager(features: Iterable[str]) -> list[str]:
 def _copy(value: Any) -> Any:
     """Return a detached copy of a tensor; any other value itself."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-
-def _leaf(value: Any) -> Any:
-    """Return an input of a layer that gets a gradient of its own."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().clone().requires_grad_()
-    return value
-
-
-def _is_layer(module: torch.nn.Module) -> bool:
-    """Return whether a module is one operation: without children, or with a replaced forward and children without any."""
-    children = [*module.children()]
-    is_replaced = hasattr(type(module).forward, "__wrapped__") and not any([*child.children()] for child in children)
-    return not children or is_replaced

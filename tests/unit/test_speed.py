@@ -142,21 +142,21 @@ def raising(error):
 
 FAULTS = {
     "5% everywhere": ([factor("gradient", 1.05)] * 3, "in layers.0, the gradients"),
-    "1% in one layer": ([None, factor("gradient", 0.99), None], "in layers.1, the gradients' scale differs by -0.01"),
-    "1% in one output": ([None, None, factor("output", 1.01)], "in layers.2, the gradients' scale"),
+    "1% in one layer": ([None, factor("gradient", 0.99), None], "in layers.1, the gradients"),
+    "1% in one output": ([None, None, factor("output", 1.01)], "in layers.2, the gradients"),
     "NaN": ([None, factor("output", float("nan")), None], "in layers.1, the gradients differ by nan"),
     "error": ([None, raising(ValueError("of a kernel")), None], "ValueError: of a kernel"),
     "memory": ([raising(torch.OutOfMemoryError("2 GB")), None, None], "OutOfMemoryError: 2 GB"),
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("autocast", "checkpointing"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("faults", "reason"), FAULTS.values(), ids=FAULTS)
-def test_wrong_candidate_is_rejected(faults, reason, checkpointing):
+def test_wrong_candidate_is_rejected(faults, reason, autocast, checkpointing):
     machine = gains()
     model = Model(machine, faults)
     model.gradient_checkpointing = checkpointing
-    candidates = tried(model, machine, autocast=False)
+    candidates = tried(model, machine, autocast=autocast)
     assert candidates[2].rejected.startswith(reason)
     assert choose(candidates).rejected is None
     assert "fused_operations" not in choose(candidates).features
