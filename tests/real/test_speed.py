@@ -29,6 +29,8 @@ def replayed(train, tmp_path):
     """(checkout, script, options...) -> the run, in which the trial chooses the named features."""
 
     def run(checkout, script, *options, chooses="", env=None, **rest):
+        if "output" in rest:
+            rest["output"].mkdir()
         env = {"REPLAY_ON_CPU": "1", "TRIAL_CHOOSES": chooses, "KOHYA_EXT_CACHE": str(tmp_path / "cache"), **(env or {})}
         done = train(checkout, script, *options, env=env, **rest)
         assert done.code == 0, done.output[-4000:]
