@@ -70,8 +70,8 @@ class _Graphs(TrainingCallback):
     in_step: bool = False
     pixels: int = 0
     """Pixels of the largest micro-batch of the eager steps."""
-    batches: int = 0
-    """Micro-batches so far."""
+    micro_batches: int = 0
+    """How many have begun."""
     works: int = 0
     """How often work between two steps has come."""
     between: Any = None
@@ -83,7 +83,7 @@ class _Graphs(TrainingCallback):
 
     def before_batch(self, accelerator: Accelerator) -> None:
         self.in_step = True
-        self.batches += 1
+        self.micro_batches += 1
         if self.between is not None:
             self._end_work()
         if self.eager is not None:
@@ -112,7 +112,7 @@ class _Graphs(TrainingCallback):
             return
         if self.recorded.off is None:
             self.works += 1
-            self.recorded.leave_room(self.needed_between, self.batches / self.works)
+            self.recorded.leave_room(self.needed_between, self.micro_batches / self.works)
             self.between = self._meter()
             self.reserved = self.between.begin() if self.between is not None else 0
 
