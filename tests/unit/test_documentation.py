@@ -29,7 +29,7 @@ def _prose():
 
 
 def _unknown_names(prose):
-    """Return every mention of a call or a keyword argument that no patch can use: neither imported by one nor a field of one."""
+    """Return every mention of a call or a keyword argument that is neither imported by a patch nor a field of one."""
     modules = [ast.parse(file.read_text("utf-8")) for file in (ROOT / "patches").glob("*.py")]
     imports = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
     imported = {name.name for node in imports if (node.module or "").startswith("kohya_ext") for name in node.names}
