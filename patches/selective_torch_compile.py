@@ -100,8 +100,8 @@ INPUTS: Mapping[str, Mapping[str, Inputs]] = {
 }
 
 #: Classes that are compiled only with a budget below 1, or with --vram_budget, which sets one in the run. A budget applies to
-#: compiled blocks alone; others would keep all their activations. Compiling SDXL's 12 widths of ResnetBlock2D took 91 of 110 s on
-#: an H100, and shortened a step on the GPU by 4% (benchmarks/README.md).
+#: compiled blocks alone; others would keep all their activations. Compiling SDXL's 12 widths of ResnetBlock2D took 91 of 110 s
+#: on an H100, and shortened a step on the GPU by 4% (benchmarks/README.md).
 _ONLY_WITH_BUDGET = frozenset({"ResnetBlock2D"})
 
 #: The compiled blocks. If ``forward`` checkpoints an inner method, the inner method is compiled.

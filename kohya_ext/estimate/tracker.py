@@ -331,7 +331,7 @@ def _is_dense(tensor: Any) -> bool:
 def _references(args: Any) -> tuple[int, int, int]:
     """Return how many references an operator's first argument, its Python object and its storage have.
 
-    The arguments are not passed singly: a call by Python holds one more reference to each after torch.compile has failed, because
+    The argument is not passed alone: after torch.compile has failed, a call by Python holds one more reference to it, because
     dynamo then keeps evaluating all frames.
     """
     tensor = args[0]

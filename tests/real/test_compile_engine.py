@@ -61,7 +61,7 @@ def block_class() -> type[torch.nn.Module]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler_patches: None) -> Iterator[blocks.Run]:
-    """A new run, whose blocks compile in moments, with the patches that old versions of torch need. torch is reset afterwards."""
+    """A new run, whose blocks compile in moments, with the patches that old versions of torch need. torch is reset after it."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = blocks.Run(backend="aot_eager")
