@@ -998,13 +998,13 @@ def test_patch_records_again_only_if_samples_come_seldom_enough(monkeypatch, eve
     run = _Run(monkeypatch, always=True)
     # More than all memory: what samples need is never free next to recordings. It is known from samples in the eager steps.
     monkeypatch.setattr(run.graphs, "_meter", lambda: SimpleNamespace(begin=int, end=lambda: 2**41, release=int))
-    made = []
-    monkeypatch.setattr(RecordedModel, "_new_size", _counted(RecordedModel._new_size, made))
+    calls = []
+    monkeypatch.setattr(RecordedModel, "_new_size", _counted(RecordedModel._new_size, calls))
     for _ in range(5):
         run.steps(every)
         with torch.no_grad():
             run.training(*run.training.inputs(2))
-    assert len(made) == recordings
+    assert len(calls) == recordings
     assert (run.graphs.recorded.off is None) == (every == 10)
 
 
