@@ -287,7 +287,6 @@ PATCH = Patch(
     exactness="exact",
     held_to="the same run with the chosen features' own options; --speed auto as close as fused_operations",
     idea="https://github.com/pytorch/pytorch/tree/main/torch/_inductor (kernels chosen by measurement)",
-    wanted=lambda settings: settings[SPEED] != "off",
     facts=_facts,
     stage=Stage.CHOOSE,
     on_start=_start,

@@ -78,7 +78,7 @@ def test_resumed_run_computes_as_the_first_part_did(checkout, replayed, tmp_path
     off = replayed(checkout, LORA, *options, *OFF, "--resume", str(state), output=tmp_path / "off")
     assert not equal(off, whole)
     (state / "kohya_ext_speed.json").unlink()  # as saved by an earlier release
-    older = replayed(checkout, LORA, *options, *AUTO, chooses="fused_operations", output=tmp_path / "old")
+    older = replayed(checkout, LORA, *options, *AUTO, "--resume", str(state), output=tmp_path / "older")
     assert equal(older, off)
 
 
