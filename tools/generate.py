@@ -65,9 +65,10 @@ def generated() -> Mapping[Path, str]:
         DOCS / "patches.md": [_patches()],
         DOCS / "presets.md": [_presets()],
         DOCS / "scripts.md": [_every_script()],
-        DOCS / "speed.md": [_typed_gains(), _measured_gains(), _predicted_gains()],
+        DOCS / "speed.md": [_measured_gains(), _predicted_gains()],
         EVIDENCE: [
-            *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _host_time(), _peers(), _cold_compile()),
+            *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _typed_gains()),
+            *(_host_time(), _peers(), _cold_compile()),
             *(_block_errors(), _outlier_errors(), _learned(), _script_errors(), _kernel_resources()),
             *(_eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions(), _budgets(), _scaling()),
         ],
@@ -154,7 +155,7 @@ def _measured_gains() -> str:
 
 
 def _typed_gains() -> str:
-    """Return a table of the seconds of a step with a preset as typed, and of their speed relative to upstream's in that visit."""
+    """Return a table of the seconds of a step with a preset as typed, and of their speed relative to upstream there."""
     rounds = json.loads((RESULTS / "gpu_commands_h200.json").read_text(encoding="utf-8"))["rows"]
     added = {
         "upstream": "upstream with the preset's options",

@@ -1,6 +1,6 @@
-"""Test what makes runs faster on this machine's GPU, in a process of its own.
+"""Test what makes runs faster on this machine's GPU.
 
-Runs do this by themselves the first time. Repeat it after a change that a run cannot notice.
+In a process of its own, as runs do by themselves the first time.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typing import Any
 from kohya_ext import __version__, cache
 from kohya_ext.installed_gpus import driver_version
 from kohya_ext.renames import rename
-from kohya_ext.speed import self_test
 
 #: Seconds that a self-test may take, most of which are PyTorch's import and Triton's compilation.
 LIMIT = 240.0
@@ -27,6 +26,8 @@ LIMIT = 240.0
 _SCHEMA = 1
 
 _FOLDER = "self_tests"
+
+_PROGRAM = "kohya_ext.speed.self_test"
 
 #: The code whose change makes the results outdated.
 _CODE = ("kernels/fused.py", "kernels/gates.py", "compiling/graphs.py", "compiling/cuda_recorder.py", "speed/self_test.py")
@@ -129,7 +130,7 @@ def starter(index: int) -> Start:
         root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
         return subprocess.Popen(
-            [sys.executable, "-m", self_test.__name__, str(index), *names],
+            [sys.executable, "-m", _PROGRAM, str(index), *names],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -72,7 +72,7 @@ def test_resumed_run_computes_as_the_first_part_did(checkout, replayed, tmp_path
     assert json.loads((state / "kohya_ext_speed.json").read_text()) == {"features": ["fused_operations"]}
 
     resumed = replayed(checkout, LORA, *options, *AUTO, "--resume", str(state), output=tmp_path / "resumed")
-    assert "forward and backward take" not in resumed.output, "there is no trial"
+    assert "forward and backward take" not in resumed.output, "it has no trial"
     assert equal(resumed, whole)
 
     off = replayed(checkout, LORA, *options, *OFF, "--resume", str(state), output=tmp_path / "off")
