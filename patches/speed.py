@@ -12,6 +12,7 @@ keeps the choice, so that a resumed run computes as before.
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -50,11 +51,12 @@ class _Speed(TrainingCallback):
     accelerator: Accelerator
     features: Sequence[Switch]
     """The features that may be turned on."""
-    self_test: proof.SelfTest
     machine: Mapping[str, str]
     model: Any = None
     """The model of the first forward pass; None before it."""
-    verdict: Verdict | None = None
+    chosen: tuple[str, ...] = ()
+    """What a trial has chosen of :attr:`decided`."""
+    decided: Sequence[Switch] = ()
     of_state: tuple[str, ...] | None = None
     """The features of the state that this run resumes; None without one."""
     is_first: bool = True
@@ -80,14 +82,9 @@ class _Speed(TrainingCallback):
         # Not earlier: checkpointed passes of this micro-batch were recomputed as they had run.
         if self.is_first:
             self.is_first = False
-            if self.of_state is None and self.verdict is not None:
-                switches.use(self.verdict.features, self.features)
-
-    def on_exit(self) -> None:
-        self.self_test.end()
+            switches.use(self.chosen, self.decided)
 
     def on_end(self) -> None:
-        self.self_test.end()
         switches.reset()
 
     def forward(self, forward: Any, model: Any, args: Any, kwargs: Any) -> None:
@@ -95,103 +92,98 @@ class _Speed(TrainingCallback):
         if self.model is not None:
             return
         self.model = model
-        self.features = [switch for switch in self.features if self._passes_self_test(switch)]
         if not self.close or self.of_state is not None:
             return
         trained = [weight for weight in trained_weights(self.accelerator._optimizers) if weight.requires_grad]
         reason = _reason_without_trial(self.args, model, trained)
+        if reason is None:
+            reason = self._choose(trained, partial(forward, model), args, kwargs)
         if reason is not None:
-            _stand_aside(reason)
-            return
-        self.verdict = self._known_or_tried(forward, args, kwargs, trained)
-
-    def _passes_self_test(self, switch: Switch) -> bool:
-        problem = self.self_test.problem(switch.name)
-        if problem is None:
-            return True
-        switch.on = False
-        note(f"speed: no {switch.title} on this GPU: {problem}; to test it again: python -m kohya_ext tune --self_test")
-        return False
+            _report(f"{reason}; the run computes as with --speed exact")
 
     def _continue(self, features: Sequence[str]) -> None:
         """Compute as the run of a state did."""
         missing = [name for name in features if name not in {switch.name for switch in self.close}]
         if missing:
-            note(
-                f"speed: the resumed run computed with {switches.describe(missing)}, which this run does not use, so results "
+            _report(
+                f"the resumed run computed with {switches.describe(missing)}, which this run does not use, so results "
                 "differ by rounding"
             )
         switches.use(features, self.close)
 
-    def _known_or_tried(self, forward: Any, args: Any, kwargs: Any, trained: Sequence[Any]) -> Verdict | None:
-        """Return the verdict that was kept for this machine, these settings and this batch, or that of a trial."""
-        from kohya_ext.speed.trial import UnstableError
+    def _choose(self, trained: Sequence[Any], forward: Any, args: Any, kwargs: Any) -> str | None:
+        """Take the verdict that was kept for this machine, these settings and this batch, or that of a trial.
 
-        trial = self._trial(trained)
-        shapes = [list(value.shape) for value in (*args, *kwargs.values()) if hasattr(value, "shape")]
-        names = [switch.name for switch in self.features]
-        key = verdicts.key(self.machine, step_times.current_key(), shapes, [list(w.shape) for w in trained], names)
-        try:
-            known = verdicts.load(key)
-            if known is None:
-                return self._tried(trial, key, partial(forward, self.model), args, kwargs)
-            chosen = [switch for switch in self.close if switch.name in known.features]
-            problem = trial.check(partial(forward, self.model), args, kwargs, chosen) if chosen else None
-            if problem is not None:
-                _stand_aside(f"{switches.describe(known.features)}: {problem}")
-                return None
-            note(f"speed: {_sentence(known)}, as found on {known.day}")
-            self._record(known)
-            return known
-        except Exception as error:  # such as one of memory: the run continues without a trial
-            _stand_aside(str(error) if isinstance(error, UnstableError) else f"the trial failed: {first_line(error)}")
-            return None
-
-    def _trial(self, trained: Sequence[Any]) -> Any:
+        Returns why there is none.
+        """
         from kohya_ext.compiling.cuda_recorder import CudaRecorder
         from kohya_ext.compiling.replay_watch import ReplayWatch
         from kohya_ext.gpu.memory_meter import TemporaryMemoryMeter
-        from kohya_ext.speed.trial import Trial
+        from kohya_ext.speed.trial import Trial, UnstableError
 
         device = self.accelerator.device
-        prepared = [self.accelerator.unwrap_model(each) for each in self.accelerator._models]
         recorder = CudaRecorder(device)
-        self.watch = ReplayWatch(recorder.new_event, partial(hang.end_process, self.args, device))
-        steps = getattr(self.args, "max_train_steps", None) or 0
-        return Trial(
+        watch = ReplayWatch(recorder.new_event, partial(hang.end_process, self.args, device))
+        prepared = [self.accelerator.unwrap_model(each) for each in self.accelerator._models]
+        trial = Trial(
             recorder,
             [self.model, *(each for each in prepared if each is not self.model)],
             trained,
-            passes_left=steps * self.accelerator.gradient_accumulation_steps,
+            passes_left=(getattr(self.args, "max_train_steps", None) or 0) * self.accelerator.gradient_accumulation_steps,
             needed=sum(_OPTIMIZER_BYTES * weight.numel() for weight in trained),
             meter=TemporaryMemoryMeter(device),
-            watch=self.watch.replay,
+            watch=watch.replay,
         )
+        shapes = [list(value.shape) for value in (*args, *kwargs.values(), *trained) if hasattr(value, "shape")]
+        key = verdicts.key(self.machine, step_times.current_key(), shapes, [switch.name for switch in self.features])
+        try:
+            known = verdicts.load(key)
+            return (
+                self._try(trial, key, forward, args, kwargs)
+                if known is None
+                else self._take(known, trial, forward, args, kwargs)
+            )
+        except UnstableError as error:
+            return str(error)
+        except Exception as error:  # such as one of memory
+            return f"the trial failed: {first_line(error)}"
+        finally:
+            watch.end()
 
-    def _tried(self, trial: Any, key: str, forward: Any, args: Any, kwargs: Any) -> Verdict:
-        import time
+    def _take(self, known: Verdict, trial: Any, forward: Any, args: Any, kwargs: Any) -> str | None:
+        close = [switch for switch in self.close if switch.name in known.features]
+        if close and (problem := trial.check(forward, args, kwargs, close)) is not None:
+            return f"{switches.describe(known.features)}: {problem}"
+        _report(f"{_sentence(known)}, as found on {known.day}")
+        self._decide(known, self.features)
+        return None
 
-        from kohya_ext.speed.trial import choose
+    def _try(self, trial: Any, key: str, forward: Any, args: Any, kwargs: Any) -> str | None:
+        from kohya_ext.speed.trial import NO_TIME, choose
 
+        if not trial.is_worthwhile:
+            return "the run is too short to be worth a trial"
         begun = time.monotonic()
         candidates = trial.run(forward, args, kwargs, self.features)
-        self.watch.end()
         best = choose(candidates)
         rows = [asdict(candidate) for candidate in candidates]
         verdict = Verdict(best.features, candidates[0].seconds or 0.0, best.seconds or 0.0, candidates=rows)
-        took = time.monotonic() - begun
-        note(f"speed: {_sentence(verdict)}; chosen in {took:.0f} s")
+        _report(f"{_sentence(verdict)}; chosen in {time.monotonic() - begun:.0f} s")
         for candidate in candidates:
             if candidate.rejected is not None:
-                note(f"speed: not {switches.describe(candidate.features)}: {candidate.rejected}")
+                _report(f"not {switches.describe(candidate.features)}: {candidate.rejected}")
+        tried = {name for candidate in candidates if candidate.rejected != NO_TIME for name in candidate.features}
+        self._decide(verdict, [switch for switch in self.features if switch.name in tried])
+        if any(candidate.rejected == NO_TIME for candidate in candidates):
+            return None  # a longer run has the time
         try:
             verdicts.store(key, verdict)
         except OSError as error:
-            note(f"speed: the choice cannot be kept, and the next run makes it again: {error}")
-        self._record(verdict)
-        return verdict
+            _report(f"the choice cannot be kept, and the next run makes it again: {error}")
+        return None
 
-    def _record(self, verdict: Verdict) -> None:
+    def _decide(self, verdict: Verdict, about: Sequence[Switch]) -> None:
+        self.chosen, self.decided = verdict.features, about
         self.facts = asdict(verdict)
         journal.event("speed", **self.facts)
 
@@ -210,8 +202,8 @@ def _sentence(verdict: Verdict) -> str:
     )
 
 
-def _stand_aside(reason: str) -> None:
-    note(f"speed: {reason}; the run computes as with --speed exact")
+def _report(line: str) -> None:
+    note(f"speed: {line}")
 
 
 def _reason_without_trial(args: Namespace, model: Any, trained: Sequence[Any]) -> str | None:
@@ -236,16 +228,18 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
         return None
     if (reason := _reason_not_to_choose(args, accelerator, settings)) is not None:
         if settings[SPEED] == "auto":
-            note(f"speed: {reason}; the run computes as with --speed off")
+            _report(f"{reason}; the run computes as with --speed off")
         return None
     if reason_not_to_record(args) is not None:
         features = [switch for switch in features if switch is not CUDA_GRAPHS]
-    CUDA_GRAPHS.on = CUDA_GRAPHS in features or not CUDA_GRAPHS.is_chosen
-    if not features:
-        return None
     machine, start = proof.machine(accelerator.device), proof.starter(accelerator.device.index or 0)
-    self_test = proof.SelfTest(machine, [switch.name for switch in features], start, lambda line: note(f"speed: {line}"))
-    return _Speed(args, accelerator, features, self_test, machine)
+    problems = proof.problems(machine, [switch.name for switch in features], start, _report)
+    for switch in features:
+        if (problem := problems[switch.name]) is not None:
+            _report(f"no {switch.title} on this GPU: {problem}; to test it again: python -m kohya_ext tune --self_test")
+    features = [switch for switch in features if problems[switch.name] is None]
+    CUDA_GRAPHS.on = CUDA_GRAPHS in features or not CUDA_GRAPHS.is_chosen
+    return _Speed(args, accelerator, features, machine) if features else None
 
 
 def _reason_not_to_choose(args: Namespace, accelerator: Accelerator, settings: Settings) -> str | None:

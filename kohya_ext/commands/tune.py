@@ -1,15 +1,15 @@
 """Test what makes runs faster on this machine's GPU.
 
-In a process of its own, as runs do by themselves the first time.
+In a process of its own, as runs do by themselves the first time. What trials have chosen is forgotten, so runs choose again.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from kohya_ext.console import note, progress
+from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.speed import proof, switches
+from kohya_ext.speed import proof, switches, verdicts
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("no NVIDIA GPU found; run it on the machine that trains")
     machine = proof.machine(0)
     proof.file_of(machine).unlink(missing_ok=True)
-    test = proof.SelfTest(machine, [switch.name for switch in switches.ALL], proof.starter(0), note)
-    with progress(f"testing the {machine['gpu']} (up to {proof.LIMIT / 60:.0f} minutes)"):
-        problems = {switch: test.problem(switch.name) for switch in switches.ALL}
-    for switch, problem in problems.items():
-        print(f"{switch.title}: {'right' if problem is None else problem}")
-    return int(any(problem is not None for problem in problems.values()))
+    verdicts.forget()
+    problems = proof.problems(machine, [switch.name for switch in switches.ALL], proof.starter(0), note)
+    for switch in switches.ALL:
+        print(f"{switch.title}: {problems[switch.name] or 'right'}")
+    return int(any(problems.values()))

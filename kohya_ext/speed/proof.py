@@ -34,63 +34,49 @@ _CODE = ("kernels/fused.py", "kernels/gates.py", "compiling/graphs.py", "compili
 
 Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]
 
+Problems = dict[str, str | None]
 
-class SelfTest:
-    """The self-test of one GPU: earlier results, and a process for those that are missing.
 
-    ``start`` starts the process for the names of features. ``report`` receives one line if results cannot be kept.
+def problems(machine: dict[str, str], names: Iterable[str], start: Start, report: Callable[[str], None]) -> Problems:
+    """Return why each named feature must not be used on a machine; None for one that may.
+
+    Results that are kept are returned at once. ``start`` starts a process that tests some features. ``report`` receives a line
+    before it starts, and one if the results cannot be kept.
     """
+    names = list(names)
+    results = _read(machine)
+    missing = [name for name in names if name not in results]
+    if missing:
+        report(f"testing the {machine['gpu']}, once for this driver and PyTorch")
+        until = time.monotonic() + LIMIT
+        while missing:  # a test that ends the process leaves those after it
+            results |= _tested(start, missing, until)
+            missing = [name for name in missing if name not in results]
+        _keep(machine, results, report)
+    return {name: results[name] for name in names}
 
-    def __init__(self, machine: dict[str, str], names: Iterable[str], start: Start, report: Callable[[str], None]) -> None:
-        self._machine, self._report = machine, report
-        self._results = _read(machine)
-        self._missing = [name for name in names if name not in self._results]
-        self._start = start
-        self._until = time.monotonic() + LIMIT
-        self._process = self._started()
 
-    def _started(self) -> subprocess.Popen[str] | None:
-        if not self._missing:
-            return None
-        try:
-            return self._start(self._missing)
-        except OSError as error:
-            self._results |= dict.fromkeys(self._missing, f"its self-test cannot be started: {error}")
-            return None
+def _tested(start: Start, names: Sequence[str], until: float) -> Problems:
+    try:
+        process = start(names)
+    except OSError as error:
+        return dict.fromkeys(names, f"its self-test cannot be started: {error}")
+    try:
+        return _outcome(process, names, max(1.0, until - time.monotonic()))
+    finally:
+        process.kill()  # after an interrupt
 
-    @property
-    def runs(self) -> bool:
-        """Whether the process has not been waited for."""
-        return self._process is not None
 
-    def problem(self, name: str) -> str | None:
-        """Return why a feature must not be used on this machine; None if it may. Waits for the process."""
-        tested = self._process is not None
-        while self._process is not None:
-            self._results |= outcome(self._process, self._missing, max(1.0, self._until - time.monotonic()))
-            # A test that ends the process leaves those after it.
-            self._missing = [each for each in self._missing if each not in self._results]
-            self._process = self._started()
-        if tested:
-            self._keep()
-        return self._results.get(name, "it has no self-test")
-
-    def end(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
-
-    def _keep(self) -> None:
-        file = file_of(self._machine)
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"schema": _SCHEMA, "machine": self._machine, "results": self._results}, indent=1)
-            partial.write_text(text + "\n", encoding="utf-8")
-            rename(partial, file)
-        except OSError as error:
-            self._report(f"the self-test's results cannot be kept, and the next run repeats it: {error}")
+def _keep(machine: dict[str, str], results: Problems, report: Callable[[str], None]) -> None:
+    file = file_of(machine)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": _SCHEMA, "machine": machine, "results": results}, indent=1)
+        partial.write_text(text + "\n", encoding="utf-8")
+        rename(partial, file)
+    except OSError as error:
+        report(f"the self-test's results cannot be kept, and the next run repeats it: {error}")
 
 
 def machine(device: Any) -> dict[str, str]:
@@ -143,7 +129,7 @@ def starter(index: int) -> Start:
     return start
 
 
-def outcome(process: subprocess.Popen[str], names: Sequence[str], limit: float) -> dict[str, str | None]:
+def _outcome(process: subprocess.Popen[str], names: Sequence[str], limit: float) -> Problems:
     """Return each feature's problem, None for those without one, after ``limit`` seconds at most."""
     try:
         output, errors = process.communicate(timeout=limit)
@@ -155,7 +141,7 @@ def outcome(process: subprocess.Popen[str], names: Sequence[str], limit: float) 
             output, _ = process.communicate(timeout=10)
         except subprocess.TimeoutExpired as error:  # a driver can keep a process that is killed
             output = error.stdout.decode("utf-8", "replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-    results: dict[str, str | None] = {}
+    results: Problems = {}
     begun: str | None = None
     for line in output.splitlines():
         try:
@@ -175,7 +161,7 @@ def _last_line(text: str) -> str:
     return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 
-def _read(machine: dict[str, str]) -> dict[str, str | None]:
+def _read(machine: dict[str, str]) -> Problems:
     try:
         document = json.loads(file_of(machine).read_text(encoding="utf-8"))
         if document["schema"] != _SCHEMA or document["machine"] != machine:

@@ -46,6 +46,9 @@ NO_TIME = "not tried, because the run is too short to be worth the time"
 #: Eager passes that trying a candidate takes about as long as: a recording, a comparison, and the timed ones.
 PASSES_OF_A_CANDIDATE = 12
 
+#: The fewest eager passes: one that sets up, two that are compared, and the timed ones.
+_PASSES_OF_EAGER = 6
+
 #: Size of the values that replace zeros.
 _MADE_UP = 0.01
 
@@ -102,6 +105,11 @@ class Trial:
     _args: Sequence[Any] = ()
     _kwargs: Mapping[str, Any] = field(default_factory=dict)
     _precision: tuple[bool, torch.dtype] = (False, torch.float32)
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether the run is long enough to try any candidate."""
+        return SHARE * self.passes_left >= _PASSES_OF_EAGER + PASSES_OF_A_CANDIDATE
 
     def run(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], features: Sequence[Switch]

@@ -62,6 +62,12 @@ def store(key: str, verdict: Verdict) -> None:
     rename(partial, file)
 
 
+def forget() -> None:
+    """Remove all verdicts that were kept. Raises OSError."""
+    for file in (cache.folder() / _FOLDER).glob("*.json"):
+        file.unlink(missing_ok=True)
+
+
 def write_to_state(folder: Path, features: Sequence[str]) -> None:
     """Write the features that change results to a saved state. Raises OSError."""
     (folder / STATE_FILE).write_text(json.dumps({"features": list(features)}) + "\n", encoding="utf-8")

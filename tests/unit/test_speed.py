@@ -192,6 +192,15 @@ def test_short_run_is_not_worth_a_trial():
     assert {each.rejected for each in tried(Model(machine), machine, passes=100)[1:]} == {trial.NO_TIME}
 
 
+def test_length_of_a_run_decides_whether_a_trial_is_worthwhile():
+    assert [Trial(CpuRecorder(), [], [], passes).is_worthwhile for passes in (100, 359, 360, 1500)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
 def test_eager_passes_that_are_not_finite_are_no_reference():
     machine = gains()
     model = Model(machine)
@@ -271,29 +280,34 @@ def test_self_test_that_ends_badly_turns_its_feature_off(monkeypatch, tmp_path, 
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
     if "sleep" in program:
         monkeypatch.setattr(proof, "LIMIT", 3.0)
-    test = proof.SelfTest(MACHINE, ["a", "b"], child(program), pytest.fail)
-    problems = [test.problem(name) for name in ("a", "b")]
-    assert all(ours is theirs is None or ours.startswith(theirs) for ours, theirs in zip(problems, expected, strict=True))
-    assert not test.runs
+    lines = []
+    problems = proof.problems(MACHINE, ["a", "b"], child(program), lines.append)
+    assert lines == ["testing the a GPU, once for this driver and PyTorch"]
+    pairs = zip(problems.values(), expected, strict=True)
+    assert all(ours is theirs is None or ours.startswith(theirs) for ours, theirs in pairs)
 
     def never(names):
         pytest.fail("a test is repeated")
 
-    again = proof.SelfTest(MACHINE, ["a", "b"], never, pytest.fail)
-    assert [again.problem(name) for name in ("a", "b")] == problems, "it is kept"
-    started = []
-    other = proof.SelfTest(
-        {**MACHINE, "driver": "581"}, ["a"], lambda names: started.append(names) or child(program)(names), pytest.fail
-    )
-    other.end()
-    assert started == [["a"]]
+    assert proof.problems(MACHINE, ["a", "b"], never, pytest.fail) == problems, "they are kept"
+    with pytest.raises(pytest.fail.Exception, match="is repeated"):
+        proof.problems({**MACHINE, "driver": "581"}, ["a"], never, lines.append)
+
+
+def test_self_test_that_cannot_start_turns_its_features_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+
+    def start(names):
+        raise OSError("no memory")
+
+    problems = proof.problems(MACHINE, ["a", "b"], start, [].append)
+    assert set(problems.values()) == {"its self-test cannot be started: no memory"}
 
 
 def test_results_that_cannot_be_kept_are_one_line(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "file"))
     lines = []
-    test = proof.SelfTest(MACHINE, ["a"], child(EACH + "    say(name=name, problem=None)"), lines.append)
-    assert test.problem("a") is None
-    assert len(lines) == 1
-    assert lines[0].startswith("the self-test's results cannot be kept")
+    assert proof.problems(MACHINE, ["a"], child(EACH + "    say(name=name, problem=None)"), lines.append) == {"a": None}
+    assert len(lines) == 2
+    assert lines[1].startswith("the self-test's results cannot be kept")

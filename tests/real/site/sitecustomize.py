@@ -179,9 +179,10 @@ def exhaust_memory(module):
 
 def skip_self_test(module):
     module.machine = lambda device: {"gpu": "a CPU"}
-    module.starter = lambda index: lambda names: None
     fails = os.environ.get("SELF_TEST_FAILS")
-    module.SelfTest.problem = lambda self, name: "it computes wrong numbers" if name == fails else None
+    module.problems = lambda machine, names, *_: {
+        name: "it computes wrong numbers" if name == fails else None for name in names
+    }
 
 
 def decide_trial(module):
