@@ -138,11 +138,8 @@ class _Speed(TrainingCallback):
         key = verdicts.key(self.machine, step_times.current_key(), shapes, [switch.name for switch in self.features])
         try:
             known = verdicts.load(key)
-            return (
-                self._try(trial, key, forward, args, kwargs)
-                if known is None
-                else self._take(known, trial, forward, args, kwargs)
-            )
+            choose = partial(self._try, key) if known is None else partial(self._take, known)
+            return choose(trial, forward, args, kwargs)
         except UnstableError as error:
             return str(error)
         except Exception as error:  # such as one of memory
@@ -158,7 +155,7 @@ class _Speed(TrainingCallback):
         self._decide(known, self.features)
         return None
 
-    def _try(self, trial: Any, key: str, forward: Any, args: Any, kwargs: Any) -> str | None:
+    def _try(self, key: str, trial: Any, forward: Any, args: Any, kwargs: Any) -> str | None:
         from kohya_ext.speed.trial import NO_TIME, choose
 
         if not trial.is_worthwhile:
