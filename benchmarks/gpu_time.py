@@ -4,7 +4,8 @@
 
 Each family's LoRA script trains with and without gradient checkpointing, as upstream does and with the extension, in turn. The
 checkpoints have the sizes of the published ones and random weights (see sparse_checkpoints.py). A scratch folder on a RAM disk
-saves time; FLUX takes 34 GB of it.
+saves time; FLUX takes 34 GB of it. Rows of presets, such as "sdxl-lora/16gb", train as a user types it, from the beginning of a
+long run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from benchmarks import full_size, host_time, results
 from benchmarks.full_size import Row
 from benchmarks.processes import last_line
+from kohya_ext.config import preset_files
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
 from kohya_ext.tiny import environment
 
@@ -39,6 +41,9 @@ VARIANTS = {
     "graphs": ["--cuda_graphs", "--cuda_graphs_always"],
     "fused": host_time.VARIANTS["fused"],
     "graphs-fused": ["--cuda_graphs", "--cuda_graphs_always", "--fused_operations"],
+    "typed-graphs": ["--cuda_graphs"],
+    "typed-graphs-fused": ["--cuda_graphs", "--fused_operations"],
+    "auto": ["--speed", "auto"],
     "compiled": host_time.VARIANTS["compiled"],
     "compiled-graphs": ["--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always"],
     "compiled-graphs-fused": ["--selective_torch_compile", "--cuda_graphs", "--cuda_graphs_always", "--fused_operations"],
@@ -52,6 +57,12 @@ VARIANTS = {
 FIRST_STEPS = 8
 MEASURED_STEPS = 12
 PROFILED_STEPS = 2
+
+#: Presets that run as a user types them; the variants for them; and the steps of the whole run, which decide whether a trial is
+#: worth its time, and those before it is measured.
+PRESETS = ("sdxl-lora/16gb", "flux-lora/32gb")
+TYPED = ("upstream", "typed-graphs", "typed-graphs-fused", "auto")
+WHOLE_RUN, FIRST_OF_TYPED = 3000, 40
 
 
 @dataclass(frozen=True)
@@ -70,10 +81,15 @@ class Job:
 
 def jobs(given: argparse.Namespace) -> Iterator[list[Job]]:
     """Yield the jobs of each row: all variants in turn, in each round. The first round is profiled."""
-    for row in host_time.rows():
-        chosen = [name for name in VARIANTS if re.search(given.only, f"{row.name} {name}")]
+    for row in (*host_time.rows(), *(Row(name, _script(name), ["--preset", name], host_time.CARD) for name in PRESETS)):
+        variants = TYPED if row.name in PRESETS else [name for name in VARIANTS if name not in TYPED or name == "upstream"]
+        chosen = [name for name in variants if re.search(given.only, f"{row.name} {name}")]
         if chosen:
             yield [Job(row, name, turn == 0) for turn in range(given.rounds) for name in chosen]
+
+
+def _script(preset: str) -> str:
+    return preset_files.scripts(preset.partition("/")[0])[0]
 
 
 def train(job: Job, arguments: list[str], checkout: Checkout, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -99,7 +115,8 @@ def _run(
     shutil.rmtree(output, ignore_errors=True)
     specification = {
         "result": str(result),
-        "first": given.first,
+        "first": given.first if job.row.name not in PRESETS or job.variant == "upstream" else FIRST_OF_TYPED,
+        "ends": job.row.name in PRESETS,
         "measured": given.measured,
         "profiled": PROFILED_STEPS if job.profiled and not given.deterministic else 0,
         "deterministic": given.deterministic,
@@ -149,7 +166,7 @@ def weights_hash(path: Path) -> str:
 def measured(document: dict[str, Any], turn: list[Job], checkout: Checkout, scratch: Path, given: argparse.Namespace) -> bool:
     """Measure the jobs of a row, and write the output file after each; return whether one failed."""
     failed = False
-    steps = given.first + given.measured + PROFILED_STEPS + 1
+    steps = WHOLE_RUN if turn[0].row.name in PRESETS else given.first + given.measured + PROFILED_STEPS + 1
     arguments, _ = full_size.training_arguments(turn[0].row, checkout, scratch, steps, random=True)
     for job in turn:
         if time.monotonic() > given.end:

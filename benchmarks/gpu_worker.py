@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_worker SPECIFICATION arguments of kohya_ext...
 
 The specification is JSON: ``result`` (the file to write), ``deterministic`` (use kernels that give the same bits in each run),
-and the numbers of steps: ``first`` are not measured, ``measured`` are timed, and ``profiled`` run under PyTorch's profiler
-afterwards.
+``ends`` (end the run after these steps), and the numbers of steps: ``first`` are not measured, ``measured`` are timed, and
+``profiled`` run under PyTorch's profiler afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
         # cuDNN's attention, which PyTorch prefers on an H100, is not deterministic. Flash attention is, without warn_only.
         torch.backends.cuda.enable_cudnn_sdp(False)
     skip_checkpoint_hashes()
-    steps = Steps(specification["first"], specification["measured"], specification["profiled"])
+    steps = Steps(specification["first"], specification["measured"], specification["profiled"], specification["ends"])
     begun = time.perf_counter()
     try:
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
@@ -49,8 +49,8 @@ def main() -> None:
 class Steps:
     """Measures a run by its backward passes, one for each step."""
 
-    def __init__(self, first: int, measured: int, profiled: int) -> None:
-        self.first, self.measured, self.profiled = first, measured, profiled
+    def __init__(self, first: int, measured: int, profiled: int, ends: bool) -> None:
+        self.first, self.measured, self.profiled, self.ends = first, measured, profiled, ends
         self.number = 0
         self.marks: list[float] = []
         self.losses: list[torch.Tensor] = []
@@ -93,6 +93,8 @@ class Steps:
             except Exception as error:
                 self.values["profile"] = {"error": repr(error)}
             self.profiler = None
+        if self.ends and done > last + self.profiled:
+            sys.exit(0)
 
     @staticmethod
     def memory() -> dict[str, Any]:

@@ -45,7 +45,8 @@ def rows() -> Iterator[Row]:
     """Yield each family's LoRA with and without checkpointing."""
     for name in dict.fromkeys(family for family, _, _ in preset_files.shipped() if family.endswith("-lora")):
         for option in ("--gradient_checkpointing", "--no-gradient_checkpointing"):
-            yield Row(f"{name} {option}", preset_files.scripts(name)[0], ["--preset", f"{name}/base", option], CARD)
+            options = ["--preset", f"{name}/base", option, "--speed", "off"]
+            yield Row(f"{name} {option}", preset_files.scripts(name)[0], options, CARD)
 
 
 def add_round(cost: dict[str, Any], used: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ PARTS: Mapping[str, str] = {
     "cuda_graphs": "GPUs that failed to replay CUDA graphs",
     "estimates": "results of estimate and plan",
     "gpus": "measurements of calibrate",
+    "self_tests": "results of the self-tests of GPUs",
+    "speed": "what --speed has chosen for runs",
     "step_times": "seconds of earlier runs' steps",
     "virtual_gpu": "the library of the virtual GPU",
 }

@@ -50,6 +50,12 @@ def visible_gpus() -> int:
     return min(installed, len([device for device in chosen.split(",") if device.strip() not in ("", "-1")]))
 
 
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver; empty if nvidia-smi does not tell."""
+    lines = (_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "").split()
+    return lines[0] if lines else ""
+
+
 @cache
 def _first_gpu(visible: str, order: str, path: str) -> InstalledGpu | None:
     """Return the same for CUDA_VISIBLE_DEVICES' first entry, CUDA_DEVICE_ORDER and PATH, which decide it."""

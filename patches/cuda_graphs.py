@@ -15,32 +15,29 @@ Here they are copied once.
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from pathlib import Path
 from typing import Any
 
 from kohya_ext.compiling import replay_watch
 from kohya_ext.compiling.support import reason_not_to_record
-from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Option, Settings, boolean
-from kohya_ext.console import error, note
+from kohya_ext.console import note
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import journal, resume
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.sdscripts.fingerprints import known_bodies
+from kohya_ext.speed import hang, switches
 
 CUDA_GRAPHS = Option(
     "cuda_graphs",
-    False,
+    None,
     boolean,
     "replay the model's forward and backward pass as CUDA graphs, one pair per image size, if the GPU waits for Python "
-    "(experimental)",
+    "(default: see --speed)",
 )
 CUDA_GRAPHS_ALWAYS = Option(
     "cuda_graphs_always",
@@ -93,6 +90,8 @@ class _Graphs(TrainingCallback):
         self.in_step = False
         if self.eager is not None:
             self.eager.after_batch(accelerator.sync_gradients)
+        if self.recorded is not None and self.recorded.off is not None:
+            switches.CUDA_GRAPHS.on = False
 
     def forward(self, original: Any, model: Any, args: Any, kwargs: Any) -> Any:
         """Return the model's output, from a recording where possible."""
@@ -128,7 +127,7 @@ class _Graphs(TrainingCallback):
         self.model = model
         recorder = cuda_recorder.CudaRecorder(self.accelerator.device)
         self.eager = EagerSteps(recorder, TemporaryMemoryMeter(self.accelerator.device), 0 if self.always else TIMED)
-        self.watch = replay_watch.ReplayWatch(recorder.new_event, self._on_hang)
+        self.watch = replay_watch.ReplayWatch(recorder.new_event, partial(hang.end_process, self.args, self.accelerator.device))
         self.recorded = RecordedModel(
             recorder,
             modules,
@@ -185,29 +184,6 @@ class _Graphs(TrainingCallback):
         self.between.release()
         self.between = None
 
-    def _on_hang(self) -> None:
-        """End the process, whose GPU does not answer, and keep later runs from recording."""
-        try:
-            self._report_hang()
-        finally:
-            os._exit(1)
-
-    def _report_hang(self) -> None:
-        import torch
-
-        gpu = torch.cuda.get_device_name(self.accelerator.device)
-        minutes = replay_watch.INTERVAL * replay_watch.LOOKS / 60
-        error(f"a replay of CUDA graphs has not ended for {minutes:.0f} minutes: the {gpu} or its driver hangs; ending the run")
-        file = replay_watch.forbid(gpu, f"torch {torch.__version__}, CUDA {torch.version.cuda}")
-        error(f"later runs on this GPU train without CUDA graphs, because of {file}")
-        state = resume.newest_state(Path(self.args.output_dir), self.args.output_name)
-        error(
-            f"to resume from {state.name}: {restart_line({'resume': str(state)})}" if state else "this run has saved no state"
-        )
-        journal.event("hang", problem="a replay of CUDA graphs has not ended")
-        journal.set_exit_code(1)
-        journal.finish()
-
     def on_end(self) -> None:
         if self.watch is not None:
             self.watch.end()
@@ -221,6 +197,8 @@ def _report(message: str) -> None:
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Graphs | None:
     reason = _reason_not_to_record(args, accelerator, settings)
+    if reason is not None and not settings[CUDA_GRAPHS]:
+        return None
     if reason is not None:
         _report(f"{reason}; training continues without CUDA graphs")
         return None
@@ -263,6 +241,8 @@ def _replayed(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = current(_Graphs)
+        if graphs is not None and not switches.CUDA_GRAPHS.on:
+            return original(self, *args, **kwargs)
         recorded = simulation() if graphs is None else graphs.forward
         if recorded is None or not torch.is_grad_enabled():
             if graphs is not None:
@@ -298,8 +278,7 @@ def _with_table(original: Any, settings: Settings) -> Any:
 
 PATCH = Patch(
     name="cuda_graphs",
-    summary="replay the model's forward and backward pass as CUDA graphs, one pair per image size, if the GPU waits for Python "
-    "(experimental)",
+    summary="replay the model's forward and backward pass as CUDA graphs, one pair per image size, if the GPU waits for Python",
     targets=(
         *(
             Target(family.module, f"{family.model}.forward", _replayed, takes("self", family.first_input), body="runs")
@@ -317,7 +296,7 @@ PATCH = Patch(
     exactness="exact",
     held_to="the same run without it, bit-identical, on a replayer of recorded operations on the CPU",
     idea="https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",
-    wanted=lambda settings: settings[CUDA_GRAPHS],
+    wanted=partial(switches.is_wanted, switches.CUDA_GRAPHS),
     facts=_facts,
     stage=Stage.RECORD,
     on_start=_start,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -24,15 +24,16 @@ from kohya_ext.patching.lora_modules import FORWARD_WITHOUT_BIAS, NETWORKS, used
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.sdscripts.fingerprints import known_bodies
+from kohya_ext.speed import switches
 
 _counts: Counter[str] = Counter()
 
 FUSED_OPERATIONS = Option(
     "fused_operations",
-    False,
+    None,
     boolean,
     "use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks, and no needless masks of attention; "
-    "results differ by rounding only",
+    "results differ by rounding only (default: see --speed)",
     activates=True,
 )
 
@@ -56,6 +57,7 @@ def _lora(original: Any, settings: Settings) -> Any:
         base, down = self.org_forward, self.lora_down
         is_fused = (
             not torch.compiler.is_compiling()
+            and switches.FUSED_OPERATIONS.on
             and type(base) is MethodType
             and (base.__func__ is plain or base.__func__ is quantized)
             and type(down) is linear
@@ -86,7 +88,7 @@ def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settin
 
         @wraps(original)
         def forward(self: Any, x: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or not switches.FUSED_OPERATIONS.on:
                 return original(self, x)
             _counts["norms"] += 1
             return rms_norm(x, getattr(self, weight), eps(self))
@@ -104,7 +106,7 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def apply_rope(xq: Any, xk: Any, freqs_cis: Any) -> Any:
         # Compilers and other device types do not support complex numbers.
-        if torch.compiler.is_compiling() or xq.device.type not in ("cuda", "cpu"):
+        if torch.compiler.is_compiling() or not switches.FUSED_OPERATIONS.on or xq.device.type not in ("cuda", "cpu"):
             return original(xq, xk, freqs_cis)
         _counts["rotations"] += 2
         rotations = torch.complex(freqs_cis[..., 0, 0], freqs_cis[..., 1, 0])
@@ -155,7 +157,7 @@ def _is_raised(norm: Any, x: Any) -> bool:
     import torch
 
     is_raised = torch.is_autocast_enabled(x.device.type) and norm.weight.dtype is x.dtype
-    if torch.compiler.is_compiling() or not is_raised:
+    if torch.compiler.is_compiling() or not switches.FUSED_OPERATIONS.on or not is_raised:
         return False
     _counts["norms"] += 1
     return True
@@ -168,7 +170,8 @@ def _geglu(original: Any, settings: Settings) -> Any:
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:
-        if torch.compiler.is_compiling() or hidden_states.device.type not in ("cuda", "cpu"):
+        is_fused = not torch.compiler.is_compiling() and switches.FUSED_OPERATIONS.on
+        if not is_fused or hidden_states.device.type not in ("cuda", "cpu"):
             return original(self, hidden_states)
         _counts["gates"] += 1
         return geglu(self.proj(hidden_states))
@@ -237,7 +240,7 @@ PATCH = Patch(
     exactness="close",
     held_to="training without it; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/unslothai/unsloth/blob/main/unsloth/kernels/fast_lora.py",
-    wanted=lambda settings: settings[FUSED_OPERATIONS],
+    wanted=partial(switches.is_wanted, switches.FUSED_OPERATIONS),
     facts=_facts,
     stage=Stage.FUSE,
 )

@@ -12,6 +12,7 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, program
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import step_times
+from kohya_ext.speed import switches
 from kohya_ext.units import index_of
 
 _WARM_UP = 2
@@ -47,7 +48,8 @@ class _Clock(TrainingCallback):
     def on_end(self) -> None:
         self.store()
         measured = self.steps - _WARM_UP
-        if self.gpu is not None and measured >= step_times.MIN_STEPS:
+        # A prediction is without what --speed adds.
+        if self.gpu is not None and measured >= step_times.MIN_STEPS and not switches.added():
             machine.keep_ratio(self.gpu, (self.ended - self.began) / measured / self.predicted)
 
     def store(self) -> None:

@@ -67,7 +67,8 @@ def generated() -> Mapping[Path, str]:
         DOCS / "scripts.md": [_every_script()],
         DOCS / "speed.md": [_measured_gains(), _predicted_gains()],
         EVIDENCE: [
-            *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _host_time(), _peers(), _cold_compile()),
+            *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _typed_gains()),
+            *(_host_time(), _peers(), _cold_compile()),
             *(_block_errors(), _outlier_errors(), _learned(), _script_errors(), _kernel_resources()),
             *(_eight_bit_seconds(), _eight_bit_counts(), _parts_of_steps(), _assumptions(), _budgets(), _scaling()),
         ],
@@ -151,6 +152,28 @@ def _measured_gains() -> str:
 
     rows = ([text, *(cell(family, name) for family in ("sdxl-lora", "flux-lora"))] for name, text in variants.items())
     return _table(("", "SDXL", "FLUX"), rows)
+
+
+def _typed_gains() -> str:
+    """Return a table of the seconds of a step with a preset as typed, and of their speed relative to upstream there."""
+    rounds = json.loads((RESULTS / "gpu_commands_h200.json").read_text(encoding="utf-8"))["rows"]
+    added = {
+        "upstream": "upstream with the preset's options",
+        "typed-graphs": "`--preset 16gb --cuda_graphs`",
+        "typed-graphs-fused": "`--preset 16gb --cuda_graphs --fused_operations`",
+        "auto": "`--preset 16gb`",
+    }
+    upstream = {run["visit"]: run["seconds"] for run in rounds["sdxl-lora/16gb upstream"]}
+    rows = []
+    for name, runs in rounds.items():
+        variant = name.rpartition(" ")[2]
+        for run in runs:
+            what = added[variant]
+            if variant == "auto":
+                what += ", after its trial" if "choice" in run else ", with the choice that was kept"
+            gain = f"{upstream[run['visit']] / run['seconds']:.1f}x"
+            rows.append([what, str(run["visit"]), f"{run['seconds']:.2f} s", gain])
+    return _table(("", "machine", "seconds per step", "times as fast"), sorted(rows, key=lambda row: row[1]))
 
 
 def _predicted_gains() -> str:

@@ -37,8 +37,7 @@ commands:
 options, before SCRIPT or after it:
   presets     --preset, --vram, --strict
   memory      --vram_budget, --gradient_checkpointing_ratio, --on_oom
-  speed       --selective_torch_compile, --activation_memory_budget,
-              --fused_operations, --cuda_graphs
+  speed       --speed, --selective_torch_compile, --activation_memory_budget
   recovery    --save_state_every_n_minutes, --stop_file, --keep_previous
   monitoring  --profile_steps, --notify, --journal_file
   training    --ema, --adaptive_lr, --nan_patience

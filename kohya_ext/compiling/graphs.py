@@ -248,7 +248,7 @@ class RecordedModel:
         """Return ``forward(*args, **kwargs)``, from a recording where possible."""
         passes = self._size_for(forward, args, kwargs) if self.off is None else None
         if passes is not None:
-            states = _RandomStates(self._recorder.generators)
+            states = RandomStates(self._recorder.generators)
             try:
                 size, tensors = passes
                 result = _Passes.apply(self, size, states, self._hook, *tensors)
@@ -421,7 +421,7 @@ class RecordedModel:
         self._unshare()
         _renew_accumulators(self._trained)
         gradients = [weight.grad for weight in self._trained]
-        random_states = _RandomStates(self._recorder.generators)
+        random_states = RandomStates(self._recorder.generators)
         try:
             self._prepare(size, random_states.of_device)
         finally:
@@ -508,7 +508,7 @@ class RecordedModel:
         """Run both passes eager in the pool, with a test gradient; return the output."""
         with self._recorder.in_pool():
             result = self._forward(size)
-            self._backward(size, result, _test_gradient(result))
+            self._backward(size, result, test_gradient(result))
         return result
 
     def _forward(self, size: _Size) -> torch.Tensor:
@@ -560,7 +560,7 @@ class RecordedModel:
         assert size.output_gradient is not None
         assert size.result is not None
         self._watch(size.forward_recording.replay)
-        size.output_gradient.copy_(_test_gradient(size.result))
+        size.output_gradient.copy_(test_gradient(size.result))
         self._watch(size.backward_recording.replay)
 
     def _replay_once(self, size: _Size) -> _Results:
@@ -570,7 +570,7 @@ class RecordedModel:
 
     # --- the passes of a training step -------------------------------------------------------------------------------
 
-    def begin(self, node: Any, size: _Size, states: _RandomStates, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def begin(self, node: Any, size: _Size, states: RandomStates, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run the forward pass of an autograd node. ``states``: those before it."""
         self._generation += 1
         node.generation, node.states = self._generation, states
@@ -642,9 +642,9 @@ class RecordedModel:
         if size.pool_bytes is not None and self._recorder.pool_bytes() > size.pool_bytes:
             self._switch_off(_KEEPS_TENSORS)
 
-    def _run_again(self, size: _Size, gradient: torch.Tensor, states: _RandomStates) -> list[torch.Tensor | None]:
+    def _run_again(self, size: _Size, gradient: torch.Tensor, states: RandomStates) -> list[torch.Tensor | None]:
         """Run both passes as without recordings, with the forward pass's random numbers."""
-        now = _RandomStates(self._recorder.generators)
+        now = RandomStates(self._recorder.generators)
         states.restore()
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in size.inputs]
         with torch.enable_grad():
@@ -681,7 +681,7 @@ class _Passes(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, model: RecordedModel, size: _Size, states: _RandomStates, hook: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, model: RecordedModel, size: _Size, states: RandomStates, hook: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
         # A script keeps its last loss, and so this node, for longer than a recording may need its memory.
         ctx.model, ctx.size = model, weakref.ref(size)
@@ -692,7 +692,7 @@ class _Passes(torch.autograd.Function):  # type: ignore[misc]
         return (None, None, None, None, *ctx.model.end(ctx, ctx.size(), gradient))
 
 
-class _RandomStates:
+class RandomStates:
     """The states of all random number generators that a model can draw from."""
 
     def __init__(self, generators: Sequence[Any]) -> None:
@@ -752,7 +752,7 @@ class _Results:
         self.gradient_norms = torch.stack(norms).cpu() if norms else torch.zeros(1)
 
 
-def _test_gradient(result: torch.Tensor) -> torch.Tensor:
+def test_gradient(result: torch.Tensor) -> torch.Tensor:
     """Return a gradient of the output for a run without a loss: all magnitudes and both signs."""
     numbers = torch.arange(result.numel(), device=result.device, dtype=torch.float32)
     return numbers.cos().reshape(result.shape).to(result.dtype)

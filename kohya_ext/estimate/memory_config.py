@@ -242,7 +242,8 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
             given[name] = tuple(value)
         elif isinstance(value, Path):
             given[name] = str(value)
-    return MemoryConfig(command.name, **given, **{name: command.settings[name] for name in own_fields()})
+    own = {name: value for name in own_fields() if (value := command.settings[name]) is not None}
+    return MemoryConfig(command.name, **given, **own)
 
 
 def normalized(config: MemoryConfig) -> MemoryConfig:

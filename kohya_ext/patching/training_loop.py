@@ -57,6 +57,8 @@ class Stage(IntEnum):
     by later stages include the whole step."""
     FUSE = auto()
     """Replaces a whole operation, and falls back to the operation as changed by COMPUTE."""
+    CHOOSE = auto()
+    """Chooses which of the earlier stages' features are used, and compares their passes."""
     COUNT = auto()
     """Counts the step. Every later stage reads the count: for a message, a file name or a saved state."""
     GUARD = auto()

@@ -56,6 +56,7 @@ class Accelerator(Protocol):
     """The configuration of DeepSpeed; None without it."""
     device: torch.device
     distributed_type: Any
+    gradient_accumulation_steps: int
     gradient_state: Any
     scaler: Any
     """The gradient scaler of fp16 training; None without one."""

@@ -86,7 +86,7 @@ def test_start_from_the_gui_keeps_its_switches(checkout, train, tmp_path):
     messages = [line for line in run.output.splitlines() if line.startswith("kohya_ext: ")]
     assert not [line for line in messages if "must be" in line or "unknown key" in line]
     assert [line for line in messages if "preset sdxl-lora/12gb set" in line] == [
-        "kohya_ext: preset sdxl-lora/12gb set gradient_checkpointing_ratio=0.375"
+        "kohya_ext: preset sdxl-lora/12gb set speed=auto, gradient_checkpointing_ratio=0.375"
     ]
 
 

@@ -23,6 +23,7 @@ from kohya_ext.compiling.eager_steps import EagerSteps  # noqa: E402
 from kohya_ext.compiling.graphs import RecordedModel  # noqa: E402
 from kohya_ext.compiling.replay_watch import ReplayWatch  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.speed import hang  # noqa: E402
 from tests.replayer import CpuRecorder, Recording  # noqa: E402
 
 WIDTH = 16
@@ -860,10 +861,9 @@ def test_hung_run_ends_with_how_to_resume(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
     codes = []
-    monkeypatch.setattr(cuda_graphs.os, "_exit", codes.append)
-    accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    monkeypatch.setattr(hang.os, "_exit", codes.append)
     args = Namespace(**_NETWORK, output_dir=str(tmp_path), output_name="cat")
-    cuda_graphs.PATCH.on_start(args, accelerator, Settings(cuda_graphs=True))._on_hang()
+    hang.end_process(args, torch.device("cuda"))
     printed = capsys.readouterr().err
     assert codes == [1]
     assert "a replay of CUDA graphs has not ended for 5 minutes: the NVIDIA GeForce RTX 5090 or its driver hangs" in printed

@@ -181,7 +181,7 @@ def test_switches_that_are_on_in_the_gui_are_not_changed():
     presets = CommandLine(Path(LORA), argv, {}).presets
     assert presets.held_back == {}
     gui_values = read_config_file(argv[-1]).values
-    assert {key for key in presets.values if key not in gui_values} == {"gradient_checkpointing_ratio"}
+    assert {key for key in presets.values if key not in gui_values} == {"gradient_checkpointing_ratio", "speed"}
 
 
 def test_summary_names_the_switches_to_turn_on_in_the_gui():

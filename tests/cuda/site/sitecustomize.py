@@ -2,7 +2,8 @@
 
 A step extends from one ``Accelerator.accumulate`` to the next, so the last one of a run is not recorded. The environment
 variable SPY_FILE names the record. With SPY_NOT_FINITE_AT, the numbers that the host reads in that step are NaN. With
-SPY_INTEGERS, the integers that it reads have this value.
+SPY_INTEGERS, the integers that it reads have this value. TRIAL_CHOOSES names the features that the trial of --speed finds
+fastest, separated by commas.
 """
 
 import atexit
@@ -109,3 +110,12 @@ def write():
         "unknown_calls": virtual_gpu.counters()["unknown_calls"],
     }
     Path(os.environ["SPY_FILE"]).write_text(json.dumps(record))
+
+
+@wrapt.when_imported("kohya_ext.speed.trial")
+def decide_trial(module):
+    """Give the trial of a short run time, and choose by name: kernels take no time here."""
+    if "TRIAL_CHOOSES" in os.environ:
+        module.MOST_SECONDS = module.SHARE = 1e9
+        chosen = tuple(name for name in os.environ["TRIAL_CHOOSES"].split(",") if name)
+        module.choose = lambda candidates: next(each for each in candidates if each.features == chosen)

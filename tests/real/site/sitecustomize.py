@@ -3,7 +3,9 @@
 It counts calls of torch's checkpoint. Environment variables enable more: SPY_MEMORY records memory and FLOPs of every step,
 SPY_LOSSES records losses and compiled graphs, SPY_MASKS counts calls of attention, and SPY_OUT_OF_MEMORY_AT makes blocks run
 out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch.
-REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations. SPY_PROFILER_FAILS makes torch's profiler fail.
+REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations, and lets --speed choose on the CPU: TRIAL_CHOOSES names the
+features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test.
+SPY_PROFILER_FAILS makes torch's profiler fail.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
 there. COMPILE_BACKEND is torch.compile's backend for the blocks. BREAK breaks compiling: with an old version (``torch``),
 changed Lumina blocks (``layout``) or a failing ``backend``, called "broken", in the first step.
@@ -173,6 +175,21 @@ def exhaust_memory(module):
 
     module.BasicTransformerBlock.forward_body = forward_body
     module.SdxlUNet2DConditionModel.forward = count
+
+
+def skip_self_test(module):
+    module.machine = lambda device: {"gpu": "a CPU"}
+    fails = os.environ.get("SELF_TEST_FAILS")
+    module.problems = lambda machine, names, *_: {
+        name: "it computes wrong numbers" if name == fails else None for name in names
+    }
+
+
+def decide_trial(module):
+    """Give the trial of a short run time, and choose by name."""
+    module.MOST_SECONDS = module.SHARE = 1e9
+    chosen = tuple(name for name in os.environ["TRIAL_CHOOSES"].split(",") if name)
+    module.choose = lambda candidates: next(each for each in candidates if each.features == chosen)
 
 
 def replay_on_cpu(module):
@@ -360,6 +377,9 @@ if "SPY_COLLECTIVES" in os.environ:
     wrapt.register_post_import_hook(record_collectives, "accelerate.accelerator")
 if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(replay_on_cpu, "kohya_ext.compiling.cuda_recorder")
+    wrapt.register_post_import_hook(skip_self_test, "kohya_ext.speed.proof")
+if "TRIAL_CHOOSES" in os.environ:
+    wrapt.register_post_import_hook(decide_trial, "kohya_ext.speed.trial")
 if "SPY_PROFILER_FAILS" in os.environ:
     wrapt.register_post_import_hook(break_profiler, "torch.profiler.profiler")
 if "WRAP_AS_ON_GPUS" in os.environ:

@@ -1,0 +1,171 @@
+"""Run the self-test of a GPU in a process of its own, and keep its results in the user's cache.
+
+A kernel that crashes, hangs or computes a wrong number there costs no run: the feature is off on this machine, until the GPU's
+driver, PyTorch, Triton or the kernels themselves change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kohya_ext import __version__, cache
+from kohya_ext.installed_gpus import driver_version
+from kohya_ext.renames import rename
+
+#: Seconds that a self-test may take, most of which are PyTorch's import and Triton's compilation.
+LIMIT = 240.0
+
+_SCHEMA = 1
+
+_FOLDER = "self_tests"
+
+_PROGRAM = "kohya_ext.speed.self_test"
+
+#: The code whose change makes the results outdated.
+_CODE = ("kernels/fused.py", "kernels/gates.py", "compiling/graphs.py", "compiling/cuda_recorder.py", "speed/self_test.py")
+
+Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]
+
+Problems = dict[str, str | None]
+
+
+def problems(machine: dict[str, str], names: Iterable[str], start: Start, report: Callable[[str], None]) -> Problems:
+    """Return why each named feature must not be used on a machine; None for one that may.
+
+    Results that are kept are returned at once. ``start`` starts a process that tests some features. ``report`` receives a line
+    before it starts, and one if the results cannot be kept.
+    """
+    names = list(names)
+    results = _read(machine)
+    missing = [name for name in names if name not in results]
+    if missing:
+        report(f"testing the {machine['gpu']}, once for this driver and PyTorch")
+        until = time.monotonic() + LIMIT
+        while missing:  # a test that ends the process leaves those after it
+            results |= _tested(start, missing, until)
+            missing = [name for name in missing if name not in results]
+        _keep(machine, results, report)
+    return {name: results[name] for name in names}
+
+
+def _tested(start: Start, names: Sequence[str], until: float) -> Problems:
+    try:
+        process = start(names)
+    except OSError as error:
+        return dict.fromkeys(names, f"its self-test cannot be started: {error}")
+    try:
+        return _outcome(process, names, max(1.0, until - time.monotonic()))
+    finally:
+        process.kill()  # after an interrupt
+
+
+def _keep(machine: dict[str, str], results: Problems, report: Callable[[str], None]) -> None:
+    file = file_of(machine)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": _SCHEMA, "machine": machine, "results": results}, indent=1)
+        partial.write_text(text + "\n", encoding="utf-8")
+        rename(partial, file)
+    except OSError as error:
+        report(f"the self-test's results cannot be kept, and the next run repeats it: {error}")
+
+
+def machine(device: Any) -> dict[str, str]:
+    """Return what the results for a CUDA device depend on."""
+    import torch
+
+    try:
+        from triton import __version__ as triton
+    except Exception:  # not installed, or broken
+        triton = "none"
+    folder = Path(__file__).parents[1]
+    code = hashlib.sha256(b"".join((folder / name).read_bytes() for name in _CODE)).hexdigest()[:12]
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "driver": driver_version(),
+        "system": sys.platform,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton,
+        "kohya_ext": f"{__version__} {code}",
+    }
+
+
+def file_of(machine: dict[str, str]) -> Path:
+    """Return the file with the results for a machine."""
+    digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    return cache.folder() / _FOLDER / f"{digest}.json"
+
+
+def starter(index: int) -> Start:
+    """Return the function that starts the self-test on the CUDA device of an index in this process."""
+
+    def start(names: Sequence[str]) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("KOHYA_EXT", "SDSCRIPTS_"))}
+        environment["KOHYA_EXT_CACHE"] = str(cache.folder())
+        root = str(Path(__file__).parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
+        return subprocess.Popen(
+            [sys.executable, "-m", _PROGRAM, str(index), *names],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # a GUI has no console to show
+        )
+
+    return start
+
+
+def _outcome(process: subprocess.Popen[str], names: Sequence[str], limit: float) -> Problems:
+    """Return each feature's problem, None for those without one, after ``limit`` seconds at most."""
+    try:
+        output, errors = process.communicate(timeout=limit)
+        end = f"its self-test ended with code {process.returncode}: {_last_line(errors)}"
+    except subprocess.TimeoutExpired:
+        end = f"its self-test did not end within {LIMIT:.0f} s"
+        process.kill()
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired as error:  # a driver can keep a process that is killed
+            output = error.stdout.decode("utf-8", "replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+    results: Problems = {}
+    begun: str | None = None
+    for line in output.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # a library's own output
+            continue
+        if isinstance(row, dict) and row.get("begun") in names:
+            begun = str(row["begun"])
+        elif isinstance(row, dict) and row.get("name") in names:
+            results[str(row["name"])] = row["problem"]
+    # The feature in whose test the process ended is at fault. Without one, none has been tried.
+    failed = names if begun is None or begun in results else [begun]
+    return {**results, **{name: end for name in failed if name not in results}}
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "no message")
+
+
+def _read(machine: dict[str, str]) -> Problems:
+    try:
+        document = json.loads(file_of(machine).read_text(encoding="utf-8"))
+        if document["schema"] != _SCHEMA or document["machine"] != machine:
+            return {}
+        return {str(name): None if problem is None else str(problem) for name, problem in document["results"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}

@@ -1,0 +1,117 @@
+"""Try on a GPU what each feature needs, against PyTorch's own operators: ``python -m kohya_ext.speed.self_test INDEX``.
+
+Prints one JSON line before and one after each feature, so that the parent knows which one has crashed the process or hung.
+`proof` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+#: Largest difference from PyTorch's operators, as a share of the norm: kernels compute in fp32 and round once to 16 bits.
+TOLERANCE = 0.01
+
+#: Rows and widths of the layers that the kernels see: SDXL's and SD 1.5's, one that fills no tile, and one of a single row.
+_GATES = ((4096, 2560), (1024, 5120), (77, 1280), (1, 320))
+_LAYERS = ((4096, 640, 640, 16), (1024, 1280, 1280, 64), (77, 2048, 640, 4))
+
+
+class WrongResultError(Exception):
+    """A result differs from that of PyTorch's operators."""
+
+
+def cuda_graphs(device: torch.device) -> None:
+    """Record and replay both passes of a small model, with a pool, as `cuda_recorder` does."""
+    from kohya_ext.compiling.cuda_recorder import CudaRecorder
+    from kohya_ext.compiling.graphs import RecordedModel
+
+    layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3))).to(device)
+    weights = [*layers.parameters()]
+    reasons: list[str] = []
+    recorded = RecordedModel(CudaRecorder(device), [layers], weights, reasons.append)
+    for number in range(4):
+        x = torch.randn(64, 256, device=device)
+        expected = _gradients(layers(x), weights)
+        _compare(_gradients(recorded(layers, (x,), {}), weights), expected, f"pass {number + 1}")
+    if reasons or not recorded.counts["replayed"]:
+        raise WrongResultError(reasons[0].partition("; ")[0] if reasons else "nothing was replayed")
+    recorded.release()
+
+
+def fused_operations(device: torch.device) -> None:
+    """Compare the fused kernels with PyTorch's operators, forward and backward, in the 16-bit types of the GPU."""
+    from torch.nn import functional as F  # noqa: N812
+
+    from kohya_ext.kernels import fused
+
+    for dtype in (torch.float16, *([torch.bfloat16] if torch.cuda.get_device_capability(device) >= (8, 0) else [])):
+        for rows, width in _GATES:
+            halves = torch.randn(rows, 2 * width, device=device, dtype=dtype, requires_grad=True)
+            value, gate = halves.float().chunk(2, dim=-1)
+            expected = _gradients(value * F.gelu(gate), [halves])
+            _compare(_gradients(fused.geglu(halves), [halves]), expected, f"GEGLU of {rows}x{width} in {dtype}")
+        for rows, inner, outer, rank in _LAYERS:
+            x = torch.randn(rows, inner, device=device, dtype=dtype, requires_grad=True)
+            weight = torch.randn(outer, inner, device=device, dtype=dtype) / inner**0.5
+            down = torch.randn(rank, inner, device=device, dtype=dtype, requires_grad=True)
+            up = torch.randn(outer, rank, device=device, dtype=dtype).div_(inner**0.5).requires_grad_()
+            change = 0.5 * (x.float() @ down.float().t()) @ up.float().t()
+            expected = _gradients(x.float() @ weight.float().t() + change, [x, down, up])
+            result = _gradients(fused.linear_with_lora(x, weight, None, down, up, 0.5), [x, down, up])
+            _compare(result, expected, f"LoRA of rank {rank} in {dtype}")
+
+
+TESTS: Mapping[str, Callable[[torch.device], None]] = {
+    "cuda_graphs": cuda_graphs,
+    "fused_operations": fused_operations,
+}
+
+
+def _gradients(output: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an output and the gradients of its sum, weighted so that all magnitudes and both signs occur."""
+    factors = torch.arange(output.numel(), device=output.device, dtype=torch.float32).cos().reshape(output.shape)
+    output.backward(factors.to(output.dtype))
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    for weight in weights:
+        weight.grad = None
+    return [output.detach(), *(gradient.clone() for gradient in gradients)]
+
+
+def _compare(results: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    for result, reference in zip(results, expected, strict=True):
+        norm = float(reference.float().norm())
+        share = float((result.float() - reference.float()).norm()) / (norm or 1)
+        if not share <= TOLERANCE:
+            raise WrongResultError(f"{what} differs from PyTorch's by {share:.2g} of the norm")
+
+
+def run(names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield {"begun": name} before each named test, and {"name": name, "problem": text or None} after it."""
+    for name in names:
+        yield {"begun": name}
+        try:
+            TESTS[name](device)
+            torch.cuda.synchronize(device)
+            problem = None
+        except Exception as error:  # whatever it is, the feature cannot be used
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if isinstance(error, WrongResultError):
+                problem = str(error)
+        yield {"name": name, "problem": problem}
+
+
+def main() -> None:
+    """Run the tests that the command line names, on the device of its first word."""
+    index, *names = sys.argv[1:]
+    torch.cuda.set_device(int(index))
+    for line in run(names, torch.device("cuda", int(index))):
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The features that ``--speed`` turns on and off while a run trains. Patches ask their switch in every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from kohya_ext.config.settings import Settings
+
+
+@dataclass(eq=False)
+class Switch:
+    """One feature."""
+
+    name: str
+    """The name of its option."""
+    title: str
+    """Its name in messages."""
+    exactness: Literal["exact", "close"]
+    on: bool = True
+    """Whether its patch, where that is wanted, does its work."""
+    is_chosen: bool = False
+    """Whether ``--speed`` decides about it in this run, because its option is not given."""
+
+
+CUDA_GRAPHS = Switch("cuda_graphs", "CUDA graphs", "exact")
+FUSED_OPERATIONS = Switch("fused_operations", "fused operations", "close")
+
+ALL = (CUDA_GRAPHS, FUSED_OPERATIONS)
+
+
+def may_choose(switch: Switch, settings: Settings) -> bool:
+    """Return whether ``--speed`` may turn a feature on: its option is not given, and the results may change as it does."""
+    allowed = {"off": (), "exact": ("exact",), "auto": ("exact", "close")}[settings["speed"]]
+    is_possible = "speed" not in settings.disable_patch and settings[switch.name] is None
+    return is_possible and switch.exactness in allowed
+
+
+def is_wanted(switch: Switch, settings: Settings) -> bool:
+    """Return whether a feature's patch is wanted: its option is on, or ``--speed`` may turn it on."""
+    return bool(settings[switch.name]) or may_choose(switch, settings)
+
+
+def reset() -> None:
+    """Turn all features on, and let ``--speed`` decide about none."""
+    for switch in ALL:
+        switch.on, switch.is_chosen = True, False
+
+
+def use(features: Iterable[str], among: Iterable[Switch] = ALL) -> None:
+    """Turn on the named features ``among`` some, and the others of them off."""
+    names = set(features)
+    for switch in among:
+        switch.on = switch.name in names
+
+
+def added() -> list[str]:
+    """Return the features that ``--speed`` has turned on."""
+    return [switch.name for switch in ALL if switch.is_chosen and switch.on]
+
+
+def describe(features: Iterable[str]) -> str:
+    """Return the features' names for a message."""
+    return " and ".join(switch.title for switch in ALL if switch.name in set(features)) or "eager passes"

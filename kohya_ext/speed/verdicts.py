@@ -1,0 +1,93 @@
+"""What trials have chosen: in the user's cache, for later runs, and in saved states, so that a resume computes as before.
+
+Reading needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kohya_ext import cache
+from kohya_ext.renames import rename
+from kohya_ext.speed import switches
+
+STATE_FILE = "kohya_ext_speed.json"
+"""The file in a state's folder with the features that change results by rounding."""
+
+_FOLDER, _SCHEMA = "speed", 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The features that a trial has chosen for a machine, settings and a batch's shapes."""
+
+    features: tuple[str, ...]
+    eager: float
+    """Seconds of an eager forward and backward pass."""
+    seconds: float
+    """The same with the features."""
+    day: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
+    candidates: Sequence[Mapping[str, Any]] = ()
+    """All candidates with their measurements, as JSON data."""
+
+
+def key(*parts: object) -> str:
+    """Return the name of the file for what a verdict depends on, as JSON data."""
+    return hashlib.sha256(json.dumps([_SCHEMA, *parts], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def load(key: str) -> Verdict | None:
+    """Return the verdict that was kept; None if there is none that this release can use."""
+    try:
+        document = json.loads(_file(key).read_text(encoding="utf-8"))
+        verdict = Verdict(**{**document, "features": _known(document["features"])})
+        return verdict if min(float(verdict.seconds), float(verdict.eager)) > 0 else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def store(key: str, verdict: Verdict) -> None:
+    """Keep a verdict. Raises OSError."""
+    file = _file(key)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(asdict(verdict), indent=1) + "\n", encoding="utf-8")
+    rename(partial, file)
+
+
+def forget() -> None:
+    """Remove all verdicts that were kept. Raises OSError."""
+    for file in (cache.folder() / _FOLDER).glob("*.json"):
+        file.unlink(missing_ok=True)
+
+
+def write_to_state(folder: Path, features: Sequence[str]) -> None:
+    """Write the features that change results to a saved state. Raises OSError."""
+    (folder / STATE_FILE).write_text(json.dumps({"features": list(features)}) + "\n", encoding="utf-8")
+
+
+def read_from_state(folder: Path) -> tuple[str, ...]:
+    """Return the features with which a state's run computed; none for a state without the file."""
+    try:
+        return _known(json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["features"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ()
+
+
+def _known(features: object) -> tuple[str, ...]:
+    """Return the names of a file's features. Raises ValueError if there is one that this release does not have."""
+    names = tuple(features) if isinstance(features, (list, tuple)) else None
+    if names is None or not set(names) <= {switch.name for switch in switches.ALL}:
+        raise ValueError("unknown features")
+    return names
+
+
+def _file(key: str) -> Path:
+    return cache.folder() / _FOLDER / f"{key}.json"

@@ -1,0 +1,95 @@
+"""--speed in the real scripts, with CUDA graphs replaced by a replayer of operations on the CPU."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.thorough
+
+LORA = "sdxl_train_network.py"
+BF16 = ("--mixed_precision", "bf16")
+OFF, AUTO = ("--speed", "off"), ("--speed", "auto")
+
+#: Script -> options. Text encoders are trained, with checkpointing and images of two sizes.
+RUNS = {
+    "sdxl": (LORA, (*BF16, "--gradient_accumulation_steps", "2")),
+    "sd15": ("train_network.py", BF16),
+    "flux": ("flux_train_network.py", BF16),
+    "sd3": ("sd3_train_network.py", BF16),
+    "lumina": ("lumina_train_network.py", BF16),
+    "anima": ("anima_train_network.py", BF16),
+}
+DEFAULT = ("sdxl",)
+
+
+@pytest.fixture
+def replayed(train, tmp_path):
+    """(checkout, script, options...) -> the run, in which the trial chooses the named features."""
+
+    def run(checkout, script, *options, chooses="", env=None, **rest):
+        if "output" in rest:
+            rest["output"].mkdir()
+        env = {"REPLAY_ON_CPU": "1", "TRIAL_CHOOSES": chooses, "KOHYA_EXT_CACHE": str(tmp_path / "cache"), **(env or {})}
+        done = train(checkout, script, *options, env=env, **rest)
+        assert done.code == 0, done.output[-4000:]
+        return done
+
+    return run
+
+
+def equal(first, second):
+    return first.tensors.keys() == second.tensors.keys() and all(
+        torch.equal(first.tensors[name], second.tensors[name]) for name in second.tensors
+    )
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in RUNS])
+def test_trial_that_chooses_eager_passes_changes_nothing(checkout, replayed, name):
+    script, options = RUNS[name]
+    plain, tried = (replayed(checkout, script, *options, *more) for more in (OFF, AUTO))
+    assert "nothing makes them faster" in " ".join(tried.output.split())
+    assert equal(tried, plain)
+
+
+@pytest.mark.newest
+def test_default_is_bit_identical(checkout, replayed):
+    plain, default = (replayed(checkout, LORA, *BF16, "--max_train_steps", "10", *more) for more in (OFF, ()))
+    assert default.report["facts"]["cuda_graphs"]["replayed"] >= 1
+    assert equal(default, plain)
+
+
+@pytest.mark.newest
+def test_resumed_run_computes_as_the_first_part_did(checkout, replayed, tmp_path):
+    options = (*BF16, "--save_state", "--save_every_n_steps", "2", "--max_train_steps", "4")
+    folder = tmp_path / "fused"
+    whole = replayed(checkout, LORA, *options, *AUTO, chooses="fused_operations", output=folder)
+    assert "speed: fused operations: forward and backward take " in " ".join(whole.output.split())
+    assert whole.report["facts"]["fused_operations"]["products"] > 0
+    (state,) = folder.glob("*step00000002-state")
+    assert json.loads((state / "kohya_ext_speed.json").read_text()) == {"features": ["fused_operations"]}
+
+    resumed = replayed(checkout, LORA, *options, *AUTO, "--resume", str(state), output=tmp_path / "resumed")
+    assert "forward and backward take" not in resumed.output, "it has no trial"
+    assert equal(resumed, whole)
+
+    eager = replayed(checkout, LORA, *options, *OFF, output=tmp_path / "eager")
+    assert not equal(eager, whole)
+    state = tmp_path / "eager" / state.name  # as saved by an earlier release
+    assert not (state / "kohya_ext_speed.json").exists()
+    chosen = {"chooses": "fused_operations", "output": tmp_path / "older"}
+    assert equal(replayed(checkout, LORA, *options, *AUTO, "--resume", str(state), **chosen), eager)
+
+
+@pytest.mark.newest
+def test_obstacles_cost_no_run(checkout, replayed, tmp_path):
+    (tmp_path / "cache").write_text("a file where the cache's folder would be")
+    kept = replayed(checkout, LORA, *BF16, *AUTO, chooses="fused_operations")
+    assert "the choice cannot be kept" in " ".join(kept.output.split())
+    failed = replayed(checkout, LORA, *BF16, *AUTO, env={"SELF_TEST_FAILS": "fused_operations"})
+    text = " ".join(failed.output.split())
+    assert "speed: no fused operations on this GPU: it computes wrong numbers" in text
+    assert "forward and backward take" not in text
+    assert failed.report["facts"]["fused_operations"] == {}
