@@ -200,7 +200,7 @@ def test_auto_resumes_the_newest_state_of_this_run_only(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["cat", "pets/cat"])
 def test_auto_finds_a_state_that_had_to_be_saved_elsewhere(tmp_path, monkeypatch, name):
-    """The disk was full: newer states than the output folder's are in the user's cache, beside those of other runs."""
+    """The disk was full: newer states than the output folder's are in the cache folder, with those of other runs."""
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "out"
     run = describe(output_dir=str(out), output_name=name)
