@@ -6,7 +6,8 @@ is `kohya_ext.compiling.graphs`; this patch connects it to the models' forward m
 The first steps run eager. They show whether the GPU is the limit by far, and how much memory a step needs next to the model's
 passes (`kohya_ext.compiling.eager_steps`). A full queue of launches makes the host as slow as the GPU, so the first recording
 must also be faster than eager passes. Work between steps, sample images and validation, begins with a forward pass
-without gradients. Recordings are dropped before it unless the memory that such work has needed is free.
+without gradients. Recordings are dropped before it unless the memory that such work has needed is free, and are not made again
+where it comes too often.
 
 FLUX and Chroma copy the frequencies of the timestep embedding from the CPU in every forward pass, which cannot be recorded.
 Here they are copied once.
@@ -69,6 +70,10 @@ class _Graphs(TrainingCallback):
     in_step: bool = False
     pixels: int = 0
     """Pixels of the largest micro-batch of the eager steps."""
+    micro_batches: int = 0
+    """How many have begun."""
+    works: int = 0
+    """How often work between two steps has come."""
     between: Any = None
     """The meter of the work between two steps; None inside of a step."""
     reserved: int = 0
@@ -78,6 +83,7 @@ class _Graphs(TrainingCallback):
 
     def before_batch(self, accelerator: Accelerator) -> None:
         self.in_step = True
+        self.micro_batches += 1
         if self.between is not None:
             self._end_work()
         if self.eager is not None:
@@ -105,7 +111,8 @@ class _Graphs(TrainingCallback):
         if self.recorded is None or model is not self.model or self.in_step or self.between is not None:
             return
         if self.recorded.off is None:
-            self.recorded.leave_room(self.needed_between)
+            self.works += 1
+            self.recorded.leave_room(self.needed_between, self.micro_batches / self.works)
             self.between = self._meter()
             self.reserved = self.between.begin() if self.between is not None else 0
 

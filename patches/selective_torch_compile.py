@@ -99,8 +99,9 @@ INPUTS: Mapping[str, Mapping[str, Inputs]] = {
     "anima": {"Block": Inputs({"x_B_T_H_W_D": _IMAGE, "rope_emb_L_1_1_D": (0,)}, ("x_B_T_H_W_D",))},
 }
 
-#: Classes that are compiled only with a budget below 1, because a budget applies to compiled blocks alone. Compiling SDXL's 12
-#: widths of ResnetBlock2D took 91 of 110 s on an H100, and shortened a step on the GPU by 4% (benchmarks/README.md).
+#: Classes that are compiled only with a budget below 1, or with --vram_budget, which sets one in the run. A budget applies to
+#: compiled blocks alone; others would keep all their activations. Compiling SDXL's 12 widths of ResnetBlock2D took 91 of 110 s
+#: on an H100, and shortened a step on the GPU by 4% (benchmarks/README.md).
 _ONLY_WITH_BUDGET = frozenset({"ResnetBlock2D"})
 
 #: The compiled blocks. If ``forward`` checkpoints an inner method, the inner method is compiled.
@@ -141,7 +142,8 @@ def _targets() -> tuple[Target, ...]:
 
 def _is_compiled(name: str, settings: Settings) -> bool:
     budget = settings["activation_memory_budget"]
-    return name not in _ONLY_WITH_BUDGET or (budget is not None and budget < 1)
+    has_budget = budget < 1 if budget is not None else settings["vram_budget"] is not None
+    return name not in _ONLY_WITH_BUDGET or has_budget
 
 
 def _compiled(blocks: Blocks, name: str) -> Callable[[Any, Settings], Any]:

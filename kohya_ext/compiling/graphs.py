@@ -51,7 +51,7 @@ MOST_REPLACED, MOST_STATES = 2, 16
 #: Seconds of eager passes, divided by a replay's, that make recordings worth their memory.
 LEAST_GAIN = 1.03
 
-#: Replays for each recording that make it worth its five passes, if recordings are dropped for the work between steps.
+#: Micro-batches between two works that drop recordings, for each recording: fewer do not pay for its five passes.
 WORTHWHILE = 10
 
 _CHECKPOINTING = "gradient_checkpointing"
@@ -235,8 +235,6 @@ class RecordedModel:
         self._sizes: dict[Any, _Size] = {}
         self._seen: Counter[Any] = Counter()
         self._waited = 0
-        self._replayed_before = 0
-        """Replays before the recordings were dropped for the last time."""
         self._staged: dict[int, torch.Tensor] = {}
         """Number of a trained weight -> where all recordings leave its gradient."""
         self._generation = 0
@@ -274,20 +272,22 @@ class RecordedModel:
             except RecordingError as error:
                 self._switch_off(str(error))
 
-    def leave_room(self, needed: int | None) -> None:
-        """Drop the recordings before work between steps, unless the bytes that it needs are free next to them.
+    def leave_room(self, needed: int | None, interval: float) -> None:
+        """Drop the recordings before work between steps, unless the ``needed`` bytes are free next to them.
 
-        The memory that the work needs is not known before it has run once. They are recorded again when their sizes come.
+        The memory that the work needs is not known before it has run once. Recordings are made again when their sizes come,
+        but not where the micro-batches from one such work to the next, ``interval`` on average, do not pay for them.
         """
         if not self._sizes:
             return
         self._recorder.return_unused()
         if needed is not None and self._recorder.free_bytes() >= needed + self._reserve:
             return
-        replays, recorded = self.counts["replayed"] - self._replayed_before, self.counts["recorded"]
-        self._replayed_before = self.counts["replayed"]
-        if self.counts["released"] and replays < WORTHWHILE * recorded:
-            self._switch_off("sample images and validation need the memory of the recordings too often")
+        pays = WORTHWHILE * self.counts["recorded"]
+        if needed is not None and interval < pays:
+            self._switch_off(
+                f"sample images or validation every {interval:.0f} batches drop the recordings, which pay only from {pays} on"
+            )
         else:
             self._discard()
             self.counts["released"] += 1

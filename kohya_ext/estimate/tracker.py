@@ -278,7 +278,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             return None
         if not all(isinstance(value, torch.Tensor) for value in args) or args[0].dtype is not args[1].dtype:
             return None
-        return args[0] if _references(args[0]) == self._unshared and _is_dense(args[0]) else None
+        return args[0] if _references(args) == self._unshared and _is_dense(args[0]) else None
 
     def _take_over(self, before: Any, after: Any) -> None:
         """Log nothing for a result, which is in the memory of an input that is freed now."""
@@ -328,8 +328,13 @@ def _is_dense(tensor: Any) -> bool:
     return True
 
 
-def _references(tensor: Any) -> tuple[int, int, int]:
-    """Return how many references a tensor, its Python object and its storage have."""
+def _references(args: Any) -> tuple[int, int, int]:
+    """Return how many references an operator's first argument, its Python object and its storage have.
+
+    The argument is not passed alone: after torch.compile has failed, a call by Python holds one more reference to it, because
+    dynamo then keeps evaluating all frames.
+    """
+    tensor = args[0]
     return tensor._use_count(), sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -341,7 +346,7 @@ def references_of_gradient() -> tuple[int, int, int]:
     class Observer(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _aten.add.Tensor:
-                seen.append(_references(args[0]))
+                seen.append(_references(args))
             return func(*args, **(kwargs or {}))
 
     with torch.enable_grad():

@@ -146,11 +146,13 @@ def _options_patch(command: CommandLine) -> Patch:
         run_record.begin(run_record.describe(script.name, args))
         if should_print():
             try:
-                output_lock.acquire(args)
+                unlocked = output_lock.acquire(args)
             except UserError as error:
                 stop(str(error))
             if command.settings.preflight:
                 preflight.report(preflight.inspect(script, args, command.settings), command.settings.strict)
+            if unlocked is not None:  # not before preflight, whose error names the cause
+                warn(unlocked)
 
     def add_options(original: Any, settings: Settings) -> Any:
         @wraps(original)

@@ -17,7 +17,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import IO, Any
 
-from kohya_ext.console import note, warn
+from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.run.atomic_write import PARTIAL, remove, truncated
 from kohya_ext.run.output_files import output_name, temporary_paths
@@ -45,24 +45,24 @@ def lock_file(args: Namespace) -> Path | None:
     return output.with_name(f".{truncated(output.name)}.lock") if output.parent.is_dir() else None
 
 
-def acquire(args: Namespace) -> None:
+def acquire(args: Namespace) -> str | None:
     """Lock a run's output name until this process ends, and remove temporary files of killed runs.
 
-    Raises UserError with the owner when another run holds the lock.
+    Returns a warning if it cannot be locked, as in a folder that cannot be written to. Raises UserError with the owner when
+    another run holds the lock.
     """
     if getattr(args, "output_dir", None) and not getattr(args, "debug_dataset", False):
         with contextlib.suppress(OSError):  # preflight reports a folder that cannot be created
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     file = lock_file(args)
     if file is None or file in _locks:
-        return
+        return None
     try:
         stream = _open_locked(file)
     except NotPlainError as error:
         raise _refusal(file, error) from None
     except OSError as error:
-        warn(f"cannot lock {file}: {error.strerror or error}; do not start a second run with this output name")
-        return
+        return f"cannot lock {file}: {error.strerror or error}; do not start a second run with this output name"
     if stream is None:
         raise UserError(conflict_message(args, _owner(file)))
     stream.seek(0)
@@ -73,6 +73,7 @@ def acquire(args: Namespace) -> None:
     for path in temporary_paths(Path(args.output_dir), getattr(args, "output_name", None), PARTIAL):
         remove(path)
         note(f"removed {path.name}, an incomplete file of a killed run")
+    return None
 
 
 def other_owner(args: Namespace) -> dict[str, Any] | None:

@@ -67,8 +67,17 @@ COMPILED = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "percent"), [*((each, 0.5) for each in COMMANDS), *((each, 2) for each in COMPILED)])
+#: Those of about a minute that CI runs, each with one generation: they hold estimates to what PyTorch's allocator reserves.
+IN_CI = {COMMANDS[4]: pytest.mark.oldest, COMMANDS[7]: pytest.mark.newest}
+
+
+def _rows():
+    for command, percent in [*((each, 0.5) for each in COMMANDS), *((each, 2) for each in COMPILED)]:
+        marks = [pytest.mark.thorough, IN_CI[command]] if command in IN_CI else pytest.mark.slow
+        yield pytest.param(command, percent, marks=marks)
+
+
+@pytest.mark.parametrize(("command", "percent"), list(_rows()))
 def test_predicted_reserved_memory_is_near(gpu_environment, checkout, tmp_path, command, percent):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat --w 1024 --h 1024 --s 3 --d 1", encoding="utf-8")

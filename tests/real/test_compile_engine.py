@@ -60,8 +60,8 @@ def block_class() -> type[torch.nn.Module]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[blocks.Run]:
-    """A new run, whose blocks compile in moments. torch is reset afterwards."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler_patches: None) -> Iterator[blocks.Run]:
+    """A new run, whose blocks compile in moments, with the patches that old versions of torch need. torch is reset after it."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = blocks.Run(backend="aot_eager")
@@ -396,7 +396,7 @@ def test_an_unusable_device_is_detected_before_compiling(run: blocks.Run, monkey
     assert block.calls == 0
 
 
-def test_a_budget_counts_only_activations(run: blocks.Run, compiler_patches: None) -> None:
+def test_a_budget_counts_only_activations(run: blocks.Run) -> None:
     """With float32 weights under autocast at batch 1, torch alone keeps the same for every budget above 0."""
     layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 64), torch.nn.GELU()]
     model = torch.nn.Sequential(*layers, *copy.deepcopy(layers))

@@ -577,7 +577,7 @@ def test_recordings_make_room_for_work_between_steps(needed, released):
     for training in (eager, recorded):
         training.step(3)
         if training.recorded is not None:
-            training.recorded.leave_room(needed)
+            training.recorded.leave_room(needed, 10)
             assert len(training.recorder.recordings) == 2 - 2 * released
         training.step(3)
         training.step(2)
@@ -588,14 +588,17 @@ def test_recordings_make_room_for_work_between_steps(needed, released):
     assert all(torch.equal(a, b) for a, b in zip(eager.state, recorded.state, strict=True))
 
 
-def test_recordings_that_are_dropped_too_often_end():
+@pytest.mark.parametrize(("interval", "made_again"), [(19, False), (20, True)])
+def test_recordings_are_made_again_only_if_the_batches_between_works_pay_for_it(interval, made_again):
     training = Training(True)
-    for _ in range(3):
-        training.step()
-        training.recorded.leave_room(None)
-    reason = "sample images and validation need the memory of the recordings too often"
-    assert training.lines == [f"{reason}; training continues without CUDA graphs"]
-    assert training.recorded.counts == {"recorded": 1, "replayed": 2, "released": 1, "eager": 1}
+    training.step(3, 2)  # two sizes
+    training.recorded.leave_room(2**41, interval)  # more than all memory
+    training.step(3)
+    assert len(training.recorder.recordings) == 2 * made_again
+    expected = {"recorded": 1, "released": 1, "replayed": 3} if made_again else {"recorded": 2, "replayed": 2, "eager": 1}
+    assert training.recorded.counts == expected
+    reason = "sample images or validation every 19 batches drop the recordings, which pay only from 20 on"
+    assert training.lines == ([] if made_again else [f"{reason}; training continues without CUDA graphs"])
 
 
 # --- values that modules hold ----------------------------------------------------------------------------------------
@@ -940,6 +943,14 @@ class _Run:
         return self.graphs.recorded.counts
 
 
+def _counted(method, calls):
+    def counted(self, *args):
+        calls.append(method.__name__)
+        return method(self, *args)
+
+    return counted
+
+
 def test_patch_records_after_four_eager_steps_and_two_occurrences(monkeypatch, capsys):
     run = _Run(monkeypatch)
     run.steps(8)
@@ -980,6 +991,21 @@ def test_patch_makes_room_for_the_first_work_between_steps(monkeypatch):
     assert run.counts["released"] == 1
     run.steps(1)
     assert run.counts == {"recorded": 1, "released": 1, "replayed": 2}
+
+
+@pytest.mark.parametrize(("every", "recordings"), [(2, 1), (10, 5)])
+def test_patch_records_again_only_if_samples_come_seldom_enough(monkeypatch, every, recordings):
+    run = _Run(monkeypatch, always=True)
+    # More than all memory: what samples need is never free next to recordings. It is known from samples in the eager steps.
+    monkeypatch.setattr(run.graphs, "_meter", lambda: SimpleNamespace(begin=int, end=lambda: 2**41, release=int))
+    calls = []
+    monkeypatch.setattr(RecordedModel, "_new_size", _counted(RecordedModel._new_size, calls))
+    for _ in range(5):
+        run.steps(every)
+        with torch.no_grad():
+            run.training(*run.training.inputs(2))
+    assert len(calls) == recordings
+    assert (run.graphs.recorded.off is None) == (every == 10)
 
 
 def test_patch_keeps_recordings_in_passes_without_gradients_of_a_step(monkeypatch):

@@ -136,9 +136,16 @@ def test_a_new_row_is_used_everywhere():
     assert process.returncode == 0, process.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("budget", "compiled"), [(None, False), (1.0, False), (0.5, True), (0.0, True)])
+@pytest.mark.parametrize(
+    ("budget", "compiled"),
+    [
+        *(({}, False), ({"activation_memory_budget": 1.0}, False), ({"activation_memory_budget": 0.5}, True)),
+        *(({"activation_memory_budget": 0.0}, True), ({"vram_budget": 8 * 10**9}, True)),
+        ({"vram_budget": 8 * 10**9, "activation_memory_budget": 1.0}, False),
+    ],
+)
 def test_convolution_blocks_are_compiled_only_for_a_memory_budget(budget, compiled):
-    settings = Settings(selective_torch_compile=True, activation_memory_budget=budget)
+    settings = Settings(selective_torch_compile=True, **budget)
     wanted = {target.label: target.wanted(settings) for target in selective_torch_compile.PATCH.targets}
     convolutions = [label for label in wanted if "ResnetBlock2D" in label]
     assert [wanted.pop(label) for label in convolutions] == [compiled] * 3

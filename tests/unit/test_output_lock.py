@@ -1,14 +1,20 @@
 """The lock on an output name: one run at a time, and none for runs that have ended."""
 
+import argparse
+import contextlib
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
-from kohya_ext.run import output_lock
+from kohya_ext.launch import session
+from kohya_ext.run import output_lock, run_record
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
 
@@ -77,6 +83,24 @@ def test_lock_and_temporary_files_of_a_killed_run_are_cleaned_up(args, lock_owne
     output_lock.acquire(args)
     assert f"removed {partial.name}" in capsys.readouterr().err
     assert sorted(path.name for path in folder.iterdir()) == [".cat.lock", f"catch.safetensors.host-{lock_owner.pid}-2.partial"]
+
+
+@pytest.mark.parametrize("preflight", [True, False])
+def test_name_that_cannot_be_locked_is_a_warning_after_preflight(args, monkeypatch, capsys, preflight):
+    """Preflight's error names the cause."""
+    monkeypatch.setattr(run_record, "begin", lambda record: None)
+    argv = ["--output_dir", args.output_dir, "--output_name", "no/cat", *([] if preflight else ["--no-preflight"])]
+    monkeypatch.setattr(sys, "argv", ["train_network.py", *argv])
+    parser = argparse.ArgumentParser()
+    for option in ("--output_dir", "--output_name"):
+        parser.add_argument(option)
+    patch = session._options_patch(CommandLine(Path("train_network.py"), argv, {}))
+    patch.targets[0].replace(lambda parser: None, Settings())(parser)
+    with pytest.raises(SystemExit) if preflight else contextlib.nullcontext():
+        parser.parse_args()
+    printed = capsys.readouterr().err
+    assert ("--output_name no/cat is a path in a folder that does not exist" in printed) == preflight
+    assert ("cannot lock" in printed) == (not preflight)
 
 
 def test_no_lock_for_a_run_that_writes_nothing(args):

@@ -18,15 +18,24 @@ USES = 8
 MIB = 2**20
 
 
-def test_gradients_of_many_uses_are_in_one_storage_that_is_freed() -> None:
-    """In a process of its own, because what other tests leave in PyTorch can keep autograd from adding gradients in place."""
-    code = "from tests.unit.test_step_log import track_gradients_of_many_uses as track; track()"
+FAILED_COMPILATION = """
+import torch
+from kohya_ext.compiling.graph_breaks import breaks_the_graph
+from tests.unit.test_step_log import test_gradients_of_many_uses_are_in_one_storage_that_is_freed as test
+test()
+assert breaks_the_graph(lambda: (torch._dynamo.graph_break, ()))
+test()
+"""
+
+
+def test_gradients_are_in_one_storage_also_after_torch_has_failed_to_compile() -> None:
+    """In a process of its own, because Python calls functions in another way from then on."""
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FAILED_COMPILATION], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def track_gradients_of_many_uses() -> None:
+def test_gradients_of_many_uses_are_in_one_storage_that_is_freed() -> None:
     with Tracker() as tracker:
         weight = torch.ones(MIB // 4, requires_grad=True)
         for _ in range(4):  # ids of Python objects are used again
