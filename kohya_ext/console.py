@@ -29,6 +29,9 @@ _any_rank = False
 #: paragraph separators, and controls of the writing direction. Also surrogates, which no stream can encode.
 _NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+#: Error handlers with which a stream raises: of PYTHONIOENCODING, and of Python itself on Windows and in the C locale.
+_RAISING = ("strict", "surrogateescape")
+
 on_warning: Callable[[str], None] | None = None
 """Receives each warning, also in processes that print nothing."""
 
@@ -53,7 +56,7 @@ def replace_unencodable() -> None:
     would end a run with UnicodeEncodeError. Standard error already replaces them.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
             stream.reconfigure(errors="replace")
 
 

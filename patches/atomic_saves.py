@@ -27,13 +27,15 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, ranks, run_record
 from kohya_ext.run.atomic_write import (
     WritePolicy,
+    folders_elsewhere,
     in_temporary_folder,
     preserve,
+    previous,
     rename_to_previous,
     write_atomically,
     write_together,
 )
-from kohya_ext.run.output_files import final_models, models, previous_states
+from kohya_ext.run.output_files import final_models, models, output_name, previous_states
 from kohya_ext.run.resume import position, stale_states
 
 DISK_FULL_TIMEOUT = Option(
@@ -68,6 +70,7 @@ class _Outputs(TrainingCallback):
     args: Namespace
     done: bool
     """Whether there is nothing to keep, or it was marked."""
+    fallback: Path | None = None
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Mark models and rename states on the first batch: before the first save, and after any resume."""
@@ -80,14 +83,17 @@ class _Outputs(TrainingCallback):
             preserve(model)
         run = run_record.current()
         if run is not None and accelerator.is_main_process:
-            earlier = stale_states(self.folder, self.name, run, Path(resumed) if resumed else None)
-            rename_to_previous(earlier, list(previous_states(self.folder, self.name)))
+            resumed_state = Path(resumed) if resumed else None
+            earlier = stale_states(self.folder, self.name, run, resumed_state, folders_elsewhere(self.fallback))
+            elsewhere = (older for state in earlier if (older := previous(state)).exists())
+            rename_to_previous(earlier, list(dict.fromkeys([*previous_states(self.folder, self.name), *elsewhere])))
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Outputs | None:
     if not getattr(args, "output_dir", None):
         return None
-    return _Outputs(Path(args.output_dir), getattr(args, "output_name", None), args, not settings[KEEP_PREVIOUS])
+    name = getattr(args, "output_name", None)
+    return _Outputs(Path(args.output_dir), name, args, not settings[KEEP_PREVIOUS], settings[FALLBACK_DIR])
 
 
 def _policy(settings: Settings, file: Path) -> WritePolicy:
@@ -100,7 +106,9 @@ def _policy(settings: Settings, file: Path) -> WritePolicy:
 
 def _is_output_folder(folder: Path) -> bool:
     outputs = current(_Outputs)
-    return outputs is not None and os.path.abspath(folder) == os.path.abspath(outputs.folder)
+    # An output name may contain folders.
+    places = () if outputs is None else (outputs.folder, Path(outputs.folder, output_name(outputs.args)).parent)
+    return os.path.abspath(folder) in map(os.path.abspath, places)
 
 
 def _is_path(value: object) -> bool:

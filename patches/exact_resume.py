@@ -19,6 +19,7 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks, resume, run_record
+from kohya_ext.run.atomic_write import folders_elsewhere
 from kohya_ext.run.loaded_parts import OPTIMIZER, SCHEDULER
 from kohya_ext.run.run_record import RunRecord
 from kohya_ext.sdscripts.checkouts import Layout
@@ -57,7 +58,10 @@ def _newest_state(args: Namespace, accelerator: Accelerator, run: RunRecord, set
     state, problem = None, ""
     if accelerator.is_main_process:
         try:
-            state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings[INEXACT_RESUME])
+            state = resume.state_to_resume(
+                *(Path(args.output_dir), args.output_name, run, settings[INEXACT_RESUME]),
+                folders_elsewhere(settings["fallback_dir"]),
+            )
         except UserError as error:
             problem = str(error)
     if accelerator.num_processes > 1:

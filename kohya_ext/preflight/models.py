@@ -14,6 +14,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.preflight import Findings, abbreviated, model_files
 from kohya_ext.preflight.model_files import MODEL
 from kohya_ext.run import resume, run_record
+from kohya_ext.run.atomic_write import folders_elsewhere
 from kohya_ext.run.safetensors_header import Header, read_header
 from kohya_ext.run.scaled_checkpoints import UnreadableError, of_header, reject_gguf
 from kohya_ext.sdscripts import families
@@ -154,7 +155,10 @@ def _check_state(script: Path, args: Namespace, settings: Settings, findings: Fi
         run = run_record.current() or run_record.describe(script.name, args)
         try:
             with silent():  # the run itself logs which state it resumes
-                state = resume.state_to_resume(Path(args.output_dir), args.output_name, run, settings["inexact_resume"])
+                state = resume.state_to_resume(
+                    *(Path(args.output_dir), args.output_name, run, settings["inexact_resume"]),
+                    folders_elsewhere(settings["fallback_dir"]),
+                )
         except UserError as error:
             findings.errors.append(str(error))
             return

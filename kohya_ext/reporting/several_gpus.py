@@ -71,6 +71,10 @@ def _short(command: CommandLine) -> Iterator[str]:
         yield word if word.endswith(f"/{preset_files.BASE}") else word.removeprefix(own)
 
 
+def _range(low: float, high: float) -> str:
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
 def _show(console: Console, result: SeveralPlan, verbose: bool) -> None:
     where, answer = result.machine, result.answer
     title = f"{answer.candidate.command.name} on {where.gpus} times the {units.label(where.card)}"
@@ -78,7 +82,7 @@ def _show(console: Console, result: SeveralPlan, verbose: bool) -> None:
     size = gigabytes(answer.candidate.estimate.total)
     for line in (
         f"{title}: {answer.candidate.name}",
-        f"time: {answer.seconds_per_image:.2f} s per image, {low:.1f} to {high:.1f} s per step of {_images(answer)}",
+        f"time: {answer.seconds_per_image:.2f} s per image, {_range(low, high)} s per step of {_images(answer)}",
         f"memory: {size} GB of {gigabytes(usable_bytes(where.card))} GB on each GPU, with 5 percent left free",
         f"drawbacks: {answer.candidate.traded}",
         *_several_or_one(result),

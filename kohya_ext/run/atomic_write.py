@@ -95,6 +95,11 @@ class WritePolicy:
 _SAVED = Path("saved", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}")
 
 
+def folders_elsewhere(fallback: Path | None) -> list[Path]:
+    """Return the folders to which earlier processes may have written; not the temporary folder, which other users share."""
+    return [*([fallback] if fallback is not None else []), *(cache.folder() / _SAVED.parent).glob("*")]
+
+
 class _Mode(threading.local):
     depth = 0
     """The number of :func:`fail_fast` blocks that this thread is in."""

@@ -27,7 +27,7 @@ import sys
 import time
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -517,14 +517,17 @@ def newest_state(folder: Path, name: str | None) -> Path | None:
     return None
 
 
-def state_to_resume(folder: Path, name: str | None, run: RunRecord, inexact: bool = False) -> Path | None:
+def state_to_resume(
+    folder: Path, name: str | None, run: RunRecord, inexact: bool = False, elsewhere: Sequence[Path] = ()
+) -> Path | None:
     """Return the state for ``--resume auto``: the newest complete one that belongs to ``run``, or None.
 
+    ``elsewhere``: folders to which states of this output folder may have been saved, because it could not be written to.
     States without a record (saved by upstream) count as the run's. Raises UserError when every state of this run is
     damaged: silently starting over would lose that training.
     """
     broken: dict[Path, str] = {}
-    for state in _newest_first(folder, name):
+    for state in _newest_first(folder, name, run, elsewhere):
         record = run_record.read(state)
         if record is not None and (differences := run.differences(record)):
             note(
@@ -546,12 +549,17 @@ def state_to_resume(folder: Path, name: str | None, run: RunRecord, inexact: boo
     return None
 
 
-def _newest_first(folder: Path, name: str | None) -> list[Path]:
+def _newest_first(folder: Path, name: str | None, run: RunRecord | None = None, elsewhere: Sequence[Path] = ()) -> list[Path]:
     def saved(state: Path) -> float:
         record = run_record.read(state)
         return record.saved if record is not None else state.stat().st_mtime
 
-    return sorted(states(folder, name), key=saved, reverse=True)
+    def belongs_here(state: Path) -> bool:
+        record = run_record.read(state)
+        return record is not None and run is not None and record.output == run.output
+
+    others = (state for other in elsewhere for state in states(other, name and Path(name).name) if belongs_here(state))
+    return sorted({*states(folder, name), *others}, key=saved, reverse=True)
 
 
 def finished_model(state: Path, args: Namespace) -> Path | None:
@@ -563,12 +571,15 @@ def finished_model(state: Path, args: Namespace) -> Path | None:
     return next(newer, None)
 
 
-def stale_states(folder: Path, name: str | None, run: RunRecord, resumed: Path | None) -> list[Path]:
+def stale_states(
+    folder: Path, name: str | None, run: RunRecord, resumed: Path | None, elsewhere: Sequence[Path] = ()
+) -> list[Path]:
     """Return this output name's states that ``run`` does not continue: of an earlier run, or of steps after ``resumed``.
 
-    Without ``resumed`` every state is stale; with it, states without a record are not.
+    ``elsewhere``: see :func:`state_to_resume`. Without ``resumed`` every state is stale; with it, states without a record
+    are not.
     """
-    candidates = _newest_first(folder, name)
+    candidates = _newest_first(folder, name, run, elsewhere)
     if resumed is None:
         return candidates
     origin = run_record.read(resumed)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kohya_ext.config.command_line import without_secrets
+from kohya_ext.run.output_files import output_name
 
 FILE = "kohya_ext_run.json"
 """The file in a state's folder."""
@@ -48,6 +49,8 @@ class RunRecord:
     """Time at which this state was saved, in seconds since 1970."""
     files: Mapping[str, int] = field(default_factory=dict)
     """The state's files and their sizes in bytes."""
+    output: str = ""
+    """Output folder and name, as one absolute path, by which a state that had to be saved to another folder is found."""
 
     def as_continuation_of(self, earlier: RunRecord) -> RunRecord:
         """Return this run as the continuation of an earlier one, with the earlier id and start time."""
@@ -71,7 +74,8 @@ def describe(script: str, args: Namespace) -> RunRecord:
         for name, value in given.items()
         if value is not None and value != ""
     }
-    return RunRecord(script, identity, command=tuple(without_secrets(sys.orig_argv)[0]))
+    output = os.path.abspath(os.path.join(getattr(args, "output_dir", None) or "", output_name(args)))
+    return RunRecord(script, identity, command=tuple(without_secrets(sys.orig_argv)[0]), output=output)
 
 
 def write(folder: Path, record: RunRecord, step: int) -> None:
@@ -97,7 +101,7 @@ def read(folder: Path) -> RunRecord | None:
 
 def _is_valid(record: RunRecord) -> bool:
     """Return whether the values of a record, which may come from another person, have their types."""
-    texts = (record.script, record.id, record.started, *record.command)
+    texts = (record.script, record.id, record.started, record.output, *record.command)
     if not isinstance(record.identity, dict) or not isinstance(record.files, dict):
         return False
     counts = (record.step, *record.files.values())

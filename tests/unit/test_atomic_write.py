@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 
 import pytest
+from kohya_ext.patches import atomic_saves
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.run import atomic_write
 from kohya_ext.run.atomic_write import DiskFullError, WritePolicy, fail_fast, write_atomically
 
@@ -225,6 +228,15 @@ def test_temporary_files_of_dead_processes_are_removed(tmp_path):
 
 
 OUTPUT = WritePolicy(is_output=True)
+
+
+@pytest.mark.parametrize("name", ["cat", "pets/cat", None])
+def test_files_of_an_output_name_with_folders_are_outputs(tmp_path, monkeypatch, name):
+    args = Namespace(output_dir=str(tmp_path), output_name=name)
+    outputs = atomic_saves._start(args, None, Settings())
+    monkeypatch.setattr(atomic_saves, "current", lambda kind: outputs)
+    assert atomic_saves._policy(Settings(), tmp_path / f"{name or 'last'}.safetensors").is_output
+    assert not atomic_saves._policy(Settings(), tmp_path.parent / "cat.npz").is_output
 
 
 def write_text(path):

@@ -11,6 +11,7 @@ import pytest
 
 from kohya_ext.errors import UserError
 from kohya_ext.run import resume, run_record
+from kohya_ext.run.atomic_write import folders_elsewhere
 
 
 def write_state(folder, name, age, without=(), truncated=()):
@@ -195,6 +196,31 @@ def test_auto_resumes_the_newest_state_of_this_run_only(tmp_path, capsys):
     assert resume.state_to_resume(tmp_path, "cat", run) == newer
     assert "cat-rolling00000090-state, saved by another run (--network_dim was 8 and is 4)" in capsys.readouterr().err
     assert resume.state_to_resume(tmp_path, "cat", describe(seed=2)) is None
+
+
+@pytest.mark.parametrize("name", ["cat", "pets/cat"])
+def test_auto_finds_a_state_that_had_to_be_saved_elsewhere(tmp_path, monkeypatch, name):
+    """The disk was full: newer states than the output folder's are in the cache folder, with those of other runs."""
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    run = describe(output_dir=str(out), output_name=name)
+    other = describe(output_dir=str(tmp_path / "other"), output_name=name)
+    states = {}
+    for folder, record, step in (
+        (out / "pets" if "/" in name else out, run, 3),
+        (tmp_path / "cache/saved/1", run, 9),
+        (tmp_path / "cache/saved/2", other, 12),
+    ):
+        folder.mkdir(parents=True)
+        states[step] = write_state(folder, f"cat-rolling{step:08d}-state", 0)
+        run_record.write(states[step], record, step)
+    elsewhere = folders_elsewhere(None)
+    assert resume.state_to_resume(out, name, run, elsewhere=elsewhere) == states[9]
+    assert resume.stale_states(out, name, describe(output_dir=str(out), output_name=name), None, elsewhere) == [
+        states[9],
+        states[3],
+    ]
+    assert folders_elsewhere(tmp_path / "fallback")[0] == tmp_path / "fallback"
 
 
 def test_auto_fails_when_every_state_is_damaged(tmp_path):

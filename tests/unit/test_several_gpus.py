@@ -88,6 +88,8 @@ def test_one_gpu_is_the_answer_where_it_is_faster(checkout, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert f"One GPU is faster than 2: {result.answer.seconds_per_image:.2f} s per image on one of them" in printed
     assert f"To run it:\n  python -m kohya_ext {FULL} --preset 24gb\n" in printed
+    low, high = result.answer.seconds
+    assert (f"s per image, {low:.2f} s per step of 1 image\n" in printed) == (f"{low:.2f}" == f"{high:.2f}")
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["command"] == f"python -m kohya_ext {FULL} --preset 24gb"
 

@@ -17,10 +17,13 @@ from kohya_ext.output import Console
 NAME = "Größe 学習 训练 ┃ ▁ 🙂"
 PAGES = ("cp1252", "cp932", "cp936")
 
+#: The error handlers of a standard output: of PYTHONIOENCODING, and of Python on Windows without it.
+HANDLERS = ("strict", "surrogateescape")
 
-def python(page: str, *words: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+
+def python(page: str, *words: str, handler: str = HANDLERS[1], **variables: str) -> subprocess.CompletedProcess[bytes]:
     """Run Python with standard streams as a pipe of Windows has them."""
-    environ = {**os.environ, "PYTHONIOENCODING": page, "PYTHONUTF8": "0", **variables}
+    environ = {**os.environ, "PYTHONIOENCODING": f"{page}:{handler}", "PYTHONUTF8": "0", **variables}
     return subprocess.run([sys.executable, *words], capture_output=True, env=environ, timeout=120)
 
 
@@ -40,8 +43,9 @@ def test_watch_prints_any_name_in_any_code_page(tmp_path, page):
     assert r"\x1b[2J" in text
 
 
+@pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("page", PAGES[:2])
-def test_a_print_of_the_script_does_not_end_a_run(tmp_path, page):
+def test_a_print_of_the_script_does_not_end_a_run(tmp_path, page, handler):
     """The session of a plain start arms the streams when the script imports ``library``."""
     (tmp_path / "library").mkdir()
     for name in ("__init__", "train_util", "model_util"):
@@ -49,7 +53,7 @@ def test_a_print_of_the_script_does_not_end_a_run(tmp_path, page):
     (tmp_path / "train_network.py").touch()
     script = tmp_path / "tool.py"
     script.write_text(f"import library\nprint({NAME!r})\nimport sys\nprint({NAME!r}, file=sys.stderr)\n", encoding="utf-8")
-    done = python(page, str(script), KOHYA_EXT="1", KOHYA_EXT_ALLOW_UNKNOWN_VERSION="1")
+    done = python(page, str(script), handler=handler, KOHYA_EXT="1", KOHYA_EXT_ALLOW_UNKNOWN_VERSION="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode(page).strip() == NAME.encode(page, "replace").decode(page)
 
@@ -63,8 +67,9 @@ def test_messages_never_raise(monkeypatch):
         console.error(NAME)
 
 
-def test_a_strict_stream_of_a_gui_is_made_to_replace(monkeypatch):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252", errors="strict")
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_stream_of_a_gui_is_made_to_replace(monkeypatch, handler):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252", errors=handler)
     monkeypatch.setattr(sys, "stderr", stream)
     console.replace_unencodable()
     console.note(NAME)
