@@ -39,10 +39,10 @@ No other code in this process may open such a file: closing it would release the
 def lock_file(args: Namespace) -> Path | None:
     """Return the lock file of a run's output name; None when the run writes nothing or its folder does not exist."""
     folder = getattr(args, "output_dir", None)
-    if not folder or getattr(args, "debug_dataset", False):
+    if not folder or getattr(args, "debug_dataset", False) or not Path(folder).is_dir():
         return None
     output = Path(folder).resolve() / output_name(args)
-    return output.with_name(f".{truncated(output.name)}.lock") if output.parent.is_dir() else None
+    return output.with_name(f".{truncated(output.name)}.lock")
 
 
 def acquire(args: Namespace) -> str | None:

@@ -40,7 +40,7 @@ Problems = dict[str, str | None]
 def problems(machine: dict[str, str], names: Iterable[str], start: Start, report: Callable[[str], None]) -> Problems:
     """Return why each named feature must not be used on a machine; None for one that may.
 
-    Results that are kept are returned at once. ``start`` starts a process that tests some features. ``report`` receives a line
+    Kept results are returned immediately. ``start`` starts a process that tests some features. ``report`` receives a line
     before it starts, and one if the results cannot be kept.
     """
     names = list(names)

@@ -57,11 +57,6 @@ def test_second_run_is_rejected_with_the_owner(args, lock_owner):
     output_lock.acquire(Namespace(output_dir=args.output_dir, output_name="dog"))
 
 
-def test_a_folder_that_does_not_exist_is_left_to_the_checks(args, capsys):
-    output_lock.acquire(Namespace(output_dir=args.output_dir, output_name="pets/cat"))
-    assert capsys.readouterr().err == ""
-
-
 def test_lock_file_is_removed_when_the_run_ends(args, lock_owner):
     lock_owner.communicate(timeout=60)
     assert output_lock.other_owner(args) is None
