@@ -26,8 +26,8 @@ from kohya_ext.reporting import several_gpus
 from kohya_ext.units import gigabytes
 
 _CHOSEN = (
-    "Memory and seconds are without what --speed turns on in the run: CUDA graphs where the GPU waits for Python, in 0.4 to 1 GB "
-    "of free memory, and with a preset fused operations where they are faster."
+    "Memory and seconds are without what --speed turns on in the run: CUDA graphs where the GPU waits for Python, in 0.4 to 1 "
+    "GB of free memory, and with a preset fused operations where they are faster."
 )
 
 _HALF = "precision: fp16, because the GPU has no bf16. The preset chooses it on that GPU."

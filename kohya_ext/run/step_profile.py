@@ -564,7 +564,7 @@ def _host_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[str]:
         return
     graphs = _is_set(options, "cuda_graphs")
     is_off = options.get("speed") == "off" or options.get("cuda_graphs") is False  # else the run has tried it
-    if is_off and _can_be_recorded(options):
+    if is_off and not graphs and _can_be_recorded(options):
         yield "--cuda_graphs replays the model's passes with one launch each"
     if not graphs and _can_be_compiled(options):
         yield "--selective_torch_compile launches fewer kernels"
