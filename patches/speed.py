@@ -220,7 +220,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
     switches.reset()
     features = [switch for switch in switches.ALL if switches.may_choose(switch, settings)]
     for switch in features:
-        switch.is_chosen, switch.on = True, False
+        switch.is_chosen = True
     if not features or CudaRecorder.obstacle(accelerator.device) is not None:
         return None
     if (reason := _reason_not_to_choose(args, accelerator, settings)) is not None:
@@ -235,7 +235,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
         if (problem := problems[switch.name]) is not None:
             _report(f"no {switch.title} on this GPU: {problem}; to test it again: python -m kohya_ext tune --self_test")
     features = [switch for switch in features if problems[switch.name] is None]
-    CUDA_GRAPHS.on = CUDA_GRAPHS in features or not CUDA_GRAPHS.is_chosen
+    CUDA_GRAPHS.on = CUDA_GRAPHS in features
     return _Speed(args, accelerator, features, machine) if features else None
 
 

@@ -167,7 +167,7 @@ class Trial:
         self._forward, self._args = forward, [_copy(value) for value in args]
         self._kwargs = {name: _copy(value) for name, value in kwargs.items()}
         used = [switch.name for switch in switches.ALL if switch.on]
-        switches.CUDA_GRAPHS.on = False  # the run's own recordings
+        switches.CUDA_GRAPHS.is_paused = True  # the run's own recordings
         gradients = [weight.grad for weight in self.trained]
         states = RandomStates(self.recorder.generators)
         zeros = self._fill_zeros()
@@ -175,6 +175,7 @@ class Trial:
             yield states
         finally:
             switches.use(used)
+            switches.CUDA_GRAPHS.is_paused = False
             for weight in zeros:
                 weight.data.zero_()
             for weight, gradient in zip(self.trained, gradients, strict=True):
