@@ -83,7 +83,7 @@ class Candidate:
 
 
 class NoTrialError(Exception):
-    """A reason why there is no trial."""
+    """The reason why a trial is not made."""
 
 
 @dataclass
