@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,8 @@ def measure(
     row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace, used: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a row's prediction and what its run used, in bytes: ``used``, or measured now."""
+    if "--speed" not in row.arguments:  # what it turns on takes free memory, which estimates leave out
+        row = replace(row, arguments=[*row.arguments, "--speed", "off"])
     arguments, config = training_arguments(row, checkout, scratch, given.steps + 1, shapes=SHAPES if given.buckets else (1.0,))
     predicted = predict.estimate(checkout, CommandLine(checkout.script(row.script), arguments, {}), fresh=given.fresh)
     # The estimate's own figure is that of the phase with the most reserved memory.

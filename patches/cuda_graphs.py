@@ -238,10 +238,12 @@ def _replayed(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.compiling.graphs import simulation
 
+    is_given, switch = bool(settings[CUDA_GRAPHS]), switches.CUDA_GRAPHS
+
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = current(_Graphs)
-        if graphs is not None and not switches.CUDA_GRAPHS.on:
+        if graphs is not None and (switch.is_paused or not (is_given or switch.on)):
             return original(self, *args, **kwargs)
         recorded = simulation() if graphs is None else graphs.forward
         if recorded is None or not torch.is_grad_enabled():

@@ -28,6 +28,13 @@ from kohya_ext.speed import switches
 
 _counts: Counter[str] = Counter()
 
+
+def _switch(settings: Settings) -> Callable[[], bool]:
+    """Return a function that returns whether operations are fused now."""
+    is_given, switch = bool(settings[FUSED_OPERATIONS]), switches.FUSED_OPERATIONS
+    return lambda: is_given or switch.on
+
+
 FUSED_OPERATIONS = Option(
     "fused_operations",
     None,
@@ -50,6 +57,7 @@ def _lora(original: Any, settings: Settings) -> Any:
 
     unsupported_options = used_attributes(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
     has_split_dims = used_attributes(original, "split_dims")
+    works = _switch(settings)
     linear, plain, quantized = torch.nn.Linear, torch.nn.Linear.forward, QuantizedLinear.forward
 
     @wraps(original)
@@ -57,7 +65,7 @@ def _lora(original: Any, settings: Settings) -> Any:
         base, down = self.org_forward, self.lora_down
         is_fused = (
             not torch.compiler.is_compiling()
-            and switches.FUSED_OPERATIONS.on
+            and works()
             and type(base) is MethodType
             and (base.__func__ is plain or base.__func__ is quantized)
             and type(down) is linear
@@ -86,9 +94,11 @@ def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settin
 
         from kohya_ext.kernels.fused import rms_norm
 
+        works = _switch(settings)
+
         @wraps(original)
         def forward(self: Any, x: Any) -> Any:
-            if torch.compiler.is_compiling() or not switches.FUSED_OPERATIONS.on:
+            if torch.compiler.is_compiling() or not works():
                 return original(self, x)
             _counts["norms"] += 1
             return rms_norm(x, getattr(self, weight), eps(self))
@@ -103,10 +113,12 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels.fused import rotate
 
+    works = _switch(settings)
+
     @wraps(original)
     def apply_rope(xq: Any, xk: Any, freqs_cis: Any) -> Any:
         # Compilers and other device types do not support complex numbers.
-        if torch.compiler.is_compiling() or not switches.FUSED_OPERATIONS.on or xq.device.type not in ("cuda", "cpu"):
+        if torch.compiler.is_compiling() or not works() or xq.device.type not in ("cuda", "cpu"):
             return original(xq, xk, freqs_cis)
         _counts["rotations"] += 2
         rotations = torch.complex(freqs_cis[..., 0, 0], freqs_cis[..., 1, 0])
@@ -120,13 +132,15 @@ def _norms(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels import fused
 
+    works = _switch(settings)
+
     class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]  # torch is not followed
         def forward(self, x: Any) -> Any:
-            return fused.layer_norm(x, self) if _is_raised(self, x) else super().forward(x)
+            return fused.layer_norm(x, self) if _is_raised(works, self, x) else super().forward(x)
 
     class GroupNorm(torch.nn.GroupNorm):  # type: ignore[misc]
         def forward(self, x: Any) -> Any:
-            return fused.group_norm(x, self) if _is_raised(self, x) else super().forward(x)
+            return fused.group_norm(x, self) if _is_raised(works, self, x) else super().forward(x)
 
     replacements = {torch.nn.LayerNorm: LayerNorm, torch.nn.GroupNorm: GroupNorm}
 
@@ -143,21 +157,23 @@ def _norms(original: Any, settings: Settings) -> Any:
 def _group_norm(original: Any, settings: Settings) -> Any:
     from kohya_ext.kernels.fused import group_norm
 
+    works = _switch(settings)
+
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
-        if _is_raised(self, x):
+        if _is_raised(works, self, x):
             return group_norm(x, self)
         return original(self, x)
 
     return forward
 
 
-def _is_raised(norm: Any, x: Any) -> bool:
+def _is_raised(works: Callable[[], bool], norm: Any, x: Any) -> bool:
     """Return whether autocast would raise the result of an eager norm to fp32, whose input and weights are in 16 bits."""
     import torch
 
     is_raised = torch.is_autocast_enabled(x.device.type) and norm.weight.dtype is x.dtype
-    if torch.compiler.is_compiling() or not switches.FUSED_OPERATIONS.on or not is_raised:
+    if torch.compiler.is_compiling() or not works() or not is_raised:
         return False
     _counts["norms"] += 1
     return True
@@ -168,9 +184,11 @@ def _geglu(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels.fused import geglu
 
+    works = _switch(settings)
+
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:
-        is_fused = not torch.compiler.is_compiling() and switches.FUSED_OPERATIONS.on
+        is_fused = not torch.compiler.is_compiling() and works()
         if not is_fused or hidden_states.device.type not in ("cuda", "cpu"):
             return original(self, hidden_states)
         _counts["gates"] += 1

@@ -119,7 +119,7 @@ class _Speed(TrainingCallback):
         from kohya_ext.compiling.cuda_recorder import CudaRecorder
         from kohya_ext.compiling.replay_watch import ReplayWatch
         from kohya_ext.gpu.memory_meter import TemporaryMemoryMeter
-        from kohya_ext.speed.trial import Trial, UnstableError
+        from kohya_ext.speed.trial import NoTrialError, Trial
 
         device = self.accelerator.device
         recorder = CudaRecorder(device)
@@ -140,7 +140,7 @@ class _Speed(TrainingCallback):
             known = verdicts.load(key)
             choose = partial(self._try, key) if known is None else partial(self._take, known)
             return choose(trial, forward, args, kwargs)
-        except UnstableError as error:
+        except NoTrialError as error:
             return str(error)
         except Exception as error:  # such as one of memory
             return f"the trial failed: {first_line(error)}"
@@ -171,8 +171,8 @@ class _Speed(TrainingCallback):
                 _report(f"not {switches.describe(candidate.features)}: {candidate.rejected}")
         tried = {name for candidate in candidates if candidate.rejected != NO_TIME for name in candidate.features}
         self._decide(verdict, [switch for switch in self.features if switch.name in tried])
-        if any(candidate.rejected == NO_TIME for candidate in candidates):
-            return None  # a longer run has the time
+        if not trial.had_most_time and any(candidate.rejected == NO_TIME for candidate in candidates):
+            return None  # a longer run has more time
         try:
             verdicts.store(key, verdict)
         except OSError as error:
@@ -220,7 +220,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
     switches.reset()
     features = [switch for switch in switches.ALL if switches.may_choose(switch, settings)]
     for switch in features:
-        switch.is_chosen, switch.on = True, False
+        switch.is_chosen = True
     if not features or CudaRecorder.obstacle(accelerator.device) is not None:
         return None
     if (reason := _reason_not_to_choose(args, accelerator, settings)) is not None:
@@ -235,7 +235,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
         if (problem := problems[switch.name]) is not None:
             _report(f"no {switch.title} on this GPU: {problem}; to test it again: python -m kohya_ext tune --self_test")
     features = [switch for switch in features if problems[switch.name] is None]
-    CUDA_GRAPHS.on = CUDA_GRAPHS in features or not CUDA_GRAPHS.is_chosen
+    CUDA_GRAPHS.on = CUDA_GRAPHS in features
     return _Speed(args, accelerator, features, machine) if features else None
 
 

@@ -563,7 +563,8 @@ def _host_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[str]:
     if summary.device == "cpu":
         return
     graphs = _is_set(options, "cuda_graphs")
-    if not graphs and _can_be_recorded(options):
+    is_off = options.get("speed") == "off" or options.get("cuda_graphs") is False  # else the run has tried it
+    if is_off and not graphs and _can_be_recorded(options):
         yield "--cuda_graphs replays the model's passes with one launch each"
     if not graphs and _can_be_compiled(options):
         yield "--selective_torch_compile launches fewer kernels"

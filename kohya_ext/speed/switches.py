@@ -18,8 +18,10 @@ class Switch:
     title: str
     """Its name in messages."""
     exactness: Literal["exact", "close"]
-    on: bool = True
-    """Whether its patch, where that is wanted, does its work."""
+    on: bool = False
+    """Whether ``--speed`` has turned it on. It also works if its option is on."""
+    is_paused: bool = False
+    """Whether it does not work in any case for now."""
     is_chosen: bool = False
     """Whether ``--speed`` decides about it in this run, because its option is not given."""
 
@@ -43,9 +45,9 @@ def is_wanted(switch: Switch, settings: Settings) -> bool:
 
 
 def reset() -> None:
-    """Turn all features on, and let ``--speed`` decide about none."""
+    """Let ``--speed`` turn on and decide about no feature."""
     for switch in ALL:
-        switch.on, switch.is_chosen = True, False
+        switch.on = switch.is_paused = switch.is_chosen = False
 
 
 def use(features: Iterable[str], among: Iterable[Switch] = ALL) -> None:

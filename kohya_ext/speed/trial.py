@@ -41,13 +41,13 @@ _TIMED_SECONDS, _FEWEST, _MOST = 1.5, 3, 9
 MOST_SECONDS, SHARE = 60.0, 0.05
 
 #: Why a candidate was not tried.
-NO_TIME = "not tried, because the run is too short to be worth the time"
+NO_TIME = "not tried, for lack of time"
 
 #: Eager passes that trying a candidate takes about as long as: a recording, a comparison, and the timed ones.
 PASSES_OF_A_CANDIDATE = 12
 
-#: The fewest eager passes: one that sets up, two that are compared, and the timed ones.
-_PASSES_OF_EAGER = 6
+#: Eager passes: one that sets up, two that are compared, and with the fewest timed ones.
+_PASSES_OF_REFERENCE, _PASSES_OF_EAGER = 3, 6
 
 #: Size of the values that replace zeros.
 _MADE_UP = 0.01
@@ -82,8 +82,8 @@ class Candidate:
         return self.seconds * LEAST_GAIN < other.seconds and other.seconds - self.seconds > self.spread + other.spread
 
 
-class UnstableError(Exception):
-    """A reason why eager passes themselves cannot be compared."""
+class NoTrialError(Exception):
+    """The reason why a trial is not made."""
 
 
 @dataclass
@@ -101,6 +101,9 @@ class Trial:
     needed: int = 0
     meter: Meter | None = None
     watch: Callable[[Callable[[], None]], None] = lambda replay: replay()
+    clock: Callable[[], float] = time.monotonic
+    had_most_time: bool = False
+    """Whether the trial had as much time as in the longest run."""
     _forward: Callable[..., Any] = lambda: None
     _args: Sequence[Any] = ()
     _kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -114,26 +117,34 @@ class Trial:
     def run(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], features: Sequence[Switch]
     ) -> list[Candidate]:
-        """Return the candidates of all combinations of ``features``, eager passes first. Raises UnstableError.
+        """Return the candidates of all combinations of ``features``, eager passes first. Raises NoTrialError.
 
         Called in a forward pass of the training loop, in its autocast and with its random states.
         """
         with self._on(forward, args, kwargs) as states:
             switches.use((), features)
-            begun = time.monotonic()
+            begun = self.clock()
             reference, noise = self._reference(states)
+            one = (self.clock() - begun) / _PASSES_OF_REFERENCE
+            if (_PASSES_OF_EAGER + PASSES_OF_A_CANDIDATE) * one > self._limit(one):
+                raise NoTrialError(f"forward and backward take {one:.1f} s, too long for a trial")
             eager = self._timed(Candidate(difference=noise), self._forward, states)
             assert eager.seconds is not None
-            until = begun + min(MOST_SECONDS, SHARE * self.passes_left * eager.seconds)
+            limit = self._limit(eager.seconds)
+            self.had_most_time = limit >= MOST_SECONDS
             candidates = [eager]
             for chosen in _combinations(features):
-                if time.monotonic() + PASSES_OF_A_CANDIDATE * eager.seconds > until:
+                if self.clock() + PASSES_OF_A_CANDIDATE * eager.seconds > begun + limit:
                     candidates.append(Candidate(chosen, rejected=NO_TIME))
                 elif any(set(each.features) < set(chosen) and each.rejected for each in candidates):
                     candidates.append(Candidate(chosen, rejected="a part of it was rejected"))
                 else:
                     candidates.append(self._try(Candidate(chosen), states, reference, noise))
             return candidates
+
+    def _limit(self, seconds: float) -> float:
+        """Return the seconds of the trial, if an eager pass takes ``seconds``."""
+        return min(MOST_SECONDS, SHARE * self.passes_left * seconds)
 
     def check(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], chosen: Sequence[Switch]
@@ -156,7 +167,7 @@ class Trial:
         self._forward, self._args = forward, [_copy(value) for value in args]
         self._kwargs = {name: _copy(value) for name, value in kwargs.items()}
         used = [switch.name for switch in switches.ALL if switch.on]
-        switches.CUDA_GRAPHS.on = False  # the run's own recordings
+        switches.CUDA_GRAPHS.is_paused = True  # the run's own recordings
         gradients = [weight.grad for weight in self.trained]
         states = RandomStates(self.recorder.generators)
         zeros = self._fill_zeros()
@@ -164,6 +175,7 @@ class Trial:
             yield states
         finally:
             switches.use(used)
+            switches.CUDA_GRAPHS.is_paused = False
             for weight in zeros:
                 weight.data.zero_()
             for weight, gradient in zip(self.trained, gradients, strict=True):
@@ -177,7 +189,7 @@ class Trial:
         self._passes(self._forward)  # sets up what later passes reuse, such as tables and workspaces
         reference = self._results(self._forward, states)
         if not reference.is_finite:
-            raise UnstableError("the eager pass is not finite")
+            raise NoTrialError("the eager pass is not finite")
         return reference, self._results(self._forward, states).minus(reference).share
 
     def _try(self, candidate: Candidate, states: RandomStates, reference: Results, noise: float) -> Candidate:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("options", [(), ("--cuda_graphs", "--cuda_graphs_always")], ids=["eager", "graphs"])
+@pytest.mark.parametrize("options", [("--speed", "off"), ("--cuda_graphs", "--cuda_graphs_always")], ids=["eager", "graphs"])
 def test_without_cupti_there_are_host_times_and_memory(checkout, train_on_gpu, options):
     options = ("--mixed_precision", "bf16", "--max_train_steps", "5", *options)
     run = train_on_gpu(checkout, LORA, *options, "--profile_steps", "3:5")

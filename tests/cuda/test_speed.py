@@ -24,7 +24,7 @@ def test_what_a_trial_chooses_is_launched_and_kept(checkout, train_on_gpu, tmp_p
         assert run.steps[1].launches < 0.8 * eager.steps[1].launches
         assert run.steps[-1].launches_in_graphs > 0
         assert [step.random_state for step in run.steps] == [step.random_state for step in eager.steps]
-        assert run.steps[-1].bytes <= 1.3 * eager.steps[-1].bytes
+    assert second.steps[-1].bytes == first.steps[-1].bytes, "a trial leaves nothing"
     assert "speed: CUDA graphs and fused operations: forward and backward take " in first.output
     assert "; chosen in " in first.output
     assert ", as found on " in second.output
@@ -35,6 +35,8 @@ def test_what_a_trial_chooses_is_launched_and_kept(checkout, train_on_gpu, tmp_p
 def test_default_is_exact(checkout, train_on_gpu, tmp_path):
     run = train_on_gpu(checkout, LORA, *BF16, env={"KOHYA_EXT_CACHE": str(tmp_path)})
     assert run.code == 0, run.output[-4000:]
-    assert "speed: " not in run.output
+    assert [line for line in run.output.splitlines() if "speed: " in line] == [
+        "kohya_ext: speed: testing the NVIDIA GeForce RTX 4090, once for this driver and PyTorch"
+    ]
     assert run.steps[-1].launches_in_graphs > 0
     assert "patches/fused_operations.py" not in run.reached

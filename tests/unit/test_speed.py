@@ -114,9 +114,9 @@ def test_fastest_candidate_is_chosen(seconds, fastest):
     assert choose(candidates).features == fastest
 
 
-def gains(**rest):
-    """Return a machine on which everything gains."""
-    return Machine(dict(zip(NAMES, (1.0, 0.5, 0.7, 0.3), strict=True)), **rest)
+def gains(seconds=1.0, **rest):
+    """Return a machine on which everything gains, whose eager passes take some seconds."""
+    return Machine(dict(zip(NAMES, (seconds, 0.5 * seconds, 0.7 * seconds, 0.3 * seconds), strict=True)), **rest)
 
 
 NAMES = [(), ("cuda_graphs",), ("fused_operations",), ("cuda_graphs", "fused_operations")]
@@ -187,9 +187,25 @@ def test_trial_leaves_no_trace():
     assert machine.released == 2, "each recording's memory"
 
 
-def test_short_run_is_not_worth_a_trial():
-    machine = gains()
-    assert {each.rejected for each in tried(Model(machine), machine, passes=100)[1:]} == {trial.NO_TIME}
+@pytest.mark.parametrize(("passes", "most"), [(440, False), (10**6, True)])
+def test_candidates_without_time_are_not_tried(passes, most):
+    """Eager passes take 1 or 3 seconds; a trial 22 or at most 60."""
+    machine = gains(1.0 if passes == 440 else 3.0)
+    (network,) = (model := Model(machine)).network
+    weights = [*network.parameters()]
+    a_trial = Trial(machine, [model, network], weights, passes, watch=machine.replaying, clock=lambda: machine.now)
+    candidates = a_trial.run(model, (torch.randn(8, WIDTH),), {}, switches.ALL)
+    assert [candidate.rejected for candidate in candidates] == [None, None, trial.NO_TIME, trial.NO_TIME]
+    assert a_trial.had_most_time is most
+
+
+def test_passes_that_take_long_are_not_tried():
+    machine = gains(4.0)
+    (network,) = (model := Model(machine)).network
+    a_trial = Trial(machine, [model, network], [*network.parameters()], 10**6, clock=lambda: machine.now)
+    with pytest.raises(trial.NoTrialError, match=r"take 4\.0 s, too long"):
+        a_trial.run(model, (torch.randn(8, WIDTH),), {}, switches.ALL)
+    assert machine.now == 3 * 4.0, "it ends after the passes that are compared"
 
 
 def test_length_of_a_run_decides_whether_a_trial_is_worthwhile():
@@ -205,7 +221,7 @@ def test_eager_passes_that_are_not_finite_are_no_reference():
     machine = gains()
     model = Model(machine)
     model.layers[0].weight.data.fill_(float("inf"))
-    with pytest.raises(trial.UnstableError, match="not finite"):
+    with pytest.raises(trial.NoTrialError, match="not finite"):
         tried(model, machine)
 
 

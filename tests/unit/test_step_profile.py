@@ -252,11 +252,14 @@ def options_of(advice):
 def test_host_limit_names_graphs_only_where_they_apply():
     summary = limited_by(host=0.6, arithmetic=0.4)
     lora = {"network_module": "networks.lora", "mixed_precision": "bf16", "train_batch_size": 2}
-    result = verdict(summary, lora)
-    assert (result.limit, options_of(result.advice)[:2]) == ("host", ["--cuda_graphs", "--selective_torch_compile"])
+    for off in ({"speed": "off"}, {"cuda_graphs": False}):
+        result = verdict(summary, {**lora, **off})
+        assert (result.limit, options_of(result.advice)[:2]) == ("host", ["--cuda_graphs", "--selective_torch_compile"])
+    assert options_of(verdict(summary, lora).advice)[0] == "--selective_torch_compile", "the run has tried graphs by itself"
     assert "21,300 launches" in result.sentence
     assert "60%" in result.sentence
     assert "--train_batch_size 4" in "\n".join(result.advice)
+    lora["speed"] = "off"
     for without in ({"blocks_to_swap": 10}, {"network_module": None}, {"cuda_graphs": True}, {"torch_compile": True}):
         assert "--cuda_graphs" not in options_of(verdict(summary, {**lora, **without}).advice)
     dylora = {**lora, "network_module": "networks.dylora"}
