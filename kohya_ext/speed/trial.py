@@ -125,9 +125,9 @@ class Trial:
             switches.use((), features)
             begun = self.clock()
             reference, noise = self._reference(states)
-            one = (self.clock() - begun) / _PASSES_OF_REFERENCE
-            if (_PASSES_OF_EAGER + PASSES_OF_A_CANDIDATE) * one > self._limit(one):
-                raise NoTrialError(f"forward and backward take {one:.1f} s, too long for a trial")
+            single = (self.clock() - begun) / _PASSES_OF_REFERENCE
+            if (_PASSES_OF_EAGER + PASSES_OF_A_CANDIDATE) * single > self._limit(single):
+                raise NoTrialError(f"forward and backward take {single:.1f} s, too long for a trial")
             eager = self._timed(Candidate(difference=noise), self._forward, states)
             assert eager.seconds is not None
             limit = self._limit(eager.seconds)
