@@ -1,4 +1,4 @@
-"""Turn on what makes this run faster on this GPU, after a self-test and a trial on the real model: ``--speed``.
+"""Turn on the features that make this run faster on this GPU, after a self-test and a trial on the real model: ``--speed``.
 
 - ``exact``, the default: CUDA graphs, whose results are bit-identical, if the GPU waits for Python.
 - ``auto``, in the presets of LoRAs: also fused operations, whose results differ by rounding. Before the first step a trial
@@ -269,7 +269,7 @@ def _facts() -> Mapping[str, object]:
 
 PATCH = Patch(
     name="speed",
-    summary="turn on what a self-test and a trial on this GPU show to be faster and right",
+    summary="turn on the features that a self-test and a trial on this GPU show to be correct and faster",
     targets=tuple(
         Target(family.module, f"{family.model}.forward", _chosen, takes("self", family.first_input), body="runs")
         for family in FAMILIES

@@ -7,7 +7,7 @@ states, weights. The optimizer does not step.
   as two eager passes do. Where a close one rounds differently, the difference grows from layer to layer, to a tenth of some
   gradients. So each layer is first compared by itself (`layers`), then all gradients together (`comparison`).
 - **Faster**: the median of several passes must be shorter by more than both spreads and by :data:`LEAST_GAIN`. Exact candidates
-  come first, and one that is no faster than a simpler one is not chosen.
+  come first, and a simpler candidate wins unless another one is faster.
 - Weights that are all zero, as a LoRA's are before the first step, would hide half of the gradients. They have small made-up
   values during a trial.
 """

@@ -1,4 +1,4 @@
-"""--speed: trials choose what is faster and right, leave no trace, and self-tests keep crashes out of runs."""
+"""--speed: trials choose the fastest correct features and leave no trace, and self-tests keep crashes out of runs."""
 
 import copy
 import random
@@ -90,7 +90,7 @@ def tried(model, machine, passes=10**6, features=switches.ALL, autocast=False, *
         return the_trial.run(model, (x,), {"scale": 1.0}, features)
 
 
-#: Seconds of eager passes, CUDA graphs, fused operations, and both -> what is fastest.
+#: Seconds of eager passes, CUDA graphs, fused operations, and both -> the fastest features.
 MACHINES = [
     ((1.0, 0.2, 0.8, 0.15), ("cuda_graphs", "fused_operations")),  # the host is slow
     ((1.0, 0.2, 0.8, 0.2), ("cuda_graphs",)),
