@@ -31,6 +31,18 @@ def rename(source: Path, target: Path) -> None:
     _patiently(lambda: os.replace(source, target))
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Write a small file and its folder; other processes read the old text or the new one, never a part. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        rename(partial, file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def unlink(file: Path) -> None:
     """Remove a file if it exists. Raises OSError."""
     _patiently(lambda: file.unlink(missing_ok=True))

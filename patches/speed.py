@@ -12,6 +12,7 @@ keeps the choice, so that a resumed run computes as before.
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,8 @@ class _Speed(TrainingCallback):
     features: Sequence[Switch]
     """The features that may be turned on."""
     machine: Mapping[str, str]
+    settings: str
+    """A hash of the options that affect a step."""
     model: Any = None
     """The model of the first forward pass; None before it."""
     chosen: tuple[str, ...] = ()
@@ -135,7 +138,7 @@ class _Speed(TrainingCallback):
             watch=watch.replay,
         )
         shapes = [list(value.shape) for value in (*args, *kwargs.values(), *trained) if hasattr(value, "shape")]
-        key = verdicts.key(self.machine, step_times.current_key(), shapes, [switch.name for switch in self.features])
+        key = verdicts.key(self.machine, self.settings, shapes, [switch.name for switch in self.features])
         try:
             known = verdicts.load(key)
             choose = partial(self._try, key) if known is None else partial(self._take, known)
@@ -236,7 +239,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
             _report(f"no {switch.title} on this GPU: {problem}; to test it again: python -m kohya_ext tune --self_test")
     features = [switch for switch in features if problems[switch.name] is None]
     CUDA_GRAPHS.on = CUDA_GRAPHS in features
-    return _Speed(args, accelerator, features, machine) if features else None
+    key = step_times.cache_key(Path(sys.argv[0]), args, settings)
+    return _Speed(args, accelerator, features, machine, key) if features else None
 
 
 def _reason_not_to_choose(args: Namespace, accelerator: Accelerator, settings: Settings) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -16,7 +16,7 @@ from typing import Any
 from kohya_ext import cache as user_cache
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.renames import rename
+from kohya_ext.renames import replace_text
 from kohya_ext.sdscripts.checkouts import Checkout
 
 #: Bump when the measurement changes, to invalidate cached estimates.
@@ -52,13 +52,8 @@ def shipped(config: MemoryConfig, layout: str | None = None) -> dict[str, Any] |
 def keep(checkout: Checkout, estimate: Estimate, disabled_patches: Sequence[str]) -> None:
     """Write an estimate to the user's cache; without a writable cache it is measured again next time."""
     file = _file(checkout, estimate.config, disabled_patches)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(estimate), indent=1), encoding="utf-8")
-        rename(temporary, file)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        replace_text(file, json.dumps(asdict(estimate), indent=1))
 
 
 @functools.cache

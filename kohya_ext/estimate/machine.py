@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from kohya_ext.estimate import gpus
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.seconds import CONSTANTS
 from kohya_ext.installed_gpus import first_gpu
-from kohya_ext.renames import rename
+from kohya_ext.renames import replace_text
 
 #: The launch cost of the hosts behind the constants: microseconds of ``mul_forward_and_backward`` in kohya_ext.gpu.rates.
 #: The H100's machine of benchmarks/results has 27.2, and a launch of its training steps takes 2.65 times the constant.
@@ -126,10 +125,7 @@ def _file(name: str) -> Path:
 
 def _write(file: Path, values: Mapping[str, Any]) -> None:
     """Replace the file atomically, so that a run that ends at the same time does not read half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    rename(partial, file)
+    replace_text(file, json.dumps(values, indent=1) + "\n")
 
 
 def _read(file: Path) -> dict[str, Any]:

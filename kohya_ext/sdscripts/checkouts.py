@@ -20,7 +20,7 @@ from typing import Literal
 from kohya_ext import cache
 from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError, did_you_mean
-from kohya_ext.renames import rename
+from kohya_ext.renames import rename, replace_text
 
 UPSTREAM = "https://github.com/kohya-ss/sd-scripts.git"
 
@@ -264,10 +264,7 @@ class Registry:
 
     def write(self) -> None:
         """Write the registry atomically: another process never reads a partial file."""
-        self.file().parent.mkdir(parents=True, exist_ok=True)
-        partial = self.file().with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps([asdict(entry) for entry in self.entries], indent=1), encoding="utf-8")
-        rename(partial, self.file())
+        replace_text(self.file(), json.dumps([asdict(entry) for entry in self.entries], indent=1))
 
 
 def registered() -> list[Checkout]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kohya_ext import __version__, cache
 from kohya_ext.installed_gpus import driver_version
-from kohya_ext.renames import rename
+from kohya_ext.renames import replace_text
 
 #: Seconds that a self-test may take, most of which are PyTorch's import and Triton's compilation.
 LIMIT = 240.0
@@ -68,13 +68,9 @@ def _tested(start: Start, names: Sequence[str], until: float) -> Problems:
 
 
 def _keep(machine: dict[str, str], results: Problems, report: Callable[[str], None]) -> None:
-    file = file_of(machine)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
+    text = json.dumps({"schema": _SCHEMA, "machine": machine, "results": results}, indent=1)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema": _SCHEMA, "machine": machine, "results": results}, indent=1)
-        partial.write_text(text + "\n", encoding="utf-8")
-        rename(partial, file)
+        replace_text(file_of(machine), text + "\n")
     except OSError as error:
         report(f"the self-test's results cannot be kept, and the next run repeats it: {error}")
 

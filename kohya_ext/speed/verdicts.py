@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext import cache
-from kohya_ext.renames import rename
+from kohya_ext.renames import replace_text
 from kohya_ext.speed import switches
 
 STATE_FILE = "kohya_ext_speed.json"
@@ -55,11 +54,7 @@ def load(key: str) -> Verdict | None:
 
 def store(key: str, verdict: Verdict) -> None:
     """Keep a verdict. Raises OSError."""
-    file = _file(key)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(asdict(verdict), indent=1) + "\n", encoding="utf-8")
-    rename(partial, file)
+    replace_text(_file(key), json.dumps(asdict(verdict), indent=1) + "\n")
 
 
 def forget() -> None:

@@ -84,6 +84,17 @@ def test_resumed_run_computes_as_the_first_part_did(checkout, replayed, tmp_path
 
 
 @pytest.mark.newest
+def test_choice_is_for_the_options_of_its_run_also_without_preflight(checkout, replayed):
+    options = (*BF16, *AUTO, "--no-preflight")
+    first, again = (replayed(checkout, LORA, *options, chooses="fused_operations") for _ in range(2))
+    assert "; chosen in " in first.output
+    assert ", as found on " in again.output
+    assert equal(first, again)
+    other = replayed(checkout, LORA, *options, "--network_alpha", "2")
+    assert "; chosen in " in other.output
+
+
+@pytest.mark.newest
 def test_obstacles_cost_no_run(checkout, replayed, tmp_path):
     (tmp_path / "cache").write_text("a file where the cache's folder would be")
     kept = replayed(checkout, LORA, *BF16, *AUTO, chooses="fused_operations")
