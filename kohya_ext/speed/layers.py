@@ -7,9 +7,11 @@ rounding changes the gradients of a whole model by more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ _SCALE, _UNDIRECTED = 2.0, 1.0
 #: Added to all: rounding in fp32.
 _ROUNDING = 1e-4
 
+#: The types of values that code may depend on.
+_PLAIN = (bool, int, float, type(None))
+
 #: The largest difference from eager passes in 16 bits, if a layer cannot run in fp32.
 _WITHOUT_REFERENCE = Difference(0.02, 0.01)
 
@@ -35,13 +40,16 @@ _WITHOUT_REFERENCE = Difference(0.02, 0.01)
 class LayerCheck:
     """Compares the layers of a model that runs in the block of :meth:`on`.
 
-    ``trained``: the weights whose gradients are compared; they must have none.
+    ``trained``: the weights whose gradients are compared; they must have none. ``samples``: whether one layer of each kind is
+    compared instead of all.
     """
 
-    def __init__(self, trained: Sequence[torch.Tensor], recorder: Recorder) -> None:
+    def __init__(self, trained: Sequence[torch.Tensor], recorder: Recorder, samples: bool = False) -> None:
         self.problem: str | None = None
         """How the first wrong layer is wrong; None if all are right."""
-        self._trained, self._recorder = trained, recorder
+        self._trained, self._recorder, self._samples = trained, recorder, samples
+        self._kinds: set[tuple[object, ...]] = set()
+        """The kinds of the layers that were compared."""
         self._features: list[str] = []
 
     @contextmanager
@@ -57,6 +65,8 @@ class LayerCheck:
     def _compare(self, name: str, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self.problem is not None or not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return
+        if self._samples and not self._is_new(_kind(layer, args, kwargs)):
+            return
         switches.use(())
         eager = self._results(layer, args, kwargs)
         exact = self._in_fp32(layer, args, kwargs)
@@ -68,6 +78,11 @@ class LayerCheck:
             if problem is not None:
                 self.problem = f"in {name}, {problem}"
                 return
+
+    def _is_new(self, kind: tuple[object, ...]) -> bool:
+        is_new = kind not in self._kinds
+        self._kinds.add(kind)
+        return is_new
 
     def _results(self, layer: Any, args: Any, kwargs: Any) -> list[Results | None]:
         """Return the output, and the gradients of inputs and trained weights."""
@@ -118,6 +133,25 @@ def _is_layer(module: torch.nn.Module) -> bool:
     children = [*module.children()]
     is_replaced = hasattr(type(module).forward, "__wrapped__") and not any([*child.children()] for child in children)
     return not children or is_replaced
+
+
+def _kind(layer: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what a call's code depends on: types, shapes and numbers, also those of the network that changes the layer."""
+    owner = getattr(vars(layer).get("forward"), "__self__", None)
+    modules = [*layer.modules(), *(owner.modules() if isinstance(owner, torch.nn.Module) and owner is not layer else ())]
+    return (*map(_form, modules), *map(_form_of_value, (*args, *kwargs.values())))
+
+
+def _form(module: torch.nn.Module) -> tuple[object, ...]:
+    forms = {name: _form_of_value(value) for name, value in vars(module).items() if isinstance(value, (*_PLAIN, FunctionType))}
+    weights = [*module._parameters.values(), *module._buffers.values()]
+    return (type(module), *sorted(forms.items(), key=itemgetter(0)), *map(_form_of_value, weights))
+
+
+def _form_of_value(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.stride(), value.requires_grad)
+    return value if isinstance(value, (*_PLAIN, FunctionType)) else type(value)
 
 
 def _leaf(value: Any) -> Any:

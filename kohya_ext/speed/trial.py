@@ -15,11 +15,11 @@ states, weights. The optimizer does not step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,12 +30,10 @@ from kohya_ext.speed import switches
 from kohya_ext.speed.comparison import Results
 from kohya_ext.speed.layers import LayerCheck
 from kohya_ext.speed.switches import Switch
+from kohya_ext.speed.timing import TimedPasses
 
 #: How many times as fast as the best one so far a candidate must be.
 LEAST_GAIN = 1.03
-
-#: Seconds of the passes that are timed, and the fewest and most of them.
-_TIMED_SECONDS, _FEWEST, _MOST = 1.5, 3, 9
 
 #: The most seconds of a trial, and its largest share of the run's passes.
 MOST_SECONDS, SHARE = 60.0, 0.05
@@ -43,11 +41,18 @@ MOST_SECONDS, SHARE = 60.0, 0.05
 #: Why a candidate was not tried.
 NO_TIME = "not tried, for lack of time"
 
-#: Eager passes that trying a candidate takes about as long as: a recording, a comparison, and the timed ones.
-PASSES_OF_A_CANDIDATE = 12
+#: Why recorded passes were not tried.
+NO_GAIN = "the GPU does not wait for Python"
 
-#: Eager passes: one that sets up, two that are compared, and with the fewest timed ones.
-_PASSES_OF_REFERENCE, _PASSES_OF_EAGER = 3, 6
+#: Eager passes before the first candidate: one that sets up, and two that are compared and timed.
+_PASSES_OF_EAGER = 3
+
+#: Eager passes that these take about as long as: a candidate's own passes, of which two are timed; a recording; the comparison
+#: of all layers, and of one layer of each kind.
+_PASSES, _OF_RECORDING, _OF_ALL_LAYERS, _OF_KINDS = 3, 4, 10, 1
+
+#: The share of a trial's seconds in which all layers are compared, and otherwise one of each kind.
+_SHARE_OF_LAYERS = 0.25
 
 #: Size of the values that replace zeros.
 _MADE_UP = 0.01
@@ -62,7 +67,9 @@ class Candidate:
     seconds: float | None = None
     """Median of both passes."""
     spread: float = 0.0
-    """Distance of the quartiles, in seconds."""
+    """Of the passes, in seconds."""
+    is_limited_by_gpu: bool = False
+    """Whether Python launches the passes in less time than the GPU takes for them."""
     peak: int = 0
     """Bytes of temporary tensors at their peak."""
     difference: float | None = None
@@ -71,9 +78,24 @@ class Candidate:
     """Why it is not used; None if it may be."""
 
     @property
+    def close(self) -> tuple[str, ...]:
+        """Its features that change results by rounding."""
+        return tuple(switch.name for switch in switches.ALL if switch.name in self.features and switch.exactness == "close")
+
+    @property
     def is_exact(self) -> bool:
         """Whether its results are bit-identical to those of eager passes."""
-        return all(switch.exactness == "exact" for switch in switches.ALL if switch.name in self.features)
+        return not self.close
+
+    @property
+    def without_recordings(self) -> tuple[str, ...]:
+        """Its other features."""
+        return tuple(name for name in self.features if name != switches.CUDA_GRAPHS.name)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its passes are recorded."""
+        return switches.CUDA_GRAPHS.name in self.features
 
     def beats(self, other: Candidate) -> bool:
         """Return whether it is faster than another one by more than the noise."""
@@ -108,11 +130,18 @@ class Trial:
     _args: Sequence[Any] = ()
     _kwargs: Mapping[str, Any] = field(default_factory=dict)
     _precision: tuple[bool, torch.dtype] = (False, torch.float32)
+    _reference: Results = field(default_factory=lambda: Results(()))
+    _noise: float = 0.0
+    """The difference of two eager passes."""
+    _samples: bool = False
+    """Whether one layer of each kind is compared instead of all."""
+    _problems: dict[tuple[str, ...], str | None] = field(default_factory=lambda: {(): None})
+    """Close features -> how layers are wrong with them, or None."""
 
     @property
     def is_worthwhile(self) -> bool:
         """Whether the run is long enough to try any candidate."""
-        return SHARE * self.passes_left >= _PASSES_OF_EAGER + PASSES_OF_A_CANDIDATE
+        return SHARE * self.passes_left >= _PASSES_OF_EAGER + _PASSES + _OF_KINDS
 
     def run(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], features: Sequence[Switch]
@@ -124,23 +153,27 @@ class Trial:
         with self._on(forward, args, kwargs) as states:
             switches.use((), features)
             begun = self.clock()
-            reference, noise = self._reference(states)
-            single = (self.clock() - begun) / _PASSES_OF_REFERENCE
-            if (_PASSES_OF_EAGER + PASSES_OF_A_CANDIDATE) * single > self._limit(single):
-                raise NoTrialError(f"forward and backward take {single:.1f} s, too long for a trial")
-            eager = self._timed(Candidate(difference=noise), self._forward, states)
+            eager = self._eager(states)
             assert eager.seconds is not None
             limit = self._limit(eager.seconds)
             self.had_most_time = limit >= MOST_SECONDS
-            candidates = [eager]
-            for chosen in _combinations(features):
-                if self.clock() + PASSES_OF_A_CANDIDATE * eager.seconds > begun + limit:
-                    candidates.append(Candidate(chosen, rejected=NO_TIME))
-                elif any(set(each.features) < set(chosen) and each.rejected for each in candidates):
-                    candidates.append(Candidate(chosen, rejected="a part of it was rejected"))
-                else:
-                    candidates.append(self._try(Candidate(chosen), states, reference, noise))
-            return candidates
+            self._samples = _OF_ALL_LAYERS * eager.seconds > _SHARE_OF_LAYERS * limit
+            candidates = _combinations(features)
+            cheapest_first = sorted(candidates, key=self._cost)
+            if self.clock() + self._cost(cheapest_first[0]) * eager.seconds > begun + limit:
+                raise NoTrialError(f"forward and backward take {eager.seconds:.1f} s, too long for a trial")
+            results = {eager.features: eager}
+            for candidate in cheapest_first:
+                has_time = self.clock() + self._cost(candidate) * eager.seconds <= begun + limit
+                reason = _reason_not_to_try(candidate, results) or (None if has_time else NO_TIME)
+                tried = replace(candidate, rejected=reason) if reason else self._try(candidate, states)
+                results[candidate.features] = tried
+            return [results[candidate.features] for candidate in (eager, *candidates)]
+
+    def _cost(self, candidate: Candidate) -> int:
+        """Return about how many eager passes take as long as trying a candidate."""
+        of_layers = 0 if candidate.close in self._problems else _OF_KINDS if self._samples else _OF_ALL_LAYERS
+        return _PASSES + of_layers + (_OF_RECORDING if candidate.is_recorded else 0)
 
     def _limit(self, seconds: float) -> float:
         """Return the seconds of the trial, if an eager pass takes ``seconds``."""
@@ -151,13 +184,13 @@ class Trial:
     ) -> str | None:
         """Return why some features, which an earlier trial has chosen, are wrong in this run; None if they are right.
 
-        Recordings are not made: they are checked when the run makes them.
+        One layer of each kind is compared: the trial has compared all passes with the same code. Recordings are checked when
+        the run makes them.
         """
         with self._on(forward, args, kwargs) as states:
-            switches.use((), chosen)
-            reference, _ = self._reference(states)
-            switches.use(_eager(switch.name for switch in chosen), chosen)
-            return self._problem_of_layers(states) or self._results(self._forward, states).far_from(reference)
+            self._samples = True
+            switches.use((switch.name for switch in chosen), chosen)
+            return self._problem_of_layers(states)
 
     @contextmanager
     def _on(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[RandomStates]:
@@ -184,36 +217,31 @@ class Trial:
             self._args, self._kwargs = (), {}
             self.recorder.return_unused()
 
-    def _reference(self, states: RandomStates) -> tuple[Results, float]:
-        """Return an eager pass's results, and by how much another one differs from them."""
+    def _eager(self, states: RandomStates) -> Candidate:
+        """Return the eager candidate, with the difference of two passes; keep the results of one as the reference."""
         self._passes(self._forward)  # sets up what later passes reuse, such as tables and workspaces
-        reference = self._results(self._forward, states)
-        if not reference.is_finite:
+        timed = self._timed(self._forward, states)
+        self._reference = self._results(timed.once())
+        if not self._reference.is_finite:
             raise NoTrialError("the eager pass is not finite")
-        return reference, self._results(self._forward, states).minus(reference).share
+        self._noise = self._results(timed.once()).minus(self._reference).share
+        return _measured(Candidate(difference=self._noise), timed)
 
-    def _try(self, candidate: Candidate, states: RandomStates, reference: Results, noise: float) -> Candidate:
+    def _try(self, candidate: Candidate, states: RandomStates) -> Candidate:
         """Return a candidate with its measurements. Any error, such as one of memory, rejects it."""
-        switches.use(_eager(candidate.features))
+        switches.use(candidate.without_recordings)
         lines: list[str] = []
         recorded = None
         try:
             forward = self._forward
-            if switches.CUDA_GRAPHS.name in candidate.features:
+            if candidate.is_recorded:
                 recorded = RecordedModel(self.recorder, self.modules, self.trained, lines.append, max_sizes=1, watch=self.watch)
                 recorded.needed = self.needed
                 forward = partial(_replayed, recorded, self._forward)
-            problem = None if candidate.is_exact else self._problem_of_layers(states)
-            if problem is None:
-                self._passes(forward)
-                results = self._results(forward, states)
-                problem = results.unlike(reference, noise) if candidate.is_exact else results.far_from(reference)
-                candidate = replace(candidate, difference=results.minus(reference).share)
-            if problem is None:
-                candidate = self._timed(candidate, forward, states)
-            if recorded is not None and recorded.off is not None:
-                problem = recorded.off
-            return replace(candidate, rejected=problem)
+            if (problem := self._problem_of(candidate.close, states)) is not None:
+                return replace(candidate, rejected=problem)
+            tried = self._compared(candidate, forward, states)
+            return replace(tried, rejected=tried.rejected if recorded is None or recorded.off is None else recorded.off)
         except Exception as error:
             return replace(candidate, rejected=" ".join(f"{type(error).__name__}: {error}".split())[:200])
         finally:
@@ -221,33 +249,37 @@ class Trial:
             if recorded is not None:
                 recorded.release()
 
+    def _compared(self, candidate: Candidate, forward: Callable[..., Any], states: RandomStates) -> Candidate:
+        """Return a candidate with the difference of its results, and its times if they are right."""
+        self._passes(forward)
+        timed = self._timed(forward, states)
+        results, reference = self._results(timed.once()), self._reference
+        candidate = replace(candidate, difference=results.minus(reference).share)
+        problem = results.unlike(reference, self._noise) if candidate.is_exact else results.far_from(reference)
+        return _measured(candidate, timed) if problem is None else replace(candidate, rejected=problem)
+
+    def _timed(self, forward: Callable[..., Any], states: RandomStates) -> TimedPasses[torch.Tensor]:
+        return TimedPasses(states.restore, partial(self._passes, forward), self.recorder, self.meter)
+
+    def _problem_of(self, close: tuple[str, ...], states: RandomStates) -> str | None:
+        """Return how the layers are wrong with some features, which are on; None if they are right. Looks once."""
+        if close not in self._problems:
+            self._problems[close] = self._problem_of_layers(states)
+        return self._problems[close]
+
     def _problem_of_layers(self, states: RandomStates) -> str | None:
         """Compare each layer's passes with and without the features that are on; return how one is wrong, or None."""
         self._clear_gradients()
         states.restore()
         enabled, dtype = self._precision
-        check = LayerCheck(self.trained, self.recorder)
+        check = LayerCheck(self.trained, self.recorder, self._samples)
         autocast = torch.autocast(self.recorder.device.type, dtype, enabled, cache_enabled=False)
         with torch.no_grad(), autocast, check.on(self.modules[0]):
             self._forward(*self._args, **self._kwargs)
         return check.problem
 
-    def _timed(self, candidate: Candidate, forward: Callable[..., Any], states: RandomStates) -> Candidate:
-        seconds: list[float] = []
-        if self.meter is not None:
-            self.meter.begin()
-        while len(seconds) < _FEWEST or (sum(seconds) < _TIMED_SECONDS and len(seconds) < _MOST):
-            states.restore()
-            start = self.recorder.mark()
-            self._passes(forward)
-            seconds.append(max(self.recorder.seconds(start, self.recorder.mark())))
-        lower, middle, upper = quantiles(seconds, n=4, method="inclusive")
-        peak = self.meter.end() if self.meter is not None else 0
-        return replace(candidate, seconds=middle, spread=upper - lower, peak=peak)
-
-    def _results(self, forward: Callable[..., Any], states: RandomStates) -> Results:
-        states.restore()
-        output = self._passes(forward)
+    def _results(self, output: torch.Tensor) -> Results:
+        """Return the results of the last passes."""
         return Results([output, *(tensor.grad for tensor in (*self.trained, *self._inputs()))])
 
     def _passes(self, forward: Callable[..., Any]) -> torch.Tensor:
@@ -290,22 +322,39 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return best
 
 
-def _combinations(features: Sequence[Switch]) -> list[tuple[str, ...]]:
+def _measured(candidate: Candidate, timed: TimedPasses[Any]) -> Candidate:
+    """Return a candidate with its times."""
+    timed.until_known()
+    return replace(
+        candidate,
+        seconds=median(timed.seconds),
+        spread=timed.spread,
+        peak=timed.peak,
+        is_limited_by_gpu=timed.is_limited_by_device,
+    )
+
+
+def _reason_not_to_try(candidate: Candidate, results: Mapping[tuple[str, ...], Candidate]) -> str | None:
+    """Return why a candidate cannot be the best one, from what others have shown; None if it can."""
+    if candidate.is_recorded and results[candidate.without_recordings].is_limited_by_gpu:
+        return NO_GAIN
+    parts = (each for each in results.values() if set(each.features) < set(candidate.features))
+    if any(part.rejected not in (None, NO_TIME, NO_GAIN) for part in parts):
+        return "a part of it was rejected"
+    return None
+
+
+def _combinations(features: Sequence[Switch]) -> list[Candidate]:
     """Return all combinations of features, those that are exact and those with fewer features first."""
     every = [
         tuple(switch.name for number, switch in enumerate(features) if bits >> number & 1)
         for bits in range(1, 2 ** len(features))
     ]
-    return sorted(every, key=lambda names: (not Candidate(names).is_exact, len(names)))
+    return sorted(map(Candidate, every), key=lambda candidate: (not candidate.is_exact, len(candidate.features)))
 
 
 def _replayed(recorded: RecordedModel, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return recorded(forward, args, kwargs)
-
-
-def _eager(features: Iterable[str]) -> list[str]:
-    """Return the features that a trial switches itself: all but the recordings, which it makes."""
-    return [name for name in features if name != switches.CUDA_GRAPHS.name]
 
 
 def _copy(value: Any) -> Any:

@@ -4,6 +4,7 @@ import copy
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from kohya_ext.speed import proof, switches, trial, verdicts  # noqa: E402
+from kohya_ext.speed.layers import LayerCheck  # noqa: E402
 from kohya_ext.speed.switches import CUDA_GRAPHS, FUSED_OPERATIONS  # noqa: E402
+from kohya_ext.speed.timing import TimedPasses  # noqa: E402
 from kohya_ext.speed.trial import Trial, choose  # noqa: E402
 from tests.replayer import CpuRecorder  # noqa: E402
 
@@ -32,13 +35,14 @@ class Machine(CpuRecorder):
     def __init__(self, seconds, **rest):
         super().__init__(**rest)
         self.now = 0.0
+        self.launches = 1.0  # the share of its seconds in which Python has launched a pass
         self._of = seconds
 
     def mark(self):
         return self.now
 
     def seconds(self, start, end):
-        return end - start, end - start
+        return self.launches * (end - start), end - start
 
     def replaying(self, replay):
         """Run the replay of one of both passes."""
@@ -67,6 +71,7 @@ class LoRA(torch.nn.Module):
 class Model(torch.nn.Module):
     def __init__(self, machine=None, faults=(None, None, None)):
         super().__init__()
+        torch.manual_seed(1)  # the faults are larger than the rounding
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in faults)
         network = torch.nn.ModuleList(LoRA(layer, fault) for layer, fault in zip(self.layers, faults, strict=True))
         self.network = [network]  # no part of the model
@@ -84,7 +89,7 @@ class Model(torch.nn.Module):
 
 def tried(model, machine, passes=10**6, features=switches.ALL, autocast=False, **rest):
     (network,) = model.network
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(3), requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         the_trial = Trial(machine, [model, network], [*network.parameters()], passes, watch=machine.replaying, **rest)
         return the_trial.run(model, (x,), {"scale": 1.0}, features)
@@ -187,34 +192,80 @@ def test_trial_leaves_no_trace():
     assert machine.released == 2, "each recording's memory"
 
 
-@pytest.mark.parametrize(("passes", "most"), [(440, False), (10**6, True)])
-def test_candidates_without_time_are_not_tried(passes, most):
-    """Eager passes take 1 or 3 seconds; a trial 22 or at most 60."""
-    machine = gains(1.0 if passes == 440 else 3.0)
-    (network,) = (model := Model(machine)).network
-    weights = [*network.parameters()]
-    a_trial = Trial(machine, [model, network], weights, passes, watch=machine.replaying, clock=lambda: machine.now)
-    candidates = a_trial.run(model, (torch.randn(8, WIDTH),), {}, switches.ALL)
-    assert [candidate.rejected for candidate in candidates] == [None, None, trial.NO_TIME, trial.NO_TIME]
-    assert a_trial.had_most_time is most
+def timed_trial(seconds, passes, features=switches.ALL, **rest):
+    """Return the trial and candidates of passes that take some seconds, the seconds that it took, and the compared layers."""
+    machine = gains(seconds)
+    (network,) = (model := Model(machine, **rest)).network
+    a_trial = Trial(
+        machine, [model, network], [*network.parameters()], passes, watch=machine.replaying, clock=lambda: machine.now
+    )
+    candidates = a_trial.run(model, (torch.randn(8, WIDTH),), {}, features)
+    return a_trial, candidates, machine.now
 
 
-def test_passes_that_take_long_are_not_tried():
-    machine = gains(4.0)
-    (network,) = (model := Model(machine)).network
-    a_trial = Trial(machine, [model, network], [*network.parameters()], 10**6, clock=lambda: machine.now)
-    with pytest.raises(trial.NoTrialError, match=r"take 4\.0 s, too long"):
-        a_trial.run(model, (torch.randn(8, WIDTH),), {}, switches.ALL)
-    assert machine.now == 3 * 4.0, "it ends after the passes that are compared"
+@pytest.mark.parametrize(("seconds", "passes", "tried"), [(1.0, 180, 2), (1.0, 280, 3), (6.0, 10**6, 2), (1.5, 10**6, 4)])
+def test_candidates_without_time_are_not_tried(seconds, passes, tried):
+    """A trial takes a twentieth of the run, and a minute at most."""
+    a_trial, candidates, took = timed_trial(seconds, passes)
+    assert sum(candidate.rejected == trial.NO_TIME for candidate in candidates) == 4 - tried
+    assert took <= min(60, seconds * passes / 20)
+    assert a_trial.had_most_time is (passes > 1000)
+    assert choose(candidates).features != ()
+
+
+def test_passes_of_many_seconds_get_a_trial():
+    """Six seconds: eager passes, and fused ones, whose gradients are wrong in one layer."""
+    assert timed_trial(6.0, 10**6)[1][2].rejected is None
+    _, candidates, _ = timed_trial(6.0, 10**6, faults=(None, factor("gradient", 0.99), None))
+    assert candidates[2].rejected.startswith("in layers.1, the gradients")
+
+
+@pytest.mark.parametrize(("seconds", "compared"), [(0.1, 3), (6.0, 1)])
+def test_slow_passes_compare_one_layer_of_each_kind(monkeypatch, seconds, compared):
+    names = []
+    original = LayerCheck._results
+    monkeypatch.setattr(LayerCheck, "_results", lambda self, *args: names.append(args[0]) or original(self, *args))
+    timed_trial(seconds, 10**6)
+    assert len(set(names)) == compared, "layers of one kind, compared once for both candidates with fused operations"
+    assert len(names) == 3 * compared, "eager, in fp32 and fused"
+
+
+def test_passes_that_take_too_long_are_not_tried():
+    with pytest.raises(trial.NoTrialError, match=r"take 9\.0 s, too long"):
+        timed_trial(9.0, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"),
+    [
+        ([0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1], 9),
+        ([0.3] * 5, 5),
+        ([1.0, 1.0], 2),
+        ([1.0, 1.02, 1.0], 3),
+        ([8.0, 8.0], 2),
+    ],
+)
+def test_long_passes_that_hardly_differ_are_timed_twice(seconds, count):
+    given = iter(seconds)
+    clock = SimpleNamespace(mark=lambda: None, seconds=lambda start, end: (next(given), 0.0))
+    passes = TimedPasses(lambda: None, lambda: None, clock)
+    passes.until_known()
+    assert len(passes.seconds) == count
+    assert passes.spread >= (0.02 if count == 3 else 0) / 2
+
+
+def test_recordings_are_not_tried_if_the_gpu_does_not_wait():
+    machine = gains()
+    machine.launches = 0.2
+    candidates = tried(Model(machine), machine)
+    assert [candidate.rejected for candidate in candidates] == [None, trial.NO_GAIN, None, trial.NO_GAIN]
+    assert choose(candidates).features == ("fused_operations",)
+    assert machine.released == 0
 
 
 def test_length_of_a_run_decides_whether_a_trial_is_worthwhile():
-    assert [Trial(CpuRecorder(), [], [], passes).is_worthwhile for passes in (100, 359, 360, 1500)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    lengths = {passes: Trial(CpuRecorder(), [], [], passes).is_worthwhile for passes in (100, 139, 140, 1500)}
+    assert lengths == {100: False, 139: False, 140: True, 1500: True}
 
 
 def test_eager_passes_that_are_not_finite_are_no_reference():
