@@ -32,6 +32,7 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.patching.checkpointed_blocks import KEEPS_GRADIENTS
 from kohya_ext.patching.patch import Patch, Target
 from kohya_ext.sdscripts.fingerprints import known_bodies
+from kohya_ext.speed import switches
 
 _calls = Counter({"checkpointed_blocks": 0, "recomputed_blocks": 0})
 
@@ -297,14 +298,15 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
     import torch
 
     module = sys.modules[original.__module__]
-    compiled = settings["selective_torch_compile"]
+    is_compiled, switch = bool(settings["selective_torch_compile"]), switches.COMPILED_BLOCKS
 
     class CheckpointFunction(original):  # type: ignore[misc]
         @classmethod
         def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             block = next(_owners(function), None)
             generators = _generators(args)
-            if compiled or block is None or generators is None or _carries_gradients(function) or _known(block).is_partitioned:
+            is_plain = is_compiled or switch.on or block is None or generators is None or _carries_gradients(function)
+            if is_plain or _known(block).is_partitioned:
                 return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
             devices = ("cpu", *{arg.device.type for arg in args if isinstance(arg, torch.Tensor)} - {"cpu"})
             # A CUDA graph draws no numbers in a checkpointed block, and torch 2.6 cannot read the state while it is captured.

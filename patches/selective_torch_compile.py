@@ -32,12 +32,13 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.sdscripts.fingerprints import known_bodies
+from kohya_ext.speed import switches
 
 SELECTIVE_TORCH_COMPILE = Option(
     "selective_torch_compile",
-    False,
+    None,
     boolean,
-    "compile the model's repeated blocks instead of the whole model",
+    "compile the model's repeated blocks instead of the whole model (default: see --speed)",
     environment="SDSCRIPTS_SELECTIVE_TORCH_COMPILE",
     activates=True,
 )
@@ -153,7 +154,13 @@ def _compiled(blocks: Blocks, name: str) -> Callable[[Any, Settings], Any]:
         compiled = [each for each in blocks.classes if _is_compiled(each, settings)]
         position = f"{compiled.index(name) + 1} of {len(compiled)}"
         label = f"{blocks.module}:{name}.{blocks.method}"
-        return compile_method(original, label, position, settings, blocks.classes[name])
+        is_given, switch = bool(settings[SELECTIVE_TORCH_COMPILE]), switches.COMPILED_BLOCKS
+        may_be_chosen = blocks.module in {family.blocks.module for family in FAMILIES}
+
+        def works() -> bool:
+            return is_given or (may_be_chosen and switch.on)
+
+        return compile_method(original, label, position, settings, blocks.classes[name], works)
 
     return replace
 
@@ -171,6 +178,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Non
 
     checkout = program().checkout
     RUN.begin(partial(data_sets, accelerator), checkout.commit if checkout is not None else None)
+    if not settings[SELECTIVE_TORCH_COMPILE]:
+        return  # --speed decides
     reason = reason_not_to_compile(args) or _reason_not_to_choose(accelerator.device)
     if reason is not None:
         RUN.disable(reason)
@@ -241,7 +250,7 @@ PATCH = Patch(
     exactness="close",
     held_to="training without the patch; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",
-    wanted=lambda settings: settings[SELECTIVE_TORCH_COMPILE],
+    wanted=partial(switches.is_wanted, switches.COMPILED_BLOCKS),
     facts=_facts,
     stage=Stage.COMPUTE,
     on_start=_start,

@@ -1,8 +1,9 @@
 """Turn on the features that make this run faster on this GPU, after a self-test and a trial on the real model: ``--speed``.
 
 - ``exact``, the default: CUDA graphs, whose results are bit-identical, if the GPU waits for Python.
-- ``auto``, in the presets of LoRAs: also fused operations, whose results differ by rounding. Before the first step a trial
-  times all combinations on the first batch and compares their gradients with eager ones (`kohya_ext.speed.trial`).
+- ``auto``, in the presets of LoRAs: also fused operations or compiled blocks, whose results differ by rounding. Before the
+  first step a trial times all combinations on the first batch and compares their gradients with eager ones
+  (`kohya_ext.speed.trial`). Blocks are compiled if the run is long enough.
 - ``off``: neither.
 
 A feature is used only on a GPU whose self-test it has passed, in a process of its own (`kohya_ext.speed.proof`). The first
@@ -16,12 +17,13 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from kohya_ext.compiling.support import reason_not_to_record
+from kohya_ext.compiling.blocks import RUN
+from kohya_ext.compiling.support import find_obstacle, reason_not_to_compile, reason_not_to_record
 from kohya_ext.config.settings import Option, Settings, one_of
 from kohya_ext.console import note
 from kohya_ext.errors import first_line
@@ -31,7 +33,7 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, step_times
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.speed import hang, proof, switches, verdicts
-from kohya_ext.speed.switches import CUDA_GRAPHS, Switch
+from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, Switch
 from kohya_ext.speed.verdicts import Verdict
 
 SPEED = Option(
@@ -39,7 +41,8 @@ SPEED = Option(
     "exact",
     one_of("off", "exact", "auto"),
     "what may be turned on to make this run faster, if a test on this GPU shows that it does: exact, only what gives "
-    "bit-identical results (CUDA graphs); auto, also what differs by rounding (fused operations); off, nothing",
+    "bit-identical results (CUDA graphs); auto, also what differs by rounding (fused operations or compiled blocks); "
+    "off, nothing",
     metavar="off|exact|auto",
 )
 
@@ -141,14 +144,17 @@ class _Speed(TrainingCallback):
         key = verdicts.key(self.machine, self.settings, shapes, [switch.name for switch in self.features])
         try:
             known = verdicts.load(key)
-            choose = partial(self._try, key) if known is None else partial(self._take, known)
-            return choose(trial, forward, args, kwargs)
+            if known is None or known.lacks(trial.allowed(known.eager)):
+                return self._try(key, trial, forward, args, kwargs)
+            return self._take(_without_setup(known, trial.passes_left), trial, forward, args, kwargs)
         except NoTrialError as error:
             return str(error)
         except Exception as error:  # such as one of memory
             return f"the trial failed: {first_line(error)}"
         finally:
             watch.end()
+            if COMPILED_BLOCKS.name not in self.chosen:
+                RUN.forget()
 
     def _take(self, known: Verdict, trial: Any, forward: Any, args: Any, kwargs: Any) -> str | None:
         close = [switch for switch in self.close if switch.name in known.features]
@@ -159,7 +165,7 @@ class _Speed(TrainingCallback):
         return None
 
     def _try(self, key: str, trial: Any, forward: Any, args: Any, kwargs: Any) -> str | None:
-        from kohya_ext.speed.trial import NO_TIME, choose
+        from kohya_ext.speed.trial import choose
 
         if not trial.is_worthwhile:
             return "the run is too short to be worth a trial"
@@ -167,15 +173,14 @@ class _Speed(TrainingCallback):
         candidates = trial.run(forward, args, kwargs, self.features)
         best = choose(candidates)
         rows = [asdict(candidate) for candidate in candidates]
-        verdict = Verdict(best.features, candidates[0].seconds or 0.0, best.seconds or 0.0, candidates=rows)
+        eager = candidates[0].seconds or 0.0
+        verdict = Verdict(best.features, eager, best.seconds or 0.0, candidates=rows, allowed=trial.allowed(eager))
         _report(f"{_sentence(verdict)}; chosen in {time.monotonic() - begun:.0f} s")
         for candidate in candidates:
             if candidate.rejected is not None:
                 _report(f"not {switches.describe(candidate.features)}: {candidate.rejected}")
-        tried = {name for candidate in candidates if candidate.rejected != NO_TIME for name in candidate.features}
+        tried = {name for candidate in candidates if candidate.in_time for name in candidate.features}
         self._decide(verdict, [switch for switch in self.features if switch.name in tried])
-        if not trial.had_most_time and any(candidate.rejected == NO_TIME for candidate in candidates):
-            return None  # a longer run has more time
         try:
             verdicts.store(key, verdict)
         except OSError as error:
@@ -190,6 +195,20 @@ class _Speed(TrainingCallback):
 
 #: Bytes of an optimizer's state for each trained weight: AdamW's.
 _OPTIMIZER_BYTES = 8
+
+
+def _without_setup(known: Verdict, passes: int) -> Verdict:
+    """Return a verdict, or the best one without compiled blocks if compiling them would take longer than it saves."""
+    from kohya_ext.speed.trial import Candidate, choose
+
+    if COMPILED_BLOCKS.name not in known.features:
+        return known
+    candidates = [Candidate(**{**row, "features": tuple(row["features"])}) for row in known.candidates]
+    setup = sum(candidate.setup for candidate in candidates if set(candidate.features) <= set(known.features))
+    if (known.eager - known.seconds) * passes > setup:
+        return known
+    best = choose([candidate for candidate in candidates if not candidate.is_compiled])
+    return replace(known, features=best.features, seconds=best.seconds or known.eager)
 
 
 def _sentence(verdict: Verdict) -> str:
@@ -232,6 +251,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Sp
         return None
     if reason_not_to_record(args) is not None:
         features = [switch for switch in features if switch is not CUDA_GRAPHS]
+    if COMPILED_BLOCKS in features and _reason_not_to_compile(args, accelerator.device, settings) is not None:
+        features = [switch for switch in features if switch is not COMPILED_BLOCKS]
     machine, start = proof.machine(accelerator.device), proof.starter(accelerator.device.index or 0)
     problems = proof.problems(machine, [switch.name for switch in features], start, _report)
     for switch in features:
@@ -251,6 +272,17 @@ def _reason_not_to_choose(args: Namespace, accelerator: Accelerator, settings: S
     if settings["vram_budget"] is not None:
         return "--vram_budget is not supported"
     return None
+
+
+def _reason_not_to_compile(args: Namespace, device: Any, settings: Settings) -> str | None:
+    if settings["activation_memory_budget"] is not None or settings["compile_mode"] in ("reduce-overhead", "max-autotune"):
+        return "its options are for --selective_torch_compile"
+    reason = reason_not_to_compile(args) or find_obstacle(device.type, RUN.backend)
+    if reason is None and device.type == "cuda":
+        from kohya_ext.kernels.support import unsupported_gpu
+
+        return unsupported_gpu(device)
+    return reason
 
 
 def _chosen(original: Any, settings: Settings) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import inspect
 import threading
 import time
@@ -19,6 +21,55 @@ from kohya_ext.compiling.support import DEFAULT_BACKEND, find_obstacle
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, warn
 from kohya_ext.patching.types import DataSet
+
+
+class CompilingError(Exception):
+    """The reason why an attempt to compile blocks was given up."""
+
+
+@dataclass
+class Attempt:
+    """A first compilation, which is given up instead of leaving blocks eager, and when it takes too long."""
+
+    seconds: float
+    """The most seconds of the compilation."""
+    kinds: int
+    """How many kinds of blocks there are."""
+    clock: Callable[[], float] = time.monotonic
+    problem: str | None = None
+    """Why it was given up; None if it was not. The error can come from inside torch, in another form."""
+    is_in_time: bool = True
+    """Whether it was not given up for lack of time."""
+    _begun: float = field(init=False)
+    _compiled: int = 0
+
+    def __post_init__(self) -> None:
+        self._begun = self.clock()
+
+    def go_on(self) -> None:
+        """Raise CompilingError after the most seconds, and if the attempt was given up."""
+        if self.problem is not None:
+            raise CompilingError(self.problem)
+        if self.clock() - self._begun > self.seconds:
+            self._end(f"compiling took longer than the {self.seconds:.0f} s that this run allows")
+
+    def give_up(self, problem: str) -> None:
+        """Raise CompilingError."""
+        self.problem = self.problem or problem
+        raise CompilingError(self.problem)
+
+    def compiled_kind(self) -> None:
+        """Notice that both passes of a kind of block were compiled. Raises CompilingError if the others will take too long."""
+        self._compiled += 1
+        self.go_on()
+        expected = (self.clock() - self._begun) / self._compiled * self.kinds
+        if expected > self.seconds:
+            self._end(f"compiling takes about {expected:.0f} s, and this run allows {self.seconds:.0f} s")
+
+    def _end(self, problem: str) -> None:
+        self.is_in_time = False
+        self.give_up(f"{problem}; a longer run allows more, and --selective_torch_compile any time")
+
 
 #: Seconds between two progress lines of one class. SDXL compiles more than a dozen graphs in its first step.
 PROGRESS_INTERVAL = 10.0
@@ -39,6 +90,8 @@ class Run:
     """The commit of sd-scripts, whose code is compiled."""
     backend: str = DEFAULT_BACKEND
     """The name of torch.compile's backend for the blocks. Estimates have one of their own."""
+    attempt: Attempt | None = None
+    """The attempt that is under way; None if compiling may take any time, and a block that fails runs eager."""
     prepared: bool = False
     several_sizes: bool = False
     """Whether the datasets have images of several sizes. Set before the first compilation."""
@@ -48,6 +101,7 @@ class Run:
         """Reset everything for a new training run."""
         self.data_sets, self.commit = data_sets, commit
         self.disabled_because, self.paused, self.prepared, self.several_sizes = None, False, False, False
+        self.attempt = None
 
     def prepare(self, device: str) -> None:
         """Set up torch before the first compilation of a run. Repeated calls do nothing."""
@@ -62,8 +116,47 @@ class Run:
 
     def disable(self, reason: str) -> None:
         """Run every block eager and warn with the reason."""
+        if self.attempt is not None:
+            self.attempt.give_up(reason)
         self.disabled_because = reason
         warn(f"selective compile is off: {reason}")
+
+    @contextmanager
+    def attempting(
+        self, device: str, seconds: float, kinds: int, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[Attempt]:
+        """Compile within an attempt inside the block."""
+        self.prepare(device)
+        importlib.import_module("torch._inductor.compile_fx")  # its seconds say nothing about those of other blocks
+        self.attempt = attempt = Attempt(seconds, kinds, clock)
+        try:
+            yield attempt
+        finally:
+            self.attempt = None
+
+    def forget(self) -> None:
+        """Drop all compiled code, and end the processes that compile."""
+        if not any(block.compiled for block in self.blocks.values()):
+            return
+        import torch
+        from torch._inductor import async_compile
+
+        for block in self.blocks.values():
+            block.forget()
+        torch._dynamo.reset()
+        # Later versions keep them for a second model.
+        async_compile.shutdown_compile_workers()
+        gc.collect()  # the compiler's errors hold tensors
+
+    def has(self, module: Any) -> bool:
+        """Return whether a module is a block."""
+        name = f"{type(module).__module__}:{type(module).__name__}"
+        return any(label.rpartition(".")[0] == name for label in self.blocks)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all compilations."""
+        return sum(block.seconds for block in self.blocks.values())
 
     @property
     def breaks(self) -> int:
@@ -83,11 +176,11 @@ class Run:
         used = [block for block in self.blocks.values() if block.graphs]
         if not used:
             return
-        graphs, seconds = sum(block.graphs for block in used), sum(block.seconds for block in used)
+        graphs = sum(block.graphs for block in used)
         counts = "; ".join(f"{block.name} {block.graphs}" for block in used)
         recompiles = sum(block.recompiles for block in used)
         note(
-            f"selective compile: {graphs} graphs ({counts}), {recompiles} of them recompiles, in {seconds:.0f} s; "
+            f"selective compile: {graphs} graphs ({counts}), {recompiles} of them recompiles, in {self.seconds:.0f} s; "
             f"{self.breaks} graph breaks"
         )
         for block in used:
@@ -152,6 +245,12 @@ class Block:
             "eager_because": self.eager_because,
         }
 
+    def forget(self) -> None:
+        """Drop the compiled code and its counts."""
+        self.compiled = self.eager_because = None
+        self.calls = self.graphs = self.backward_graphs = self.last_graph_at_call = 0
+        self.seconds, self.eager = 0.0, False
+
     # --- fallback.Observer ---
 
     @property
@@ -162,6 +261,8 @@ class Block:
     @contextmanager
     def compiling(self, kind: Kind) -> Iterator[None]:
         """Count and time the compilation of a graph, and print progress from time to time."""
+        if RUN.attempt is not None:
+            RUN.attempt.go_on()
         with self.timed():
             if kind == "backward":
                 self.backward_graphs += 1
@@ -172,6 +273,8 @@ class Block:
             yield
 
     def _report_progress(self) -> None:
+        if RUN.attempt is not None:
+            return
         now = time.monotonic()
         if self.graphs == 1:
             note(f"compiling {self.name} ({self.position} block classes); the first steps take longer")
@@ -185,7 +288,10 @@ class Block:
         """Stop compiling the class, and warn with the reason once."""
         if self.eager_because is None:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            self.eager_because = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+            reason = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+            if RUN.attempt is not None:
+                RUN.attempt.give_up(f"{self.name} could not be compiled: {reason}")
+            self.eager_because = reason
             warn(f"{self.name} could not be compiled and runs eager: {self.eager_because}")
 
     @contextmanager
@@ -205,12 +311,18 @@ class Block:
 
 
 def compile_method(
-    original: Callable[..., Any], label: str, position: str, settings: Settings, inputs: Inputs | None = None
+    original: Callable[..., Any],
+    label: str,
+    position: str,
+    settings: Settings,
+    inputs: Inputs | None = None,
+    works: Callable[[], bool] = lambda: True,
 ) -> Callable[..., Any]:
     """Return a method that compiles ``original`` for all instances of its class when it is first called with gradients.
 
     Calls without gradients (sampling and validation, with other shapes and few calls) run the original, as do calls inside
-    another compilation. If compiling fails, training continues in eager mode: see `fallback`.
+    another compilation, and all while ``works`` returns False. If compiling fails, training continues in eager mode: see
+    `fallback`.
     """
     import torch
 
@@ -220,6 +332,8 @@ def compile_method(
     @wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if block.eager or RUN.paused or RUN.disabled_because or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        if not works():
             return original(self, *args, **kwargs)
         if block.compiled is None and not _start(block, [*args, *kwargs.values()]):
             return original(self, *args, **kwargs)
@@ -244,6 +358,8 @@ def _start(block: Block, arguments: Sequence[Any]) -> bool:
             backend=with_fallback(RUN.backend, settings["compile_mode"], block),
             dynamic={"auto": None, "true": True, "false": False}[settings["compile_dynamic"]],
         )
+    except CompilingError:
+        raise
     except Exception as error:  # torch's internals differ between versions; train in eager mode instead
         block.failed(error)
         block.eager = True

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
 
+from kohya_ext.compiling.blocks import RUN
 from kohya_ext.compiling.graphs import RandomStates, Recorder, test_gradient
 from kohya_ext.speed import switches
-from kohya_ext.speed.comparison import Difference, Results
+from kohya_ext.speed.comparison import OF_MODEL, Difference, Results
 
 #: The largest difference from fp32, as a multiple of that of eager passes.
 _SHARE = 2.0
@@ -34,20 +36,53 @@ _ROUNDING = 1e-4
 _PLAIN = (bool, int, float, type(None))
 
 #: The largest difference from eager passes in 16 bits, if a layer cannot run in fp32.
-_WITHOUT_REFERENCE = Difference(0.02, 0.01)
+_OF_LAYER = Difference(0.02, 0.01)
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How a model calls one of its blocks."""
+
+    kind: tuple[object, ...]
+    """Equal for blocks that share compiled code."""
+    needs_gradients: tuple[bool, ...]
+    """Of each argument, in order."""
+
+
+@contextmanager
+def recorded_calls(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, BlockCall]]:
+    """Record the calls of a model's blocks with gradients, inside the block."""
+    calls: dict[torch.nn.Module, BlockCall] = {}
+
+    def record(block: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            needs = tuple(bool(getattr(value, "requires_grad", False)) for value in (*args, *kwargs.values()))
+            calls[block] = BlockCall(_kind(block, args, kwargs), needs)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if RUN.has(module):
+                hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        yield calls
 
 
 class LayerCheck:
-    """Compares the layers of a model that runs in the block of :meth:`on`.
+    """Compares the layers of a model that runs in the block of :meth:`on`; if its blocks are compiled, the blocks.
 
-    ``trained``: the weights whose gradients are compared; they must have none. ``samples``: whether one layer of each kind is
-    compared instead of all.
+    ``trained``: the weights whose gradients are compared; they must have none. ``calls``: the model's calls of its blocks.
+    ``samples``: whether one layer of each kind is compared instead of all.
     """
 
-    def __init__(self, trained: Sequence[torch.Tensor], recorder: Recorder, samples: bool = False) -> None:
+    def __init__(
+        self,
+        trained: Sequence[torch.Tensor],
+        recorder: Recorder,
+        calls: Mapping[torch.nn.Module, BlockCall] = MappingProxyType({}),
+        samples: bool = False,
+    ) -> None:
         self.problem: str | None = None
         """How the first wrong layer is wrong; None if all are right."""
-        self._trained, self._recorder, self._samples = trained, recorder, samples
+        self._trained, self._recorder, self._calls, self._samples = trained, recorder, calls, samples
         self._kinds: set[tuple[object, ...]] = set()
         """The kinds of the layers that were compared."""
         self._features: list[str] = []
@@ -56,25 +91,31 @@ class LayerCheck:
     def on(self, model: torch.nn.Module) -> Iterator[None]:
         """Compare the features that are on. The model must run without gradients, and with the block's autocast."""
         self._features = [switch.name for switch in switches.ALL if switch.on]
+        are_compared = self._calls.__contains__ if switches.COMPILED_BLOCKS.on else _is_layer
         with ExitStack() as hooks:
             for name, layer in model.named_modules():
-                if _is_layer(layer):
+                if are_compared(layer):
                     hooks.callback(layer.register_forward_hook(partial(self._compare, name), with_kwargs=True).remove)
             yield
 
     def _compare(self, name: str, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self.problem is not None or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        if self.problem is not None or not _outputs(output):
             return
-        if self._samples and not self._is_new(_kind(layer, args, kwargs)):
+        call = self._calls[layer] if switches.COMPILED_BLOCKS.on else None
+        is_new = self._is_new(_kind(layer, args, kwargs) if call is None else call.kind)
+        if self._samples and not is_new:
             return
+        needs = (True,) * len(args) if call is None else call.needs_gradients
         switches.use(())
-        eager = self._results(layer, args, kwargs)
-        exact = self._in_fp32(layer, args, kwargs)
+        eager = self._results(layer, args, kwargs, needs)
+        exact = self._in_fp32(layer, args, kwargs, needs)
         switches.use(self._features)
-        for ours, theirs, reference in zip(
-            self._results(layer, args, kwargs), eager, exact or [None] * len(eager), strict=True
-        ):
-            problem = None if theirs is None or not theirs.is_finite else _problem(ours, theirs, reference)
+        ours = self._results(layer, args, kwargs, needs)
+        if is_new and RUN.attempt is not None:
+            RUN.attempt.compiled_kind()
+        allowed = _OF_LAYER if call is None else OF_MODEL
+        for each, theirs, reference in zip(ours, eager, exact or [None] * len(eager), strict=True):
+            problem = None if theirs is None or not theirs.is_finite else _problem(each, theirs, reference, allowed)
             if problem is not None:
                 self.problem = f"in {name}, {problem}"
                 return
@@ -84,24 +125,30 @@ class LayerCheck:
         self._kinds.add(kind)
         return is_new
 
-    def _results(self, layer: Any, args: Any, kwargs: Any) -> list[Results | None]:
-        """Return the output, and the gradients of inputs and trained weights."""
+    def _results(self, layer: Any, args: Any, kwargs: Any, needs: Sequence[bool]) -> list[Results | None]:
+        """Return the outputs, and the gradients of inputs and trained weights."""
         forward = vars(layer).get("forward", type(layer).forward.__get__(layer))  # without the hooks of a call
-        inputs = [_leaf(value) for value in args]
+        flags = iter(needs)
+        inputs = [_leaf(value, next(flags, False)) for value in args]
+        named = {name: _leaf(value, next(flags, False)) for name, value in kwargs.items()}
         states = RandomStates(self._recorder.generators)
+        torch.clear_autocast_cache()  # casts of the weights have the graph of an earlier pass
         # Checkpointing has hooks that keep what a layer saves.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-            output = forward(*inputs, **kwargs)
-        if output.requires_grad:
+            outputs = _outputs(forward(*inputs, **named))
+        torch.clear_autocast_cache()
+        computed = [output for output in outputs if output.requires_grad]
+        if computed:
             with torch.autocast(self._recorder.device.type, enabled=False, cache_enabled=False):
-                output.backward(test_gradient(output))
+                torch.autograd.backward(computed, [test_gradient(output) for output in computed])
         states.restore()
-        gradients = [tensor.grad for tensor in (*inputs, *self._trained) if isinstance(tensor, torch.Tensor)]
+        given = (*inputs, *named.values(), *self._trained)
+        gradients = [tensor.grad for tensor in given if isinstance(tensor, torch.Tensor)]
         for weight in self._trained:
             weight.grad = None
-        return [None if tensor is None else Results([tensor]) for tensor in (output, *gradients)]
+        return [None if tensor is None else Results([tensor]) for tensor in (*outputs, *gradients)]
 
-    def _in_fp32(self, layer: Any, args: Any, kwargs: Any) -> list[Results | None] | None:
+    def _in_fp32(self, layer: Any, args: Any, kwargs: Any, needs: Sequence[bool]) -> list[Results | None] | None:
         """Return the same in fp32, with the weights rounded as they are; None if the layer cannot run so."""
         own = {weight: weight.data for weight in layer.parameters() if weight.is_floating_point()}
         try:
@@ -109,7 +156,7 @@ class LayerCheck:
                 weight.data = data.float()
             with suppress(Exception), torch.autocast(self._recorder.device.type, enabled=False, cache_enabled=False):
                 values = {name: _float(value) for name, value in kwargs.items()}
-                return self._results(layer, [_float(value) for value in args], values)
+                return self._results(layer, [_float(value) for value in args], values, needs)
         finally:
             for weight, data in own.items():
                 weight.data = data
@@ -118,11 +165,12 @@ class LayerCheck:
         return None
 
 
-def _problem(ours: Results | None, eager: Results, exact: Results | None) -> str | None:
+def _problem(ours: Results | None, eager: Results, exact: Results | None, without: Difference) -> str | None:
+    """Return how results are wrong. ``without``: the largest difference from eager ones without exact ones."""
     if ours is None:
         return "a gradient is missing"
     if exact is None:
-        return ours.far_from(eager, _WITHOUT_REFERENCE)
+        return ours.far_from(eager, without)
     of_eager = eager.minus(exact)
     scale = _SCALE * abs(of_eager.scale) + _UNDIRECTED * of_eager.share + _ROUNDING
     return ours.far_from(exact, Difference(_SHARE * of_eager.share + _ROUNDING, scale))
@@ -136,10 +184,11 @@ def _is_layer(module: torch.nn.Module) -> bool:
 
 
 def _kind(layer: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what a call's code depends on: types, shapes and numbers, also those of the network that changes the layer."""
-    owner = getattr(vars(layer).get("forward"), "__self__", None)
-    modules = [*layer.modules(), *(owner.modules() if isinstance(owner, torch.nn.Module) and owner is not layer else ())]
-    return (*map(_form, modules), *map(_form_of_value, (*args, *kwargs.values())))
+    """Return what a call's code depends on: types, shapes and numbers, also those of the networks that change its layers."""
+    parts = [*layer.modules()]
+    owners = (getattr(vars(part).get("forward"), "__self__", None) for part in parts)
+    networks = (module for owner in owners if isinstance(owner, torch.nn.Module) for module in owner.modules())
+    return (*map(_form, [*parts, *networks]), *map(_form_of_value, (*args, *kwargs.values())))
 
 
 def _form(module: torch.nn.Module) -> tuple[object, ...]:
@@ -154,10 +203,16 @@ def _form_of_value(value: Any) -> object:
     return value if isinstance(value, (*_PLAIN, FunctionType)) else type(value)
 
 
-def _leaf(value: Any) -> Any:
-    """Return an input of a layer that gets a gradient of its own."""
+def _outputs(output: Any) -> list[torch.Tensor]:
+    """Return the tensors with fractions of a layer's output."""
+    values = output if isinstance(output, (tuple, list)) else [output]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _leaf(value: Any, needs_gradient: bool) -> Any:
+    """Return a copy of an input, with a gradient of its own."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().clone().requires_grad_()
+        return value.detach().clone().requires_grad_(needs_gradient)
     return value
 
 

@@ -30,7 +30,10 @@ _FOLDER = "self_tests"
 _PROGRAM = "kohya_ext.speed.self_test"
 
 #: The code whose change makes the results outdated.
-_CODE = ("kernels/fused.py", "kernels/gates.py", "compiling/graphs.py", "compiling/cuda_recorder.py", "speed/self_test.py")
+_CODE = (
+    *("kernels/fused.py", "kernels/gates.py", "compiling/graphs.py", "compiling/cuda_recorder.py"),
+    *("compiling/blocks.py", "compiling/configuration.py", "compiling/fallback.py", "speed/self_test.py"),
+)
 
 Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kohya_ext.config.settings import Settings
+
 #: Largest difference from PyTorch's operators, as a share of the norm: kernels compute in fp32 and round once to 16 bits.
 TOLERANCE = 0.01
 
@@ -66,9 +68,43 @@ def fused_operations(device: torch.device) -> None:
             _compare(result, expected, f"LoRA of rank {rank} in {dtype}")
 
 
+class _Block(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
+    """A transformer block's feed-forward part with a LoRA."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.lora_down, self.lora_up = torch.nn.Linear(width, rank, bias=False), torch.nn.Linear(rank, 4 * width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x)
+        hidden = torch.nn.functional.gelu(self.up(hidden) + 0.5 * self.lora_up(self.lora_down(hidden)))
+        return x + self.down(hidden)
+
+
+def selective_torch_compile(device: torch.device) -> None:
+    """Compile both passes of a block, as the run does, and compare them with eager ones."""
+    from kohya_ext.compiling.blocks import RUN, compile_method
+
+    compiled = compile_method(_Block.forward, f"{__name__}:_Block.forward", "1 of 1", Settings())
+    block = _Block(640, 16).to(device)
+    weights = [*block.parameters()]
+    x = torch.randn(2, 256, 640, device=device, requires_grad=True)
+    types = (torch.float16, *([torch.bfloat16] if device.type == "cpu" or torch.cuda.is_bf16_supported() else []))
+    for dtype in types:
+        with torch.autocast(device.type, dtype):
+            expected, result = block(x), compiled(block, x)
+        expected, result = (_gradients(each, [x, *weights]) for each in (expected, result))
+        if (problem := RUN.disabled_because or RUN.blocks[f"{__name__}:_Block.forward"].eager_because) is not None:
+            raise WrongResultError(problem)
+        _compare(result, expected, f"a compiled block in {dtype}")
+
+
 TESTS: Mapping[str, Callable[[torch.device], None]] = {
     "cuda_graphs": cuda_graphs,
     "fused_operations": fused_operations,
+    "selective_torch_compile": selective_torch_compile,
 }
 
 

@@ -29,13 +29,15 @@ class Switch:
 CUDA_GRAPHS = Switch("cuda_graphs", "CUDA graphs", "exact")
 FUSED_OPERATIONS = Switch("fused_operations", "fused operations", "close")
 
-ALL = (CUDA_GRAPHS, FUSED_OPERATIONS)
+COMPILED_BLOCKS = Switch("selective_torch_compile", "compiled blocks", "close")
+
+ALL = (CUDA_GRAPHS, FUSED_OPERATIONS, COMPILED_BLOCKS)
 
 
 def may_choose(switch: Switch, settings: Settings) -> bool:
     """Return whether ``--speed`` may turn a feature on: its option is not given, and the results may change as it does."""
     allowed = {"off": (), "exact": ("exact",), "auto": ("exact", "close")}[settings["speed"]]
-    is_possible = "speed" not in settings.disable_patch and settings[switch.name] is None
+    is_possible = not {"speed", switch.name} & set(settings.disable_patch) and settings[switch.name] is None
     return is_possible and switch.exactness in allowed
 
 

@@ -14,9 +14,10 @@ states, weights. The optimizer does not step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -24,11 +25,12 @@ from typing import Any
 
 import torch
 
+from kohya_ext.compiling.blocks import RUN, Attempt, CompilingError
 from kohya_ext.compiling.eager_steps import Meter
-from kohya_ext.compiling.graphs import RandomStates, RecordedModel, Recorder, tensor_of, test_gradient
+from kohya_ext.compiling.graphs import RESERVE, RandomStates, RecordedModel, Recorder, tensor_of, test_gradient
 from kohya_ext.speed import switches
 from kohya_ext.speed.comparison import Results
-from kohya_ext.speed.layers import LayerCheck
+from kohya_ext.speed.layers import BlockCall, LayerCheck, recorded_calls
 from kohya_ext.speed.switches import Switch
 from kohya_ext.speed.timing import TimedPasses
 
@@ -37,6 +39,12 @@ LEAST_GAIN = 1.03
 
 #: The most seconds of a trial, and its largest share of the run's passes.
 MOST_SECONDS, SHARE = 60.0, 0.05
+
+#: The same for compiling, in addition: it is repeated in later runs, though from code that was kept.
+MOST_SECONDS_OF_COMPILING, SHARE_OF_COMPILING = 180.0, 0.01
+
+#: Seconds in which blocks can be compiled at best.
+LEAST_SECONDS_OF_COMPILING = 10.0
 
 #: Why a candidate was not tried.
 NO_TIME = "not tried, for lack of time"
@@ -53,6 +61,9 @@ _PASSES, _OF_RECORDING, _OF_ALL_LAYERS, _OF_KINDS = 3, 4, 10, 1
 
 #: The share of a trial's seconds in which all layers are compared, and otherwise one of each kind.
 _SHARE_OF_LAYERS = 0.25
+
+#: A compiler fuses operations itself.
+_CONTRADICTING = {switches.FUSED_OPERATIONS.name, switches.COMPILED_BLOCKS.name}
 
 #: Size of the values that replace zeros.
 _MADE_UP = 0.01
@@ -74,8 +85,17 @@ class Candidate:
     """Bytes of temporary tensors at their peak."""
     difference: float | None = None
     """The difference of the output and all gradients from the eager ones, as a share of their norm."""
+    setup: float = 0.0
+    """Seconds before the first pass: of compiling."""
     rejected: str | None = None
     """Why it is not used; None if it may be."""
+    in_time: bool = True
+    """Whether there was enough time for it."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled."""
+        return switches.COMPILED_BLOCKS.name in self.features
 
     @property
     def close(self) -> tuple[str, ...]:
@@ -124,12 +144,11 @@ class Trial:
     meter: Meter | None = None
     watch: Callable[[Callable[[], None]], None] = lambda replay: replay()
     clock: Callable[[], float] = time.monotonic
-    had_most_time: bool = False
-    """Whether the trial had as much time as in the longest run."""
     _forward: Callable[..., Any] = lambda: None
     _args: Sequence[Any] = ()
     _kwargs: Mapping[str, Any] = field(default_factory=dict)
     _precision: tuple[bool, torch.dtype] = (False, torch.float32)
+    _calls: Mapping[torch.nn.Module, BlockCall] = field(default_factory=dict)
     _reference: Results = field(default_factory=lambda: Results(()))
     _noise: float = 0.0
     """The difference of two eager passes."""
@@ -156,41 +175,77 @@ class Trial:
             eager = self._eager(states)
             assert eager.seconds is not None
             limit = self._limit(eager.seconds)
-            self.had_most_time = limit >= MOST_SECONDS
             self._samples = _OF_ALL_LAYERS * eager.seconds > _SHARE_OF_LAYERS * limit
             candidates = _combinations(features)
-            cheapest_first = sorted(candidates, key=self._cost)
-            if self.clock() + self._cost(cheapest_first[0]) * eager.seconds > begun + limit:
+            cheapest_first = sorted(candidates, key=partial(self._cost, eager.seconds))
+            if self.clock() + (_PASSES + _OF_KINDS) * eager.seconds > begun + limit:
                 raise NoTrialError(f"forward and backward take {eager.seconds:.1f} s, too long for a trial")
             results = {eager.features: eager}
             for candidate in cheapest_first:
-                has_time = self.clock() + self._cost(candidate) * eager.seconds <= begun + limit
-                reason = _reason_not_to_try(candidate, results) or (None if has_time else NO_TIME)
-                tried = replace(candidate, rejected=reason) if reason else self._try(candidate, states)
-                results[candidate.features] = tried
+                until = begun + (self.allowed(eager.seconds) if candidate.is_compiled else limit)
+                results[candidate.features] = self._outcome(candidate, results, until, states)
             return [results[candidate.features] for candidate in (eager, *candidates)]
 
-    def _cost(self, candidate: Candidate) -> int:
-        """Return about how many eager passes take as long as trying a candidate."""
+    def _outcome(
+        self, candidate: Candidate, results: Mapping[tuple[str, ...], Candidate], until: float, states: RandomStates
+    ) -> Candidate:
+        """Return a candidate with its measurements, or why it was not tried: for lack of time, or as others have shown."""
+        seconds = results[()].seconds
+        assert seconds is not None
+        if (reason := _reason_not_to_try(candidate, results)) is not None:
+            return replace(candidate, rejected=reason)
+        if candidate.is_compiled and not self._calls:
+            return replace(candidate, rejected="the model has no blocks that can be compiled")
+        left = until - self.clock()
+        if self._cost(seconds, candidate) > left:
+            return replace(candidate, rejected=NO_TIME, in_time=False)
+        peak = results[()].peak
+        if not candidate.is_compiled:
+            return self._try(candidate, states, peak)
+        before = RUN.seconds
+        with self._compiling(left - _PASSES * seconds) as attempt:
+            tried = self._try(candidate, states, peak)
+        rejected = attempt.problem or tried.rejected
+        return replace(tried, rejected=rejected, in_time=attempt.is_in_time, setup=RUN.seconds - before)
+
+    def _compiling(self, seconds: float) -> AbstractContextManager[Attempt]:
+        """Compile blocks inside the block, for some seconds at most."""
+        kinds = len({call.kind for call in self._calls.values()})
+        return RUN.attempting(self.recorder.device.type, seconds, kinds, self.clock)
+
+    def _cost(self, seconds: float, candidate: Candidate) -> float:
+        """Return about how many seconds it takes to try a candidate, if an eager pass takes ``seconds``."""
         of_layers = 0 if candidate.close in self._problems else _OF_KINDS if self._samples else _OF_ALL_LAYERS
-        return _PASSES + of_layers + (_OF_RECORDING if candidate.is_recorded else 0)
+        passes = _PASSES + of_layers + (_OF_RECORDING if candidate.is_recorded else 0)
+        return passes * seconds + (LEAST_SECONDS_OF_COMPILING if of_layers and candidate.is_compiled else 0)
 
     def _limit(self, seconds: float) -> float:
-        """Return the seconds of the trial, if an eager pass takes ``seconds``."""
+        """Return the seconds of the trial without compiling, if an eager pass takes ``seconds``."""
         return min(MOST_SECONDS, SHARE * self.passes_left * seconds)
+
+    def allowed(self, seconds: float) -> float:
+        """Return the seconds of the trial, if an eager pass takes ``seconds``."""
+        return self._limit(seconds) + min(MOST_SECONDS_OF_COMPILING, SHARE_OF_COMPILING * self.passes_left * seconds)
 
     def check(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], chosen: Sequence[Switch]
     ) -> str | None:
         """Return why some features, which an earlier trial has chosen, are wrong in this run; None if they are right.
 
-        One layer of each kind is compared: the trial has compared all passes with the same code. Recordings are checked when
-        the run makes them.
+        One layer of each kind is compared: the trial has compared all passes with the same code. Blocks are compiled.
+        Recordings are checked when the run makes them.
         """
         with self._on(forward, args, kwargs) as states:
             self._samples = True
+            switches.use((), chosen)
+            if switches.COMPILED_BLOCKS in chosen:
+                self._record_calls()
             switches.use((switch.name for switch in chosen), chosen)
-            return self._problem_of_layers(states)
+            if switches.COMPILED_BLOCKS not in chosen:
+                return self._problem_of_layers(states)
+            with self._compiling(math.inf) as attempt, suppress(CompilingError):
+                return self._problem_of_layers(states)
+            return attempt.problem
 
     @contextmanager
     def _on(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[RandomStates]:
@@ -214,12 +269,12 @@ class Trial:
             for weight, gradient in zip(self.trained, gradients, strict=True):
                 weight.grad = gradient
             states.restore()
-            self._args, self._kwargs = (), {}
+            self._args, self._kwargs, self._calls = (), {}, {}
             self.recorder.return_unused()
 
     def _eager(self, states: RandomStates) -> Candidate:
         """Return the eager candidate, with the difference of two passes; keep the results of one as the reference."""
-        self._passes(self._forward)  # sets up what later passes reuse, such as tables and workspaces
+        self._record_calls()  # sets up what later passes reuse, such as tables and workspaces
         timed = self._timed(self._forward, states)
         self._reference = self._results(timed.once())
         if not self._reference.is_finite:
@@ -227,8 +282,16 @@ class Trial:
         self._noise = self._results(timed.once()).minus(self._reference).share
         return _measured(Candidate(difference=self._noise), timed)
 
-    def _try(self, candidate: Candidate, states: RandomStates) -> Candidate:
-        """Return a candidate with its measurements. Any error, such as one of memory, rejects it."""
+    def _record_calls(self) -> None:
+        """Run eager passes, and keep how they call the model's blocks."""
+        with recorded_calls(self.modules[0]) as self._calls:
+            self._passes(self._forward)
+
+    def _try(self, candidate: Candidate, states: RandomStates, peak: int) -> Candidate:
+        """Return a candidate with its measurements. Any error, such as one of memory, rejects it.
+
+        ``peak``: bytes of temporary tensors in eager passes.
+        """
         switches.use(candidate.without_recordings)
         lines: list[str] = []
         recorded = None
@@ -241,13 +304,23 @@ class Trial:
             if (problem := self._problem_of(candidate.close, states)) is not None:
                 return replace(candidate, rejected=problem)
             tried = self._compared(candidate, forward, states)
-            return replace(tried, rejected=tried.rejected if recorded is None or recorded.off is None else recorded.off)
+            problem = self._lack_of_room(tried, peak) if recorded is None else recorded.off
+            return replace(tried, rejected=tried.rejected or problem)
         except Exception as error:
             return replace(candidate, rejected=" ".join(f"{type(error).__name__}: {error}".split())[:200])
         finally:
             self._clear_gradients()
             if recorded is not None:
                 recorded.release()
+
+    def _lack_of_room(self, candidate: Candidate, peak: int) -> str | None:
+        """Return that a candidate needs more memory than eager passes and leaves too little; None if it does not."""
+        self._clear_gradients()
+        self.recorder.return_unused()
+        free = self.recorder.free_bytes()
+        if candidate.peak <= peak or candidate.peak + self.needed + RESERVE <= free:
+            return None
+        return f"the passes need {candidate.peak / 2**20:.0f} of {free / 2**20:.0f} MiB, too much next to the rest of a step"
 
     def _compared(self, candidate: Candidate, forward: Callable[..., Any], states: RandomStates) -> Candidate:
         """Return a candidate with the difference of its results, and its times if they are right."""
@@ -271,10 +344,8 @@ class Trial:
         """Compare each layer's passes with and without the features that are on; return how one is wrong, or None."""
         self._clear_gradients()
         states.restore()
-        enabled, dtype = self._precision
-        check = LayerCheck(self.trained, self.recorder, self._samples)
-        autocast = torch.autocast(self.recorder.device.type, dtype, enabled, cache_enabled=False)
-        with torch.no_grad(), autocast, check.on(self.modules[0]):
+        check = LayerCheck(self.trained, self.recorder, self._calls, self._samples)
+        with torch.no_grad(), self._autocast(), check.on(self.modules[0]):
             self._forward(*self._args, **self._kwargs)
         return check.problem
 
@@ -285,14 +356,20 @@ class Trial:
     def _passes(self, forward: Callable[..., Any]) -> torch.Tensor:
         """Run both passes, with a test gradient of the output; leave the gradients of trained weights and inputs."""
         self._clear_gradients()
-        device = self.recorder.device.type
-        enabled, dtype = self._precision
-        # Autocast's cache would keep casts of the weights with the graph of one pass for the next.
-        with torch.enable_grad(), torch.autocast(device, dtype, enabled, cache_enabled=False):
+        with torch.enable_grad(), self._autocast():
             output = tensor_of(forward(*self._args, **self._kwargs))
-        with torch.autocast(device, enabled=False, cache_enabled=False):
+        with torch.autocast(self.recorder.device.type, enabled=False, cache_enabled=False):
             output.backward(test_gradient(output))
         return output.detach()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """Run passes in the run's precision inside the block; compiled code is only for the run's kind of autocast."""
+        enabled, dtype = self._precision
+        torch.clear_autocast_cache()  # casts of the weights have the graph of an earlier pass
+        with torch.autocast(self.recorder.device.type, dtype, enabled):
+            yield
+        torch.clear_autocast_cache()
 
     def _inputs(self) -> list[torch.Tensor]:
         """Return the inputs that need a gradient."""
@@ -350,7 +427,8 @@ def _combinations(features: Sequence[Switch]) -> list[Candidate]:
         tuple(switch.name for number, switch in enumerate(features) if bits >> number & 1)
         for bits in range(1, 2 ** len(features))
     ]
-    return sorted(map(Candidate, every), key=lambda candidate: (not candidate.is_exact, len(candidate.features)))
+    possible = (candidate for candidate in map(Candidate, every) if not _CONTRADICTING.issubset(candidate.features))
+    return sorted(possible, key=lambda candidate: (not candidate.is_exact, len(candidate.features)))
 
 
 def _replayed(recorded: RecordedModel, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

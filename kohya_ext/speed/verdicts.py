@@ -22,6 +22,9 @@ STATE_FILE = "kohya_ext_speed.json"
 
 _FOLDER, _SCHEMA = "speed", 1
 
+#: How many times as much time makes a second trial worthwhile.
+_MORE = 1.5
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -35,6 +38,12 @@ class Verdict:
     day: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
     candidates: Sequence[Mapping[str, Any]] = ()
     """All candidates with their measurements, as JSON data."""
+    allowed: float = 0.0
+    """The seconds that the trial was allowed."""
+
+    def lacks(self, allowed: float) -> bool:
+        """Return whether a trial that is allowed more seconds would try candidates that this one had no time for."""
+        return allowed > _MORE * self.allowed > 0 and not all(each.get("in_time", True) for each in self.candidates)
 
 
 def key(*parts: object) -> str:

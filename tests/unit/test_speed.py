@@ -12,9 +12,11 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from kohya_ext.speed import proof, switches, trial, verdicts  # noqa: E402
+from kohya_ext.compiling import blocks  # noqa: E402
+from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.speed import layers, proof, switches, trial, verdicts  # noqa: E402
 from kohya_ext.speed.layers import LayerCheck  # noqa: E402
-from kohya_ext.speed.switches import CUDA_GRAPHS, FUSED_OPERATIONS  # noqa: E402
+from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, FUSED_OPERATIONS  # noqa: E402
 from kohya_ext.speed.timing import TimedPasses  # noqa: E402
 from kohya_ext.speed.trial import Trial, choose  # noqa: E402
 from tests.replayer import CpuRecorder  # noqa: E402
@@ -47,8 +49,11 @@ class Machine(CpuRecorder):
     def replaying(self, replay):
         """Run the replay of one of both passes."""
         replay()
-        features = (CUDA_GRAPHS.name, *([FUSED_OPERATIONS.name] if FUSED_OPERATIONS.on else []))
-        self.now += self._of[features] / 2
+        self.now += self._of[(CUDA_GRAPHS.name, *features_on())] / 2
+
+
+def features_on():
+    return tuple(switch.name for switch in (FUSED_OPERATIONS, COMPILED_BLOCKS) if switch.on)
 
 
 class LoRA(torch.nn.Module):
@@ -79,7 +84,7 @@ class Model(torch.nn.Module):
 
     def forward(self, sample, scale=1.0):
         if self.machine is not None:
-            self.machine.now += self.machine._of[(FUSED_OPERATIONS.name,) if FUSED_OPERATIONS.on else ()]
+            self.machine.now += self.machine._of[features_on()]
         x = sample * scale
         for layer in self.layers:
             run = torch.nn.functional.dropout(x, 0.1) if not self.gradient_checkpointing else x
@@ -87,7 +92,11 @@ class Model(torch.nn.Module):
         return x
 
 
-def tried(model, machine, passes=10**6, features=switches.ALL, autocast=False, **rest):
+#: The features that need no compiler.
+EAGER = (CUDA_GRAPHS, FUSED_OPERATIONS)
+
+
+def tried(model, machine, passes=10**6, features=EAGER, autocast=False, **rest):
     (network,) = model.network
     x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(3), requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -192,7 +201,7 @@ def test_trial_leaves_no_trace():
     assert machine.released == 2, "each recording's memory"
 
 
-def timed_trial(seconds, passes, features=switches.ALL, **rest):
+def timed_trial(seconds, passes, features=EAGER, **rest):
     """Return the trial and candidates of passes that take some seconds, the seconds that it took, and the compared layers."""
     machine = gains(seconds)
     (network,) = (model := Model(machine, **rest)).network
@@ -206,10 +215,9 @@ def timed_trial(seconds, passes, features=switches.ALL, **rest):
 @pytest.mark.parametrize(("seconds", "passes", "tried"), [(1.0, 180, 2), (1.0, 280, 3), (6.0, 10**6, 2), (1.5, 10**6, 4)])
 def test_candidates_without_time_are_not_tried(seconds, passes, tried):
     """A trial takes a twentieth of the run, and a minute at most."""
-    a_trial, candidates, took = timed_trial(seconds, passes)
-    assert sum(candidate.rejected == trial.NO_TIME for candidate in candidates) == 4 - tried
+    _, candidates, took = timed_trial(seconds, passes)
+    assert sum(not candidate.in_time for candidate in candidates) == 4 - tried
     assert took <= min(60, seconds * passes / 20)
-    assert a_trial.had_most_time is (passes > 1000)
     assert choose(candidates).features != ()
 
 
@@ -283,6 +291,156 @@ def test_known_verdict_is_checked(fault):
     x = torch.randn(8, WIDTH)
     problem = Trial(CpuRecorder(), [model, network], [*network.parameters()], 1).check(model, (x,), {}, [FUSED_OPERATIONS])
     assert (problem is None) == (fault is None)
+
+
+# --- compiled blocks -------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """A block with a LoRA in its layer. ``fault`` multiplies the LoRA in compiled code."""
+
+    def __init__(self, width, fault=1.0):
+        super().__init__()
+        self.layer = torch.nn.Linear(width, WIDTH).requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(width, 4, bias=False), torch.nn.Linear(4, WIDTH, bias=False)
+        self.fault = fault
+
+    def forward(self, x):
+        factor = self.fault if torch.compiler.is_compiling() else 1.0
+        return (self.layer(x) + self.up(self.down(x)) * factor).tanh()
+
+
+class Blocks(torch.nn.Module):
+    """Blocks of two kinds."""
+
+    def __init__(self, machine, fault=1.0):
+        super().__init__()
+        torch.manual_seed(1)
+        self.machine = machine
+        self.blocks = torch.nn.ModuleList([Block(2 * WIDTH), Block(WIDTH), Block(WIDTH, fault)])
+
+    def forward(self, sample, scale=1.0):
+        self.machine.now += self.machine._of[features_on()]
+        x = torch.cat([sample, sample * scale], dim=-1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Peaks:
+    """A meter of made-up peaks."""
+
+    def __init__(self, eager, compiled):
+        self._of = {(): eager, (COMPILED_BLOCKS.name,): compiled}
+
+    def begin(self):
+        pass
+
+    def end(self):
+        return self._of[features_on()]
+
+
+@pytest.fixture
+def compiled_trial(monkeypatch, tmp_path):
+    """Return a function that tries compiled blocks: the candidates, and what remains of them.
+
+    Compiling a graph takes some seconds, and both compiled passes ``gain`` times as long as eager ones.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(blocks, "RUN", blocks.Run())
+    monkeypatch.setattr(layers, "RUN", blocks.RUN)
+    monkeypatch.setattr(trial, "RUN", blocks.RUN)
+    method = blocks.compile_method(
+        Block.forward, f"{__name__}:Block.forward", "1 of 1", Settings(), works=lambda: COMPILED_BLOCKS.on
+    )
+    monkeypatch.setattr(Block, "forward", method)
+
+    def run(seconds=2.0, gain=0.5, fault=1.0, error=None, passes=10**6, features=(COMPILED_BLOCKS,), meter=None, free=2**40):
+        names = [(), ("cuda_graphs",), ("selective_torch_compile",), ("cuda_graphs", "selective_torch_compile")]
+        machine = Machine(dict(zip(names, (1.0, 0.8, gain, 0.8 * gain), strict=True)), free=free)
+        model = Blocks(machine, fault)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+
+        def compile_graph(graph, inputs):
+            machine.now += seconds
+            if error is not None:
+                raise error
+            return graph.forward
+
+        blocks.RUN.backend = compile_graph
+        a_trial = Trial(machine, [model], trained, passes, meter=meter, watch=machine.replaying, clock=lambda: machine.now)
+        candidates = a_trial.run(model, (torch.randn(64, WIDTH),), {}, features)
+        return candidates, machine
+
+    yield run
+    blocks.RUN.forget()
+
+
+@pytest.mark.thorough
+def test_compiled_blocks_are_tried_in_all_combinations_and_compiled_once(compiled_trial):
+    candidates, _ = compiled_trial(features=(CUDA_GRAPHS, COMPILED_BLOCKS))
+    assert [candidate.rejected for candidate in candidates] == [None] * 4
+    assert choose(candidates).features == ("cuda_graphs", "selective_torch_compile")
+    (block,) = blocks.RUN.blocks.values()
+    assert block.graphs == 4, "of two kinds, eager and in recordings, whose autocast keeps no casts"
+    blocks.RUN.forget()
+    assert block.compiled is None
+    assert (block.graphs, block.seconds, block.calls) == (0, 0, 0)
+
+
+def test_features_that_contradict_each_other_are_not_combined():
+    assert [candidate.features for candidate in trial._combinations(switches.ALL)] == [
+        ("cuda_graphs",),
+        ("fused_operations",),
+        ("selective_torch_compile",),
+        ("cuda_graphs", "fused_operations"),
+        ("cuda_graphs", "selective_torch_compile"),
+    ]
+
+
+COMPILED_FAULTS = {
+    "ten minutes": ({"seconds": 600 / 4}, "compiling takes about 301 s, and this run allows 234 s; a longer run"),
+    "one graph of ten minutes": ({"seconds": 600}, "compiling took longer than the 234 s that this run allows"),
+    "minutes in a short run": ({"seconds": 30, "passes": 1000}, "compiling takes about 61 s, and this run allows 54 s"),
+    "crash": ({"error": ValueError("no registers left")}, "Block could not be compiled: "),
+    "memory": ({"error": torch.OutOfMemoryError("2 GB")}, "Block could not be compiled: "),
+    "1% in one layer": ({"fault": 0.99}, "in blocks.2, the gradients"),
+    "2 GB more": ({"meter": Peaks(10**9, 3 * 10**9), "free": 3 * 10**9}, "the passes need 2861 of 2861 MiB, too much"),
+    "NaN": ({"fault": float("nan")}, "in blocks.2, the gradients differ by nan"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("faulty", "reason"), COMPILED_FAULTS.values(), ids=COMPILED_FAULTS)
+def test_compiled_blocks_with_a_fault_are_rejected(compiled_trial, faulty, reason, capsys):
+    candidates, _ = compiled_trial(**faulty)
+    assert candidates[1].rejected.startswith(reason)
+    assert choose(candidates).features == ()
+    assert capsys.readouterr().err == "", "the trial's caller reports it"
+
+
+@pytest.mark.thorough
+def test_compiled_blocks_that_are_slower_are_not_chosen(compiled_trial):
+    candidates, _ = compiled_trial(gain=1.03)
+    assert candidates[1].rejected is None
+    assert choose(candidates).features == ()
+
+
+def test_compiling_is_not_tried_in_runs_that_are_too_short(compiled_trial):
+    (_, compiled), machine = compiled_trial(passes=200)
+    assert not compiled.in_time
+    assert compiled.rejected == trial.NO_TIME
+    assert machine.now < 0.06 * 200
+
+
+@pytest.mark.thorough
+def test_known_verdict_compiles_blocks_at_once(compiled_trial, monkeypatch):
+    compiled_trial()
+    blocks.RUN.forget()
+    monkeypatch.setattr(Trial, "run", lambda self, *rest: [self.check(*rest), self])
+    problem, _ = compiled_trial()[0]
+    assert problem is None
+    assert next(iter(blocks.RUN.blocks.values())).graphs == 2
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------

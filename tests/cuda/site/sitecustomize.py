@@ -117,5 +117,6 @@ def decide_trial(module):
     """Give the trial of a short run time, and choose by name: kernels take no time here."""
     if "TRIAL_CHOOSES" in os.environ:
         module.MOST_SECONDS = module.SHARE = 1e9
+        module.LEAST_SECONDS_OF_COMPILING = 1e99
         chosen = tuple(name for name in os.environ["TRIAL_CHOOSES"].split(",") if name)
         module.choose = lambda candidates: next(each for each in candidates if each.features == chosen)

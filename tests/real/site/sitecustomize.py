@@ -4,7 +4,8 @@ It counts calls of torch's checkpoint. Environment variables enable more: SPY_ME
 SPY_LOSSES records losses and compiled graphs, SPY_MASKS counts calls of attention, and SPY_OUT_OF_MEMORY_AT makes blocks run
 out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch.
 REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations, and lets --speed choose on the CPU: TRIAL_CHOOSES names the
-features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test.
+features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test. TRIAL_COMPILES
+gives the trial time to compile blocks.
 SPY_PROFILER_FAILS makes torch's profiler fail.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
 there. COMPILE_BACKEND is torch.compile's backend for the blocks. BREAK breaks compiling: with an old version (``torch``),
@@ -189,7 +190,13 @@ def decide_trial(module):
     """Give the trial of a short run time, and choose by name."""
     module.MOST_SECONDS = module.SHARE = 1e9
     chosen = tuple(name for name in os.environ["TRIAL_CHOOSES"].split(",") if name)
+    module.LEAST_SECONDS_OF_COMPILING = 0 if "TRIAL_COMPILES" in os.environ else 1e99
     module.choose = lambda candidates: next(each for each in candidates if each.features == chosen)
+
+
+def compile_in_any_case(module):
+    """Compile the blocks of a known choice, which takes longer here than a tiny run."""
+    module._without_setup = lambda known, passes: known
 
 
 def replay_on_cpu(module):
@@ -380,6 +387,8 @@ if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(skip_self_test, "kohya_ext.speed.proof")
 if "TRIAL_CHOOSES" in os.environ:
     wrapt.register_post_import_hook(decide_trial, "kohya_ext.speed.trial")
+if "TRIAL_COMPILES" in os.environ:
+    wrapt.register_post_import_hook(compile_in_any_case, "kohya_ext.patches.speed")
 if "SPY_PROFILER_FAILS" in os.environ:
     wrapt.register_post_import_hook(break_profiler, "torch.profiler.profiler")
 if "WRAP_AS_ON_GPUS" in os.environ:
