@@ -25,27 +25,34 @@ class Difference(NamedTuple):
 OF_MODEL = Difference(0.1, 0.01)
 
 
+#: The most elements of a tensor that are compared: the gradients of a whole model would not fit into the host's memory.
+_MOST_ELEMENTS = 2**16
+
+
 class Results:
-    """Tensors that a pass computes, on the CPU: an output, and gradients or None."""
+    """Tensors that a pass computes, an output and gradients or None: evenly spaced elements of them, on the CPU."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self.tensors = [None if tensor is None else tensor.detach().float().cpu() for tensor in tensors]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values are finite."""
-        return all(bool(tensor.isfinite().all()) for tensor in self.tensors if tensor is not None)
+        detached = [None if tensor is None else tensor.detach() for tensor in tensors]
+        self.samples = [None if tensor is None else tensor.reshape(-1)[:: _step(tensor)].float().cpu() for tensor in detached]
+        self.steps = [1 if tensor is None else _step(tensor) for tensor in detached]
+        """How many elements each element of a sample stands for."""
+        norms = [_norm(tensor) for tensor in detached if tensor is not None]
+        self.is_finite = not norms or bool(torch.stack(norms).isfinite().all())
+        """Whether all values are finite, also those outside the samples."""
 
     def minus(self, reference: Results) -> Difference:
         """Return the difference of all tensors together; infinite if a gradient is in one of both only."""
+        if not self.is_finite:
+            return Difference(math.nan, math.nan)
         squares = products = norms = 0.0
-        for ours, theirs in zip(self.tensors, reference.tensors, strict=True):
+        for ours, theirs, step in zip(self.samples, reference.samples, self.steps, strict=True):
             if (ours is None) != (theirs is None):
                 return Difference(math.inf, math.inf)
             if ours is not None and theirs is not None:
-                squares += float((ours - theirs).square().sum())
-                products += float((ours * theirs).sum())
-                norms += float(theirs.square().sum())
+                squares += step * float((ours - theirs).square().sum())
+                products += step * float((ours * theirs).sum())
+                norms += step * float(theirs.square().sum())
         if norms == 0:
             return Difference(0.0, 0.0) if squares == 0 else Difference(math.inf, math.inf)
         return Difference(math.sqrt(squares / norms), products / norms - 1)
@@ -65,3 +72,13 @@ class Results:
         if not abs(scale) <= most.scale:
             return f"the gradients' scale differs by {scale:.2g}, more than {most.scale:.2g}"
         return None
+
+
+def _step(tensor: torch.Tensor) -> int:
+    """Return the distance of the elements that are compared: odd, so that they are from all rows and columns."""
+    return 1 if tensor.numel() <= _MOST_ELEMENTS else tensor.numel() // _MOST_ELEMENTS | 1
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    precision = torch.float32 if tensor.element_size() < 4 else None
+    return torch.linalg.vector_norm(tensor, dtype=precision).float()

@@ -1,6 +1,7 @@
 """--speed: trials choose the fastest correct features and leave no trace, and self-tests keep crashes out of runs."""
 
 import copy
+import math
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from kohya_ext.compiling import blocks  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.speed import layers, proof, switches, trial, verdicts  # noqa: E402
+from kohya_ext.speed.comparison import Results  # noqa: E402
 from kohya_ext.speed.layers import LayerCheck  # noqa: E402
 from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, FUSED_OPERATIONS  # noqa: E402
 from kohya_ext.speed.timing import TimedPasses  # noqa: E402
@@ -274,6 +276,34 @@ def test_recordings_are_not_tried_if_the_gpu_does_not_wait():
 def test_length_of_a_run_decides_whether_a_trial_is_worthwhile():
     lengths = {passes: Trial(CpuRecorder(), [], [], passes).is_worthwhile for passes in (100, 139, 140, 1500)}
     assert lengths == {100: False, 139: False, 140: True, 1500: True}
+
+
+def test_samples_of_large_gradients_find_differences_of_all():
+    """A whole model's gradients would not fit into the host's memory."""
+    torch.manual_seed(1)
+    gradient = torch.randn(1000, 2048)
+    reference = Results([gradient])
+    assert sum(sample.numel() for sample in reference.samples) < 2**17
+    scale = Results([gradient * 1.01]).minus(reference)
+    assert scale.scale == pytest.approx(0.01, abs=1e-5)
+    part = gradient.clone()
+    part[-128:] *= 1.5
+    exact = float((part - gradient).norm() / gradient.norm())
+    assert Results([part]).minus(reference).share == pytest.approx(exact, rel=0.1)
+    gradient[7, 7] = float("nan")
+    assert math.isnan(Results([gradient]).minus(reference).share)
+
+
+def test_all_weights_of_a_model_can_be_trained():
+    model = Model(machine := gains())
+    model.layers.requires_grad_()
+    before = copy.deepcopy(model.state_dict())
+    candidates = Trial(
+        machine, [model], [*model.parameters(), *model.network[0].parameters()], 10**6, watch=machine.replaying
+    ).run(model, (torch.randn(8, WIDTH),), {}, (FUSED_OPERATIONS,))
+    assert choose(candidates).features == ("fused_operations",)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
 
 
 def test_eager_passes_that_are_not_finite_are_no_reference():
