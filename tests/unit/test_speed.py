@@ -1,16 +1,19 @@
 """--speed: trials choose the fastest correct features and leave no trace, and self-tests keep crashes out of runs."""
 
 import copy
+import json
 import math
 import random
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from kohya_ext.patches import speed  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from kohya_ext.compiling import blocks  # noqa: E402
@@ -484,6 +487,33 @@ def test_verdict_is_kept_for_its_key(monkeypatch, tmp_path):
     assert verdicts.load(key) == verdict
     assert verdicts.load(verdicts.key({"driver": "581"}, "settings")) is None
     assert list(tmp_path.rglob("*.partial")) == []
+
+
+def kept(**compiled):
+    """Return a verdict that was kept: compiled blocks, or else fused operations."""
+    rows = [
+        trial.Candidate((), 1.0),
+        trial.Candidate(("fused_operations",), 0.8),
+        trial.Candidate(("selective_torch_compile",), 0.5, **compiled),
+    ]
+    return verdicts.Verdict(
+        ("selective_torch_compile",), 1.0, 0.5, candidates=json.loads(json.dumps([asdict(row) for row in rows])), allowed=30.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("passes", "features"), [(50, ("fused_operations",)), (59, ("fused_operations",)), (61, ("selective_torch_compile",))]
+)
+def test_short_runs_take_the_best_choice_that_compiles_nothing(passes, features):
+    """Compiling took 30 seconds, and saves half a second in each pass."""
+    verdict = speed._without_setup(kept(setup=30.0), passes)
+    assert verdict.features == features
+    assert verdict.seconds == {"fused_operations": 0.8, "selective_torch_compile": 0.5}[features[0]]
+
+
+@pytest.mark.parametrize(("in_time", "allowed", "lacks"), [(False, 60.0, True), (False, 40.0, False), (True, 60.0, False)])
+def test_longer_runs_try_again_what_a_shorter_one_had_no_time_for(in_time, allowed, lacks):
+    assert kept(in_time=in_time).lacks(allowed) is lacks
 
 
 @pytest.mark.parametrize(
