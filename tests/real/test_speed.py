@@ -104,3 +104,46 @@ def test_obstacles_cost_no_run(checkout, replayed, tmp_path):
     assert "speed: no fused operations on this GPU: it computes wrong numbers" in text
     assert "forward and backward take" not in text
     assert failed.report["facts"]["fused_operations"] == {}
+
+
+#: Only compiled blocks are tried, because the layers of fused operations take most of the time.
+COMPILED = ("--network_dim", "4", "--max_train_steps", "4", "--no-fused_operations", "--no-cuda_graphs")
+
+#: A backend that fails at the second graph.
+BROKEN = {"BREAK": "backend", "COMPILE_BACKEND": "broken"}
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+def test_compiled_blocks_are_chosen_and_kept(checkout, replayed, tmp_path):
+    options = (*BF16, *AUTO, *COMPILED, "--save_state", "--save_every_n_steps", "2")
+    env = {"TRIAL_COMPILES": "1"}
+    chosen = {"chooses": "selective_torch_compile", "env": env}
+    first = replayed(checkout, LORA, *options, output=tmp_path / "first", **chosen)
+    assert "speed: compiled blocks: forward and backward take " in " ".join(first.output.split())
+    compiled = first.report["facts"]["selective_torch_compile"]
+    (block,) = compiled["blocks"].values()
+    assert (block["graphs"], compiled["graph_breaks"]) == (4, 0), "two kinds in two image sizes: the trial's code is used"
+
+    again = replayed(checkout, LORA, *options, output=tmp_path / "again", **chosen)
+    assert ", as found on " in again.output
+    assert equal(again, first)
+    (state,) = (tmp_path / "first").glob("*step00000002-state")
+    resumed = replayed(checkout, LORA, *options, "--resume", str(state), output=tmp_path / "resumed", **chosen)
+    assert equal(resumed, first)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "breaks",
+    [pytest.param({}, marks=pytest.mark.slow, id="slower"), pytest.param(BROKEN, id="broken")],
+)
+def test_compiled_blocks_that_are_rejected_change_nothing(checkout, replayed, breaks):
+    plain = replayed(checkout, LORA, *BF16, *COMPILED, *OFF)
+    tried = replayed(checkout, LORA, *BF16, *COMPILED, *AUTO, env={"TRIAL_COMPILES": "1", **breaks})
+    text = " ".join(tried.output.split())
+    assert "nothing makes them faster" in text
+    assert ("not compiled blocks: BasicTransformerBlock could not be compiled: " in text) is bool(breaks)
+    assert "could not be compiled and runs eager" not in text
+    assert tried.report["facts"]["selective_torch_compile"]["blocks"] == {}
+    assert equal(tried, plain)

@@ -415,7 +415,8 @@ def test_compiled_blocks_are_tried_in_all_combinations_and_compiled_once(compile
     assert [candidate.rejected for candidate in candidates] == [None] * 4
     assert choose(candidates).features == ("cuda_graphs", "selective_torch_compile")
     (block,) = blocks.RUN.blocks.values()
-    assert block.graphs == 4, "of two kinds, eager and in recordings, whose autocast keeps no casts"
+    # Recordings have another kind of autocast, and torch 2.6 tells their dispatch modes apart.
+    assert block.graphs in (4, 8), "of two kinds"
     blocks.RUN.forget()
     assert block.compiled is None
     assert (block.graphs, block.seconds, block.calls) == (0, 0, 0)
