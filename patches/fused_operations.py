@@ -202,8 +202,8 @@ PATCH = Patch(
     summary="--fused_operations: use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks",
     targets=(
         *(
-            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts, body=FORWARD_WITHOUT_BIAS)
-            for module, layouts in NETWORKS.items()
+            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), body=FORWARD_WITHOUT_BIAS)
+            for module in NETWORKS
         ),
         Target(
             "library.flux_models",

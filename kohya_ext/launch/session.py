@@ -27,7 +27,7 @@ from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record
-from kohya_ext.sdscripts.checkouts import PINNED_VERSION, Checkout, is_training_script
+from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 
 #: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
 #: and options.
@@ -70,8 +70,8 @@ class Session:
             variable = secrets().get(name)
             note(f"--{name} is left out of printed commands and files" + (f"; {variable} sets it, too" if variable else ""))
         presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
-        newer = f" (newer than the tested v{PINNED_VERSION})" if self.checkout.is_newer_than_tested else ""
-        note(f"{__version__}, {self.checkout.label}{newer}, {presets}, {self._patch_summary()}")
+        age = f" ({self.checkout.age})" if self.checkout.age else ""
+        note(f"{__version__}, {self.checkout.label}{age}, {presets}, {self._patch_summary()}")
 
     def _patch_summary(self) -> str:
         """Return the number of patches that are on, and the names of those that an option of this run enables."""

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
-from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.fingerprints import KnownBodies, known_bodies
 
-#: Networks that define a ``LoRAModule`` with a plain low-rank product, and the layouts in which they do.
-NETWORKS: Mapping[str, frozenset[Layout]] = {
-    "networks.lora": KNOWN_LAYOUTS,
-    "networks.lora_fa": KNOWN_LAYOUTS,
-    "networks.lora_flux": KNOWN_LAYOUTS,
-    "networks.lora_lumina": KNOWN_LAYOUTS,
-    "networks.lora_anima": frozenset({"v0.11"}),
-}
+#: Networks with a ``LoRAModule`` that is a plain low-rank product. In some releases one of them imports another one's.
+NETWORKS = ("networks.lora", "networks.lora_fa", "networks.lora_flux", "networks.lora_lumina", "networks.lora_anima")
 
 _FORWARD = (
     "1e5172992aab",  # lora, lora_fa

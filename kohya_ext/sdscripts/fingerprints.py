@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
-from kohya_ext.sdscripts.checkouts import KNOWN_REFS
+from kohya_ext.sdscripts.releases import BY_NAME, TESTED
 
 #: The releases of the fingerprints, unless a patch names others.
-SD_SCRIPTS = f"sd-scripts {' and '.join(sorted(KNOWN_REFS))}"
+SD_SCRIPTS = f"sd-scripts {' and '.join(BY_NAME[name].tested for name in TESTED)}"
 
 #: Fields of a syntax tree that do not affect behaviour, or that differ between versions of Python.
 _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "simple"})
