@@ -55,7 +55,7 @@ PATCH = Patch(
             "LoHaModule.get_diff_weight",
             _keep_scale,
             takes("self", exactly=True),
-            body=known_bodies("4d9a68b859b9"),
+            body=known_bodies({"4d9a68b859b9": "since v0.10.4"}),
         ),
     ),
     exactness="exact",

@@ -201,7 +201,7 @@ _COMPILER = (
         "UnspecializedNNModuleVariable.var_getattr",
         keep_source_of_methods,
         takes("self", "tx", "name", exactly=True),
-        body=known_bodies("4640a6a879dd", releases="torch 2.6"),
+        body=known_bodies({"4640a6a879dd": "2.6"}, package="torch"),
         needed=loses_methods,
     ),
     *(

@@ -366,7 +366,7 @@ class Patcher:
         if outcome.status != "waiting":
             return
         try:
-            owner, name = _owner(module, target.attribute)
+            owner, name = owner_of(module, target.attribute)
             original, as_it_was = function_of(owner, name)
             if original is ABSENT and (target.optional or self._may_lack_targets()):
                 outcome.status, outcome.reason = "skipped", f"this version of {target.module} does not have it"
@@ -374,9 +374,7 @@ class Patcher:
             if any(original is own for name, own in self._own if name == patch.name):
                 outcome.status, outcome.reason = "skipped", "it is the function that the patch has replaced elsewhere"
                 return
-            surprise = "it does not exist" if original is ABSENT else target.expect(original)
-            if surprise is None and target.body != "runs":
-                surprise = target.body.surprise(module, target.attribute)
+            surprise = unrecognized(target, module, original)
             if surprise is None:
                 replacement = target.replace(original, self.settings)
                 self._applied[key] = replace_attribute(owner, name, as_it_was(replacement))
@@ -424,7 +422,14 @@ def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Pa
     )
 
 
-def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
+def unrecognized(target: Target, module: ModuleType, original: Any) -> str | None:
+    """Return why the target in a module is not what its patch knows; None if it is."""
+    reason = "it does not exist" if original is ABSENT else target.expect(original)
+    return target.body.surprise(module, target.attribute) if reason is None and target.body != "runs" else reason
+
+
+def owner_of(module: ModuleType, attribute: str) -> tuple[Any, str]:
+    """Return the object that has an attribute with a dotted name, ABSENT if there is none, and the attribute's last name."""
     *path, name = attribute.split(".")
     owner: Any = module
     for part in path:

@@ -33,7 +33,7 @@ PINNED_REF = releases.TAGS[f"v{PINNED_VERSION}"]
 VARIABLE = "KOHYA_SD_SCRIPTS"
 
 #: The packages of sd-scripts that patches know.
-_PACKAGES = ("library", "networks")
+PACKAGES = ("library", "networks")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Checkout:
 
     def lacks(self, module: str) -> bool:
         """Return whether a module of sd-scripts, by its dotted name, does not exist here."""
-        is_theirs = module.partition(".")[0] in _PACKAGES and module not in sys.modules
+        is_theirs = module.partition(".")[0] in PACKAGES and module not in sys.modules
         return is_theirs and not (self.path / f"{module.replace('.', '/')}.py").is_file()
 
     def scripts(self) -> list[str]:
