@@ -241,7 +241,8 @@ class CommandLine:
         known = {*theirs, *(name for name, _ in options())}
         reasons: dict[str, preset_conflicts.Reason] = {}
         for preset in presets.presets:
-            for key in preset.values.keys() - known if preset.is_shipped else ():
+            unknown = [key for key in preset.values if key not in known] if preset.is_shipped else []
+            for key in unknown:
                 if key in families.SELECTORS:
                     raise UserError(f"preset {preset.name}: {self.script} has no --{key}; use a newer release of sd-scripts")
                 reasons[key] = preset_conflicts.Reason(f"not an option of {self.name}", preset.family != preset_files.ANY)

@@ -82,6 +82,10 @@ class Session:
         asked = [patch.name for patch in on if not patch.wanted(Settings())]
         failed = [outcome.patch for outcome in self.patcher.outcomes.values() if outcome.status == "failed" or outcome.surprise]
         words = f"{len(on)} patch{'es' * (len(on) != 1)} on"
+        lacking = [
+            patch for patch in patches if not self._is_on(patch) and self._why_off(patch).startswith(self.checkout.label)
+        ]
+        words += f", {len(lacking)} not for this release" if lacking else ""
         for what, some in (("with", asked), ("off:", settings.disable_patch), ("left out in part:", dict.fromkeys(failed))):
             words += f", {what} {', '.join(some)}" if some else ""
         return words
