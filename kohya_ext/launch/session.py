@@ -23,7 +23,7 @@ from kohya_ext.console import hide_notices_of_libraries, note, replace_unencodab
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
-from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
+from kohya_ext.patching.patch import NOT_IN_RELEASE, Patch, Patcher, moved, registry, takes
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record
@@ -82,10 +82,8 @@ class Session:
         asked = [patch.name for patch in on if not patch.wanted(Settings())]
         failed = [outcome.patch for outcome in self.patcher.outcomes.values() if outcome.status == "failed" or outcome.surprise]
         words = f"{len(on)} patch{'es' * (len(on) != 1)} on"
-        lacking = [
-            patch for patch in patches if not self._is_on(patch) and self._why_off(patch).startswith(self.checkout.label)
-        ]
-        words += f", {len(lacking)} not for this release" if lacking else ""
+        lacking = [patch for patch in patches if not self._is_on(patch) and self._why_off(patch) == NOT_IN_RELEASE]
+        words += f", {len(lacking)} not in this release" if lacking else ""
         for what, some in (("with", asked), ("off:", settings.disable_patch), ("left out in part:", dict.fromkeys(failed))):
             words += f", {what} {', '.join(some)}" if some else ""
         return words

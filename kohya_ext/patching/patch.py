@@ -19,13 +19,16 @@ from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.patching.attributes import ABSENT, Replacement, function_of, replace_attribute
 from kohya_ext.patching.training_loop import OnStart, Participant, Program, Stage, TrainingLoop
 from kohya_ext.sdscripts import releases
-from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.checkouts import PACKAGES, Checkout
 from kohya_ext.sdscripts.fingerprints import Body, remember
 
 Status = Literal["applied", "waiting", "skipped", "failed"]
 
 TRAINING_LOOP = "training_loop"
 """The engine's patch that calls the callbacks of all others. It is on when one of them is, and has no switch."""
+
+NOT_IN_RELEASE = "not in this release of sd-scripts"
+"""The reason for a target that a checkout does not have."""
 
 _START = "prepare_accelerator"
 
@@ -322,7 +325,7 @@ class Patcher:
             return "sd-scripts does not use it"
         if target.moved_to and not self.checkout.lacks(target.moved_to):
             return f"moved to {target.moved_to}"
-        return f"{self.checkout.label} has no {target.module}" if self.checkout.lacks(target.module) else None
+        return NOT_IN_RELEASE if self.checkout.lacks(target.module) else None
 
     def _may_lack_targets(self) -> bool:
         """Return whether the checkout is older than the tested ones, or a fork of an unknown layout."""
@@ -369,7 +372,9 @@ class Patcher:
             owner, name = owner_of(module, target.attribute)
             original, as_it_was = function_of(owner, name)
             if original is ABSENT and (target.optional or self._may_lack_targets()):
-                outcome.status, outcome.reason = "skipped", f"this version of {target.module} does not have it"
+                is_theirs = target.module.partition(".")[0] in PACKAGES
+                missing = NOT_IN_RELEASE if is_theirs else f"this version of {target.module} does not have it"
+                outcome.status, outcome.reason = "skipped", missing
                 return
             if any(original is own for name, own in self._own if name == patch.name):
                 outcome.status, outcome.reason = "skipped", "it is the function that the patch has replaced elsewhere"

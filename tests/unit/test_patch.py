@@ -242,7 +242,7 @@ def test_an_attribute_that_moved_is_replaced_where_the_checkout_has_it(tmp_path,
     patcher.arm()
     assert [outcome.target for outcome in patcher.outcomes.values() if outcome.status == "waiting"] == [f"{module}:FLAG"]
     (reason,) = [outcome.reason for outcome in patcher.outcomes.values() if outcome.status == "skipped"]
-    assert reason == ("moved to library.new" if "new" in modules else "sd-scripts v0.11.1 has no library.new")
+    assert reason == ("moved to library.new" if "new" in modules else "not in this release of sd-scripts")
     assert not any(outcome.surprise for outcome in patcher.outcomes.values())
     assert capsys.readouterr().err == ""
     patcher.undo()
@@ -384,7 +384,7 @@ def test_the_start_line_names_a_release_that_is_newer_or_older_than_tested(capsy
     Session.start(checkout, CommandLine(Path("sdxl_train.py"), [], {})).patcher.undo()
     printed = capsys.readouterr().err
     assert words in printed
-    assert "patches on" in printed
+    assert re.search(r"\d+ patches on, \d+ not in this release", printed)  # the folder has no files
 
 
 def test_an_option_of_a_disabled_patch_is_a_warning(tmp_path, capsys):
