@@ -279,7 +279,7 @@ def _show(checkout: Checkout, nearest: Checkout | None, rows: Iterable[Compariso
 
 def _show_lines_to_add(checkout: Checkout, rows: Iterable[Comparison], write: Callable[[str], object]) -> None:
     """Write the row of the release, and the fingerprints of changed bodies, to be added to a patch after a review."""
-    if all(release.commit != checkout.commit for release in RELEASES):
+    if checkout.commit is not None and all(release.commit != checkout.commit for release in RELEASES):
         write(f'\nadd to RELEASES:\n    Release("v{checkout.version or "?"}", "{checkout.commit}"),')
     if checkout.layout == releases.UNKNOWN.name:
         write(f'add to LAYOUTS, with the markers of the new layout:\n    Layout("v{checkout.version or "?"}", (...), ...),')

@@ -94,8 +94,9 @@ def test_a_target_is_compared_with_the_tested_checkout(tmp_path, monkeypatch, ne
     assert row.state == state
     assert words in f"{row.why}\n{row.difference}"
     printed = []
+    vars(newer)["commit"] = "c" * 40
     new_release._show_lines_to_add(newer, [row], printed.append)
-    assert any("add to RELEASES" in line for line in printed)
+    assert f'Release("v0.12.0", "{"c" * 40}"),' in printed[0]
     assert any('": "since v0.12.0"' in line for line in printed) == (state == "changed" and body == "known")
 
 
