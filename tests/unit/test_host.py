@@ -39,7 +39,7 @@ def test_switch_works_in_a_plain_start_and_undo_leaves_no_trace(gui):
     assert host.first_lines(target, sd_scripts) == []
     host.switch_on(target, [])
     (line,) = host.first_lines(target, sd_scripts)
-    assert line.endswith("patches on")
+    assert "patches on" in line
     assert host.undo(target) == []
     assert files(gui) == before
 
