@@ -18,7 +18,6 @@ from kohya_ext.launch import oom_retry, processes
 from kohya_ext.launch.autoload import watch
 from kohya_ext.planning import automatic
 from kohya_ext.run import journal, retry_request
-from kohya_ext.sdscripts import releases
 from kohya_ext.sdscripts.checkouts import Checkout, find, find_or_fetch, is_training_script
 
 HELP = """\
@@ -116,8 +115,7 @@ def _check_layout(checkout: Checkout, settings: Settings) -> None:
     """Raise UserError for a checkout of an unknown layout, unless the settings allow it."""
     if not checkout.can_be_patched(settings.allow_unknown_version):
         raise UserError(
-            f"{checkout.path} ({checkout.label}) has an unknown layout; kohya_ext {__version__} knows releases of sd-scripts "
-            f"since {releases.RELEASES[0].name}. "
+            f"{checkout.path} ({checkout.label}) has an unknown layout; kohya_ext {__version__} knows v0.9 and newer. "
             "Run `python -m kohya_ext setup` for a supported one and select it with --sd-scripts, or try this one with "
             f"{flags('allow_unknown_version')[1]}"
         )

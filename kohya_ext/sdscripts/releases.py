@@ -45,7 +45,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("v0.11", (("library/args.py", ""), ("library/accelerator_setup.py", "")), "v0.11", "v0.11.1"),
     Layout("v0.10", (("library/anima_models.py", ""), _PREPARE_ACCELERATOR), "v0.10", "v0.10.1"),
     Layout("sd3", (("library/strategy_base.py", ""), _PREPARE_ACCELERATOR), "of the sd3 branch, 2024-12 to 2026-01"),
-    Layout("v0.9", (("library/sdxl_train_util.py", ""), _PREPARE_ACCELERATOR), "v0.9 or older"),
+    Layout("v0.9", (("library/adafactor_fused.py", ""), _PREPARE_ACCELERATOR), "v0.9"),
 )
 
 BY_NAME: Mapping[str, Layout] = {layout.name: layout for layout in (*LAYOUTS, UNKNOWN)}

@@ -384,7 +384,7 @@ def test_every_patch_is_described_without_importing_torch():
         ("99.0.0", "unknown", "sd-scripts v99.0.0 (newer than the tested v0.11.1), no preset"),
         ("0.10.0", "sd3", "sd-scripts v0.10.0 (older than the tested v0.10.1), no preset"),
         (None, "sd3", "sd-scripts of the sd3 branch, 2024-12 to 2026-01 (older than the tested v0.10.1), no preset"),
-        (None, "v0.9", "sd-scripts v0.9 or older (older than the tested v0.10.1), no preset"),
+        (None, "v0.9", "sd-scripts v0.9 (older than the tested v0.10.1), no preset"),
     ],
 )
 def test_the_start_line_names_a_release_that_is_newer_or_older_than_tested(capsys, version, layout, words):
