@@ -232,8 +232,8 @@ PATCH = Patch(
     summary="--base_precision: keep the frozen linear layers of the U-Net or DiT in 8 bits and multiply in 8 bits",
     targets=(
         *(
-            Target(module, name, replace, takes(*first), layouts, body="runs")
-            for module, layouts in NETWORKS.items()
+            Target(module, name, replace, takes(*first), body="runs")
+            for module in NETWORKS
             for name, first, replace in (
                 ("create_network", ("multiplier", "network_dim", "network_alpha"), _create),
                 ("create_network_from_weights", ("multiplier", "file"), _create_from_weights),

@@ -81,14 +81,18 @@ PATCH = Patch(
             _with_host_lengths,
             takes("self", "img", "txt", "pe", "distill_vec", "txt_seq_len", exactly=True),
             # The originals run, but Lengths supports only their uses of the tensor.
-            body=known_bodies("f61b8116846d", helpers={"DoubleStreamBlock._forward": ("f8a1a9da474d",)}),
+            body=known_bodies(
+                {"f61b8116846d": "since 2025-08"}, helpers={"DoubleStreamBlock._forward": {"f8a1a9da474d": "since 2025-08"}}
+            ),
         ),
         Target(
             "library.chroma_models",
             "SingleStreamBlock.forward",
             _with_host_lengths,
             takes("self", "x", "pe", "distill_vec", "txt_seq_len", exactly=True),
-            body=known_bodies("fe51c654c502", helpers={"SingleStreamBlock._forward": ("9b87c7634a56",)}),
+            body=known_bodies(
+                {"fe51c654c502": "since 2025-08"}, helpers={"SingleStreamBlock._forward": {"9b87c7634a56": "since 2025-08"}}
+            ),
         ),
     ),
     exactness="exact",

@@ -291,7 +291,7 @@ PATCH = Patch(
             "timestep_embedding",
             _with_table,
             takes("t", "dim", "max_period", "time_factor", exactly=True),
-            body=known_bodies("1e66ea2636b4"),
+            body=known_bodies({"1e66ea2636b4": "since 2024-12"}),
         ),
     ),
     options=(CUDA_GRAPHS, CUDA_GRAPHS_ALWAYS),

@@ -133,7 +133,8 @@ PATCH = Patch(
     targets=(
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state, takes("self", "output_dir"), body="runs"),
         Target("accelerate.accelerator", "Accelerator.wait_for_everyone", _wait_for_everyone, takes("self"), body="runs"),
-        Target("accelerate.accelerator", "Accelerator.end_training", _end_training, takes("self"), body="runs"),
+        # A decorator of accelerate 0.33 hides its parameters.
+        Target("accelerate.accelerator", "Accelerator.end_training", _end_training, takes(), body="runs"),
         Target(
             "accelerate.state",
             "PartialState.destroy_process_group",

@@ -135,6 +135,7 @@ PATCH = Patch(
             "DeepSpeedEngine._configure_distributed_model",
             _configure_model,
             takes("self", "model", exactly=True),
+            optional=True,
             body="runs",
         ),
         Target("accelerate.accelerator", "Accelerator.backward", _backward, takes("self", "loss"), body="runs"),

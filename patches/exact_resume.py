@@ -22,7 +22,6 @@ from kohya_ext.run import ranks, resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
 from kohya_ext.run.loaded_parts import OPTIMIZER, SCHEDULER
 from kohya_ext.run.run_record import RunRecord
-from kohya_ext.sdscripts.checkouts import Layout
 
 INEXACT_RESUME = Option(
     "inexact_resume",
@@ -30,10 +29,6 @@ INEXACT_RESUME = Option(
     boolean,
     "resume even if the random state cannot be restored; the result then differs from an uninterrupted run",
 )
-
-
-#: The layouts of sd-scripts that have LECO's scripts.
-_WITH_LECO: frozenset[Layout] = frozenset({"v0.11"})
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> resume.Position:
@@ -234,7 +229,7 @@ PATCH = Patch(
             takes("self", "state_dict", "strict", "assign", exactly=True),
             body="runs",
         ),
-        Target("library.logging_util", "init_trackers", _init_trackers, layouts=_WITH_LECO, body="runs"),
+        Target("library.logging_util", "init_trackers", _init_trackers, body="runs"),
     ),
     options=(INEXACT_RESUME,),
     exactness="exact",

@@ -169,16 +169,20 @@ def _expect_known_frame(original: Any) -> str | None:
 
 #: About every second release of torch changes a message, the storage of inputs, or the tracing rules.
 _BODIES = known_bodies(
-    "7a1d76b80427",  # 2.6, 2.7
-    "64dcd818aa55",  # 2.8, 2.9
-    "68d1850b444d",  # 2.10, 2.11
-    "dfd6205b9eb7",  # 2.12, 2.13
-    "d2168ea3fb52",  # 2.14
-    helpers={
-        "_CheckpointFrame": ("1596492033aa", "dc9c1edf4403", "07ff98697405"),
-        "_recomputation_hook": ("d843c10e1c41", "a8228041f1fd", "6662c813f700", "3526423dfbad", "fd390b8f6114"),
+    {
+        "7a1d76b80427": "2.6 to 2.7",
+        "64dcd818aa55": "2.8 to 2.9",
+        "68d1850b444d": "2.10 to 2.11",
+        "dfd6205b9eb7": "2.12 to 2.13",
+        "d2168ea3fb52": "2.14",
     },
-    releases="torch 2.6 to 2.14",
+    helpers={
+        "_CheckpointFrame": dict.fromkeys(("1596492033aa", "dc9c1edf4403", "07ff98697405"), "2.6 to 2.14"),
+        "_recomputation_hook": dict.fromkeys(
+            ("d843c10e1c41", "a8228041f1fd", "6662c813f700", "3526423dfbad", "fd390b8f6114"), "2.6 to 2.14"
+        ),
+    },
+    package="torch",
 )
 
 PATCH = Patch(

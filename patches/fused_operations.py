@@ -202,22 +202,22 @@ PATCH = Patch(
     summary="--fused_operations: use fused LoRA, GEGLU, norm and rotary embedding operations in eager blocks",
     targets=(
         *(
-            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), layouts, body=FORWARD_WITHOUT_BIAS)
-            for module, layouts in NETWORKS.items()
+            Target(module, "LoRAModule.forward", _lora, takes("self", "x", exactly=True), body=FORWARD_WITHOUT_BIAS)
+            for module in NETWORKS
         ),
         Target(
             "library.flux_models",
             "RMSNorm.forward",
             _rms_norm("scale", lambda norm: 1e-6),
             takes("self", "x", exactly=True),
-            body=known_bodies("14e804fe23cc"),
+            body=known_bodies({"14e804fe23cc": "since 2024-12"}),
         ),
         Target(
             "library.lumina_models",
             "RMSNorm.forward",
             _rms_norm("weight", lambda norm: norm.eps),
             takes("self", "x", exactly=True),
-            body=known_bodies("8a897ede5093"),
+            body=known_bodies({"8a897ede5093": "since v0.10.1"}),
         ),
         Target(
             "library.flux_models",
@@ -225,7 +225,10 @@ PATCH = Patch(
             _rotary_embedding,
             takes("xq", "xk", "freqs_cis", exactly=True),
             # The replacement reads one column of each matrix, so the matrices must be rotations.
-            body=known_bodies("ae3c2435cd59", helpers={"rope": ("345f6c71e4c5",), "EmbedND.forward": ("4e9b4e2d5d7d",)}),
+            body=known_bodies(
+                {"ae3c2435cd59": "since 2024-12"},
+                helpers={"rope": {"345f6c71e4c5": "since 2024-12"}, "EmbedND.forward": {"4e9b4e2d5d7d": "since 2024-12"}},
+            ),
         ),
         *(
             Target(
@@ -233,7 +236,7 @@ PATCH = Patch(
                 "GEGLU.forward",
                 _geglu,
                 takes("self", "hidden_states", exactly=True),
-                body=known_bodies("87753a8a2aa0", helpers={"GEGLU.gelu": ("656ea08553a6",)}),
+                body=known_bodies({"87753a8a2aa0": "since 2024-10"}, helpers={"GEGLU.gelu": {"656ea08553a6": "since 2024-10"}}),
             )
             for module in ("library.sdxl_original_unet", "library.original_unet")
         ),
@@ -242,7 +245,7 @@ PATCH = Patch(
             "GroupNorm32.forward",
             _group_norm,
             takes("self", "x", exactly=True),
-            body=known_bodies("82f33f3bc2dd"),
+            body=known_bodies({"82f33f3bc2dd": "since 2024-10"}),
         ),
         *(
             Target(module, f"{block}.__init__", _norms, takes("self", first), body="runs")

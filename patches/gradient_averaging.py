@@ -172,9 +172,9 @@ PATCH = Patch(
             _reduce,
             takes("self", "tensor", "reduction", "scale", exactly=True),
             body=known_bodies(
-                "0c8ed3a35f73",
-                helpers={"reduce": ("40d5917e1d8c", "03e71c62759e")},  # up to 1.13; from 1.14
-                releases="accelerate 1.6 to 1.15",
+                {"0c8ed3a35f73": "1.6 to 1.15"},
+                helpers={"reduce": {"40d5917e1d8c": "1.6 to 1.13", "03e71c62759e": "1.14 to 1.15"}},
+                package="accelerate",
             ),
         ),
     ),

@@ -43,7 +43,7 @@ PATCH = Patch(
             _decide_once,
             takes("attn_mode", "split_attn", "img_len", "attention_mask", exactly=True),
             # The original runs. The fields removed from its result are those that attention() branches on.
-            body=known_bodies("8329e1708abc", helpers={"attention": ("069dc47c78f1",)}),
+            body=known_bodies({"8329e1708abc": "since v0.10.0"}, helpers={"attention": {"069dc47c78f1": "since v0.10.0"}}),
         ),
     ),
     exactness="exact",

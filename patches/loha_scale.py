@@ -12,10 +12,8 @@ from typing import Any
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.sdscripts.checkouts import Layout
 from kohya_ext.sdscripts.fingerprints import known_bodies
 
-_LAYOUTS: frozenset[Layout] = frozenset({"v0.11"})
 _MODULE = "networks.loha"
 
 
@@ -57,8 +55,7 @@ PATCH = Patch(
             "LoHaModule.get_diff_weight",
             _keep_scale,
             takes("self", exactly=True),
-            _LAYOUTS,
-            body=known_bodies("4d9a68b859b9"),
+            body=known_bodies({"4d9a68b859b9": "since v0.10.4"}),
         ),
     ),
     exactness="exact",

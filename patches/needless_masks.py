@@ -115,10 +115,16 @@ def _without_padding(txt: Any, txt_ids: Any, mask: Any) -> dict[str, Any]:
     return {"txt": txt, "txt_ids": txt_ids, "txt_attention_mask": mask}
 
 
-_FLUX_FORWARD = {"Flux": "bea54a17f214", "ControlNetFlux": "d6db0c8f7d36"}
-_FLUX_BLOCKS = {"DoubleStreamBlock._forward": ("380896691fd7",), "SingleStreamBlock._forward": ("107b0ece8846",)}
-_LUMINA_FORWARD = {"NextDiT.forward": ("307672ba3dcc",)}
-_LUMINA_TOKENS = {"NextDiT.patchify_and_embed": ("01ea319bbffc",)}
+_FLUX_FORWARD = {
+    "Flux": {"8c099fb7508e": "2024-12 to 2025-07", "bea54a17f214": "since 2025-08"},
+    "ControlNetFlux": {"d6db0c8f7d36": "since 2024-12"},
+}
+_FLUX_BLOCKS = {
+    "DoubleStreamBlock._forward": {"380896691fd7": "since 2024-12"},
+    "SingleStreamBlock._forward": {"107b0ece8846": "since 2024-12"},
+}
+_LUMINA_FORWARD = {"NextDiT.forward": {"307672ba3dcc": "since 2025-08"}}
+_LUMINA_TOKENS = {"NextDiT.patchify_and_embed": {"f867eb39dc9c": "2025-08 to v0.10.0", "01ea319bbffc": "since v0.10.1"}}
 
 PATCH = Patch(
     name="needless_masks",
@@ -130,14 +136,14 @@ PATCH = Patch(
             "NextDiT.__init__",
             _lumina,
             takes("self", "patch_size"),
-            body=known_bodies("22603675e177", helpers=_LUMINA_TOKENS),
+            body=known_bodies({"22603675e177": "since 2025-08"}, helpers=_LUMINA_TOKENS),
         ),
         Target(
             "library.lumina_models",
             "NextDiT.patchify_and_embed",
             _lumina_mask,
             takes("self", "x", "cap_feats", "cap_mask", "t", exactly=True),
-            body=known_bodies(*_LUMINA_TOKENS["NextDiT.patchify_and_embed"], helpers=_LUMINA_FORWARD),
+            body=known_bodies(_LUMINA_TOKENS["NextDiT.patchify_and_embed"], helpers=_LUMINA_FORWARD),
         ),
         *(
             Target(
@@ -145,10 +151,10 @@ PATCH = Patch(
                 f"{model}.forward",
                 _flux,
                 takes("self", "img", "img_ids"),
-                body=known_bodies(fingerprint, helpers=_FLUX_BLOCKS),
+                body=known_bodies(bodies, helpers=_FLUX_BLOCKS),
                 wanted=lambda settings: not settings["cuda_graphs"],
             )
-            for model, fingerprint in _FLUX_FORWARD.items()
+            for model, bodies in _FLUX_FORWARD.items()
         ),
     ),
     exactness="close",

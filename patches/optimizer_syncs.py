@@ -176,7 +176,7 @@ PATCH = Patch(
             "Prodigy.step",
             _read_totals_at_once,
             takes("self", "closure", exactly=True),
-            body=known_bodies("0cde6e3b8972", releases="prodigyopt 1.1.2"),
+            body=known_bodies({"0cde6e3b8972": "1.1.2"}, package="prodigyopt"),
             optional=True,
         ),
     ),

@@ -29,7 +29,6 @@ from kohya_ext.config.settings import Option, Settings, boolean, one_of
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, data_sets, program
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.sdscripts.fingerprints import known_bodies
 from kohya_ext.speed import switches
@@ -65,7 +64,7 @@ class Blocks:
     module: str
     method: str
     classes: Mapping[str, Inputs]
-    layouts: frozenset[Layout] = KNOWN_LAYOUTS
+    without_sd_scripts: bool = False
 
 
 #: Dimensions that vary, in a transformer block and in a convolution of a U-Net.
@@ -120,8 +119,8 @@ BLOCKS = (
     Blocks("transformers.models.clip.modeling_clip", "forward", {"CLIPEncoderLayer": Inputs(activations=("hidden_states",))}),
     # The U-Net of the demo, which runs without sd-scripts: the innermost classes in the model's list of repeated blocks
     # (``_repeated_blocks``, or ``_no_split_modules`` before diffusers 0.34).
-    Blocks("diffusers.models.attention", "forward", {"BasicTransformerBlock": Inputs()}, frozenset({"unknown"})),
-    Blocks("diffusers.models.resnet", "forward", {"ResnetBlock2D": Inputs()}, frozenset({"unknown"})),
+    Blocks("diffusers.models.attention", "forward", {"BasicTransformerBlock": Inputs()}, True),
+    Blocks("diffusers.models.resnet", "forward", {"ResnetBlock2D": Inputs()}, True),
 )
 
 
@@ -132,8 +131,8 @@ def _targets() -> tuple[Target, ...]:
             f"{name}.{blocks.method}",
             _compiled(blocks, name),
             _expect_method,
-            blocks.layouts,
-            partial(_is_compiled, name),
+            wanted=partial(_is_compiled, name),
+            without_sd_scripts=blocks.without_sd_scripts,
             body="runs",
         )
         for blocks in BLOCKS
@@ -211,7 +210,7 @@ _COMPILER = (
         "UnspecializedNNModuleVariable.var_getattr",
         keep_source_of_methods,
         takes("self", "tx", "name", exactly=True),
-        body=known_bodies("4640a6a879dd", releases="torch 2.6"),
+        body=known_bodies({"4640a6a879dd": "2.6"}, package="torch"),
         needed=loses_methods,
     ),
     *(

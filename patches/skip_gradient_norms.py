@@ -58,11 +58,14 @@ PATCH = Patch(
             _skip_unread,
             takes("self", exactly=True),
             body=known_bodies(
-                "3209e543e865",
+                {"3209e543e865": "since 2025-04"},
                 helpers={
-                    "LoRAModule.update_grad_norms": ("f7efef559a62",),
-                    "LoRAModule.forward": ("2b146c75c4ac", "94c4903a7393"),  # reads the norms for GGPO
-                    "LoRANetwork.grad_norms": ("df31b9abd929",),  # reads them for the trackers
+                    "LoRAModule.update_grad_norms": {"f7efef559a62": "since 2025-04"},
+                    "LoRAModule.forward": {
+                        "2b146c75c4ac": "2025-04 to v0.10.1",
+                        "94c4903a7393": "since v0.10.4",
+                    },  # reads the norms for GGPO
+                    "LoRANetwork.grad_norms": {"df31b9abd929": "since 2025-06-05"},  # reads them for the trackers
                 },
             ),
         ),

@@ -74,10 +74,9 @@ PATCH = Patch(
             "LoRAModule.forward",
             _scale_before_up,
             takes("self", "x", exactly=True),
-            layouts,
             body=FORWARD,
         )
-        for module, layouts in NETWORKS.items()
+        for module in NETWORKS
     ),
     exactness="exact",
     held_to="the weights trained without the patch, bit-identical",

@@ -49,12 +49,16 @@ PATCH = Patch(
     targets=tuple(
         # The originals run with replaced timesteps and scheduler, which support only the lookup in these bodies.
         Target(
-            "library.custom_train_functions", name, _gather(names.index("timesteps")), takes(*names), body=known_bodies(body)
+            "library.custom_train_functions", name, _gather(names.index("timesteps")), takes(*names), body=known_bodies(bodies)
         )
-        for name, body, names in (
-            ("apply_snr_weight", "ca4264aabf3d", ("loss", "timesteps", "noise_scheduler", "gamma")),
-            ("get_snr_scale", "d259d6de2b64", ("timesteps", "noise_scheduler")),
-            ("apply_debiased_estimation", "923bd20e461f", ("loss", "timesteps", "noise_scheduler")),
+        for name, bodies, names in (
+            ("apply_snr_weight", {"ca4264aabf3d": "since 2024-10"}, ("loss", "timesteps", "noise_scheduler", "gamma")),
+            ("get_snr_scale", {"d259d6de2b64": "since 2024-10"}, ("timesteps", "noise_scheduler")),
+            (
+                "apply_debiased_estimation",
+                {"5c6b882c5975": "2024-10", "923bd20e461f": "since 2024-12"},
+                ("loss", "timesteps", "noise_scheduler"),
+            ),
         )
     ),
     exactness="exact",

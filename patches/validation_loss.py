@@ -268,7 +268,8 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Va
         _refuse(asked, _NO_LOOP)
         return None
     if images is None or not len(images):
-        _refuse(asked, "the fraction is less than one image")
+        splits = "val_dataset_group" in local
+        _refuse(asked, "the fraction is less than one image" if splits else "this sd-scripts does not split datasets")
         return None
     if getattr(args, "deepspeed", False):
         _refuse(asked, "DeepSpeed is not supported")
@@ -297,7 +298,7 @@ def _generate(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def generate_dataset_group_by_blueprint(dataset_group_blueprint: Any) -> Any:
         frame = _training_frame()
-        rows = [row for row in dataset_group_blueprint.datasets if 0.0 < row.params.validation_split <= 1.0]
+        rows = [row for row in dataset_group_blueprint.datasets if 0.0 < getattr(row.params, "validation_split", 0.0) <= 1.0]
         if frame is None or _validates_itself(frame.f_code) or not rows:
             return original(dataset_group_blueprint)
         global _split_by_datasets

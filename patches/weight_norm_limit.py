@@ -73,7 +73,7 @@ PATCH = Patch(
             "LoRANetwork.apply_max_norm_regularization",
             _read_together,
             takes("self", "max_norm_value", "device", exactly=True),
-            body=known_bodies("2e2f4d8a4fc7"),
+            body=known_bodies({"2e2f4d8a4fc7": "since 2024-10"}),
         )
         for name in ("lora", "lora_fa", "lora_flux", "lora_sd3", "lora_lumina", "lora_anima")
     ),

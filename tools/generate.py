@@ -43,6 +43,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 EVIDENCE = DOCS.parent / "benchmarks" / "README.md"
 RESULTS = EVIDENCE.parent / "results"
 EVERY_SCRIPT = DOCS.parent / "tests" / "data" / "every_script.json"
+RELEASES = DOCS.parent / "tests" / "data" / "releases.json"
 
 ROW, COLUMN, LEFT, TOP = 34, 84, 172, 64
 """Sizes in the image, in pixels."""
@@ -64,6 +65,7 @@ def generated() -> Mapping[Path, str]:
         DOCS / "options.md": [_options()],
         DOCS / "patches.md": [_patches()],
         DOCS / "presets.md": [_presets()],
+        DOCS / "releases.md": [_releases()],
         DOCS / "scripts.md": [_every_script()],
         DOCS / "speed.md": [_measured_gains(), _predicted_gains()],
         EVIDENCE: [
@@ -110,6 +112,26 @@ def _every_script() -> str:
         for layout in results
     }
     return "\n\n".join(f"### {layout}\n\n{_table(('script', *columns), each)}" for layout, each in rows.items())
+
+
+def _releases() -> str:
+    """Return a table of the releases of sd-scripts with which the patches were compared."""
+    results = json.loads(RELEASES.read_text(encoding="utf-8"))
+    rows = []
+    for name, row in reversed(results.items()):
+        families = "all" if set(row["families"]) == set(BY_NAME) else ", ".join(row["families"])
+        targets, changed = row["targets"], dict.fromkeys(label.partition(":")[0] for label in row["changed"])
+        rows.append(
+            [
+                name,
+                _code(row["commit"][:8]),
+                families,
+                str(targets["same"]),
+                str(targets["body"]),
+                ", ".join(map(_code, changed)),
+            ]
+        )
+    return _table(("release", "commit", "families", "same", "run", "left alone"), rows)
 
 
 def _presets() -> str:

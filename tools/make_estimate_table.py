@@ -24,7 +24,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.measurement import measure
 from kohya_ext.planning.tiers import faster, tiers, words
-from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts import checkouts, releases
 
 TABLE = Path(cache.__file__).parent / cache.TABLE
 
@@ -45,7 +45,7 @@ def questions() -> Iterator[tuple[str, list[str]]]:
 def main() -> int:
     """Add missing rows until time runs out; return 1 if some are still missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", default=FIRST, choices=sorted(checkouts.KNOWN_LAYOUTS), help="a generation of sd-scripts")
+    parser.add_argument("--layout", default=FIRST, choices=releases.TESTED, help="a generation of sd-scripts")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further row after this many")
     given = parser.parse_args()
     checkout = next(checkout for checkout in checkouts.registered() if checkout.layout == given.layout)

@@ -28,7 +28,7 @@ from kohya_ext.gpu import attention
 from kohya_ext.launch.session import begin
 from kohya_ext.output import Console
 from kohya_ext.patching.patch import Outcome, Patch, Patcher, Target, apply_needed
-from kohya_ext.sdscripts.checkouts import PINNED_VERSION, UPSTREAM, Checkout, candidates, find
+from kohya_ext.sdscripts.checkouts import UPSTREAM, Checkout, candidates, find
 from kohya_ext.sdscripts.introspect import importable
 
 #: Packages that sd-scripts and the patches depend on, by their pip name.
@@ -169,7 +169,7 @@ def _checkout(checkout: Checkout | None) -> dict[str, Any] | None:
         "source": checkout.source,
         "version": checkout.version,
         "layout": checkout.layout,
-        "newer_than_tested": checkout.is_newer_than_tested,
+        "age": checkout.age,
         "commit": checkout.commit,
     }
 
@@ -324,7 +324,7 @@ def _checkout_words(checkout: Mapping[str, Any] | None) -> str:
         searched = ", ".join(str(folder) for _, folder in candidates())
         return f"none found in {searched}: run `python -m kohya_ext setup` (fetches {UPSTREAM})"
     version = f"v{checkout['version']}" if checkout["version"] else "version unknown"
-    if checkout["newer_than_tested"]:
-        version += f" (newer than the tested v{PINNED_VERSION})"
+    if checkout["age"]:
+        version += f" ({checkout['age']})"
     commit = f", commit {checkout['commit'][:8]}" if checkout["commit"] else ""
     return f"{version}, layout {checkout['layout']}{commit}, in {checkout['path']} ({checkout['source']})"

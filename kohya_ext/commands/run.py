@@ -115,7 +115,7 @@ def _check_layout(checkout: Checkout, settings: Settings) -> None:
     """Raise UserError for a checkout of an unknown layout, unless the settings allow it."""
     if not checkout.can_be_patched(settings.allow_unknown_version):
         raise UserError(
-            f"{checkout.path} ({checkout.label}) has an unknown layout; kohya_ext {__version__} supports v0.10 and v0.11. "
+            f"{checkout.path} ({checkout.label}) has an unknown layout; kohya_ext {__version__} knows v0.9 and newer. "
             "Run `python -m kohya_ext setup` for a supported one and select it with --sd-scripts, or try this one with "
             f"{flags('allow_unknown_version')[1]}"
         )

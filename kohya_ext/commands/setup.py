@@ -17,7 +17,7 @@ from kohya_ext.config.command_line import quoted
 from kohya_ext.errors import UserError
 from kohya_ext.launch import host
 from kohya_ext.output import Console
-from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts import checkouts, releases
 from kohya_ext.sdscripts.checkouts import Checkout
 
 
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ref",
-        help=f"tag, branch or commit; default: the pinned v{checkouts.PINNED_VERSION}, or {', '.join(checkouts.KNOWN_REFS)}",
+        help=f"tag, branch or commit; default: the pinned v{checkouts.PINNED_VERSION}, or {', '.join(releases.TAGS)}",
     )
     parser.add_argument(
         "--default",
@@ -155,10 +155,8 @@ def _add(console: Console, arguments: argparse.Namespace) -> Checkout:
         console.print(f"not copied, since the source lacks them: {escape(', '.join(missing))}")
     if not checkout.can_be_patched(allow_unknown_version=False):
         console.print("its layout is unknown, so patches are skipped")
-    elif checkout.is_newer_than_tested:
-        console.print(
-            f"it is newer than the tested v{checkouts.PINNED_VERSION}: each patch checks its targets (`doctor` shows them)"
-        )
+    elif checkout.age:
+        console.print(f"it is {checkout.age}: each patch checks its targets (`doctor` shows them)")
     return checkout
 
 

@@ -33,6 +33,7 @@ from kohya_ext.config.settings import (
 )
 from kohya_ext.config.user_files import ConfigFile, read_config_file, read_dataset_config, subsets
 from kohya_ext.errors import UserError
+from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.constraints import Run, newly_broken
 from kohya_ext.sdscripts.introspect import option_names
 
@@ -229,14 +230,23 @@ class CommandLine:
         return self.automatic(self, size), f" (auto: {name}, {units.label(size)})"
 
     def _unknown(self, presets: Overlay) -> dict[str, preset_conflicts.Reason]:
-        """Return the keys of presets for every script that this one does not have, with the reasons."""
+        """Return the keys of shipped presets that the script does not have, with the reasons.
+
+        An older release of sd-scripts lacks some, and some scripts lack keys of presets for every script. Raises UserError if
+        it lacks the option that selects the preset's model.
+        """
         theirs = option_names(self.script) if self.script is not None else frozenset[str]()
         if not theirs:
             return {}  # the script does not exist
         known = {*theirs, *(name for name, _ in options())}
-        keys = (key for preset in presets.presets if preset.family == preset_files.ANY for key in preset.values)
-        reason = preset_conflicts.Reason(f"not an option of {self.name}", costs_memory=False)
-        return {key: reason for key in keys if key not in known}
+        reasons: dict[str, preset_conflicts.Reason] = {}
+        for preset in presets.presets:
+            unknown = [key for key in preset.values if key not in known] if preset.is_shipped else []
+            for key in unknown:
+                if key in families.SELECTORS:
+                    raise UserError(f"preset {preset.name}: {self.script} has no --{key}; use a newer release of sd-scripts")
+                reasons[key] = preset_conflicts.Reason(f"not an option of {self.name}", preset.family != preset_files.ANY)
+        return reasons
 
     @functools.cached_property
     def _layers(self) -> dict[Origin, dict[str, Any]]:

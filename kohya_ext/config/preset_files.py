@@ -77,6 +77,11 @@ class Preset:
     """The ``[preset]`` table: ``summary``, ``traded``, ``extends``, and ``vram_gb`` for a tier."""
     values: Mapping[str, Value]
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it belongs to the extension."""
+        return not self.name.endswith(".toml")
+
 
 @dataclass(frozen=True)
 class Overlay:
@@ -86,7 +91,7 @@ class Overlay:
     label: str = ""
     """The presets that the user named, for messages: ``sdxl-lora/16gb + sdxl-lora/quality``."""
     held_back: Mapping[str, Reason] = field(default_factory=dict)
-    """Keys that are not applied because they contradict the user's options."""
+    """Keys that are not applied because they contradict the user's options, or because the script lacks them."""
     remarks: tuple[str, ...] = ()
     """Presets from the environment that are not applied, with the reasons."""
 

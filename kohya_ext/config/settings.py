@@ -209,7 +209,7 @@ class Settings:
     )
     allow_unknown_version: bool = _option(
         False,
-        "run sd-scripts with an unknown layout (a fork, an older release); each patch still checks its target",
+        "run sd-scripts with an unknown layout (a fork, a release before v0.9); each patch still checks its target",
         boolean,
         scope="launcher",
     )

@@ -26,7 +26,7 @@ from kohya_ext.patching.patch import Patcher, registry
 from kohya_ext.patching.types import NetworkTrainer
 from kohya_ext.preflight import deepspeed
 from kohya_ext.quantization.selection import reason_to_refuse
-from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.checkouts import PINNED_VERSION, Checkout
 from kohya_ext.sdscripts.introspect import importable, script_names
 
 if TYPE_CHECKING:
@@ -186,8 +186,17 @@ def _trainer(checkout: Checkout, script: str) -> tuple[NetworkTrainer, dict[str,
     """Return a network script's trainer, and the defaults of its arguments, which its step may read."""
     names = script_names(checkout, checkout.script(script))
     own = [kind for kind in names.values() if isinstance(kind, type) and kind.__module__ == names["__name__"]]
-    trainer = next(kind for kind in own if hasattr(kind, "process_batch"))
-    return trainer(), vars(names["setup_parser"]().parse_args([]))
+    trainer = next((kind for kind in own if hasattr(kind, "process_batch")), None)
+    if trainer is None:
+        raise UserError(
+            f"{checkout.label} cannot be estimated, because its trainers have no process_batch; estimate the same command with "
+            f"v{PINNED_VERSION}: --sd-scripts FOLDER"
+        )
+    instance = trainer()
+    for name in ("cast_text_encoder", "cast_unet", "cast_vae"):
+        if not hasattr(instance, name):  # before v0.10 every model was cast
+            setattr(instance, name, lambda arguments: True)
+    return instance, vars(names["setup_parser"]().parse_args([]))
 
 
 #: Checkout, configuration and arguments as a measurement read them, and its logs: many configurations differ only in the step.

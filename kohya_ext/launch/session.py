@@ -23,11 +23,11 @@ from kohya_ext.console import hide_notices_of_libraries, note, replace_unencodab
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
-from kohya_ext.patching.patch import Patch, Patcher, moved, registry, takes
+from kohya_ext.patching.patch import NOT_IN_RELEASE, Patch, Patcher, moved, registry, takes
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record
-from kohya_ext.sdscripts.checkouts import PINNED_VERSION, Checkout, is_training_script
+from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 
 #: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
 #: and options.
@@ -70,8 +70,8 @@ class Session:
             variable = secrets().get(name)
             note(f"--{name} is left out of printed commands and files" + (f"; {variable} sets it, too" if variable else ""))
         presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
-        newer = f" (newer than the tested v{PINNED_VERSION})" if self.checkout.is_newer_than_tested else ""
-        note(f"{__version__}, {self.checkout.label}{newer}, {presets}, {self._patch_summary()}")
+        age = f" ({self.checkout.age})" if self.checkout.age else ""
+        note(f"{__version__}, {self.checkout.label}{age}, {presets}, {self._patch_summary()}")
 
     def _patch_summary(self) -> str:
         """Return the number of patches that are on, and the names of those that an option of this run enables."""
@@ -82,6 +82,8 @@ class Session:
         asked = [patch.name for patch in on if not patch.wanted(Settings())]
         failed = [outcome.patch for outcome in self.patcher.outcomes.values() if outcome.status == "failed" or outcome.surprise]
         words = f"{len(on)} patch{'es' * (len(on) != 1)} on"
+        lacking = [patch for patch in patches if not self._is_on(patch) and self._why_off(patch) == NOT_IN_RELEASE]
+        words += f", {len(lacking)} not in this release" if lacking else ""
         for what, some in (("with", asked), ("off:", settings.disable_patch), ("left out in part:", dict.fromkeys(failed))):
             words += f", {what} {', '.join(some)}" if some else ""
         return words

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
-from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.fingerprints import KnownBodies, known_bodies
 
-#: Networks that define a ``LoRAModule`` with a plain low-rank product, and the layouts in which they do.
-NETWORKS: Mapping[str, frozenset[Layout]] = {
-    "networks.lora": KNOWN_LAYOUTS,
-    "networks.lora_fa": KNOWN_LAYOUTS,
-    "networks.lora_flux": KNOWN_LAYOUTS,
-    "networks.lora_lumina": KNOWN_LAYOUTS,
-    "networks.lora_anima": frozenset({"v0.11"}),
+#: Networks with a ``LoRAModule`` that is a plain low-rank product. In some releases one of them imports another one's.
+NETWORKS = ("networks.lora", "networks.lora_fa", "networks.lora_flux", "networks.lora_lumina", "networks.lora_anima")
+
+_FORWARD = {
+    "1e5172992aab": "since 2024-10",  # lora, lora_fa
+    "b7c14fe84f19": "2024-12",  # lora_flux: adds split_dims
+    "2b146c75c4ac": "2025-04 to v0.10.1",  # lora_flux: adds GGPO
+    "94c4903a7393": "since v0.10.4",  # lora_flux: changes rank dropout
+    "8f2718eb8715": "since 2025-08",  # lora_lumina: has split_dims
+    "0aebb6beec41": "since v0.10.4",  # lora_anima
 }
 
-_FORWARD = (
-    "1e5172992aab",  # lora, lora_fa
-    "8f2718eb8715",  # lora_lumina: adds split_dims
-    "2b146c75c4ac",  # lora_flux of v0.10.1: adds GGPO
-    "94c4903a7393",  # lora_flux of v0.11.1: changes rank dropout
-    "0aebb6beec41",  # lora_anima
-)
-
-_INIT = (
-    "759d2cd53b69",  # lora
-    "2776e79db881",  # lora_fa
-    "70e69f4d229b",  # lora_flux
-    "5791da8097c8",  # lora_lumina
-    "274c382b4c57",  # lora_anima
-)
+_INIT = {
+    "759d2cd53b69": "since 2024-10",  # lora
+    "2776e79db881": "since 2024-10",  # lora_fa
+    "b06396ebc81d": "2024-12",  # lora_flux
+    "70e69f4d229b": "since 2025-04",  # lora_flux: adds GGPO
+    "5791da8097c8": "since 2025-08",  # lora_lumina
+    "274c382b4c57": "since v0.10.4",  # lora_anima
+}
 
 #: Upstream's ``LoRAModule.forward``, for a replacement that calls the module's layers.
-FORWARD: KnownBodies = known_bodies(*_FORWARD)
+FORWARD: KnownBodies = known_bodies(_FORWARD)
 
 #: Upstream's ``LoRAModule.forward``, for a replacement that uses the layers' weights and relies on layers without bias.
-FORWARD_WITHOUT_BIAS: KnownBodies = known_bodies(*_FORWARD, helpers={"LoRAModule.__init__": _INIT})
+FORWARD_WITHOUT_BIAS: KnownBodies = known_bodies(_FORWARD, helpers={"LoRAModule.__init__": _INIT})
 
 
 def used_attributes(forward: Any, *names: str) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from kohya_ext.console import stop, warn
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.patching.attributes import ABSENT, Replacement, function_of, replace_attribute
 from kohya_ext.patching.training_loop import OnStart, Participant, Program, Stage, TrainingLoop
-from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Checkout, Layout
+from kohya_ext.sdscripts import releases
+from kohya_ext.sdscripts.checkouts import PACKAGES, Checkout
 from kohya_ext.sdscripts.fingerprints import Body, remember
 
 Status = Literal["applied", "waiting", "skipped", "failed"]
@@ -26,11 +27,13 @@ Status = Literal["applied", "waiting", "skipped", "failed"]
 TRAINING_LOOP = "training_loop"
 """The engine's patch that calls the callbacks of all others. It is on when one of them is, and has no switch."""
 
+NOT_IN_RELEASE = "not in this release of sd-scripts"
+"""The reason for a target that a checkout does not have."""
+
 _START = "prepare_accelerator"
 
-#: The module that v0.11 split, and the layouts that have its parts.
+#: The module that v0.11 divided.
 _WHOLE = "library.train_util"
-_DIVIDED: frozenset[Layout] = frozenset({"v0.11"})
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,12 @@ class Target:
     """``"runs"`` if the replacement calls the original; else the fingerprints of the code that it replaces."""
     expect: Callable[[Any], str | None] = lambda original: None
     """original -> why the patch does not recognize it, or None. An unrecognized original is not replaced."""
-    layouts: frozenset[Layout] = KNOWN_LAYOUTS
-    """The layouts of sd-scripts that have it."""
+    moved_to: str = ""
+    """The module that has the attribute in newer releases. Where it exists, this target is not used."""
     wanted: Callable[[Settings], bool] = lambda settings: True
     """Whether the patch replaces it in a run with these settings."""
+    without_sd_scripts: bool = False
+    """Whether only a program without sd-scripts, the demo, uses it."""
     optional: bool = False
     """Whether sd-scripts works without its package (LyCORIS, for example), or some versions lack the attribute."""
     needed: Callable[[], bool] | None = None
@@ -76,8 +81,8 @@ def moved(
 ) -> tuple[Target, Target]:
     """Return the targets for an attribute of ``library.train_util`` that is in the module ``to`` since v0.11."""
     return (
-        Target(to, attribute, replace, expect, _DIVIDED, body=body),
-        Target(_WHOLE, attribute, replace, expect, KNOWN_LAYOUTS - _DIVIDED, body=body),
+        Target(to, attribute, replace, expect, body=body),
+        Target(_WHOLE, attribute, replace, expect, to, body=body),
     )
 
 
@@ -202,12 +207,12 @@ class Patcher:
             _armed.append(self)
         patches = self.all_patches()
         for patch in patches:
-            places = [(target.label, target.layouts, target.wanted(self.settings)) for target in patch.targets]
+            off = self._reason_to_skip(patch, disabled)
+            places = [(target.label, off or self._reason_to_leave(target)) for target in patch.targets]
             if patch.callback_label is not None:
-                places.append((patch.callback_label, KNOWN_LAYOUTS, True))
-            for label, layouts, wanted in places:
+                places.append((patch.callback_label, off))
+            for label, reason in places:
                 if (patch.name, label) not in self._applied:
-                    reason = self._reason_to_skip(patch, layouts, disabled) or (None if wanted else "not enabled")
                     status: Status = "waiting" if reason is None else "skipped"
                     self.outcomes[patch.name, label] = Outcome(patch.name, label, status, reason or "")
         for patch in sorted(patches, key=_stage):
@@ -293,7 +298,8 @@ class Patcher:
                 )
         return frozenset(self.patches if "*" in wanted else wanted)
 
-    def _reason_to_skip(self, patch: Patch, layouts: frozenset[Layout], disabled: frozenset[str]) -> str | None:
+    def _reason_to_skip(self, patch: Patch, disabled: frozenset[str]) -> str | None:
+        """Return why the whole patch is off, or None."""
         if patch.name in disabled:
             return "disabled by the user"
         if not patch.wanted(self.settings):
@@ -302,12 +308,29 @@ class Patcher:
             return None
         from packaging.version import Version
 
-        version, layout = self.checkout.version, self.checkout.layout
+        version = self.checkout.version
         if patch.until is not None and version is not None and Version(version) >= Version(patch.until):
             return f"included in sd-scripts since v{patch.until}"
         if patch not in self.engine and not self.checkout.can_be_patched(self.settings.allow_unknown_version):
             return f"{self.checkout.label} has an unknown layout"
-        return None if layout == "unknown" or layout in layouts else f"not needed in layout {layout}"
+        return None
+
+    def _reason_to_leave(self, target: Target) -> str | None:
+        """Return why a target of an enabled patch is not replaced, known before its module is imported; or None."""
+        if not target.wanted(self.settings):
+            return "not enabled"
+        if self.checkout is None:
+            return None
+        if target.without_sd_scripts and self.checkout.has("train_network"):
+            return "sd-scripts does not use it"
+        if target.moved_to and not self.checkout.lacks(target.moved_to):
+            return f"moved to {target.moved_to}"
+        return NOT_IN_RELEASE if self.checkout.lacks(target.module) else None
+
+    def _may_lack_targets(self) -> bool:
+        """Return whether the checkout is older than the tested ones, or a fork of an unknown layout."""
+        checkout = self.checkout
+        return checkout is not None and not checkout.is_newer_than_tested and not releases.BY_NAME[checkout.layout].tested
 
     def _taking_part(self) -> list[Patch]:
         """Return the enabled patches that have a callback, in the order of their stages."""
@@ -315,7 +338,7 @@ class Patcher:
         return [
             patch
             for patch in sorted(self.patches.values(), key=_stage)
-            if patch.on_start is not None and self._reason_to_skip(patch, KNOWN_LAYOUTS, disabled) is None
+            if patch.on_start is not None and self._reason_to_skip(patch, disabled) is None
         ]
 
     def _update_callback_outcomes(self) -> None:
@@ -346,19 +369,17 @@ class Patcher:
         if outcome.status != "waiting":
             return
         try:
-            owner, name = _owner(module, target.attribute)
+            owner, name = owner_of(module, target.attribute)
             original, as_it_was = function_of(owner, name)
-            # A fork may have it in the module of any release.
-            elsewhere = target.layouts != KNOWN_LAYOUTS and self.checkout is not None and self.checkout.layout == "unknown"
-            if original is ABSENT and (target.optional or elsewhere):
-                outcome.status, outcome.reason = "skipped", f"this version of {target.module} does not have it"
+            if original is ABSENT and (target.optional or self._may_lack_targets()):
+                is_theirs = target.module.partition(".")[0] in PACKAGES
+                missing = NOT_IN_RELEASE if is_theirs else f"this version of {target.module} does not have it"
+                outcome.status, outcome.reason = "skipped", missing
                 return
             if any(original is own for name, own in self._own if name == patch.name):
                 outcome.status, outcome.reason = "skipped", "it is the function that the patch has replaced elsewhere"
                 return
-            surprise = "it does not exist" if original is ABSENT else target.expect(original)
-            if surprise is None and target.body != "runs":
-                surprise = target.body.surprise(module, target.attribute)
+            surprise = unrecognized(target, module, original)
             if surprise is None:
                 replacement = target.replace(original, self.settings)
                 self._applied[key] = replace_attribute(owner, name, as_it_was(replacement))
@@ -406,11 +427,18 @@ def _training_loop(loop: TrainingLoop, wanted: Callable[[Settings], bool]) -> Pa
     )
 
 
-def _owner(module: ModuleType, attribute: str) -> tuple[Any, str]:
+def unrecognized(target: Target, module: ModuleType, original: Any) -> str | None:
+    """Return why the target in a module is not what its patch knows; None if it is."""
+    reason = "it does not exist" if original is ABSENT else target.expect(original)
+    return target.body.surprise(module, target.attribute) if reason is None and target.body != "runs" else reason
+
+
+def owner_of(module: ModuleType, attribute: str) -> tuple[Any, str]:
+    """Return the object that has an attribute with a dotted name, ABSENT if there is none, and the attribute's last name."""
     *path, name = attribute.split(".")
     owner: Any = module
     for part in path:
-        owner = getattr(owner, part)
+        owner = getattr(owner, part, ABSENT)
     return owner, name
 
 

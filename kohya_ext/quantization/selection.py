@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from kohya_ext.sdscripts.checkouts import KNOWN_LAYOUTS, Layout
 from kohya_ext.sdscripts.families import FAMILIES, of
 
-#: Networks that call their layers' forward methods and do not read their weights, with the layouts that have them.
-NETWORKS: Mapping[str, frozenset[Layout]] = {
-    "networks.lora": KNOWN_LAYOUTS,
-    "networks.lora_fa": KNOWN_LAYOUTS,
-    "networks.lora_flux": KNOWN_LAYOUTS,
-    "networks.lora_sd3": KNOWN_LAYOUTS,
-    "networks.lora_lumina": KNOWN_LAYOUTS,
-    "networks.lora_anima": KNOWN_LAYOUTS,
-    "networks.lora_hunyuan_image": KNOWN_LAYOUTS,
-    "networks.loha": frozenset({"v0.11"}),
-    "networks.lokr": frozenset({"v0.11"}),
-}
+#: Networks that call their layers' forward methods and do not read their weights.
+NETWORKS = (
+    *("networks.lora", "networks.lora_fa", "networks.lora_flux", "networks.lora_sd3", "networks.lora_lumina"),
+    *("networks.lora_anima", "networks.lora_hunyuan_image", "networks.loha", "networks.lokr"),
+)
 
 #: Classes of modules whose linear layers are converted, where these are not the family's blocks. A U-Net's transformer
 #: includes its projections; its ResNet blocks have linear layers for time embeddings only, with one row per image.

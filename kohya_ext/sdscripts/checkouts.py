@@ -11,31 +11,29 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from kohya_ext import cache
 from kohya_ext.console import note, progress
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.renames import rename, replace_text
+from kohya_ext.sdscripts import releases
 
 UPSTREAM = "https://github.com/kohya-ss/sd-scripts.git"
 
 #: The release that ``setup`` fetches by default, and the newest one whose training scripts are tested.
-PINNED_REF = "6721028c79ee85a78b3a06dfd8954dae310a1cce"
 PINNED_VERSION = "0.11.1"
-
-#: Tags of the tested commits, because some mirrors lack upstream's tags.
-KNOWN_REFS = {"v0.11.1": PINNED_REF, "v0.10.1": "48d368fa557731ad0488c07304dfeba8c07910eb"}
+PINNED_REF = releases.TAGS[f"v{PINNED_VERSION}"]
 
 #: Environment variable for the checkout to use, like ``--sd-scripts``.
 VARIABLE = "KOHYA_SD_SCRIPTS"
 
-Layout = Literal["v0.10", "v0.11", "unknown"]
-KNOWN_LAYOUTS: frozenset[Layout] = frozenset({"v0.10", "v0.11"})
+#: The packages of sd-scripts that patches know.
+PACKAGES = ("library", "networks")
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ class Checkout:
     path: Path
     version: str | None
     """Version in the README's change history; None if it has none."""
-    layout: Layout
-    """``v0.10``: everything in library/train_util.py. ``v0.11``: split modules. Read from the files, not the version."""
+    layout: str
+    """The name of its generation in :data:`releases.LAYOUTS`. Read from the files, not from the version."""
     source: str
     """Where the checkout comes from, for messages: ``--sd-scripts``, ``the user cache``."""
 
@@ -63,7 +61,7 @@ class Checkout:
     @property
     def label(self) -> str:
         """Name and version, for messages: ``sd-scripts v0.11.1``."""
-        return f"sd-scripts {'v' + self.version if self.version else 'of unknown version'}"
+        return f"sd-scripts {'v' + self.version if self.version else releases.BY_NAME[self.layout].title}"
 
     @property
     def is_newer_than_tested(self) -> bool:
@@ -72,13 +70,30 @@ class Checkout:
 
         return self.version is not None and Version(self.version) > Version(PINNED_VERSION)
 
+    @property
+    def is_older_than_tested(self) -> bool:
+        """Whether its generation is older than the oldest tested one."""
+        return self.layout != releases.UNKNOWN.name and not releases.BY_NAME[self.layout].tested
+
+    @property
+    def age(self) -> str:
+        """``newer than the tested v0.11.1``, ``older than the tested v0.10.1``, or empty."""
+        if self.is_newer_than_tested:
+            return f"newer than the tested v{PINNED_VERSION}"
+        return f"older than the tested {releases.BY_NAME[releases.TESTED[0]].tested}" if self.is_older_than_tested else ""
+
     def can_be_patched(self, allow_unknown_version: bool) -> bool:
         """Return whether patches are tried. Each patch checks its own targets.
 
-        An unknown layout of a newer release has most of the code that patches know. That of an older release or of a fork
-        may not, so the user must allow it.
+        An unknown layout of a newer release has most of the code that patches know. That of a fork may not, so the user must
+        allow it.
         """
-        return self.layout in KNOWN_LAYOUTS or self.is_newer_than_tested or allow_unknown_version
+        return self.layout != releases.UNKNOWN.name or self.is_newer_than_tested or allow_unknown_version
+
+    def lacks(self, module: str) -> bool:
+        """Return whether a module of sd-scripts, by its dotted name, does not exist here."""
+        is_theirs = module.partition(".")[0] in PACKAGES and module not in sys.modules
+        return is_theirs and not (self.path / f"{module.replace('.', '/')}.py").is_file()
 
     def scripts(self) -> list[str]:
         """Return all runnable Python files, relative to the checkout, with forward slashes."""
@@ -129,23 +144,14 @@ def is_training_script(script: Path) -> bool:
 
 def describe(folder: Path, source: str) -> Checkout | None:
     """Return the checkout in ``folder``; None if it does not contain sd-scripts."""
-    library = folder / "library"
-    if not (library / "train_util.py").is_file() or not (folder / "train_network.py").is_file():
+    if not (folder / "library" / "train_util.py").is_file() or not (folder / "train_network.py").is_file():
         return None
-    return Checkout(folder.resolve(), _version(folder), _layout(library), source)
+    return Checkout(folder.resolve(), _version(folder), releases.layout_of(folder).name, source)
 
 
 def _version(folder: Path) -> str | None:
     match = re.search(r"\*\*Version (\d+\.\d+\.\d+)", _text(folder / "README.md"))
     return match.group(1) if match else None
-
-
-def _layout(library: Path) -> Layout:
-    if (library / "args.py").is_file() and (library / "accelerator_setup.py").is_file():
-        return "v0.11"
-    if (library / "anima_models.py").is_file() and "def prepare_accelerator" in _text(library / "train_util.py"):
-        return "v0.10"
-    return "unknown"
 
 
 def _text(file: Path) -> str:
@@ -335,7 +341,7 @@ def fetch_report(repo: str, ref: str) -> Fetched:
     Replaces an earlier clone of the same commit. Raises UserError if git is missing, the source cannot be reached, it has no
     such ref, or the commit is not sd-scripts.
     """
-    name = next((tag for tag, commit in KNOWN_REFS.items() if commit == ref), ref)
+    name = next((tag for tag, commit in releases.TAGS.items() if commit == ref), ref)
     if (problem := _source_problem(repo)) is not None:
         raise UserError(f"could not fetch {name} of {repo}: {problem}")
     cache_folder().mkdir(parents=True, exist_ok=True)
@@ -376,7 +382,7 @@ def _source_problem(repo: str) -> str | None:
 
 def _clone(repo: str, ref: str, folder: Path) -> str:
     """Clone the repository to ``folder`` without a work tree; return the commit's full hash."""
-    commit = KNOWN_REFS.get(ref, ref)
+    commit = releases.TAGS.get(ref, ref)
     if Path(repo).expanduser().is_dir():
         # A local clone links the object files, so it also works for a partial repository, which cannot be fetched from.
         _git("clone", "--quiet", "--no-checkout", "--local", str(Path(repo).expanduser()), str(folder))

@@ -368,6 +368,9 @@ FAMILIES: tuple[Family, ...] = (
 
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 
+#: The options that make a script load another kind of checkpoint than its default one.
+SELECTORS = frozenset(kind.option[0] for family in FAMILIES for kind in family.checkpoints if kind.option is not None)
+
 #: Substrings of tensor names that identify a LoRA file, to reject it as a model.
 LORA_TENSORS = ("lora_down.", "lora_A.", "lora_unet_", "lora_te")
 

@@ -22,11 +22,6 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
-from kohya_ext.sdscripts.checkouts import KNOWN_REFS
-
-#: The releases of the fingerprints, unless a patch names others.
-SD_SCRIPTS = f"sd-scripts {' and '.join(sorted(KNOWN_REFS))}"
-
 #: Fields of a syntax tree that do not affect behaviour, or that differ between versions of Python.
 _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx", "simple"})
 _WITH_DOCSTRING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -40,12 +35,12 @@ _originals: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 class KnownBodies:
     """The bodies that a replacement was written for, as fingerprints."""
 
-    fingerprints: frozenset[str]
-    """Fingerprints of the replaced function or class, one for each body among the releases."""
-    helpers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Fingerprints of other functions in the module that the replacement reimplements or relies on, by dotted name."""
-    releases: str = SD_SCRIPTS
-    """The releases with these bodies, for messages."""
+    fingerprints: Mapping[str, str]
+    """Fingerprint of the replaced function or class -> the releases with this body: ``since v0.10.1``."""
+    helpers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The same of other functions in the module that the replacement reimplements or relies on, by dotted name."""
+    package: str = "sd-scripts"
+    """The package of the releases, for messages."""
 
     def surprise(self, module: ModuleType, attribute: str) -> str | None:
         """Return why the body of ``attribute`` or of a helper is unknown; None if all bodies are known."""
@@ -56,7 +51,8 @@ class KnownBodies:
             if actual is None:
                 return f"the source code of {name} in {file} cannot be read"
             if actual not in fingerprints:
-                return f"{name} in {file} differs from {self.releases} (edited, a fork or another release)"
+                known = f"{self.package} {', '.join(dict.fromkeys(fingerprints.values()))}"
+                return f"{name} in {file} differs from the code of {known} (edited, a fork or another release)"
         return None
 
 
@@ -66,10 +62,10 @@ may omit the call, for example to skip a step. Also for a constant, whose value 
 
 
 def known_bodies(
-    *fingerprints: str, helpers: Mapping[str, tuple[str, ...]] | None = None, releases: str = SD_SCRIPTS
+    fingerprints: Mapping[str, str], *, helpers: Mapping[str, Mapping[str, str]] | None = None, package: str = "sd-scripts"
 ) -> KnownBodies:
-    """Return the bodies with these fingerprints."""
-    return KnownBodies(frozenset(fingerprints), {name: frozenset(values) for name, values in (helpers or {}).items()}, releases)
+    """Return the bodies with these fingerprints, each with the releases that have it."""
+    return KnownBodies(fingerprints, helpers or {}, package)
 
 
 def remember(replacement: Any, original: Any) -> None:

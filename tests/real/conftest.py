@@ -19,7 +19,7 @@ import pytest
 
 from kohya_ext.config.settings import Settings
 from kohya_ext.patching.patch import Patch, Patcher, Target, apply_needed, registry
-from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts import checkouts, releases
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import arguments, checkpoints, dataset, environment
 from kohya_ext.tiny.checkpoints import Models
@@ -59,7 +59,7 @@ def generations() -> dict[str, Checkout]:
     Called while tests are collected, because a test may unset the variable that names a checkout.
     """
     available = [checkout for checkout in (checkouts.find(), *checkouts.registered()) if checkout is not None]
-    return {checkout.layout: checkout for checkout in reversed(available) if checkout.layout in checkouts.KNOWN_LAYOUTS}
+    return {checkout.layout: checkout for checkout in reversed(available) if checkout.layout in releases.TESTED}
 
 
 def _skip_reason() -> str | None:

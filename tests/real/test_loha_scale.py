@@ -37,7 +37,7 @@ def results(layer):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_are_bit_identical_and_create_their_scale_once(checkout, checkout_module, kind, monkeypatch):
     if not (checkout.path / "networks" / "loha.py").exists():
-        assert all(checkout.layout not in target.layouts for target in PATCH.targets)
+        assert all(checkout.lacks(target.module) for target in PATCH.targets)
         return
     module, patcher = checkout_module("networks.loha"), Patcher({PATCH.name: PATCH}, Settings(), checkout)
     dtypes = (torch.float32, torch.bfloat16)

@@ -9,7 +9,7 @@ import pytest
 from kohya_ext.__main__ import main
 from kohya_ext.cache import PARTS
 from kohya_ext.errors import UserError
-from kohya_ext.sdscripts import checkouts
+from kohya_ext.sdscripts import checkouts, releases
 
 ROOT = Path(__file__).parents[2]
 GIT = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=main")
@@ -25,9 +25,8 @@ def make_tree(folder: Path, layout: str = "v0.11", version: str = "0.11.1") -> P
     """Write the files that identify a checkout, without any code of sd-scripts."""
     (folder / "library").mkdir(parents=True)
     (folder / "networks").mkdir()
-    (folder / "library" / "train_util.py").write_text("def prepare_accelerator(): ...\n" if layout == "v0.10" else "")
-    for name in {"v0.11": ("args", "accelerator_setup"), "v0.10": ("anima_models",), "unknown": ()}[layout]:
-        (folder / "library" / f"{name}.py").write_text("")
+    for file, text in (("library/train_util.py", ""), *releases.BY_NAME[layout].markers):
+        (folder / file).write_text(f"{text}(): ...\n" if text else "")
     (folder / "train_network.py").write_text("if __name__ == '__main__': read_config_from_file(1)\n")
     (folder / "networks" / "merge_lora.py").write_text("if __name__ == '__main__': ...\n")
     (folder / "README.md").write_text(f"- **Version {version} (2026-01-01):**\n- **Version 0.1.0:**\n")
@@ -51,7 +50,7 @@ def repository(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["v0.10", "v0.11", "unknown"])
+@pytest.mark.parametrize("layout", releases.BY_NAME)
 def test_a_checkout_is_described_from_its_files(tmp_path, layout):
     checkout = checkouts.describe(make_tree(tmp_path / "tree", layout, "0.9.9"), "here")
     assert checkout is not None
@@ -61,17 +60,20 @@ def test_a_checkout_is_described_from_its_files(tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "version", "newer", "patched"),
+    ("layout", "version", "age", "patched"),
     [
-        ("v0.11", "0.11.1", False, True),
-        ("v0.11", "0.12.0", True, True),
-        ("unknown", "0.13.0", True, True),
-        ("unknown", "0.9.1", False, False),
+        ("v0.11", "0.11.1", "", True),
+        ("v0.10", "0.10.4", "", True),
+        ("v0.11", "0.12.0", "newer than the tested v0.11.1", True),
+        ("unknown", "0.13.0", "newer than the tested v0.11.1", True),
+        ("sd3", "0.10.0", "older than the tested v0.10.1", True),
+        ("v0.9", "0.9.1", "older than the tested v0.10.1", True),
+        ("unknown", "0.8.7", "", False),
     ],
 )
-def test_a_newer_release_is_patched_whatever_its_layout(tmp_path, layout, version, newer, patched):
+def test_a_release_of_a_known_layout_or_a_newer_one_is_patched(tmp_path, layout, version, age, patched):
     checkout = checkouts.describe(make_tree(tmp_path / "tree", layout, version), "here")
-    assert (checkout.layout, checkout.is_newer_than_tested) == (layout, newer)
+    assert (checkout.layout, checkout.age) == (layout, age)
     assert checkout.can_be_patched(allow_unknown_version=False) == patched
     assert checkout.can_be_patched(allow_unknown_version=True)
 

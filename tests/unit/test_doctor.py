@@ -95,10 +95,15 @@ def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(render
 
 
 @pytest.mark.parametrize(
-    ("version", "words"), [("0.11.1", "v0.11.1, layout"), ("99.0.0", "v99.0.0 (newer than the tested v0.11.1), layout")]
+    ("layout", "version", "words"),
+    [
+        ("v0.11", "0.11.1", "v0.11.1, layout"),
+        ("v0.11", "99.0.0", "v99.0.0 (newer than the tested v0.11.1), layout"),
+        ("sd3", "0.10.0", "v0.10.0 (older than the tested v0.10.1), layout"),
+    ],
 )
-def test_a_release_that_is_newer_than_tested_is_named(tmp_path, version, words):
-    checkout = checkouts.describe(make_tree(tmp_path / "tree", version=version), "here")
+def test_a_release_that_is_newer_or_older_than_tested_is_named(tmp_path, layout, version, words):
+    checkout = checkouts.describe(make_tree(tmp_path / "tree", layout, version), "here")
     assert doctor._checkout_words(doctor._checkout(checkout)).startswith(words)
 
 

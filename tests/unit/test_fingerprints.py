@@ -92,7 +92,9 @@ def test_code_without_source_has_no_fingerprint(module):
     exec("def function(x):\n    return x\n", compiled)
     for original in (compiled["function"], len, 3, None):
         assert fingerprint(original) is None
-    assert known_bodies("a").surprise(sys.modules["math"], "sqrt") == "the source code of sqrt in math.py cannot be read"
+    assert (
+        known_bodies({"a": "v1"}).surprise(sys.modules["math"], "sqrt") == "the source code of sqrt in math.py cannot be read"
+    )
 
 
 def triple(original, settings):
@@ -113,7 +115,7 @@ def apply_patches(*names: str, body, strict: bool = False) -> Patcher:
 
 def test_two_patches_of_one_target_both_check_the_original(module):
     loaded = module()
-    patcher = apply_patches("one", "two", body=known_bodies(fingerprint(loaded.Thing.plain)))
+    patcher = apply_patches("one", "two", body=known_bodies({fingerprint(loaded.Thing.plain): "v1"}))
     assert loaded.Thing().plain(1) == 3 * 3 * 4
     patcher.undo()
     assert loaded.Thing().plain(1) == 4
@@ -121,7 +123,7 @@ def test_two_patches_of_one_target_both_check_the_original(module):
 
 def test_another_authors_wrapper_is_not_replaced(module):
     loaded = module()
-    body = known_bodies(fingerprint(loaded.Thing.plain))
+    body = known_bodies({fingerprint(loaded.Thing.plain): "v1"})
     loaded.Thing.plain = triple(loaded.Thing.plain, None)
     apply_patches("one", body=body)
     assert loaded.Thing().plain(1) == 3 * 4
@@ -131,14 +133,19 @@ def test_another_authors_wrapper_is_not_replaced(module):
 def test_an_edited_body_is_not_replaced_and_the_reason_is_given(module, capsys, edit, named):
     loaded = module()
     body = known_bodies(
-        fingerprint(loaded.Thing.plain), helpers={"helper": (fingerprint(loaded.helper),)}, releases="theirs v1"
+        {"0123456789ab": "v1", fingerprint(loaded.Thing.plain): "since v2"},
+        helpers={"helper": {fingerprint(loaded.helper): "v1", "0123456789ab": "since v2"}},
+        package="theirs",
     )
     edited = module(CODE.replace(*edit))
     own = edited.Thing.plain
     outcome = apply_patches("one", body=body).outcomes["one", "some_code:Thing.plain"]
     assert edited.Thing.plain is own
     assert (outcome.status, outcome.surprise) == ("skipped", True)
-    assert outcome.reason == f"{named} in some_code.py differs from theirs v1 (edited, a fork or another release)"
+    assert (
+        outcome.reason
+        == f"{named} in some_code.py differs from the code of theirs v1, since v2 (edited, a fork or another release)"
+    )
     assert outcome.reason in capsys.readouterr().err
     with pytest.raises(SystemExit) as leaving:
         apply_patches("one", body=body, strict=True)

@@ -146,11 +146,8 @@ def test_a_disabled_patch_has_a_reason(library, settings, reason):
     assert only(patcher).reason == reason
 
 
-def test_a_patch_applies_to_its_layout_and_not_to_an_unknown_one(library):
-    target = Target("a_library", "FLAG", lambda original, settings: False, layouts=frozenset({"v0.10"}), body="runs")
-    patcher = Patcher(make(target), Settings(), CHECKOUT)
-    patcher.arm()
-    assert only(patcher).reason == "not needed in layout v0.11"
+def test_a_patch_applies_to_an_unknown_layout_only_if_the_user_allows_it(library):
+    target = Target("a_library", "FLAG", lambda original, settings: False, body="runs")
     old = Checkout(Path("old"), None, "unknown", "for the test")
     patcher = Patcher(make(target), Settings(), old)
     patcher.arm()
@@ -233,30 +230,46 @@ def test_a_patch_is_skipped_from_the_release_that_fixes_upstream(library, until,
     assert (outcome.reason == "undone") == (status == "applied")
 
 
-@pytest.mark.parametrize(("layout", "module"), [("v0.11", "a_library"), ("v0.10", "library.train_util")])
-def test_an_attribute_that_moved_between_layouts_is_replaced(layout, module):
-    patcher = Patcher(make(*moved("FLAG", "a_library", double, body="runs")), Settings(), CHECKOUT)
-    patcher.checkout = Checkout(Path("sd-scripts"), None, layout, "for the test")
+@pytest.mark.parametrize(
+    ("modules", "module"), [(("train_util", "new"), "library.new"), (("train_util",), "library.train_util")]
+)
+def test_an_attribute_that_moved_is_replaced_where_the_checkout_has_it(tmp_path, capsys, modules, module):
+    (tmp_path / "library").mkdir()
+    for name in modules:
+        (tmp_path / "library" / f"{name}.py").write_text("")
+    checkout = Checkout(tmp_path, "0.11.1", "v0.11", "for the test")
+    patcher = Patcher(make(*moved("FLAG", "library.new", double, body="runs")), Settings(), checkout)
     patcher.arm()
     assert [outcome.target for outcome in patcher.outcomes.values() if outcome.status == "waiting"] == [f"{module}:FLAG"]
+    (reason,) = [outcome.reason for outcome in patcher.outcomes.values() if outcome.status == "skipped"]
+    assert reason == ("moved to library.new" if "new" in modules else "not in this release of sd-scripts")
+    assert not any(outcome.surprise for outcome in patcher.outcomes.values())
+    assert capsys.readouterr().err == ""
     patcher.undo()
 
 
-def test_a_newer_release_with_an_unknown_layout_is_patched_by_target(library):
-    newer = Checkout(Path("sd-scripts"), "99.0.0", "unknown", "for the test")
+@pytest.mark.parametrize(
+    ("version", "layout", "silent"),
+    [("99.0.0", "unknown", False), ("99.0.0", "v0.11", False), ("0.10.0", "sd3", True), (None, "v0.9", True)],
+)
+def test_each_target_of_a_release_that_is_not_tested_is_checked(library, capsys, version, layout, silent):
+    """An older release lacks some targets without a warning; one that a newer release lacks is reported."""
     targets = (
-        Target("a_library", "Base.value", double, layouts=frozenset({"v0.10"}), body="runs"),
-        Target("a_library", "Base.gone", double, layouts=frozenset({"v0.11"}), body="runs"),
+        Target("a_library", "Base.value", double, body="runs"),
+        Target("a_library", "Base.gone", double, body="runs"),
+        Target("a_library", "Gone.value", double, body="runs"),
         Target("a_library", "FLAG", double, reject, body="runs"),
     )
-    patcher = Patcher(make(*targets), Settings(), newer)
+    patcher = Patcher(make(*targets), Settings(), Checkout(Path("sd-scripts"), version, layout, "for the test"))
     patcher.arm()
     assert library().Base().value() == 6
     assert [(outcome.status, outcome.surprise) for outcome in patcher.outcomes.values()] == [
         ("applied", False),
-        ("skipped", False),
+        ("skipped", not silent),
+        ("skipped", not silent),
         ("skipped", True),
     ]
+    assert capsys.readouterr().err.count("does not recognize") == (1 if silent else 3)
     patcher.undo()
 
 
@@ -284,6 +297,14 @@ def test_an_optional_attribute_may_be_missing(library):
     outcome = only(patcher)
     assert (outcome.status, outcome.surprise) == ("skipped", False)
     assert outcome.reason == "this version of a_library does not have it"
+
+
+def test_targets_in_packages_that_sd_scripts_does_not_require_are_optional():
+    """Otherwise `doctor` reports an environment without them as broken."""
+    required = {"library", "networks", "torch", "accelerate", "transformers", "diffusers", "safetensors", "tqdm", "toml"}
+    required |= {"os", "numpy", "PIL"}
+    targets = [target for patch in registry().values() for target in patch.targets if not target.optional]
+    assert {target.module.partition(".")[0] for target in targets} <= required
 
 
 @pytest.mark.parametrize(
@@ -361,14 +382,17 @@ def test_every_patch_is_described_without_importing_torch():
         ("0.11.1", "v0.11", "sd-scripts v0.11.1, no preset"),
         ("99.0.0", "v0.11", "sd-scripts v99.0.0 (newer than the tested v0.11.1), no preset"),
         ("99.0.0", "unknown", "sd-scripts v99.0.0 (newer than the tested v0.11.1), no preset"),
+        ("0.10.0", "sd3", "sd-scripts v0.10.0 (older than the tested v0.10.1), no preset"),
+        (None, "sd3", "sd-scripts of the sd3 branch, 2024-12 to 2026-01 (older than the tested v0.10.1), no preset"),
+        (None, "v0.9", "sd-scripts v0.9 (older than the tested v0.10.1), no preset"),
     ],
 )
-def test_the_start_line_names_a_release_that_is_newer_than_tested(capsys, version, layout, words):
+def test_the_start_line_names_a_release_that_is_newer_or_older_than_tested(capsys, version, layout, words):
     checkout = Checkout(Path("sd-scripts"), version, layout, "for the test")
     Session.start(checkout, CommandLine(Path("sdxl_train.py"), [], {})).patcher.undo()
     printed = capsys.readouterr().err
     assert words in printed
-    assert "patches on" in printed
+    assert re.search(r"\d+ patches on, \d+ not in this release", printed)  # the folder has no files
 
 
 def test_an_option_of_a_disabled_patch_is_a_warning(tmp_path, capsys):

@@ -175,6 +175,42 @@ def test_a_preset_for_every_script_leaves_out_options_that_a_script_lacks(tmp_pa
     assert presets.held_back["lr_warmup_steps"].text == "not an option of train_leco.py"
 
 
+def _flux_script_before(release, folder):
+    """Write a script with the options of a preset, except those of newer releases."""
+    options = {"v0.10": ("fp8_base", "model_type"), "2025-07": ("fp8_base",), "2024-08": ("seed",)}[release]
+    file = folder / release / "flux_train_network.py"
+    file.parent.mkdir()
+    file.write_text("def setup_parser():\n" + "".join(f'    parser.add_argument("--{name}")\n' for name in options))
+    return file
+
+
+def test_a_preset_leaves_out_options_that_an_older_release_lacks(tmp_path):
+    newer, older = (
+        CommandLine(_flux_script_before(release, tmp_path), ["--preset", "24gb"], {}).presets
+        for release in ("v0.10", "2024-08")
+    )
+    assert "fp8_base" in newer.values
+    assert "fp8_base" not in older.values
+    assert older.held_back["fp8_base"].text == "not an option of flux_train_network.py"
+    assert older.held_back["fp8_base"].costs_memory
+
+
+def test_a_users_own_preset_with_an_unknown_option_keeps_it_for_the_error(tmp_path):
+    (tmp_path / "mine.toml").write_text("[a]\nfp8_bsae = true\n")
+    presets = CommandLine(_flux_script_before("v0.10", tmp_path), ["--preset", str(tmp_path / "mine.toml")], {}).presets
+    assert "fp8_bsae" in presets.values
+
+
+def test_a_preset_for_a_model_that_a_release_cannot_train_is_an_error(tmp_path):
+    for release in ("v0.10", "2025-07"):
+        command = CommandLine(_flux_script_before(release, tmp_path), ["--preset", "chroma-lora/16gb"], {})
+        if release == "v0.10":
+            assert command.presets.values["model_type"].value == "chroma"
+        else:
+            with pytest.raises(UserError, match="has no --model_type; use a newer release of sd-scripts"):
+                _ = command.presets
+
+
 @pytest.mark.parametrize("name", ["12gb", "auto", "sdxl-lora/16gb", "99gb"])
 def test_a_preset_of_the_environment_that_does_not_apply_is_a_remark(name):
     script = Path("train_textual_inversion.py")
