@@ -1,0 +1,72 @@
+"""Run tests with a Windows Python: on Windows with this one, elsewhere with one that Wine runs, built at its first use.
+
+::
+
+    python -m tests.windows                   # the tests of GROUP, as in CI
+    python -m tests.windows --all             # every unit test, and every test with the real scripts on Windows
+    python -m tests.windows tests/unit/test_plan.py -k vram        # other arguments are pytest's
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+
+#: Tests of files, processes, signals, streams and quoting, which CI runs in four minutes.
+GROUP = ("tests/windows",)
+
+ALL = ("tests/unit", "tests/windows")
+
+_OPTIONS = ("-o", "addopts=", "-p", "no:cacheprovider", "-ra", "--strict-markers", "-n", "2", "--dist", "loadscope")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tests; return pytest's exit code, or 0 with a message where no Windows Python can run."""
+    if arguments[:1] == ["--all"]:
+        words = [*ALL, "-m", "not slow", *arguments[1:]]
+    else:
+        words = [*(arguments or (*GROUP, "-m", "not slow and not thorough"))]
+    command = ["-m", "pytest", *_OPTIONS, *words]
+    if sys.platform == "win32":
+        return subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+    return _in_wine(command)
+
+
+def _in_wine(command: Sequence[str]) -> int:
+    from tests.windows import environment
+
+    if reason := environment.missing():
+        print(f"tests.windows: skipped: {reason}", file=sys.stderr)
+        return int(os.environ.get("SKIPS_FAIL") == "1")
+    folder = environment.ready()
+    _register_checkouts(environment.user_cache(folder))
+    variables = environment.variables(folder)
+    # Through a pipe: in Wine 8, Python cannot write to a file that a program of Linux has opened.
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(environment.python(*command), cwd=ROOT, env=variables, **streams) as process:
+        assert process.stdout is not None
+        while output := os.read(process.stdout.fileno(), 65536):
+            sys.stdout.buffer.write(output)
+            sys.stdout.buffer.flush()
+    return process.returncode
+
+
+def _register_checkouts(folder: Path) -> None:
+    """Register the checkouts of sd-scripts in this machine's cache in the cache of the Windows Python, too."""
+    from kohya_ext.sdscripts import checkouts
+    from kohya_ext.sdscripts.checkouts import Entry, Registry
+    from tests.windows.environment import windows_path
+
+    entries = tuple(Entry(windows_path(checkout.path), cloned=False) for checkout in checkouts.registered())
+    with mock.patch.dict(os.environ, {"KOHYA_EXT_CACHE": str(folder)}):
+        Registry(entries).write()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
