@@ -144,6 +144,9 @@ def _build(folder: Path) -> None:
     print(f"building a Windows Python in {folder}: some minutes and 2 GB", file=sys.stderr)
     folder.mkdir()
     _run(folder, "wineboot", "-i")
+    _run(
+        folder, "wine", "reg", "add", r"HKCU\Software\Wine\Drivers", "/v", "Graphics", "/d", "null"
+    )  # windows without a display
     home, packages = folder / _PYTHON, folder / _PYTHON / "Lib" / "site-packages"
     library = _standard_library()
     assert library is not None

@@ -1,6 +1,10 @@
 """How runs end on Windows: by keys, a closed window, the end of the session, and a kill. Resumed, they lose nothing."""
 
 import functools
+import os
+import random
+import signal
+import time
 
 import pytest
 
@@ -34,17 +38,16 @@ STEPS = ("--max_train_steps", "12", "--shuffle_caption")
 
 
 @pytest.mark.parametrize(
-    ("event", "code"),
+    ("end", "code"),
     [
-        pytest.param(console_event.CLOSE, 143, id="close"),
-        pytest.param(console_event.CTRL_BREAK, 149, id="break"),
-        pytest.param(console_event.CTRL_C, 130, id="ctrl-c", marks=pytest.mark.slow),
-        pytest.param(console_event.LOGOFF, 143, id="logoff", marks=pytest.mark.slow),
-        pytest.param(console_event.SHUTDOWN, 143, id="shutdown", marks=pytest.mark.slow),
+        pytest.param(sends(console_event.CLOSE), 143, id="close"),
+        pytest.param(sends(console_event.CTRL_BREAK), 149, id="break", marks=pytest.mark.slow),
+        pytest.param(sends(console_event.CTRL_C), 130, id="ctrl-c", marks=pytest.mark.slow),
+        pytest.param(console_event.end_session, 143, id="session", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_ended_resumes_bit_identically(checkout, train, undisturbed, event, code):
-    ended = train(checkout, LORA, *STEPS, at_step=9, act=sends(event))
+def test_a_run_that_is_ended_resumes_bit_identically(checkout, train, undisturbed, end, code):
+    ended = train(checkout, LORA, *STEPS, at_step=9, act=end)
     assert ended.code == code, ended.output[-3000:]
     assert "to resume: " in ended.output
     assert not [line for line in ended.output.splitlines() if line.startswith("kohya_ext:") and "?" in line]
@@ -58,3 +61,33 @@ def test_a_run_that_is_ended_resumes_bit_identically(checkout, train, undisturbe
     assert resumed.code == 0, resumed.output[-3000:]
     assert state.name in resumed.output
     assert same(resumed.tensors, undisturbed(checkout, *STEPS).tensors)
+
+
+def terminate(process):
+    """Kill a process as the Task Manager, ``taskkill /F`` and the stop button of the kohya_ss GUI do."""
+    os.kill(process, signal.SIGTERM)
+
+
+KILLS = int(os.environ.get("KILLS", "20"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_kills_at_random_moments_lose_nothing(checkout, train, undisturbed, tmp_path):
+    """With a state after every step, each start trains for some steps until it is ended in the middle of one."""
+    steps = ("--max_train_steps", str(3 * KILLS + 4), "--shuffle_caption", "--save_state_every_n_minutes", "0")
+    numbers, step = random.Random(1), 0
+    ends = [sends(console_event.CLOSE), sends(console_event.CTRL_BREAK), sends(console_event.CTRL_C), terminate]
+    for number in range(KILLS):
+        step += numbers.randint(1, 3)
+
+        def end(process, wait=numbers.random(), end=ends[number % len(ends)]):
+            time.sleep(wait)
+            end(process)
+
+        run = train(checkout, LORA, *steps, "--resume", "auto", output=tmp_path, at_step=step, act=end)
+        assert run.code != 0, run.output[-3000:]
+        assert not run.file.exists()
+    finished = train(checkout, LORA, *steps, "--resume", "auto", output=tmp_path)
+    assert finished.code == 0, finished.output[-3000:]
+    assert same(finished.tensors, undisturbed(checkout, *steps).tensors)
