@@ -36,6 +36,7 @@ PARTIAL = ".partial"
 """The suffix of a file or folder during the write: ``NAME.HOST-PID-NUMBER.partial``."""
 
 _OLD = ".replaced"
+_INNER = "new"
 _POLL_SECONDS = 2.0
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
@@ -414,9 +415,9 @@ def in_temporary_folder(write: Callable[[Path], R]) -> Callable[[Path], R]:
 
     def write_in_folder(path: Path) -> R:
         path.mkdir()
-        result = write(path / path.name)
+        result = write(path / _INNER)  # a short name, because Windows limits the length of a path
         complete = path.with_name(path.name.removesuffix(PARTIAL) + f"-0{PARTIAL}")
-        rename(path / path.name, complete)
+        rename(path / _INNER, complete)
         path.rmdir()
         rename(complete, path)
         return result

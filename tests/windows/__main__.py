@@ -12,16 +12,39 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 
 #: Tests of files, processes, signals, streams and quoting, which CI runs in four minutes.
-GROUP = ("tests/windows",)
+GROUP = (
+    "tests/windows",
+    *(
+        f"tests/unit/test_{name}.py"
+        for name in (
+            "atomic_write",
+            "command_line_reading",
+            "console",
+            "output_files",
+            "output_lock",
+            "plain_files",
+            "processes",
+            "shared_files",
+            "startup_file",
+            "stop_request",
+            "streams",
+        )
+    ),
+)
 
 ALL = ("tests/unit", "tests/windows")
+
+#: Wait so long for the end of the output, because a process that a test has left may keep the pipe open.
+_LAST_OUTPUT_SECONDS = 5.0
 
 _OPTIONS = ("-o", "addopts=", "-p", "no:cacheprovider", "-ra", "--strict-markers", "-n", "2", "--dist", "loadscope")
 
@@ -49,12 +72,19 @@ def _in_wine(command: Sequence[str]) -> int:
     variables = environment.variables(folder)
     # Through a pipe: in Wine 8, Python cannot write to a file that a program of Linux has opened.
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(environment.python(*command), cwd=ROOT, env=variables, **streams) as process:
-        assert process.stdout is not None
-        while output := os.read(process.stdout.fileno(), 65536):
-            sys.stdout.buffer.write(output)
-            sys.stdout.buffer.flush()
+    process = subprocess.Popen(environment.python(*command), cwd=ROOT, env=variables, **streams)
+    assert process.stdout is not None
+    printing = threading.Thread(target=_print, args=(process.stdout,), daemon=True)
+    printing.start()
+    process.wait()
+    printing.join(_LAST_OUTPUT_SECONDS)
     return process.returncode
+
+
+def _print(output: IO[bytes]) -> None:
+    while printed := os.read(output.fileno(), 65536):
+        sys.stdout.buffer.write(printed)
+        sys.stdout.buffer.flush()
 
 
 def _register_checkouts(folder: Path) -> None:

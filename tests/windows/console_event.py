@@ -33,18 +33,18 @@ def end_session(process: int) -> None:
     """Send the messages to the windows of a process that they get when the user signs out or Windows shuts down."""
     user32 = ctypes.WinDLL("user32")
     user32.SendNotifyMessageW.argtypes = (wintypes.HWND, wintypes.UINT, wintypes.WPARAM, wintypes.LPARAM)
-    found = []
+    windows = []
 
     @ctypes.WINFUNCTYPE(wintypes.BOOL, wintypes.HWND, wintypes.LPARAM)
     def note(window: int, _: int) -> bool:
         owner = wintypes.DWORD()
         user32.GetWindowThreadProcessId(wintypes.HWND(window), ctypes.byref(owner))
         if owner.value == process:
-            found.append(window)
+            windows.append(window)
         return True
 
     user32.EnumWindows(note, 0)
-    assert found, "the process has no window"
-    for window in found:
+    assert windows, "the process has no window"
+    for window in windows:
         user32.SendNotifyMessageW(window, _QUERY_END, 0, 0)
         user32.SendNotifyMessageW(window, _END, 1, 0)

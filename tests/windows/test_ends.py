@@ -68,6 +68,11 @@ def terminate(process):
     os.kill(process, signal.SIGTERM)
 
 
+def later(seconds, end, process):
+    time.sleep(seconds)
+    end(process)
+
+
 KILLS = int(os.environ.get("KILLS", "20"))
 
 
@@ -81,10 +86,7 @@ def test_kills_at_random_moments_lose_nothing(checkout, train, undisturbed, tmp_
     for number in range(KILLS):
         step += numbers.randint(1, 3)
 
-        def end(process, wait=numbers.random(), end=ends[number % len(ends)]):
-            time.sleep(wait)
-            end(process)
-
+        end = functools.partial(later, numbers.random(), ends[number % len(ends)])
         run = train(checkout, LORA, *steps, "--resume", "auto", output=tmp_path, at_step=step, act=end)
         assert run.code != 0, run.output[-3000:]
         assert not run.file.exists()
