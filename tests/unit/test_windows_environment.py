@@ -1,4 +1,4 @@
-"""The Windows Python of tests/windows is complete or missing, also after a killed build and with two runs at once."""
+"""The Windows Python of tests/windows is complete or missing, also after a killed build and when two runs start together."""
 
 import threading
 
