@@ -148,9 +148,7 @@ def _build(folder: Path) -> None:
         folder, "wine", "reg", "add", r"HKCU\Software\Wine\Drivers", "/v", "Graphics", "/d", "null"
     )  # windows without a display
     home, packages = folder / _PYTHON, folder / _PYTHON / "Lib" / "site-packages"
-    library = _standard_library()
-    assert library is not None
-    shutil.copytree(library, home / "Lib", ignore=_NOT_COPIED)
+    _copy_library(home / "Lib")
     _copy_interpreter(folder / "wheels", home)
     _compile(folder, home)
     _install(HERE / "requirements.txt", packages)
@@ -161,6 +159,17 @@ def _build(folder: Path) -> None:
         psutil.write(_PROCESS_NAMES)
     _run(folder, *python("-c", "import torch, safetensors.torch, tokenizers, cv2, psutil"))
     _run(folder, "wineserver", "-w")  # it writes the registry when its last process ends
+
+
+def _copy_library(target: Path) -> None:
+    """Copy the standard library, which may be of an earlier release of Python 3.11 than ``python311.dll``."""
+    library = _standard_library()
+    assert library is not None
+    shutil.copytree(library, target, ignore=_NOT_COPIED)
+    metadata = target / "importlib" / "metadata" / "__init__.py"
+    text, method = metadata.read_text(), "    def invalidate_caches(cls):"
+    if f"@classmethod\n{method}" not in text:  # since 3.11.9, whose import system calls it so
+        metadata.write_text(text.replace(method, f"    @classmethod\n{method}"))
 
 
 def _copy_interpreter(wheels: Path, home: Path) -> None:
