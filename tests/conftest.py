@@ -58,7 +58,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(name in os.environ for name in variables())
 
 
-def _runs_in_wine() -> bool:
+def runs_in_wine() -> bool:
     """Return whether this is a Windows Python that Wine runs."""
     if sys.platform != "win32":
         return False
@@ -69,7 +69,7 @@ def _runs_in_wine() -> bool:
 
 def _leave_out_on_windows(items: list[pytest.Item]) -> None:
     """Skip the tests that cannot pass on Windows, or expect them to fail."""
-    marks = [name for name, applies in zip(_ELSEWHERE, (sys.platform == "win32", _runs_in_wine()), strict=True) if applies]
+    marks = [name for name, applies in zip(_ELSEWHERE, (sys.platform == "win32", runs_in_wine()), strict=True) if applies]
     for item in items:
         for mark in filter(None, map(item.get_closest_marker, marks)):
             (reason,), hangs = mark.args, mark.kwargs.get("hangs", False)

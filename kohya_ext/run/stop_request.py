@@ -231,6 +231,15 @@ def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent:
     return stopper
 
 
+def leave_to_parent() -> None:
+    """Ignore the keys of a terminal in a data-loader worker: its parent needs it for the step that it finishes, and ends it.
+
+    A forked worker has its parent's handlers, see :meth:`Stopper.on_signal`; on Windows each worker is a new process.
+    """
+    for number in _KEYS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _runs_below(parent: int) -> bool:
     """Return whether the process that started this one still runs."""
     if os.name == "posix":

@@ -117,6 +117,21 @@ def test_the_end_of_the_launcher_is_noticed():
     assert done.stdout.split() == [b"ended"], done.stderr
 
 
+KEYS = """
+import signal
+from kohya_ext.run import stop_request
+stop_request.leave_to_parent()
+for number in stop_request._KEYS:
+    signal.raise_signal(number)
+print("alive")
+"""
+
+
+def test_a_worker_leaves_the_keys_to_its_parent():
+    done = subprocess.run([sys.executable, "-c", KEYS], capture_output=True, timeout=300)
+    assert done.stdout.split() == [b"alive"], done.stderr
+
+
 @pytest.mark.parametrize(("size", "minutes", "advised"), [(8e9, None, True), (8e9, 10.0, False), (1e8, None, False)])
 def test_a_state_that_a_closed_window_cannot_save_is_reported_on_windows(tmp_path, monkeypatch, capsys, size, minutes, advised):
     monkeypatch.setattr(stop_request, "state_bytes", lambda accelerator: size)

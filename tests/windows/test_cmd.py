@@ -60,6 +60,7 @@ def _cmd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "shell", lambda: "cmd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", VALUES)
 def test_a_value_arrives_as_it_was(script, value):
     done = cmd(quoted([sys.executable, str(script), "--before", value, "--after", "x & y"]))
