@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from kohya_ext import cache as host_cache
+from tests.real.starting import HEAVY
 
 HERE = Path(__file__).parent
 
@@ -157,7 +158,8 @@ def _build(folder: Path) -> None:
     shutil.copy(HERE.parents[1] / "kohya_ext.pth", packages)  # the package itself is found through PYTHONPATH
     with (packages / "psutil" / "_pswindows.py").open("a") as psutil:
         psutil.write(_PROCESS_NAMES)
-    _run(folder, *python("-c", "import torch, safetensors.torch, tokenizers, cv2, psutil"))
+    # Also compiles them, which the first tests would otherwise do in two processes.
+    _run(folder, *python("-c", f"import psutil, pytest, {', '.join(HEAVY)}"))
     _run(folder, "wineserver", "-w")  # it writes the registry when its last process ends
 
 
