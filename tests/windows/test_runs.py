@@ -46,12 +46,11 @@ SCRIPTS = (LORA, "train_network.py", "flux_train_network.py", "sdxl_train.py")
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("start", ["launcher", "plain", "environment", "gui"])
 def test_a_script_trains_in_a_folder_of_any_name(checkout, train, output, script, start):
-    options = config(output, max_train_steps=3, save_every_n_steps=2, save_state=True)
-    run = train(checkout, script, *options, start=start, output=output, without=("--max_train_steps", "4"))
+    run = train(checkout, script, *config(output, save_every_n_steps=3, save_state=True), start=start, output=output)
     assert run.code == 0, run.output[-4000:]
     assert run.tensors
     assert {path.name for path in output.glob("tiny*")} == {
-        *("tiny.safetensors", "tiny-step00000002.safetensors", "tiny-step00000002-state", "tiny-state"),
+        *("tiny.safetensors", "tiny-step00000003.safetensors", "tiny-step00000003-state", "tiny-state"),
         *(() if start == "plain" else ("tiny.journal.jsonl",)),
     }
     if start != "plain":
@@ -69,10 +68,9 @@ def test_a_run_of_the_gui_whose_outputs_are_open_elsewhere(checkout, train, outp
         names = ("tiny-step00000002.safetensors", "tiny-step00000002-state/optimizer.bin")
         opened.extend((output / name).open("rb") for name in names)
 
-    options = config(output, max_train_steps=8, save_every_n_steps=2, save_last_n_steps=2, save_state=True)
-    without = ("--max_train_steps", "4")
+    options = (*config(output, save_every_n_steps=2, save_last_n_steps=2, save_state=True), "--max_train_steps", "8")
     try:
-        run = train(checkout, LORA, *options, start="gui", output=output, without=without, at_step=3, act=open_outputs)
+        run = train(checkout, LORA, *options, start="gui", output=output, at_step=3, act=open_outputs)
     finally:
         for file in opened:
             file.close()
