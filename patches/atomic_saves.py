@@ -255,7 +255,8 @@ def _remove(original: Any, settings: Settings) -> Any:
         if args or kwargs or not _is_path(path) or not _is_output_folder(Path(path).parent) or Path(path).is_symlink():
             return original(path, *args, **kwargs)
         try:
-            return patiently(lambda: original(renamed_to_remove(Path(path))))
+            target = renamed_to_remove(Path(path))
+            return patiently(lambda: original(target))
         except OSError as error:
             if not is_open(error):
                 raise

@@ -214,6 +214,23 @@ def test_an_old_model_and_state_that_are_open_are_kept_whole(tmp_path, removals,
     assert not list(tmp_path.iterdir())
 
 
+def test_an_old_state_of_which_a_file_is_open_is_removed_in_part(tmp_path, removals, monkeypatch, capsys):
+    """Where a folder can be renamed nevertheless: with a file that was opened for sharing."""
+    monkeypatch.setattr(renames, "PATIENCE", 0.0)
+    state = tmp_path / "cat-step00000010-state"
+    state.mkdir()
+
+    def fail(folder):
+        assert folder != state
+        error = PermissionError(errno.EACCES, "The process cannot access the file")
+        error.winerror = 32  # type: ignore[attr-defined]
+        raise error
+
+    atomic_saves._remove(fail, Settings())(str(state))
+    assert "is open in another program and cannot be removed; training continues" in capsys.readouterr().err
+    assert not state.exists(), "a part of a state must not look like a state"
+
+
 def test_other_errors_of_a_removal_are_raised(tmp_path, removals):
     remove, remove_folder = removals
     with pytest.raises(FileNotFoundError):

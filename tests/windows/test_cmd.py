@@ -26,13 +26,12 @@ VALUES = (
     "cats & dogs",
     "100%",
     "50% to 100%",
-    "%PATH%",
     "a^b",
     "wow!",
     "(a)",
     "a|b <c> d",
     'say "hi"',
-    'say "hi" & %PATH% > file',
+    'say "hi" & more > file',
     "it's",
     "$x `y`",
     "",
@@ -60,8 +59,12 @@ def _cmd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "shell", lambda: "cmd")
 
 
+VARIABLES = ("%PATH%", 'say "hi" & %PATH% > file')
+in_windows = pytest.mark.wine("its cmd.exe removes carets before it replaces variables")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", [*VALUES, *(pytest.param(value, marks=in_windows) for value in VARIABLES)])
 def test_a_value_arrives_as_it_was(script, value):
     done = cmd(quoted([sys.executable, str(script), "--before", value, "--after", "x & y"]))
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import pytest
 
 from kohya_ext.run import resume
 from kohya_ext.tiny import dataset
+from tests.conftest import runs_in_wine
 from tests.real.conftest import ROOT
 
 torch = pytest.importorskip("torch")
@@ -79,5 +80,6 @@ def test_a_run_of_the_gui_whose_outputs_are_open_elsewhere(checkout, train, outp
     assert "tiny.safetensors is open in another program and cannot be replaced: saved tiny.2.safetensors instead" in run.output
     assert final.read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert (output / "tiny.2.safetensors").stat().st_size > 1000
-    assert resume.state_problem(output / "tiny-step00000002-state") is None
+    state = output / "tiny-step00000002-state"  # Wine lets a folder be renamed in which a file is open
+    assert (runs_in_wine() and not state.exists()) or resume.state_problem(state) is None
     assert not list(output.glob("*.partial"))
