@@ -4,7 +4,7 @@
 
     python -m tests.windows                   # the tests of GROUP, as in CI
     python -m tests.windows --all             # every unit test, and every test with the real scripts on Windows
-    python -m tests.windows tests/unit/test_plan.py -k vram        # other arguments are pytest's
+    python -m tests.windows tests/unit/test_plan.py -k vram        # these tests; other arguments are pytest's
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the tests; return pytest's exit code, or 0 with a message where no Windows Python can run."""
     if arguments[:1] == ["--all"]:
         words = [*ALL, "-m", "not slow", *arguments[1:]]
+    elif any(word.startswith("tests/") for word in arguments):
+        words = [*arguments]
     else:
-        words = [*(arguments or (*GROUP, "-m", "not slow and not thorough"))]
+        words = [*GROUP, "-m", "not slow and not thorough", *arguments]
     command = ["-m", "pytest", *_OPTIONS, *words]
     if sys.platform == "win32":
         return subprocess.run([sys.executable, *command], cwd=ROOT).returncode
