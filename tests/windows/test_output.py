@@ -31,8 +31,8 @@ COMMANDS = (
     ),
 )
 
-#: The question marks that the commands print themselves.
-QUESTION = re.compile(r"Did you mean [^?]*\?")
+#: The question marks that the commands print themselves: a suggestion, and the commit of a checkout without git.
+QUESTION = re.compile(r"Did you mean [^?]*\?|\| \? +\|")
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
