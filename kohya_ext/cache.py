@@ -22,6 +22,7 @@ PARTS: Mapping[str, str] = {
     "speed": "what --speed has chosen for runs",
     "step_times": "seconds of earlier runs' steps",
     "virtual_gpu": "the library of the virtual GPU",
+    "windows": "the Windows Python of the tests",
 }
 
 

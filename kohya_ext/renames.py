@@ -10,6 +10,9 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+R = TypeVar("R")
 
 PATIENCE = 5.0
 """Seconds to wait for other programs to close a file."""
@@ -28,7 +31,7 @@ def is_open(error: OSError) -> bool:
 
 def rename(source: Path, target: Path) -> None:
     """Rename a file or a folder; a file replaces an earlier one. Raises OSError."""
-    _patiently(lambda: os.replace(source, target))
+    patiently(lambda: os.replace(source, target))
 
 
 def replace_text(file: Path, text: str) -> None:
@@ -45,15 +48,15 @@ def replace_text(file: Path, text: str) -> None:
 
 def unlink(file: Path) -> None:
     """Remove a file if it exists. Raises OSError."""
-    _patiently(lambda: file.unlink(missing_ok=True))
+    patiently(lambda: file.unlink(missing_ok=True))
 
 
-def _patiently(operation: Callable[[], object]) -> None:
+def patiently(operation: Callable[[], R]) -> R:
+    """Repeat an operation while a file is open; return its result. Raises OSError."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            operation()
-            return
+            return operation()
         except OSError as error:
             if not is_open(error) or time.monotonic() >= until:
                 raise

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.settings import Option, Settings, boolean, minutes, path
+from kohya_ext.console import warn
 from kohya_ext.patching.patch import Patch, Target, takes
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.renames import is_open, patiently
 from kohya_ext.run import journal, ranks, run_record
 from kohya_ext.run.atomic_write import (
     WritePolicy,
@@ -32,11 +34,13 @@ from kohya_ext.run.atomic_write import (
     preserve,
     previous,
     rename_to_previous,
+    renamed_to_remove,
     write_atomically,
     write_together,
 )
 from kohya_ext.run.output_files import final_models, models, output_name, previous_states
 from kohya_ext.run.resume import position, stale_states
+from kohya_ext.run.state_size import state_bytes, tensor_bytes
 
 DISK_FULL_TIMEOUT = Option(
     "disk_full_timeout",
@@ -205,22 +209,10 @@ def _save_state(original: Any, settings: Settings) -> Any:
         if is_shared:
             write_together(Path(output_dir), write, self.is_main_process, self.wait_for_everyone)
         else:
-            write_atomically(Path(output_dir), write, lambda: _state_bytes(self), _policy(settings, Path(output_dir)))
+            write_atomically(Path(output_dir), write, lambda: state_bytes(self), _policy(settings, Path(output_dir)))
         return output_dir
 
     return save_state
-
-
-#: Overhead of torch.save and safetensors, bytes per tensor. Measured for a LoRA's state: 170.
-_ENTRY = 200
-
-
-def _state_bytes(accelerator: Accelerator) -> int:
-    """Return the approximate size of a state, bytes: trained weights and optimizer state."""
-    optimizers = accelerator._optimizers
-    slots = [slot for optimizer in optimizers for slot in optimizer.state_dict()["state"].values()]
-    tensors = [*trained_weights(optimizers), *(value for slot in slots if isinstance(slot, dict) for value in slot.values())]
-    return tensor_bytes(tensors) + _ENTRY * len(tensors)
 
 
 def _save_diffusers(original: Any, settings: Settings) -> Any:
@@ -255,24 +247,27 @@ def _makedirs(original: Any, settings: Settings) -> Any:
     return makedirs
 
 
+def _remove(original: Any, settings: Settings) -> Any:
+    """Return a function that removes an old model or state whole, or keeps it if another program has it open on Windows."""
+
+    @wraps(original)
+    def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not _is_path(path) or not _is_output_folder(Path(path).parent) or Path(path).is_symlink():
+            return original(path, *args, **kwargs)
+        try:
+            target = renamed_to_remove(Path(path))
+            return patiently(lambda: original(target))
+        except OSError as error:
+            if not is_open(error):
+                raise
+            warn(f"{path} is open in another program and cannot be removed; training continues")
+
+    return remove
+
+
 def _expect_output_dir(original: Any) -> str | None:
     parameters = list(inspect.signature(original).parameters)
     return None if "output_dir" in parameters else f"its parameters are {parameters}"
-
-
-def tensor_bytes(obj: Any) -> int:
-    """Return the size of all tensors in nested dictionaries, lists and tuples, bytes. Shared storage counts once."""
-    sizes: dict[int, int] = {}
-    stack = [obj]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif hasattr(item, "untyped_storage"):
-            sizes[item.untyped_storage().data_ptr()] = item.numel() * item.element_size()
-    return sum(sizes.values())
 
 
 PATCH = Patch(
@@ -284,6 +279,8 @@ PATCH = Patch(
         Target("library.safetensors_utils", "mem_eff_save_file", _mem_eff_save_file, takes("tensors", "filename"), body="runs"),
         Target("numpy", "savez", _savez, takes("file"), body="runs"),
         Target("os", "makedirs", _makedirs, takes("name"), body="runs"),
+        Target("os", "remove", _remove, takes("path"), body="runs"),
+        Target("shutil", "rmtree", _remove, takes("path"), body="runs"),
         Target("library.model_util", "save_diffusers_checkpoint", _save_diffusers, _expect_output_dir, body="runs"),
         Target("library.sdxl_model_util", "save_diffusers_checkpoint", _save_diffusers, _expect_output_dir, body="runs"),
         Target("accelerate.accelerator", "Accelerator.save_state", _save_state, takes("self", "output_dir"), body="runs"),

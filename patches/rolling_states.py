@@ -81,14 +81,19 @@ class _Rolling(TrainingCallback):
         if not accelerator.is_main_process:
             return
         self.saved = [*(path for path in self.saved if path != state), state]
-        while len(self.saved) > self.keep:
-            old = self.saved.pop(0)
-            if old.is_dir():
-                try:
-                    remove_atomically(old)
-                except OSError as error:  # on Windows a file in it may be open
-                    warn(f"cannot remove the older state {old}: {error.strerror or error}; training continues")
+        self._remove_oldest()
         note(f"state of step {step} saved: {state}")
+
+    def _remove_oldest(self) -> None:
+        """Remove all but the newest states. One that cannot be removed is tried again after the next state."""
+        assert self.saved is not None
+        kept, oldest = self.saved[-self.keep :], self.saved[: -self.keep]
+        for old in [state for state in oldest if state.is_dir()]:
+            try:
+                remove_atomically(old)
+            except OSError as error:  # on Windows a file in it may be open
+                warn(f"cannot remove the older state {old}: {error.strerror or error}; training continues")
+        self.saved = [*(state for state in oldest if state.is_dir()), *kept]
 
     def _earlier_states(self) -> list[Path]:
         """Return the timed states of the run that this process resumes, oldest first, and none of other runs."""

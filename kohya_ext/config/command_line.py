@@ -414,6 +414,9 @@ Shell = Literal["sh", "cmd", "powershell"]
 #: Characters that cmd interprets outside of quotes.
 _CMD_SPECIAL = frozenset("&|<>^()!,;=")
 
+#: The same with quotes and variables.
+_CMD_INTERPRETED = re.compile(r'[()%!^"<>&|,;=]')
+
 #: A word that needs no quotes in PowerShell, which splits words at commas, and words with a leading dash at dots and colons.
 _PLAIN_IN_POWERSHELL = re.compile(r"-[\w=/\\-]*|[\w./:\\][\w./:\\=+-]*", re.ASCII)
 
@@ -441,7 +444,7 @@ def quoted(words: Iterable[str]) -> str:
     words = without_secrets(words)[0]
     if shell() == "powershell" and not all(map(_PLAIN_IN_POWERSHELL.fullmatch, words)):
         # PowerShell 5 and 7 differ on quotes within words, but both pass everything after --% unchanged.
-        return " ".join([f"& {quoted_word(words[0])} --%", *map(_quoted_for_cmd, words[1:])])
+        return " ".join([f"& {quoted_word(words[0])} --%", *map(_quoted_for_programs, words[1:])])
     return " ".join(map(quoted_word, words))
 
 
@@ -455,6 +458,17 @@ def quoted_word(word: str) -> str:
     return word if _PLAIN_IN_POWERSHELL.fullmatch(word) else "'" + word.replace("'", "''") + "'"
 
 
-def _quoted_for_cmd(word: str) -> str:
+def _quoted_for_programs(word: str) -> str:
+    """Return one word quoted for the programs that receive it, which read quotes themselves on Windows."""
     line = subprocess.list2cmdline([word])
     return f'"{line}"' if line == word and _CMD_SPECIAL.intersection(word) else line
+
+
+def _quoted_for_cmd(word: str) -> str:
+    """Return one word quoted for cmd, too.
+
+    For cmd every quote begins or ends a quoted part, also one that a program takes for a letter, and it replaces
+    ``%NAME%`` within quotes. With a caret before each of them, nothing is quoted for cmd, and all of it for the program.
+    """
+    line = _quoted_for_programs(word)
+    return _CMD_INTERPRETED.sub(r"^\g<0>", line) if '"' in word or word.count("%") > 1 else line

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
@@ -26,6 +27,11 @@ from kohya_ext.run import ranks
 
 _HAS_SIGTERM = os.name == "posix"
 
+#: Signals with which a run is stopped: Ctrl-C, SIGTERM, and Ctrl-Break on Windows.
+_STOPS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+if sys.platform == "win32":
+    _STOPS += (signal.SIGBREAK,)
+
 _PUBLISHING_TIMEOUT = 3.0
 
 _SHUTDOWN_TIMEOUT = 24 * 3600
@@ -35,7 +41,7 @@ _SHUTDOWN_TIMEOUT = 24 * 3600
 def _patient(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def simple_launcher(*args: Any, **kwargs: Any) -> Any:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPS:
             signal.signal(number, _pass_on)
         try:
             return original(*args, **kwargs)
@@ -122,7 +128,7 @@ def pass_signals_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
     def send(number: int, frame: FrameType | None) -> None:
         _ask_to_stop(process)
 
-    before = {number: signal.signal(number, send) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, send) for number in _STOPS}
     try:
         yield
     finally:

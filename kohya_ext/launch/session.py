@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import platform
 import sys
@@ -26,7 +27,7 @@ from kohya_ext.launch import accelerate_signals
 from kohya_ext.patching.patch import NOT_IN_RELEASE, Patch, Patcher, moved, registry, takes
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
-from kohya_ext.run import output_lock, run_record
+from kohya_ext.run import output_lock, run_record, stop_request
 from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
 
 #: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
@@ -188,6 +189,8 @@ def begin(checkout: Checkout) -> Session:
     global _current
     if _current is None:
         replace_unencodable()  # before the script prints captions, prompts and folders
+        if multiprocessing.parent_process() is not None:
+            stop_request.leave_to_parent()
         try:
             script = _training_script(checkout, sys.argv)
             _current = Session.start(checkout, CommandLine(script, sys.argv[1:], os.environ, automatic))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -15,7 +16,7 @@ from kohya_ext.preflight import Findings, given, sizes
 from kohya_ext.preflight.sizes import Size
 from kohya_ext.run import output_lock
 from kohya_ext.run.atomic_write import previous
-from kohya_ext.run.output_files import final_models
+from kohya_ext.run.output_files import DEFAULT_NAME, final_models
 
 #: Longest file name on common file systems, in bytes.
 _MAX_NAME = 255
@@ -24,6 +25,14 @@ _MAX_NAME = 255
 _LONGEST_SUFFIX = "-step00000000-ema.safetensors.partial"
 
 _INVALID_ON_WINDOWS = '<>:"|?*'
+
+#: Longest path of Windows, unless long paths are enabled.
+_MAX_PATH = 259
+
+#: The longest that a run appends to its output name: a file that is being written, in a state that is being written.
+_LONGEST_PATH = (
+    "-step00000000-state.computer-name-00-000000-000.partial/random_states_0.pkl.computer-name-00-000000-000.partial"
+)
 
 
 def check(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:
@@ -34,6 +43,9 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
     folder, name = Path(args.output_dir), getattr(args, "output_name", None)
     if name and (problem := name_problem(folder, name)) is not None:
         findings.errors.append(f"--output_name {_abbreviated(name)} {problem}")
+        return
+    if (problem := _long_path_problem(folder, name or DEFAULT_NAME)) is not None:
+        findings.errors.append(problem)
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +92,27 @@ def name_problem(folder: Path, name: str) -> str | None:
     if not last or (last != name and not (folder / name).parent.is_dir()):
         return "is a path in a folder that does not exist; give the folder as --output_dir"
     return None
+
+
+def _long_path_problem(folder: Path, name: str) -> str | None:
+    """Return why Windows would not open the files of a run, and a remedy; None if it does."""
+    length = len(os.path.abspath(folder / name)) + len(_LONGEST_PATH)
+    if length <= _MAX_PATH or _allows_long_paths():
+        return None
+    return (
+        f"--output_dir {_abbreviated(str(folder))} is too long: a run writes paths of up to {length} characters, and Windows "
+        f"allows {_MAX_PATH}. Use a folder with a shorter path, or enable long paths: "
+        "https://learn.microsoft.com/windows/win32/fileio/maximum-file-path-limitation"
+    )
+
+
+def _allows_long_paths() -> bool:
+    if sys.platform != "win32":
+        return True
+    import ctypes
+
+    enabled = getattr(ctypes.WinDLL("ntdll"), "RtlAreLongPathsEnabled", None)  # since Windows 10
+    return enabled is None or bool(enabled() & 0xFF)  # a BOOLEAN of one byte
 
 
 def _abbreviated(name: str) -> str:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree  # not as an attribute of shutil: there a patch replaces it by a function that calls this module
 from typing import TypeVar
 
 from kohya_ext import cache
@@ -35,6 +36,7 @@ PARTIAL = ".partial"
 """The suffix of a file or folder during the write: ``NAME.HOST-PID-NUMBER.partial``."""
 
 _OLD = ".replaced"
+_INNER = "new"
 _POLL_SECONDS = 2.0
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
@@ -413,10 +415,11 @@ def in_temporary_folder(write: Callable[[Path], R]) -> Callable[[Path], R]:
 
     def write_in_folder(path: Path) -> R:
         path.mkdir()
-        result = write(path / path.name)
-        complete = (path / path.name).rename(path.with_name(path.name.removesuffix(PARTIAL) + f"-0{PARTIAL}"))
+        result = write(path / _INNER)  # a short name, because Windows limits the length of a path
+        complete = path.with_name(path.name.removesuffix(PARTIAL) + f"-0{PARTIAL}")
+        rename(path / _INNER, complete)
         path.rmdir()
-        complete.rename(path)
+        rename(complete, path)
         return result
 
     return write_in_folder
@@ -453,7 +456,11 @@ def _replace(partial: Path, final: Path) -> None:
         old = final.with_name(final.name + _OLD)
         remove(old)
         rename(final, old)
-        rename(partial, final)
+        try:
+            rename(partial, final)
+        except OSError:
+            rename(old, final)
+            raise
         remove(old)
     else:
         rename(partial, final)
@@ -461,10 +468,17 @@ def _replace(partial: Path, final: Path) -> None:
 
 def remove_atomically(folder: Path) -> None:
     """Remove a folder so that a crash leaves all of it or nothing under its name. Raises OSError."""
-    renamed = folder.with_name(folder.name + _OLD)
+    remove(renamed_to_remove(folder))
+
+
+def renamed_to_remove(path: Path) -> Path:
+    """Rename a folder that is to be removed, and return its new path; that of a file unchanged. Raises OSError."""
+    if not path.is_dir():
+        return path
+    renamed = path.with_name(path.name + _OLD)
     remove(renamed)
-    rename(folder, renamed)
-    remove(renamed)
+    rename(path, renamed)
+    return renamed
 
 
 def _bytes_in(path: Path) -> int:
@@ -474,7 +488,7 @@ def _bytes_in(path: Path) -> int:
 def remove(path: Path) -> None:
     """Remove a file, or a folder and its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        rmtree(path, ignore_errors=True)
     else:
         unlink(path)
 

@@ -6,6 +6,8 @@ random numbers, so that the resumed run equals the uninterrupted one. The script
 With several processes, the failed one publishes its error and its random state, and waits. The optimizer of the others cannot
 step without its gradients, so the first process saves in another thread, with the random state of every process. With
 DeepSpeed and FSDP nothing is saved, because that takes all processes.
+
+Another thread also saves when Windows is about to end the process. The main thread then begins no other step.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import traceback
 from argparse import Namespace
 from collections.abc import Iterable
@@ -38,6 +41,9 @@ _PART, _SAVED = "failure/part/", "failure/saved"
 _PART_TIMEOUT = 30.0
 """Seconds that the first process waits for another one's random state."""
 
+_PAUSE = 0.01
+"""Seconds between two looks at what the main thread does."""
+
 
 @dataclass
 class LastStep(TrainingCallback):
@@ -55,20 +61,35 @@ class LastStep(TrainingCallback):
     """(step, folder) of the states that this run began to save, in order."""
     _is_done: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_quiet: bool = True
+    """Whether the main thread changes nothing that a state contains: it loads no batch, and no optimizer steps."""
+    _gate: threading.Lock = field(default_factory=threading.Lock)
+    """Guards what is quiet against the start of a save in another thread."""
+    _end: threading.Event | None = None
+    """Set when that save has ended."""
+    _code: int = 0
+    """The exit code after it."""
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def before_data(self) -> None:
         """Renew the random state: since the step, the script has saved, sampled and logged."""
+        self._begin_change()
         if self.snapshot is not None and self.intact:
             self.snapshot = replace(self.snapshot, random=resume.random_state())
 
+    def after_data(self) -> None:
+        """Note that the batch is loaded."""
+        self._is_quiet = True
+
     def before_backward(self) -> None:
         """Note that a fused optimizer changes weights."""
-        self.intact = self.intact and fused_optimizer(self.args) is None
+        if fused_optimizer(self.args) is not None:
+            self.before_optimizer_step()
 
     def before_optimizer_step(self) -> None:
         """Note that the optimizer changes weights."""
+        self._begin_change()
         self.intact = False
 
     def after_batch(self, accelerator: Accelerator) -> None:
@@ -76,8 +97,9 @@ class LastStep(TrainingCallback):
         current = resume.position()
         if accelerator.sync_gradients:
             self.steps += 1
-            self.intact = True
+            self.intact = self._is_quiet = True
             self.snapshot = current.snapshot() if current is not None else None
+            self._leave_if_saved()
 
     def on_state_save(self, folder: Path) -> None:
         """Keep the step and the path of a state."""
@@ -89,6 +111,34 @@ class LastStep(TrainingCallback):
         resumed = getattr(self.args, "resume", None)
         saved = next((state for _, state in reversed(self.states) if state.is_dir()), None)
         return saved or (Path(resumed) if resumed else None)
+
+    # --- end of the process ------------------------------------------------------------------------------------------
+
+    def save_before_end(self, seconds: float, code: int) -> None:
+        """Save in this thread, because the system is about to end the process; the main thread then exits with ``code``.
+
+        Nothing is saved if the main thread is not between two changes within ``seconds``.
+        """
+        with self._gate:
+            self._end, self._code = threading.Event(), code
+        until = time.monotonic() + seconds
+        while not self._is_quiet and time.monotonic() < until:
+            time.sleep(_PAUSE)
+        if self._is_quiet and self.steps:
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            self._save_once(_step_save(callers(main)))
+        self._end.set()
+
+    def _begin_change(self) -> None:
+        """Note that the main thread changes what a state contains."""
+        with self._gate:
+            self._is_quiet = self._end is not None
+        self._leave_if_saved()
+
+    def _leave_if_saved(self) -> None:
+        if self._end is not None:
+            self._end.wait()
+            raise SystemExit(self._code)
 
     # --- failure -----------------------------------------------------------------------------------------------------
 
@@ -174,7 +224,7 @@ class LastStep(TrainingCallback):
         try:
             if not self._has_state(snapshot.step):
                 position.restore(snapshot, parts)
-                position.fix_random_state()
+                position.fix_random_state(snapshot.random)
                 with not_waiting():
                     self.accelerator.save_state(
                         str(rolling_state(Path(self.args.output_dir), self.args.output_name, snapshot.step))

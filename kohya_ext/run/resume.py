@@ -156,13 +156,13 @@ class Position(TrainingCallback):
 
             self._ranks = gather_object([self.snapshot().part()])
 
-    def fix_random_state(self) -> None:
-        """Write the current random state into every state from now on.
+    def fix_random_state(self, state: dict[str, Any] | None = None) -> None:
+        """Write the given random state, or else the current one, into every state from now on.
 
         Call it for states that an uninterrupted run does not save. rich 14.1, which sd-scripts pins, draws a random number
         per logged line, so saving a state changes how captions are shuffled afterwards.
         """
-        self._fixed = random_state()
+        self._fixed = state or random_state()
 
     @contextlib.contextmanager
     def preserving_random_state(self) -> Iterator[None]:

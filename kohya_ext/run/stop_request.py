@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,12 +26,25 @@ from kohya_ext.patching.step_save import SAVE_NOW
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.renames import unlink
-from kohya_ext.run import journal, ranks, resume
+from kohya_ext.run import console_events, journal, ranks, resume
 from kohya_ext.run.atomic_write import final_path
+from kohya_ext.run.last_step import last_step
 from kohya_ext.run.output_files import output_name, rolling_state
+from kohya_ext.run.state_size import state_bytes
 
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
+
+#: The exit code of a run that Windows ends, the same as for SIGTERM.
+_CLOSED_CODE = 128 + int(signal.SIGTERM)
+
+#: Speed at which a state is assumed to be saved.
+_BYTES_PER_SECOND = 4e8
+
+#: Signals of a terminal: Ctrl-C, and on Windows Ctrl-Break. A second one ends the process immediately.
+_KEYS = {signal.SIGINT: "Ctrl-C"}
+if sys.platform == "win32":
+    _KEYS[signal.SIGBREAK] = "Ctrl-Break"
 
 
 @dataclass
@@ -45,6 +61,8 @@ class Stopper(TrainingCallback):
     """Reason for the stop, for messages; empty while none was requested."""
     code: int = 0
     process: int = field(default_factory=os.getpid)
+    timed_states: bool = True
+    """Whether the run saves its state every some minutes."""
     stepping: bool = False
     """Whether the first step has begun. Before that there is nothing to save."""
     states: list[Path] = field(default_factory=list)
@@ -55,15 +73,20 @@ class Stopper(TrainingCallback):
     """The user's values of the save arguments, while they are changed to save now."""
     _handlers: dict[int, Any] = field(default_factory=dict)
     """Signal -> its handler before this run."""
+    _ignore_closing: Callable[[], None] | None = None
+    """Removes the handler of console events."""
 
     def install_handlers(self) -> None:
-        """Install handlers for SIGINT and SIGTERM; only possible in the main thread."""
+        """Install handlers for signals, and on Windows for console events; only possible in the main thread."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (*_KEYS, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self.on_signal)
+            self._ignore_closing = console_events.handle(self.on_closing)
 
     def on_end(self) -> None:
         """Restore the signal handlers."""
+        if self._ignore_closing is not None:
+            self._ignore_closing()
         for number, handler in self._handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._handlers = {}
@@ -77,23 +100,39 @@ class Stopper(TrainingCallback):
             journal.event("stop", reason=reason, code=code)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT and SIGTERM. A second SIGINT kills the process immediately."""
+        """Handle a signal. A second Ctrl-C or Ctrl-Break kills the process immediately."""
         if os.getpid() != self.process:  # a forked data-loader worker, which its parent ends
             return
         if (watch := ranks.watch()) is not None and watch.failure is not None:  # the process is ending
             return
-        name, code = signal.Signals(number).name, 128 + number
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        name, code, keys = signal.Signals(number).name, 128 + number, _KEYS.get(signal.Signals(number))
+        if keys is not None:
+            signal.signal(number, signal.SIG_DFL)
         if not self.stepping:
             note_at_once(f"{name}: stopping before the first step; nothing to save")
             # Record it too, because a bare ``except:`` in upstream (around git, for example) can swallow SystemExit.
             self.request(name, code)
             raise SystemExit(code)
         if not self.reason:
-            again = ". Ctrl-C again stops immediately" if number == signal.SIGINT else ""
+            again = f". {keys} again stops immediately" if keys is not None else ""
             note_at_once(f"{name}: finishing this step, then saving the model and the state{again}")
         self.request(name, code)
+
+    def on_closing(self, event: str) -> None:
+        """Save in this thread before Windows ends the process, in :data:`console_events.SECONDS`."""
+        if not self.stepping:
+            return
+        seconds = console_events.SECONDS
+        until = time.monotonic() + seconds
+        self.request(event, _CLOSED_CODE)
+        last = last_step()
+        newest = last.newest_state() if last is not None else None
+        note_at_once(f"{event}: saving the state within {seconds:.0f} seconds; newest saved state: {newest or 'none'}")
+        if last is not None:
+            last.save_before_end(seconds, _CLOSED_CODE)
+            if (state := last.newest_state()) is not None:
+                note_at_once(f"to resume: {restart_line({'resume': str(state)})}")
+        time.sleep(max(until - time.monotonic(), 0))  # the main thread ends the process before
 
     def before_batch(self, accelerator: Accelerator) -> None:
         """Exit once the last step was saved. Also marks the start of the first step."""
@@ -120,6 +159,8 @@ class Stopper(TrainingCallback):
         """Make the script save if a stop was requested in any process of the run."""
         if not accelerator.sync_gradients:
             return
+        if os.name == "nt" and not self.timed_states and accelerator.is_main_process:
+            self.advise(accelerator)
         self._check_file_and_parent()
         if not self._is_requested(accelerator):
             return
@@ -132,6 +173,16 @@ class Stopper(TrainingCallback):
         for name in self._original:
             setattr(self.args, name, SAVE_NOW[name])
 
+    def advise(self, accelerator: Accelerator) -> None:
+        """Recommend timed states, once, if a closed window leaves too little time to save the state."""
+        self.timed_states = True
+        size, seconds = state_bytes(accelerator), console_events.SECONDS
+        if size > seconds * _BYTES_PER_SECOND:
+            note(
+                f"closing the console window ends the run within {seconds:.0f} seconds, too few to save its state of "
+                f"{size / 1e9:.1f} GB; use --save_state_every_n_minutes 10"
+            )
+
     def on_state_save(self, folder: Path) -> None:
         """Record the path of a saved state."""
         self.states.append(final_path(folder))
@@ -139,7 +190,7 @@ class Stopper(TrainingCallback):
     def _check_file_and_parent(self) -> None:
         if self.reason:
             return
-        if self.parent and os.getppid() != self.parent:
+        if self.parent and not _runs_below(self.parent):
             note("the launcher has ended: saving the model and the state")
             self.request("its launcher ended", 128 + signal.SIGTERM)
         elif os.path.exists(self.file):  # False, too, for a folder that cannot be read any more
@@ -171,12 +222,31 @@ class Stopper(TrainingCallback):
 def start(args: Namespace, accelerator: Accelerator, settings: Settings, parent: int) -> Stopper:
     """Start to watch for signals (in the main thread only), the stop file and the end of the launcher."""
     file = settings["stop_file"] or Path(getattr(args, "output_dir", None) or ".") / f"{output_name(args)}.stop"
-    stopper = Stopper(args, accelerator, file, parent)
+    timed_states = settings["save_state_every_n_minutes"] is not None
+    stopper = Stopper(args, accelerator, file, parent, timed_states=timed_states)
     if accelerator.is_main_process and file.exists():
         _remove(file)
         note(f"removed {file}, left over from an earlier run")
     stopper.install_handlers()
     return stopper
+
+
+def leave_to_parent() -> None:
+    """Ignore the keys of a terminal in a data-loader worker: its parent needs it for the step that it finishes, and ends it.
+
+    A forked worker has its parent's handlers, see :meth:`Stopper.on_signal`; on Windows each worker is a new process.
+    """
+    for number in _KEYS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _runs_below(parent: int) -> bool:
+    """Return whether the process that started this one still runs."""
+    if os.name == "posix":
+        return os.getppid() == parent
+    import psutil  # Windows keeps the ID of a parent that has ended
+
+    return bool(psutil.pid_exists(parent))
 
 
 def _remove(file: Path) -> None:

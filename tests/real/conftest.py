@@ -26,8 +26,9 @@ from kohya_ext.tiny.checkpoints import Models
 from tests.real import starting
 
 #: How a user starts a script: unchanged, through the launcher, through accelerate and the launcher, through torchrun with its
-#: options ``before`` and the launcher, or with the environment variable.
-Start = Literal["plain", "launcher", "accelerate", "torchrun", "environment"]
+#: options ``before`` and the launcher, with the environment variable, or through accelerate and the environment variable as
+#: the kohya_ss GUI does.
+Start = Literal["plain", "launcher", "accelerate", "torchrun", "environment", "gui"]
 
 #: Runs Python until it ends; see the fixture.
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -44,6 +45,9 @@ RECORD = "checkpoint_calls.json"
 # numbers for each line, and one warning is logged only with gradient checkpointing. The fork server imports transformers
 # with this process's environment.
 os.environ.pop("CI", None)
+
+#: Options that the kohya_ss GUI gives to ``accelerate launch``.
+GUI_OPTIONS = ("--dynamo_backend", "no", "--mixed_precision", "no", "--num_machines", "1", "--num_cpu_threads_per_process", "1")
 
 #: Additional arguments for every run of a script.
 EXTRA_ARGUMENTS = {
@@ -266,20 +270,22 @@ def train(
             # AOTAutograd with eager kernels traces, recomputes and saves the same tensors as inductor, and compiles in seconds.
             "COMPILE_BACKEND": "aot_eager",
             **({} if start == "plain" else {"KOHYA_EXT_REPORT": str(output / REPORT)}),
-            **({"KOHYA_EXT": "1"} if start == "environment" else {}),
+            **({"KOHYA_EXT": "1"} if start in ("environment", "gui") else {}),
             **(env or {}),
         }
         launcher = ["-m", "kohya_ext", "--sd-scripts", str(checkout.path), *(before if start != "torchrun" else ()), script]
+        accelerate = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1"]
         command = {
             "plain": [str(checkout.path / script)],
             "environment": [str(checkout.path / script)],
             "launcher": launcher,
-            "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *launcher],
+            "accelerate": [*accelerate, *launcher],
+            "gui": [*accelerate, *GUI_OPTIONS, str(checkout.path / script)],
             "torchrun": ["-m", "torch.distributed.run", *before, *launcher],
         }[start]
         if ranks > 1:
             started = starting.start_ranks([*command, *argv], environ, output, ranks)
-        elif bare or start == "accelerate" or not starting.FORKS:
+        elif bare or start in ("accelerate", "gui") or not starting.FORKS:
             started = [starting.start_bare([*command, *argv], environ, output)]
         else:
             started = [starting.start_forked([*command, *argv], environ, output)]

@@ -145,7 +145,7 @@ def test_full_disk_inside_a_folder_fails_at_once_and_counts_all_bytes(tmp_path):
     assert caught.value.needed == 1500
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX file modes")
+@pytest.mark.linux("needs POSIX file modes")
 def test_file_has_the_mode_that_open_gives(tmp_path):
     def private(path):  # as safetensors 0.8 writes
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))

@@ -179,7 +179,7 @@ WORDS = ["python", "-m", "kohya_ext", "a b.py", "--resolution", "1024,768", "--t
         ),
         (
             "cmd",
-            'python -m kohya_ext "a b.py" --resolution "1024,768" --training_comment "say \\"hi\\" it\'s" $x',
+            'python -m kohya_ext "a b.py" --resolution "1024,768" --training_comment ^"say \\^"hi\\^" it\'s^" $x',
         ),
         (
             "powershell",
@@ -219,7 +219,7 @@ def test_the_nearest_parent_shell_decides_the_quoting_on_windows(monkeypatch, pa
     assert command_line._windows_shell.__wrapped__() == shell
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sh")
+@pytest.mark.linux("sh")
 def test_sh_reads_quoted_words_back_unchanged():
     program = quoted([sys.executable, "-c", "import sys; print(sys.argv[1:])", *WORDS])
     assert subprocess.run(program, shell=True, capture_output=True, text=True).stdout == f"{WORDS}\n"

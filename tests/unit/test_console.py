@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -34,7 +33,7 @@ print("continued")
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+@pytest.mark.linux("needs POSIX signals")
 def test_a_signal_handler_can_print_during_a_write():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "continued\n", "kohya_ext: noticed")

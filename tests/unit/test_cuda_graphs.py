@@ -28,6 +28,8 @@ from tests.replayer import CpuRecorder, Recording  # noqa: E402
 
 WIDTH = 16
 
+with_cuda = pytest.mark.skipif(not hasattr(torch._C, "_cuda_getAllocatorBackend"), reason="a build of PyTorch without CUDA")
+
 
 class Adapter(torch.nn.Module):
     """A low-rank change of a frozen layer."""
@@ -840,6 +842,7 @@ def test_replay_that_ends_is_not_reported(done):
     assert not hung.is_set()
 
 
+@with_cuda
 def test_gpu_that_hung_is_not_recorded_again(monkeypatch, tmp_path):
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
     gpu = "NVIDIA GeForce RTX 5090 Laptop GPU"
@@ -876,6 +879,7 @@ def test_hung_run_ends_with_how_to_resume(monkeypatch, tmp_path, capsys):
 _NETWORK = {"network_module": "networks.lora"}
 
 
+@with_cuda
 @pytest.mark.parametrize(
     ("args", "run", "settings", "reason"),
     [
@@ -900,6 +904,7 @@ def test_patch_stands_aside_with_a_line(args, run, settings, reason, capsys):
     assert f"cuda_graphs: {reason}" in capsys.readouterr().err
 
 
+@with_cuda
 @pytest.mark.parametrize("more", [{}, {"selective_torch_compile": True}])
 def test_patch_takes_part_in_the_training_of_a_network(more, capsys):
     accelerator = SimpleNamespace(device=torch.device("cuda"), num_processes=1)

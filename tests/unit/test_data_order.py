@@ -86,7 +86,7 @@ def save(running, state):
     random.random()  # as rich 14.1 does for each line logged about the save
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="starts each worker in a new interpreter")
+@pytest.mark.linux("starts each worker in a new interpreter")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resume_from_every_state_continues_with_the_next_batch(workers, tmp_path):
     expected = train(tmp_path / "whole", workers)

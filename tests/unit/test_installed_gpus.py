@@ -1,7 +1,6 @@
 """The GPU that CUDA uses first, from a stand-in for nvidia-smi."""
 
 import os
-import sys
 
 import pytest
 
@@ -9,7 +8,7 @@ from kohya_ext import installed_gpus
 from kohya_ext.installed_gpus import InstalledGpu
 from kohya_ext.units import GIB
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
+pytestmark = pytest.mark.linux("the stand-in is a shell script")
 
 SLOW = InstalledGpu("NVIDIA GeForce GTX 1050", 4 * GIB, 6.1, "GPU-11111111-aaaa-bbbb-cccc-000000000000")
 FAST = InstalledGpu("NVIDIA GeForce RTX 3060", 12 * GIB, 8.6, "GPU-22222222-aaaa-bbbb-cccc-000000000000")

@@ -67,7 +67,7 @@ def test_other_failures_are_not_retried(runs):
     assert len(started) == 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+@pytest.mark.linux("signals as POSIX has them")
 def test_signals_are_forwarded_and_awaited():
     program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
@@ -94,7 +94,7 @@ def command_words(monkeypatch, tmp_path):
     return let
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a shell as POSIX has it")
+@pytest.mark.linux("a shell as POSIX has it")
 class TestWhatToTypeNext:
     def test_the_scripts_options_change_and_the_launchers_do_not(self, command_words, tmp_path):
         command_words(

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.config.command_line import CommandLine  # noqa: E402
+from kohya_ext.config.command_line import CommandLine, quoted_word  # noqa: E402
 from kohya_ext.estimate import memory_config  # noqa: E402
 from kohya_ext.gpu import out_of_memory  # noqa: E402
 from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Step  # noqa: E402
@@ -129,9 +129,8 @@ def test_a_known_estimate_is_reported() -> None:
     assert " 0.00" not in line
     args.train_batch_size = 7
     line = out_of_memory.prediction(checkout, args, command)
-    assert (
-        line == "for an estimate by part, run: python -m kohya_ext estimate 'my kohya/sdxl_train_network.py' --ema --preset 8gb"
-    )
+    words = f"python -m kohya_ext estimate {quoted_word(str(script))} --ema --preset 8gb"
+    assert line == f"for an estimate by part, run: {words}"
     assert out_of_memory.prediction(checkout, args, CommandLine(Path("train_controlnet.py"), (), {})) == ""
 
 

@@ -2,12 +2,15 @@
 
 import errno
 import os
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from kohya_ext.patches import atomic_saves, rolling_states
 
 from kohya_ext import renames
+from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
 from kohya_ext.run import atomic_write, output_lock, plain_file, rank_reports
 from kohya_ext.run.atomic_write import preserve, previous, write_atomically
@@ -15,7 +18,7 @@ from kohya_ext.run.file_index import FileIndex
 from kohya_ext.run.journal import Journal
 from kohya_ext.run.journal_reader import JournalReader
 
-links = pytest.mark.skipif(os.name == "nt", reason="symbolic links need a right on Windows, and Wine has none")
+links = pytest.mark.linux("symbolic links need a right on Windows, and Wine has none")
 PRECIOUS = "precious\n"
 
 
@@ -170,6 +173,84 @@ def test_a_model_that_stays_open_is_saved_next_to_it(tmp_path, monkeypatch, caps
         capsys.readouterr().err
     )
     atomic_write._preserved.discard(file)
+
+
+def test_a_state_that_cannot_be_replaced_keeps_its_earlier_contents(tmp_path, monkeypatch):
+    """The earlier state is renamed first, because a folder cannot replace another."""
+    state, partial = tmp_path / "cat-state", tmp_path / "cat-state.partial"
+    for folder, text in ((state, "old"), (partial, "new")):
+        folder.mkdir()
+        (folder / "optimizer.bin").write_text(text)
+    Held(monkeypatch, {partial.name}, attempts=10**9)
+    with pytest.raises(PermissionError):
+        atomic_write._replace(partial, state)
+    assert (state / "optimizer.bin").read_text() == "old"
+
+
+@pytest.fixture
+def removals(tmp_path, monkeypatch):
+    """The functions with which sd-scripts removes old models and states of an output folder."""
+    outputs = atomic_saves._start(Namespace(output_dir=str(tmp_path), output_name="cat"), None, Settings())
+    monkeypatch.setattr(atomic_saves, "current", lambda kind: outputs)
+    return [atomic_saves._remove(original, Settings()) for original in (os.remove, shutil.rmtree)]
+
+
+def test_an_old_model_and_state_that_are_open_are_kept_whole(tmp_path, removals, monkeypatch, capsys):
+    remove, remove_folder = removals
+    model, state = tmp_path / "cat-step00000010.safetensors", tmp_path / "cat-step00000010-state"
+    model.write_text("old")
+    state.mkdir()
+    (state / "optimizer.bin").write_text("old")
+    with monkeypatch.context() as patched:
+        Held(patched, {state.name}, attempts=10**9)
+        fails = atomic_saves._remove(lambda path: os.replace(path, state), Settings())
+        fails(str(model))
+        remove_folder(str(state))
+    assert capsys.readouterr().err.count("is open in another program and cannot be removed; training continues") == 2
+    assert model.exists()
+    assert (state / "optimizer.bin").read_text() == "old"
+    remove(str(model))
+    remove_folder(str(state))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_old_state_of_which_a_file_is_open_is_removed_in_part(tmp_path, removals, monkeypatch, capsys):
+    """Where a folder can be renamed nevertheless: with a file that was opened for sharing."""
+    monkeypatch.setattr(renames, "PATIENCE", 0.0)
+    state = tmp_path / "cat-step00000010-state"
+    state.mkdir()
+
+    def fail(folder):
+        assert folder != state
+        error = PermissionError(errno.EACCES, "The process cannot access the file")
+        error.winerror = 32  # type: ignore[attr-defined]
+        raise error
+
+    atomic_saves._remove(fail, Settings())(str(state))
+    assert "is open in another program and cannot be removed; training continues" in capsys.readouterr().err
+    assert not state.exists(), "a part of a state must not look like a state"
+
+
+def test_other_errors_of_a_removal_are_raised(tmp_path, removals):
+    remove, remove_folder = removals
+    with pytest.raises(FileNotFoundError):
+        remove(str(tmp_path / "cat.safetensors"))
+    with pytest.raises(FileNotFoundError):
+        remove_folder(str(tmp_path / "cat-state"))
+
+
+def test_a_timed_state_that_is_open_is_removed_after_a_later_one(tmp_path, monkeypatch, capsys):
+    states = [tmp_path / f"cat-rolling0000000{step}-state" for step in (1, 2, 3)]
+    for state in states:
+        state.mkdir()
+    rolling = rolling_states._Rolling(tmp_path, "cat", 0.0, 1, saved=states[:2])
+    with monkeypatch.context() as patched:
+        Held(patched, {states[0].name}, attempts=10**9)
+        rolling._remove_oldest()
+    assert "cannot remove the older state" in capsys.readouterr().err
+    rolling.saved.append(states[2])
+    rolling._remove_oldest()
+    assert rolling.saved == [*tmp_path.iterdir()] == states[2:]
 
 
 def test_other_errors_of_a_rename_are_raised_at_once(tmp_path, monkeypatch):

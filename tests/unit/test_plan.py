@@ -8,7 +8,7 @@ import pytest
 
 from kohya_ext import installed_gpus
 from kohya_ext.__main__ import main
-from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.command_line import CommandLine, quoted_word
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, gpus, memory_config, predict
 from kohya_ext.estimate.gpus import SIXTEEN_BITS
@@ -331,7 +331,7 @@ def test_the_command_prints_the_command_line_and_json(checkout, capsys):
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert [line.partition(":")[0] for line in printed.splitlines()[1:4]] == ["time", "memory", "drawbacks"]
-    assert f"\nTo run it:\n  python -m kohya_ext {LORA} --preset 16gb --output_name 'a name'\n" in printed
+    assert f"\nTo run it:\n  python -m kohya_ext {LORA} --preset 16gb --output_name {quoted_word('a name')}\n" in printed
     assert "too big" not in printed
     assert main([*arguments, "--verbose"]) == 0
     assert "too big: preset sdxl-lora/" in capsys.readouterr().out

@@ -529,6 +529,16 @@ def test_state_with_a_missing_file_is_an_error(tmp_path, name):
         assert name in error
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_paths_that_are_too_long_for_windows_are_an_error(tmp_path, monkeypatch, allowed):
+    monkeypatch.setattr(output, "_allows_long_paths", lambda: allowed)
+    assert not check(output.check, output_dir=str(tmp_path / "short"), output_name="cat").errors
+    folder = tmp_path / ("a long name " * 10) / ("and another " * 10)
+    errors = check(output.check, output_dir=str(folder), output_name="cat").errors
+    assert [error for error in errors if "is too long: a run writes paths of up to" in error] == errors
+    assert folder.exists() == allowed != bool(errors)
+
+
 def test_output_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     (error,) = check(output.check, output_dir=str(tmp_path / "file" / "out")).errors

@@ -63,7 +63,7 @@ def started(monkeypatch, tmp_path):
     return start
 
 
-@pytest.mark.skipif(os.name != "posix", reason="on Windows the launcher waits for accelerate")
+@pytest.mark.linux("on Windows the launcher waits for accelerate")
 def test_options_reach_accelerate_and_are_repeated_in_each_process(started, monkeypatch, tmp_path):
     theirs, own, environment = started(num_processes=4, **SEVERAL)
     given = ["--num_processes", "4", "--num_machines", "2", "--machine_rank", "0"]
@@ -76,7 +76,7 @@ def test_options_reach_accelerate_and_are_repeated_in_each_process(started, monk
     assert not processes.are_wanted(Settings(num_processes=4))
 
 
-@pytest.mark.skipif(os.name != "posix", reason="on Windows the launcher waits for accelerate")
+@pytest.mark.linux("on Windows the launcher waits for accelerate")
 def test_a_configuration_decides_how_processes_are_started(started, tmp_path):
     assert started(num_processes=1)[0] == ["--num_processes", "1"]
     default = tmp_path / "accelerate" / "default_config.yaml"

@@ -18,7 +18,7 @@ def connections(monkeypatch):
     """(rank) -> a watch of that process, connected to a store of this test."""
     from torch.distributed import TCPStore
 
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=os.name != "nt")
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     device = torch.device("cpu")
 

@@ -472,7 +472,7 @@ def test_failed_write_keeps_the_last_report(write, report, tmp_path, monkeypatch
     monkeypatch.setattr(atomic_write, "_rename", fail)
     assert main(["report", str(file), "--output", str(tmp_path / "out" / "report.html")]) == 2
     assert "report.html: Permission denied" in capsys.readouterr().err
-    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == [before]
+    assert [path.read_text("utf-8") for path in (tmp_path / "out").iterdir()] == [before]
 
 
 def test_wrong_input_is_an_error(tmp_path, write, capsys, monkeypatch):

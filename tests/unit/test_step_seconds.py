@@ -36,6 +36,8 @@ from kohya_ext.units import GIB
 
 H100 = gpus.named("H100")
 
+of_linux = pytest.mark.linux("compared with the time that the host needs under Linux")
+
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,7 @@ def test_attention_with_a_mask_is_slower() -> None:
         assert predict(masked, gpus.named(name)).seconds > 1.5 * predict(plain, gpus.named(name)).seconds
 
 
+@of_linux
 def test_waits_come_on_top_of_the_gpus_seconds() -> None:
     work = Work([Kernels(SIXTEEN_BITS, 1, 1e15, 0)], [Kernels(MEMORY, 1000, 0, 1e6)])
     added = predict(replace(work, waits=1000), H100).seconds - predict(work, H100).seconds
@@ -200,6 +203,7 @@ def test_a_step_takes_at_least_as_long_as_its_slowest_part() -> None:
     assert max(time.parts.values()) <= time.seconds <= sum(time.parts.values())
 
 
+@of_linux
 def test_graphs_replace_the_hosts_launches_of_the_batch_but_not_of_the_optimizer() -> None:
     work = replace(TINY, optimizer=[Kernels(MEMORY, 1000, 0, 1e6)])
     launched, replayed = predict(work, H100).parts["host"], predict(work, H100, graphs=True).parts["host"]
@@ -238,6 +242,7 @@ def test_gpus_before_ampere_have_no_int8_kernels(architecture: str) -> None:
     assert "has no kernels for an int8 base" in str(replace(H100, architecture=architecture).reason_without_kernels("int8"))
 
 
+@of_linux
 def test_the_gpus_busy_seconds_are_those_measured_on_an_h100() -> None:
     """The rows of benchmarks/results/gpu_time.json: the worst is 14 % off, and with compiled blocks 20 %."""
     rows = [figure for figure in step_seconds.figures() if figure.busy is not None]

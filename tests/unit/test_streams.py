@@ -97,7 +97,7 @@ def test_tables_stay_aligned_and_keep_their_own_colours():
     assert "\x1b[1mx" in text
     rows = [line for line in text.splitlines() if "│" in line]
     assert rows
-    assert r"\x1b" in rows[0]
+    assert r"\x1b" in rows[-1]  # rich draws the head of a table with this character, too, on older consoles
 
 
 def test_no_command_has_a_console_of_its_own():

@@ -196,7 +196,7 @@ def shown(views, *keys, size=(100, 30), more=None):
             for key in keys:
                 await pilot.press(key)
             await pilot.pause(0.1)
-            console = Console(width=size[0], height=size[1], record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+            console = Console(width=size[0], height=size[1], record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
             console.print(app.screen._compositor)
             return console.export_text()
 

@@ -353,8 +353,8 @@ def test_unknown_networks_are_no_checkpoints(write):
     assert (result.kind, result.problems) == ("network of an unknown kind", [])
 
 
+@pytest.mark.linux("the module resource measures the memory")
 def test_memory_does_not_grow_to_the_size_of_a_checkpoint(tmp_path):
-    pytest.importorskip("resource")
     size = 2**28  # of each of two tensors, in bytes
     rows = {
         f"double_blocks.{block}.weight": {
@@ -495,7 +495,7 @@ def test_command_exits_with_1_for_a_broken_file(write, capsys, tmp_path):
     assert main(["inspect", str(write(tensors)), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"]
     assert main(["inspect", str(tmp_path / "missing.safetensors")]) == 2
-    assert "missing.safetensors cannot be read: No such file or directory" in capsys.readouterr().err
+    assert "missing.safetensors cannot be read: " in capsys.readouterr().err
 
 
 def test_json_has_every_module(write, capsys):

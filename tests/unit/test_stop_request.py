@@ -1,0 +1,142 @@
+"""What stops a run: the end of its launcher, and Windows, which leaves time for a save in another thread while a step runs."""
+
+import os
+import subprocess
+import sys
+import threading
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from kohya_ext.run import last_step, stop_request
+from kohya_ext.run.last_step import LastStep
+
+#: More seconds than any of these tests takes.
+LONG = 60.0
+
+
+class Saves(LastStep):
+    """Notes what the main thread was about to do when its state was saved."""
+
+    saved_at: int | None = None
+
+    def _save(self, statements):
+        self.saved_at = self.steps
+
+
+@pytest.fixture
+def last():
+    last = Saves(Namespace(fused_backward_pass=False, blockwise_fused_optimizers=False), SimpleNamespace())
+    finish(last)
+    return last
+
+
+def finish(last):
+    """Finish an optimizer step."""
+    last.after_batch(SimpleNamespace(sync_gradients=True))
+
+
+def ends(last, seconds=LONG):
+    thread = threading.Thread(target=last.save_before_end, args=(seconds, 143))
+    thread.start()
+    return thread
+
+
+def test_a_step_in_forward_is_not_waited_for_and_changes_no_weights(last):
+    last.before_data()
+    last.after_data()
+    last.before_backward()
+    ends(last).join(LONG)
+    assert last.saved_at == 1
+    with pytest.raises(SystemExit) as end:
+        last.before_optimizer_step()
+    assert end.value.code == 143
+    assert last.intact
+
+
+def test_an_optimizer_step_is_waited_for(last, monkeypatch):
+    waits = threading.Event()
+    monkeypatch.setattr(last_step.time, "sleep", lambda seconds: waits.set())
+    last.before_optimizer_step()
+    thread = ends(last)
+    assert waits.wait(LONG)
+    assert last.saved_at is None
+    with pytest.raises(SystemExit):
+        finish(last)
+    thread.join(LONG)
+    assert last.saved_at == 2
+
+
+def test_the_next_batch_is_not_loaded_meanwhile(last):
+    ends(last).join(LONG)
+    with pytest.raises(SystemExit):
+        last.before_data()
+
+
+def test_a_change_that_takes_longer_than_windows_allows_saves_nothing(last):
+    last.before_data()
+    last.save_before_end(0.0, 143)
+    assert last.saved_at is None
+    last.after_data()
+    with pytest.raises(SystemExit):
+        last.before_optimizer_step()
+
+
+def test_fused_optimizers_change_weights_in_backward(last):
+    last.args.fused_backward_pass = True
+    last.before_backward()
+    last.save_before_end(0.0, 143)
+    assert last.saved_at is None
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path, capfd):
+    stopper = stop_request.Stopper(Namespace(), SimpleNamespace(), tmp_path / "stop", 0)
+    stopper.on_closing("the console window was closed")
+    assert not stopper.reason
+    assert capfd.readouterr().err == ""
+
+
+LAUNCHER = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+"""
+
+LAUNCHED = """
+import sys, time
+from kohya_ext.run.stop_request import _runs_below
+while _runs_below(int(sys.argv[1])):
+    time.sleep(0.01)
+print("ended")
+"""
+
+
+def test_the_end_of_the_launcher_is_noticed():
+    """On Windows a process keeps the ID of a parent that has ended."""
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, LAUNCHED], capture_output=True, timeout=300)
+    assert done.stdout.split() == [b"ended"], done.stderr
+
+
+KEYS = """
+import signal
+from kohya_ext.run import stop_request
+stop_request.leave_to_parent()
+for number in stop_request._KEYS:
+    signal.raise_signal(number)
+print("alive")
+"""
+
+
+def test_a_worker_leaves_the_keys_to_its_parent():
+    done = subprocess.run([sys.executable, "-c", KEYS], capture_output=True, timeout=300)
+    assert done.stdout.split() == [b"alive"], done.stderr
+
+
+@pytest.mark.parametrize(("size", "minutes", "advised"), [(8e9, None, True), (8e9, 10.0, False), (1e8, None, False)])
+def test_a_state_that_a_closed_window_cannot_save_is_reported_on_windows(tmp_path, monkeypatch, capsys, size, minutes, advised):
+    monkeypatch.setattr(stop_request, "state_bytes", lambda accelerator: size)
+    monkeypatch.setattr(stop_request, "os", SimpleNamespace(name="nt", path=os.path, getpid=os.getpid))
+    stopper = stop_request.Stopper(Namespace(), SimpleNamespace(), tmp_path / "stop", 0, timed_states=minutes is not None)
+    for _ in range(2):
+        stopper.after_batch(SimpleNamespace(sync_gradients=True, is_main_process=True, num_processes=1, device="cpu"))
+    assert capsys.readouterr().err.count("too few to save its state of 8.0 GB; use --save_state_every_n_minutes") == advised

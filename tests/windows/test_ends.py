@@ -1,0 +1,99 @@
+"""How runs end on Windows: by keys, a closed window, the end of the session, and a kill. Resumed, they lose nothing."""
+
+import functools
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from kohya_ext.run import resume
+from tests.conftest import runs_in_wine
+from tests.windows import console_event
+
+torch = pytest.importorskip("torch")
+
+LORA = "sdxl_train_network.py"
+
+pytestmark = pytest.mark.newest
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train):
+    """checkout, options -> the run that nothing ends, once for each."""
+    return functools.cache(lambda checkout, *options: train(checkout, LORA, *options))
+
+
+def sends(event):
+    return lambda process: console_event.send(process, event)
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+NO_BREAK = "its C runtime turns Ctrl-C into a signal, and not Ctrl-Break"
+
+#: An epoch has eight batches. The runs end in the second, after captions and buckets were shuffled again.
+STEPS = ("--max_train_steps", "12", "--shuffle_caption")
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        pytest.param(sends(console_event.CLOSE), 143, id="close"),
+        pytest.param(sends(console_event.CTRL_BREAK), 149, id="break", marks=[pytest.mark.slow, pytest.mark.wine(NO_BREAK)]),
+        pytest.param(sends(console_event.CTRL_C), 130, id="ctrl-c", marks=pytest.mark.slow),
+        pytest.param(console_event.end_session, 143, id="session", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_ended_resumes_bit_identically(checkout, train, undisturbed, end, code):
+    ended = train(checkout, LORA, *STEPS, at_step=9, act=end)
+    assert ended.code == code, ended.output[-3000:]
+    assert "to resume: " in ended.output
+    assert not [line for line in ended.output.splitlines() if line.startswith("kohya_ext:") and "?" in line]
+    assert not ended.file.exists()
+    assert not list(ended.folder.glob("*.partial"))
+    assert not list(ended.folder.glob(".*.lock")), "the exit handlers did not run"
+    (state,) = ended.folder.glob("*-state")
+    assert resume.state_problem(state) is None
+
+    resumed = train(checkout, LORA, *STEPS, "--resume", "auto", output=ended.folder)
+    assert resumed.code == 0, resumed.output[-3000:]
+    assert state.name in resumed.output
+    assert same(resumed.tensors, undisturbed(checkout, *STEPS).tensors)
+
+
+def terminate(process):
+    """Kill a process as the Task Manager, ``taskkill /F`` and the stop button of the kohya_ss GUI do."""
+    os.kill(process, signal.SIGTERM)
+
+
+def later(seconds, end, process):
+    time.sleep(seconds)
+    end(process)
+
+
+KILLS = int(os.environ.get("KILLS", "20"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_kills_at_random_moments_lose_nothing(checkout, train, undisturbed, tmp_path):
+    """With a state after every step, each start trains for some steps until it is ended in the middle of one."""
+    steps = ("--max_train_steps", str(3 * KILLS + 4), "--shuffle_caption", "--save_state_every_n_minutes", "0")
+    numbers, step = random.Random(1), 0
+    ends = [sends(console_event.CLOSE), sends(console_event.CTRL_C), terminate, console_event.end_session]
+    ends += [] if runs_in_wine() else [sends(console_event.CTRL_BREAK)]
+    for number in range(KILLS):
+        step += numbers.randint(1, 3)
+
+        end = functools.partial(later, numbers.random(), ends[number % len(ends)])
+        run = train(checkout, LORA, *steps, "--resume", "auto", output=tmp_path, at_step=step, act=end)
+        assert run.code != 0, run.output[-3000:]
+        assert not run.file.exists()
+    finished = train(checkout, LORA, *steps, "--resume", "auto", output=tmp_path)
+    assert finished.code == 0, finished.output[-3000:]
+    assert same(finished.tensors, undisturbed(checkout, *steps).tensors)
