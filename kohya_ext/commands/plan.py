@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -176,6 +176,8 @@ def _show_others(console: Console, result: Plan) -> None:
 
 def _time(result: Plan) -> str:
     """Return the seconds of the answer."""
+    if (measured := result.answer.measured) is not None and not measured.failed:
+        return f"{step_time.format_seconds(measured.seconds)} per image, measured by `tune` on this GPU on {measured.day}"
     time = step_time.predict(result.answer.estimate, result.answer.command, result.gpu)
     reason = result.gpu.reason_without_kernels(result.answer.estimate.config.get("base_precision"))
     if time is None:
@@ -199,6 +201,7 @@ def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:
             if (time := step_time.predict(candidate.estimate, candidate.command, result.gpu)) is None
             else step_time.as_json(time),
             "traded": candidate.traded,
+            "measured": None if candidate.measured is None else asdict(candidate.measured),
         }
 
     return {
