@@ -8,8 +8,12 @@ command to type, and measurements that `plan` and --preset auto use from then on
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -17,10 +21,14 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine, launcher_options, quoted
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import step_time
+from kohya_ext.estimate import step_time, tuned
+from kohya_ext.estimate.tuned import Tuned
+from kohya_ext.installed_gpus import driver_version
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic
+from kohya_ext.renames import replace_text
 from kohya_ext.speed import proof, switches, verdicts
+from kohya_ext.tuning import cards
 from kohya_ext.tuning.child import CommandError
 from kohya_ext.tuning.rows import Row
 from kohya_ext.tuning.tuner import Tuner
@@ -52,15 +60,58 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="repeat the self-test of the GPU, as runs do the first time, and let runs choose again what --speed turns on",
     )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="write what was measured on this GPU as JSON without names, paths or captions, also without SCRIPT (docs/tune.md)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
+    own = vars(arguments)
     if arguments.script is not None:
         return _tune(training_command.read(arguments, automatic, "nothing to tune", _add_own))
-    if vars(arguments).get("self_test"):
+    if own.get("self_test"):
         return _test_again()
+    if "export" in own:
+        _require_gpu()
+        _export(own["export"], tuned.load(tuned.machine(_gpu()["name"])))
+        return 0
     raise UserError("nothing to measure; give a training script and its arguments, or --self_test")
+
+
+def _gpu() -> dict[str, Any]:
+    """Return the GPU as an exported file describes it."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    capability = f"{properties.major}.{properties.minor}"
+    return {
+        "name": properties.name,
+        "memory": properties.total_memory,
+        "capability": capability,
+        "driver": driver_version(),
+    }
+
+
+def _export(file: Path, runs: Sequence[Tuned]) -> None:
+    """Write the runs of this GPU to a file. Raises UserError if there is none, or if it cannot be written."""
+    if not runs:
+        raise UserError("nothing was measured on this GPU with this driver and these packages; run tune SCRIPT ... first")
+    gpu = _gpu()
+    versions = {name: text for name, text in tuned.machine(gpu["name"]).items() if name in tuned.PACKAGES}
+    versions = {"python": platform.python_version(), **versions}
+    document = cards.document(gpu, cards.this_machine(), versions, runs)
+    if problems := cards.problems(document):
+        raise UserError("\n".join(["the export is left out, because it may be private or wrong:", *problems]))
+    try:
+        replace_text(file, json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"the export cannot be written: {error}") from None
+    note(f"{file}: {len(runs)} runs; docs/tune.md says where to send it")
 
 
 def _require_gpu() -> None:
@@ -104,6 +155,8 @@ def _tune(request: training_command.Question) -> int:
     except OSError as error:
         warn(f"the measurements cannot be kept: {error}; set KOHYA_EXT_CACHE to a writable folder")
     _show(Console(), tuner)
+    if "export" in request.own:
+        _export(request.own["export"], tuner.all_runs())
     if tuner.is_stopped:
         return _STOPPED
     return int(tuner.best is None)
@@ -141,7 +194,7 @@ def _cells(row: Row, upstream: Row | None) -> Sequence[str]:
         speed,
         f"{gigabytes(measured.reserved)} GB",
         f"{gigabytes(measured.on_card)} GB",
-        f"{measured.waiting:.0%}",
+        "" if measured.waiting is None else f"{measured.waiting:.0%}",
         predicted,
     )
 

@@ -45,8 +45,8 @@ class Tuned:
     """Median seconds of an image; 0 if the run failed."""
     spread: float = 0.0
     """Distance of the quartiles."""
-    waiting: float = 0.0
-    """Share of the time in which the GPU waited for data."""
+    waiting: float | None = None
+    """Share of the time in which the step waited for data; None if that was not measured."""
     reserved: int = 0
     """Peak of the allocator's reserved bytes."""
     on_card: int = 0
@@ -105,7 +105,7 @@ def load(machine: Mapping[str, str]) -> list[Tuned]:
 def _checked(run: Mapping[str, Any]) -> Tuned:
     """Return a run of a file. Raises TypeError or ValueError for one that `tune` has not written."""
     tuned = Tuned(**{**run, "features": tuple(run["features"])})
-    numbers = [tuned.seconds, tuned.spread, tuned.waiting, tuned.reserved, tuned.on_card]
+    numbers = [tuned.seconds, tuned.spread, tuned.waiting or 0, tuned.reserved, tuned.on_card]
     if not isinstance(tuned.config, dict) or not all(0 <= float(number) < 1e15 for number in numbers):
         raise ValueError("not a measurement")
     if (tuned.seconds == 0) != bool(tuned.failed):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,8 +22,8 @@ from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tuning.task import SILENCED, Task
 
-#: Seconds that a process has to end after it was asked to.
-_PATIENCE = 5.0
+#: Seconds that a process has to end after it was asked to, and in which Windows cannot interrupt the wait for it.
+_PATIENCE, _INTERVAL = 5.0, 0.5
 
 _WRONG_COMMAND = 2
 """The exit code of a wrong command line."""
@@ -52,22 +53,21 @@ def measure(checkout: Checkout, command: CommandLine, task: Task, seconds: float
     report = Path(task.folder) / "report.json"
     options = {"disable_patch": _silenced(command), "report": str(report), "journal_file": None}
     process = _start(checkout, command.with_(options), replace(task, parent=os.getpid()))
-    failed = None
     try:
-        code = process.wait(timeout=max(1.0, seconds))
-    except subprocess.TimeoutExpired:
-        failed = f"no result after {seconds:.0f} s"
+        code = _wait(process, time.monotonic() + seconds)
     except KeyboardInterrupt:
         _ask_to_end(process, task)
         raise
     finally:
         _end(process)
     result = _read(task.result)
-    if failed is None and code == _WRONG_COMMAND and not result:
+    if result:
+        return {**result, "facts": _read(report).get("facts", {})}
+    if code is None:
+        return {"failed": f"no result after {seconds:.0f} s"}
+    if code == _WRONG_COMMAND:
         raise CommandError(_reason(task, code))
-    if failed is not None or not result:
-        return {"failed": failed or _reason(task, code)}
-    return {**result, "facts": _read(report).get("facts", {})}
+    return {"failed": _reason(task, code)}
 
 
 def _silenced(command: CommandLine) -> str:
@@ -127,6 +127,14 @@ def _end_tree(pid: int) -> None:
         for each in (*parent.children(recursive=True), parent):
             with suppress(psutil.Error):
                 each.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:
+    """Return a process's exit code; None if it does not end until then."""
+    while time.monotonic() < until:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=_INTERVAL)
+    return None
 
 
 def _read(file: Path) -> dict[str, Any]:

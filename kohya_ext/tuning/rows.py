@@ -66,11 +66,11 @@ def read_result(config: Mapping[str, Any], result: Mapping[str, Any]) -> Tuned:
         reserved=reserved,
         on_card=result["on_card"],
         features=tuple(result["features"]),
-        difference=_difference(trial),
+        difference=difference(trial),
     )
 
 
-def _difference(trial: Mapping[str, Any]) -> float | None:
+def difference(trial: Mapping[str, Any]) -> float | None:
     """Return by how much the gradients with the chosen features differed from eager ones in the trial of --speed."""
     chosen = trial.get("features")
     for candidate in trial.get("candidates", ()):

@@ -15,6 +15,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, gpus, machine, step_time, tuned
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.estimate.tuned import Tuned
 from kohya_ext.planning.alternatives import Search
 from kohya_ext.planning.plan import normalized_config
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -192,10 +193,18 @@ class Tuner:
 
     def keep(self) -> None:
         """Keep the measurements for `plan` and --preset auto, and correct the time model by them. Raises OSError."""
-        kept = [row.measured for row in self.rows if row.measured is not None and row.config]
-        if "gpu" in self.machine and kept:
+        if "gpu" in self.machine and (kept := self._runs()):
             self._correct()
             tuned.keep(tuned.machine(self.machine["gpu"]), kept)
+
+    def all_runs(self) -> list[Tuned]:
+        """Return what was measured now, and earlier on this machine."""
+        new = self._runs()
+        earlier = tuned.load(tuned.machine(self.machine["gpu"])) if "gpu" in self.machine else []
+        return [*new, *(run for run in earlier if all(run.config != each.config for each in new))]
+
+    def _runs(self) -> list[Tuned]:
+        return [row.measured for row in self.rows if row.measured is not None and row.config]
 
     def _correct(self) -> None:
         """Keep how much longer steps took than predicted, as real runs do: without what --speed adds."""
