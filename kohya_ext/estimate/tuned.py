@@ -56,7 +56,7 @@ class Tuned:
     difference: float | None = None
     """Difference of the gradients with these features from eager ones, as a share of their norm; None without a trial."""
     failed: str = ""
-    """Why there is no measurement; empty if there is one."""
+    """Why the run could not be measured; empty if it was."""
     day: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
 
     @property

@@ -96,11 +96,11 @@ class Search:
     def _least_savings(self, start: CommandLine, changes: Changes) -> None:
         """Add the configuration with the fewest memory savings that fits."""
         run = attempt(self.checkout, start.with_(changes), self.gpu)
-        ladder = [step for step in _ladder(run) if run.allows(step)]
-        low, high = 0, len(ladder)
+        savings = [step for step in _savings(run) if run.allows(step)]
+        low, high = 0, len(savings)
         while low < high:
             middle = (low + high) // 2
-            fitting = self._fits(start, {**changes, **ladder[middle]})
+            fitting = self._fits(start, {**changes, **savings[middle]})
             if fitting is None:
                 return
             low, high = (low, middle) if fitting else (middle + 1, high)
@@ -120,15 +120,15 @@ class Search:
         return fits(estimate, self.card)
 
 
-def _ladder(run: Attempt) -> list[Changes]:
+def _savings(run: Attempt) -> list[Changes]:
     """Return the savings from the fastest to the smallest: no checkpointing, some, all, and swapped blocks."""
     whole: Changes = {"gradient_checkpointing": True}
-    ladder: list[Changes] = [{"gradient_checkpointing": False}]
-    ladder += [{**whole, "gradient_checkpointing_ratio": share} for share in _RATIOS]
-    ladder.append(whole)
+    savings: list[Changes] = [{"gradient_checkpointing": False}]
+    savings += [{**whole, "gradient_checkpointing_ratio": share} for share in _RATIOS]
+    savings.append(whole)
     if run.trains_network and (most := most_swapped(run)):
-        ladder += [{**whole, "blocks_to_swap": most // 2}, {**whole, "blocks_to_swap": most}]
-    return ladder
+        savings += [{**whole, "blocks_to_swap": most // 2}, {**whole, "blocks_to_swap": most}]
+    return savings
 
 
 def _splits(run: Attempt) -> Iterator[Changes]:

@@ -1,4 +1,4 @@
-"""Whether an 8-bit base is good enough for a user's own checkpoint and data: its losses beside those in 16 bits.
+"""Whether an 8-bit base is good enough for a user's own checkpoint and data: its losses compared with those in 16 bits.
 
 The rule: an 8-bit base is good enough if it changes the loss of a batch by at most :data:`LOSS` (the root mean square over the
 batches), or by at most :data:`NOISE` times as much as another order of sums does in 16 bits, and no block's output by more
@@ -56,11 +56,11 @@ class Judgement:
 
 
 class NotComparableError(Exception):
-    """The reason why there is no judgement."""
+    """The reason why losses cannot be judged."""
 
 
 def judge(precision: str, reference: Mapping[str, Any], result: Mapping[str, Any]) -> Judgement:
-    """Return the judgement on the losses of a process in 8 bits, beside those of one in 16 bits. Raises NotComparableError."""
+    """Return the judgement on the losses of a process in 8 bits, by those of one in 16 bits. Raises NotComparableError."""
     for each in (reference, result):
         if "failed" in each:
             raise NotComparableError(str(each["failed"]))

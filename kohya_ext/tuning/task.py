@@ -8,6 +8,7 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import signal
 import threading
 import time
 from argparse import Namespace
@@ -121,9 +122,17 @@ def _watch(task: Task) -> None:
 
     while not task.stop_file.exists() and psutil.pid_exists(task.parent):
         time.sleep(_INTERVAL)
-    _thread.interrupt_main()
+    _interrupt()
     time.sleep(_PATIENCE)
     os._exit(1)
+
+
+def _interrupt() -> None:
+    """Interrupt the main thread, also while it waits in a system call."""
+    if os.name == "nt":
+        _thread.interrupt_main()
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def patch(task: Task, start: Callable[[Namespace, Accelerator, Task], TrainingCallback]) -> Patch:

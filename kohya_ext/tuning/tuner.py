@@ -116,13 +116,13 @@ class Tuner:
         )
         try:
             with progress("searching for configurations that fit"):
-                found = search.run()
+                candidates = search.run()
         except UserError as error:
             self.report(f"no other configurations: {error}")
             return
         if not search.is_complete:
             self.report("not all configurations were estimated in this time; --minutes 20 estimates more")
-        for candidate in found:
+        for candidate in candidates:
             predicted = _predicted(candidate.estimate, candidate.command, gpu)
             command = candidate.command.with_({"preflight": False})
             yield Row(candidate.name, "candidate", command, predicted=predicted)
