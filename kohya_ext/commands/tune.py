@@ -200,5 +200,4 @@ def _cells(row: Row, upstream: Row | None) -> Sequence[str]:
 
 
 def _words(command: CommandLine) -> list[str]:
-    shown = command.with_({"preflight": None})
-    return ["python", "-m", "kohya_ext", command.name, *shown.argv]
+    return ["python", "-m", "kohya_ext", command.name, *command.argv]

@@ -38,6 +38,9 @@ _FREE: Mapping[str, object] = {"gradient_checkpointing": False, "gradient_checkp
 
 _UPSTREAM_8_BITS = ("fp8_base", "fp8_base_unet", "fp8_scaled")
 
+#: Ratio of predicted seconds above which a configuration is not worth measuring: twice the error of a prediction.
+_MUCH_SLOWER = 1.3
+
 #: Shares of the checkpointed blocks.
 _RATIOS = (0.25, 0.5, 0.75)
 
@@ -71,8 +74,18 @@ class Search:
         fitting = [each for each in self.candidates if fits(each.estimate, self.card) and _images(each.command) == images]
         distinct = {normalized_config(each.command): each for each in reversed(fitting)}
         distinct.pop(own, None)
-        ranked = fastest_first([*reversed(distinct.values())], self.gpu)
+        ranked = self._promising(fastest_first([*reversed(distinct.values())], self.gpu))
         return [each for each in ranked if not self.only_faster or self._may_be_faster(each)][:MOST]
+
+    def _promising(self, ranked: list[Candidate]) -> list[Candidate]:
+        """Return configurations without those that are predicted to be much slower than another one with the same base."""
+        times = step_time.slowness([each.estimate for each in ranked], self.gpu)
+        best: dict[object, float] = {}
+        promising = []
+        for candidate, time in zip(ranked, times, strict=True):
+            if time <= _MUCH_SLOWER * best.setdefault(candidate.command.settings["base_precision"], time):
+                promising.append(candidate)
+        return promising
 
     def _may_be_faster(self, candidate: Candidate) -> bool:
         """Return whether a configuration is predicted to be faster than the command line, as far as both are known."""

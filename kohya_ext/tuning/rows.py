@@ -39,7 +39,7 @@ def upstream_of(command: CommandLine) -> Row:
     """Return the row of a command line without patches. What a preset sets for the script stays, so both train the same."""
     presets = command.presets.presets
     name = f"upstream, with the options of {command.presets.label}" if presets else "upstream"
-    return Row(name, "upstream", command.with_({"disable_patch": "*", "preflight": False}))
+    return Row(name, "upstream", command.with_({"disable_patch": "*"}))
 
 
 def typed(command: CommandLine) -> Row:

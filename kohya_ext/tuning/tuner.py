@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -58,6 +59,8 @@ class Tuner:
     is_stopped: bool = False
     """Whether the user has stopped it."""
     _until: float = 0.0
+    _shortest: float = 0.0
+    """Seconds of the shortest process so far; later ones take about as long."""
 
     def run(self) -> None:
         """Measure until everything is measured, the time is over or the user stops it. Raises CommandError."""
@@ -124,8 +127,7 @@ class Tuner:
             self.report("not all configurations were estimated in this time; --minutes 20 estimates more")
         for candidate in candidates:
             predicted = _predicted(candidate.estimate, candidate.command, gpu)
-            command = candidate.command.with_({"preflight": False})
-            yield Row(candidate.name, "candidate", command, predicted=predicted)
+            yield Row(candidate.name, "candidate", candidate.command, predicted=predicted)
 
     def _gpu(self) -> Gpu | None:
         if "gpu" not in self.machine:
@@ -135,16 +137,20 @@ class Tuner:
 
     def _row(self, row: Row) -> None:
         """Measure a row, if there is time."""
-        if self._left < _LEAST_SECONDS and self.rows:
+        if self.rows and self._left < max(_LEAST_SECONDS, self._shortest):
             return
         with contextlib.suppress(UserError):  # a script without estimates has no configuration that could be found again
             row.config = tuned.configuration(row.command)
         self.rows.append(row)
         first = _FIRST_OF_UPSTREAM if row.kind == "upstream" else Task.first
-        # The first process may have to cache latents.
-        limit = self._left if len(self.rows) == 1 else min(_ROW_SECONDS, self._left)
+        # The first process checks the command line, and may have to cache latents.
+        is_first = len(self.rows) == 1
+        limit = self._left if is_first else min(_ROW_SECONDS, self._left)
+        command = row.command if is_first else row.command.with_({"preflight": False})
+        begun = self.clock()
         with child.folder() as folder, progress(f"measuring {row.name} (at most {limit / 60:.0f} min)"):
-            result = self.measure(self.checkout, row.command, Task(str(folder), first=first), limit)
+            result = self.measure(self.checkout, command, Task(str(folder), first=first), limit)
+        self._shortest = min(self._shortest or math.inf, self.clock() - begun)
         self.machine = self.machine or result.get("machine", {})
         row.measured = rows.read_result(row.config, result)
         self.report(f"{row.name}: {_summary(row)}")
@@ -193,7 +199,9 @@ class Tuner:
 
     def keep(self) -> None:
         """Keep the measurements for `plan` and --preset auto, and correct the time model by them. Raises OSError."""
-        if "gpu" in self.machine and (kept := self._runs()):
+        # Another failure may be due to the time or a driver.
+        kept = [run for run in self._runs() if not run.failed or run.does_not_fit]
+        if "gpu" in self.machine and kept:
             self._correct()
             tuned.keep(tuned.machine(self.machine["gpu"]), kept)
 

@@ -162,6 +162,9 @@ def test_a_configuration_that_fails_is_a_row_with_its_reason(checkout):
     assert "preset sdxl-lora/12gb-int8: ended by signal 11: Fatal Python error" in lines
     assert tuner.best.name == "as typed"
     assert not tuner.judgements
+    tuner.keep()
+    kept = tuned.load(tuned.machine(GPU))
+    assert [(run.failed, run.does_not_fit) for run in kept] == [("", False), ("out of memory", True)], "another may succeed"
 
 
 def test_an_interrupt_keeps_what_was_measured(checkout):
