@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kohya_ext.config import preset_files
+from kohya_ext.config import gui_form, preset_files
 from kohya_ext.config.arguments import Traced, complete, find_problem, find_problems, preset_line, trace
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags
@@ -26,6 +27,8 @@ from kohya_ext.estimate.result import Estimate
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic, tiers, upstream
 from kohya_ext.planning.tiers import Tier
+from kohya_ext.renames import replace_text
+from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.checkouts import find_or_fetch, is_training_script
 from kohya_ext.sdscripts.introspect import script_parser
 from kohya_ext.units import GIB, SMALLEST_SHARE, gigabytes, read_card
@@ -34,13 +37,24 @@ from kohya_ext.units import GIB, SMALLEST_SHARE, gigabytes, read_card
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     _add_checkout(parser)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list | show | path")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list | show | path | export")
     every = actions.add_parser("list", help="list presets with their memory and seconds")
     every.add_argument("--script", help="the presets of this script alone")
     every.add_argument("--vram", metavar="SIZE", help='the presets for a GPU of this size alone: 12, 12gb or "12 GB"')
     every.add_argument("--verbose", action="store_true", help="also print drawbacks, and the seconds of sd-scripts alone")
     where = actions.add_parser("path", help="print the path of a preset's file")
     where.add_argument("name", help="family/name, as `presets list` shows it")
+    export = actions.add_parser("export", help="write presets as a file for the kohya_ss GUI")
+    export.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
+    export.add_argument("--for", dest="consumer", choices=("kohya_ss",), required=True, help="the program that loads the file")
+    export.add_argument("--script", help="the script; default for a full preset name: the first script of its family")
+    export.add_argument(
+        "--output",
+        type=Path,
+        default=Path(),
+        metavar="PATH",
+        help="a file, a folder, or the GUI's folder: then the file is in its list of presets; default: the current folder",
+    )
     show = actions.add_parser("show", help="show every key of a preset with its value and reason")
     show.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
     show.add_argument(
@@ -81,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         _list(console, arguments.script, arguments.vram, arguments.verbose)
     elif arguments.action == "path":
         print(_path(arguments.name))
+    elif arguments.action == "export":
+        _export(arguments.names, arguments.script or _script(arguments.names), arguments.output)
     else:
         script = arguments.script or _script(arguments.names)
         (_explain if arguments.explain else _show)(console, arguments, script)
@@ -246,6 +262,35 @@ def _show(console: Console, arguments: argparse.Namespace, script: str) -> None:
     presets = CommandLine(Path(script), argv, os.environ, automatic).presets
     rows = (Traced(key, value.value, value.preset, value.why) for key, value in presets.values.items())
     _print_keys(console, presets.label, rows)
+
+
+def _export(names: Sequence[str], script: str, output: Path) -> None:
+    """Write presets as a file that the GUI loads, and print how."""
+    presets = CommandLine(Path(script), [part for name in names for part in ("--preset", name)], os.environ, automatic).presets
+    values = {key: value.value for key, value in presets.values.items()}
+    family = families.of(script, values)
+    if family is None or not any("vram_gb" in preset.about for preset in presets.presets):
+        raise UserError(f"{' '.join(names)}: no GPU size; name one too, for example `presets export 12gb --for kohya_ss`")
+    applied = presets.label.partition(" (")[0].split(" + ")
+    trains_network = script == family.lora
+    fields = gui_form.form(values, family.name, applied, trains_network)
+    file = _file_of_export(output, " ".join(applied).replace("/", " "), "lora" if trains_network else "finetune")
+    replace_text(file, json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+    print(file)
+    tab = "LoRA" if trains_network else "Finetuning or Dreambooth"
+    note(f"In the GUI's {tab} tab, open it under Configuration; kohya_ext must be on there (docs/presets.md).")
+    left = [key for key, value in presets.values.items() if gui_form.lacks(key)]
+    if left:
+        note(f'set by --preset in "Additional parameters", which the file fills in: {", ".join(left)}')
+
+
+def _file_of_export(output: Path, name: str, kind: str) -> Path:
+    """Return the file to write: ``output`` itself, or one in a folder, or in the presets of a GUI's folder."""
+    if output.suffix == ".json":
+        return output
+    if (output / "kohya_gui.py").is_file():
+        output = output / "presets" / kind / "user_presets"
+    return output / f"kohya_ext {name}.json"
 
 
 def _print_keys(console: Console, title: str, rows: Iterable[Traced]) -> None:

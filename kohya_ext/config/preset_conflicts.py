@@ -248,4 +248,7 @@ def summary(label: str, filled: Mapping[str, object], reasons: Mapping[str, Reas
         line += ". The run needs more memory than the preset is designed for"
         if switches := [key for key, reason in reasons.items() if reason.costs_memory and reason.in_gui]:
             line += f"; if it does not fit, turn on {', '.join(switches)} in the GUI"
+    if any(reason.in_gui for reason in reasons.values()):
+        names = label.partition(" (")[0].replace(" + ", " ")
+        line += f". To fill in the GUI's form: python -m kohya_ext presets export {names} --for kohya_ss"
     return line

@@ -280,6 +280,12 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         max_grad_norm=float(config.max_grad_norm != 0),
         t5xxl=FP8 if _keeps_fp8(config) and _is_fp8(config.t5xxl) else None,
         t5xxl_max_token_length=_none_if(config.t5xxl_max_token_length, config.family.t5_tokens),
+        blocks_to_swap=config.blocks_to_swap or None,
+        max_token_length=_none_if(config.max_token_length, 75),
+        gemma2_max_token_length=_none_if(config.gemma2_max_token_length, 256),
+        text_encoder_batch_size=_none_if(config.text_encoder_batch_size, batch),
+        network_args=_without_defaults(config.network_args),
+        optimizer_args=config.optimizer_args or None,
         network_dim=(config.network_dim or networks.default_dim(config.network_module)) if lora else None,
         gradient_checkpointing_ratio=config.gradient_checkpointing_ratio
         if config.gradient_checkpointing and config.gradient_checkpointing_ratio != 1
@@ -300,9 +306,9 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         pretrained_model_name_or_path=_model(config),
         unet_lr=None if config.unet_lr or not lora else _nonzero_rate(config.unet_lr),
         text_encoder_lr=None if all(config.text_encoder_lr or ()) or not lora else _nonzero_rates(config.text_encoder_lr),
-        learning_rate_te=_nonzero_rate(config.learning_rate_te),
-        learning_rate_te1=_nonzero_rate(config.learning_rate_te1),
-        learning_rate_te2=_nonzero_rate(config.learning_rate_te2),
+        learning_rate_te=_nonzero_rate(config.learning_rate_te) if config.trains_text_encoder else None,
+        learning_rate_te1=_nonzero_rate(config.learning_rate_te1) if config.trains_text_encoder else None,
+        learning_rate_te2=_nonzero_rate(config.learning_rate_te2) if config.trains_text_encoder else None,
     )
 
 
@@ -331,6 +337,13 @@ def with_bf16(config: MemoryConfig) -> MemoryConfig:
 def _is_recorded(config: MemoryConfig) -> bool:
     """Return whether --cuda_graphs records the model. What breaks a compiled block's graph breaks a recording, too."""
     return reason_not_to_record(config) is None and reason_not_to_compile(config) is None and config.family.name in RECORDED
+
+
+def _without_defaults(network_args: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Return a network's arguments without those that select all blocks of FLUX, which the kohya_ss GUI always writes."""
+    return (
+        tuple(word for word in network_args or () if not re.fullmatch(r"train_(double|single)_block_indices=all", word)) or None
+    )
 
 
 def _none_if(value: Value | None, default: Value | None) -> Value | None:

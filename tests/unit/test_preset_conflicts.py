@@ -188,7 +188,8 @@ def test_summary_names_the_switches_to_turn_on_in_the_gui():
     run = CommandLine(Path(FLUX), ["--preset", "12gb", "--config_file", str(GUI / "lora-flux.toml")], {})
     line = summary("12gb", {}, run.presets.held_back)
     assert "fp8_base, blocks_to_swap (off in the GUI)" in line
-    assert line.endswith("if it does not fit, turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI")
+    assert "if it does not fit, turn on cache_text_encoder_outputs, fp8_base, blocks_to_swap in the GUI. To fill in" in line
+    assert line.endswith("presets export 12gb --for kohya_ss")
 
 
 def test_additional_parameters_of_the_gui_override_its_switches():
