@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,17 @@ class Tuned:
 OUT_OF_MEMORY = "out of memory"
 
 
+@dataclass(frozen=True)
+class Judged:
+    """Whether an 8-bit base is good enough for a checkpoint."""
+
+    precision: str
+    is_good: bool
+    loss: float
+    """Root mean square of the relative changes of the losses."""
+    day: str
+
+
 def configuration(command: CommandLine) -> dict[str, Any]:
     """Return what the time of a command line's step depends on, as JSON data. Raises UserError as an estimate does."""
     config = memory_config.normalized(memory_config.read(command)[0])
@@ -117,6 +129,47 @@ def file_of(machine: Mapping[str, str]) -> Path:
     """Return the file with the measurements of a machine."""
     digest = hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
     return user_cache.folder() / FOLDER / f"{digest}.json"
+
+
+def keep_judgement(command: CommandLine, precision: str, is_good: bool, loss: float) -> None:
+    """Keep whether an 8-bit base is good enough for a command line's checkpoint. Raises OSError."""
+    row = {"precision": precision, "is_good": is_good, "loss": loss, "day": time.strftime("%Y-%m-%d")}
+    file = _judgements_of(command)
+    if file is not None:
+        replace_text(file, json.dumps({**_read(file), "schema": SCHEMA, precision: row}, indent=1) + "\n")
+
+
+def judgement(command: CommandLine) -> Judged | None:
+    """Return the judgement on the 8-bit base of a command line and its checkpoint; None without one."""
+    file, precision = _judgements_of(command), command.settings["base_precision"]
+    row = {} if file is None or precision is None else _read(file)
+    if row.get("schema") != SCHEMA:
+        return None
+    try:
+        judged = Judged(**row[str(precision)])
+        return judged if math.isfinite(float(judged.loss)) else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _judgements_of(command: CommandLine) -> Path | None:
+    """Return the file with the judgements on a command line's checkpoint; None without a file of weights."""
+    name = command.values.get("pretrained_model_name_or_path")
+    try:
+        checkpoint = Path(str(name)).resolve()
+        about = checkpoint.stat()
+    except (OSError, ValueError):
+        return None
+    text = json.dumps([command.name, str(checkpoint), about.st_size, about.st_mtime_ns])
+    return user_cache.folder() / FOLDER / f"base-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def of_first_gpu() -> list[Tuned]:

@@ -204,6 +204,8 @@ class Tuner:
         if "gpu" in self.machine and kept:
             self._correct()
             tuned.keep(tuned.machine(self.machine["gpu"]), kept)
+        for judgement in self.judgements:
+            tuned.keep_judgement(self.command, judgement.precision, judgement.is_good, judgement.loss)
 
     def all_runs(self) -> list[Tuned]:
         """Return what was measured now, and earlier on this machine."""

@@ -105,9 +105,10 @@ def planning_gpu():
 
 
 def estimate_of(config, reserved):
+    images = config.train_batch_size * config.gradient_accumulation_steps
     return Estimate(
         config=config.key(), allocated=0, reserved=int(reserved), minimum_reserved=0, peak_phase="backward", parts={},
-        phase_peaks={}, flops=10**12, trainable_parameters=0, versions={}, layout="v0.11",
+        phase_peaks={}, flops=10**12 * images, trainable_parameters=0, versions={}, layout="v0.11",
     )  # fmt: skip
 
 
@@ -493,6 +494,26 @@ RESULT = {"losses": [1.001, 2.0], "batches": ["a", "b"], "blocks": {"first": 0.0
 )
 def test_the_rule_for_an_8_bit_base(reference, result, is_good):
     assert base_judgement.judge("int8", {**REFERENCE, **reference}, {**RESULT, **result}).is_good is is_good
+
+
+def test_a_judgement_is_kept_for_the_checkpoint_and_printed_by_plan(checkout, tmp_path):
+    from kohya_ext.commands.plan import _about_8_bits
+
+    file = tmp_path / "model.safetensors"
+    file.write_text("1")
+    words = ["--pretrained_model_name_or_path", str(file)]
+    command = CommandLine(checkout.script(LORA), words, {})
+    with_8_bits = command.with_({"base_precision": "int8"})
+    assert "no GeForce GPU has run yet" in _about_8_bits(with_8_bits)
+    tuned.keep_judgement(command, "int8", True, 0.002)
+    tuned.keep_judgement(command, "fp8", False, 0.03)
+    assert "is good enough for this checkpoint" in _about_8_bits(with_8_bits)
+    assert "(it changes losses by 0.20%):" in _about_8_bits(with_8_bits)
+    assert "is not good enough" in _about_8_bits(command.with_({"base_precision": "fp8"}))
+    assert tuned.judgement(command) is None
+    file.write_text("another")
+    assert tuned.judgement(with_8_bits) is None
+    assert tuned.judgement(CommandLine(checkout.script(LORA), ["--base_precision", "int8"], {})) is None
 
 
 @pytest.mark.parametrize(
