@@ -177,7 +177,8 @@ def _show_others(console: Console, result: Plan) -> None:
 def _time(result: Plan) -> str:
     """Return the seconds of the answer."""
     if (measured := result.answer.measured) is not None and not measured.failed:
-        return f"{step_time.format_seconds(measured.seconds)} per image, measured by `tune` on this GPU on {measured.day}"
+        seconds, size = step_time.format_seconds(measured.seconds), gigabytes(measured.reserved)
+        return f"{seconds} per image, with {size} GB reserved, measured by `tune` on this GPU on {measured.day}"
     time = step_time.predict(result.answer.estimate, result.answer.command, result.gpu)
     reason = result.gpu.reason_without_kernels(result.answer.estimate.config.get("base_precision"))
     if time is None:

@@ -51,7 +51,8 @@ def measure(checkout: Checkout, command: CommandLine, task: Task, seconds: float
     An interrupt ends the process, and is raised. Raises CommandError for a command line that the script rejects.
     """
     report = Path(task.folder) / "report.json"
-    options = {"disable_patch": _silenced(command), "report": str(report), "journal_file": None}
+    # Not the options of patches: what a trial of --speed chooses is kept for a run with these.
+    options = {"disable_patch": _silenced(command), "report": str(report)}
     process = _start(checkout, command.with_(options), replace(task, parent=os.getpid()))
     try:
         code = _wait(process, time.monotonic() + seconds)

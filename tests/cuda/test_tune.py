@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.newest
-def test_a_command_is_measured_kept_and_exported(checkout, models, images, gpu_environment, tmp_path):
+def test_a_command_is_measured_kept_and_exported(checkout, models, images, gpu_environment, train_on_gpu, tmp_path):
     output, cache, card = tmp_path / "output", tmp_path / "cache", tmp_path / "card.json"
     tiny = models("sdxl")
     environ = {
@@ -34,7 +34,8 @@ def test_a_command_is_measured_kept_and_exported(checkout, models, images, gpu_e
         command = [sys.executable, "-m", "kohya_ext", "tune", "--sd-scripts", str(checkout.path), *words]
         return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
 
-    argv = [*arguments.training_arguments(LORA, tiny, images, output), "--mixed_precision", "bf16"]
+    options = ("--mixed_precision", "bf16", "--speed", "auto")
+    argv = [*arguments.training_arguments(LORA, tiny, images, output), *options]
     # Not enough time for estimates: their processes are those of `plan`.
     done = tune("--minutes", "1.5", LORA, *argv, "--export", str(card))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -51,6 +52,9 @@ def test_a_command_is_measured_kept_and_exported(checkout, models, images, gpu_e
     assert exported["gpu"]["name"] == "NVIDIA GeForce RTX 4090"
     assert [run["settings"]["disabled"] for run in exported["runs"]][:2] == [[], ["*"]]
     assert str(Path.home()) not in card.read_text()
+    trained = train_on_gpu(checkout, LORA, *options, env={"KOHYA_EXT_CACHE": str(cache)})
+    assert trained.code == 0, trained.output[-4000:]
+    assert ", as found on " in trained.output, "the trial of the tune is the run's"
     (kept,) = (cache / "tunes").iterdir()
     kept.write_text("{")
     again = tune("--export", str(card))

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -407,6 +409,17 @@ def test_an_interrupt_lets_the_process_end(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         start(program, tmp_path)
     assert (tmp_path / "task" / "ended").exists()
+
+
+def test_a_process_without_its_parent_ends(tmp_path):
+    """The parent was killed, or its window closed."""
+    program = "from kohya_ext.tuning import task; import time; task.watch_parent(task.current()); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as gone:
+        gone.wait()
+    variables = Task(str(tmp_path), parent=gone.pid).variables()
+    root = str(Path(child.__file__).parents[2])
+    ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables, "PYTHONPATH": root}, timeout=50)
+    assert ended.returncode != 0
 
 
 # --- in the process ----------------------------------------------------------------------------------------------------
