@@ -17,6 +17,7 @@ from kohya_ext.estimate import cache, gpus, machine, step_time, tuned
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.estimate.tuned import Tuned
+from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.planning.alternatives import Search
 from kohya_ext.planning.plan import normalized_config
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -61,6 +62,7 @@ class Tuner:
     _until: float = 0.0
     _shortest: float = 0.0
     """Seconds of the shortest process so far; later ones take about as long."""
+    _is_judged: bool = False
 
     def run(self) -> None:
         """Measure until everything is measured, the time is over or the user stops it. Raises CommandError."""
@@ -70,8 +72,12 @@ class Tuner:
             # As typed first: its checks of the command line are better.
             for row in (typed, upstream):
                 self._row(row)
-            for row in self._candidates(is_failed=bool(typed.measured and typed.measured.failed)):
+            candidates = list(self._candidates(is_failed=bool(typed.measured and typed.measured.failed)))
+            for row in candidates:
                 self._row(row)
+                self._judge()
+            if left := [row for row in candidates if row.measured is None]:
+                self.report(f"no time for {len(left)} more configurations; --minutes 20 measures more")
             self._judge()
         except KeyboardInterrupt:
             self.is_stopped = True
@@ -130,6 +136,8 @@ class Tuner:
             yield Row(candidate.name, "candidate", candidate.command, predicted=predicted)
 
     def _gpu(self) -> Gpu | None:
+        if "gpu" not in self.machine and (here := first_gpu()) is not None:  # nothing fits so far
+            self.machine = {"gpu": here.name, "memory": here.memory, "capability": str(here.capability or 0)}
         if "gpu" not in self.machine:
             return None
         memory = int(self.machine["memory"])
@@ -156,15 +164,16 @@ class Tuner:
         self.report(f"{row.name}: {_summary(row)}")
 
     def _judge(self) -> None:
-        """Judge an 8-bit base, if a row with one is the fastest."""
+        """Judge an 8-bit base once, as soon as a row with one is the fastest."""
         without = [row for row in self.rows if row.kind != "upstream" and _is_measured(row) and not row.has_8_bit_base]
         faster = [
             row
             for row in self.rows
             if row.has_8_bit_base and _is_measured(row) and all(_is_faster(row, other) for other in without)
         ]
-        if not faster and not self._typed_has_8_bits:
+        if self._is_judged or not (faster or self._typed_has_8_bits):
             return
+        self._is_judged = True
         if self._left < _LEAST_SECONDS:
             self.report("no time to judge the 8-bit base; repeat with more --minutes")
             return

@@ -23,6 +23,7 @@ from kohya_ext.planning import alternatives
 from kohya_ext.planning import plan as planning
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.tuning import base_judgement, child, rows, task
+from kohya_ext.tuning import tuner as tuner_module
 from kohya_ext.tuning.step_measurement import StepMeasurement
 from kohya_ext.tuning.task import Task
 from kohya_ext.tuning.tuner import Tuner
@@ -38,7 +39,7 @@ STEPS = 6
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
     here = InstalledGpu(GPU, 12 * GIB, 8.9)
-    for module in (tuned, planning):
+    for module in (tuned, planning, tuner_module):
         monkeypatch.setattr(module, "first_gpu", lambda: here)
     monkeypatch.setattr(installed_gpus, "first_gpu", lambda: here)
     monkeypatch.setattr(tuned, "driver_version", lambda: "580.1")
@@ -168,6 +169,17 @@ def test_a_configuration_that_fails_is_a_row_with_its_reason(checkout):
     tuner.keep()
     kept = tuned.load(tuned.machine(GPU))
     assert [(run.failed, run.does_not_fit) for run in kept] == [("", False), ("out of memory", True)], "another may succeed"
+
+
+@pytest.mark.thorough
+def test_a_command_that_does_not_fit_gets_one_that_does(checkout):
+    def outcome(command, given):
+        fits = command.settings["base_precision"] is None and command.values.get("gradient_checkpointing")
+        return steps(0.5) if fits else {"failed": "out of memory"}
+
+    tuner, _, _ = tune(checkout, outcome, "--preset", "16gb")
+    assert [row.measured.failed for row in tuner.rows[:2]] == ["out of memory", "out of memory"]
+    assert tuner.best.kind == "candidate"
 
 
 def test_an_interrupt_keeps_what_was_measured(checkout):
