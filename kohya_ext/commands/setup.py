@@ -13,7 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kohya_ext import cache
+from kohya_ext.config.command_line import quoted
 from kohya_ext.errors import UserError
+from kohya_ext.launch import host
 from kohya_ext.output import Console
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -47,12 +49,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="remove the cache: fetched checkouts, compiled kernels, estimates and measurements; asks first",
     )
+    parser.add_argument(
+        "--for",
+        dest="host",
+        type=Path,
+        metavar="FOLDER",
+        help="install kohya_ext into the environment of a GUI (the folder of kohya_ss, for example), and switch it on there",
+    )
+    parser.add_argument("--undo", action="store_true", help="with --for: remove both again")
     parser.add_argument("--yes", action="store_true", help="with --clean: do not ask")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     console = Console(soft_wrap=True)
+    if arguments.host is not None:
+        return (_undo if arguments.undo else _install)(console, arguments.host.expanduser())
+    if arguments.undo:
+        raise UserError("--undo needs --for FOLDER: the folder of the GUI")
     if arguments.clean:
         return _clean(console, arguments.yes)
     if arguments.list:
@@ -70,6 +84,34 @@ def run(arguments: argparse.Namespace) -> int:
             checkouts.make_default(str(checkout.path))
     for line in _use(checkout):
         console.print(escape(line))
+    return 0
+
+
+def _install(console: Console, folder: Path) -> int:
+    """Install the extension into a GUI's environment, switch it on there, and show that a start of sd-scripts has it."""
+    target, sd_scripts = host.environment(folder), host.checkout(folder)
+    console.print(f"environment: {escape(str(target.python))}")
+    host.switch_on(target, host.install(target))
+    console.print(f"switched on by {escape(str(target.switch))}; start the program as usual (KOHYA_EXT=0 is off for one start)")
+    if sd_scripts is None:
+        console.print(f"no sd-scripts in {escape(str(folder))}, so no start was tried")
+    elif lines := host.first_lines(target, sd_scripts):
+        console.print("tried a start of sd-scripts there. The log of a training begins with:")
+        for line in lines:
+            console.print(f"  {escape(line)}", highlight=False)
+    else:
+        raise UserError(
+            f"kohya_ext is installed, but not on in {sd_scripts.path}; `{target.python} -m kohya_ext doctor` shows why"
+        )
+    undo = quoted(["python", "-m", "kohya_ext", "setup", "--for", str(folder), "--undo"])
+    console.print(f"to undo it: {escape(undo)}")
+    return 0
+
+
+def _undo(console: Console, folder: Path) -> int:
+    target = host.environment(folder)
+    added = host.undo(target)
+    console.print(f"switched off in {escape(str(target.site_packages))}; removed: {', '.join(added) or 'no packages'}")
     return 0
 
 
