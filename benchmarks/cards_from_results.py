@@ -58,9 +58,7 @@ def _file(measured: Mapping[str, Any]) -> dict[str, Any]:
     host = {name: machine[name] for name in ("processor", "cores", "memory")}
     known = {name: text for name, text in versions.items() if name in (*tuned.PACKAGES, "python")}
     system = machine["system"].partition("-")[0]
-    return cards.document(
-        gpu, {"system": system, **host}, {**known, "sd-scripts": measured["sd_scripts"]}, list(_runs(measured))
-    )
+    return cards.document(gpu, {"system": system, **host}, known, list(_runs(measured)))
 
 
 def _runs(measured: Mapping[str, Any]) -> Iterator[Tuned]:
@@ -72,10 +70,10 @@ def _runs(measured: Mapping[str, Any]) -> Iterator[Tuned]:
     for name, rounds in measured["rows"].items():
         done = [each for each in rounds if "seconds" in each and "failed" not in each and each.get("visit", 0) == last]
         if done:
-            yield _run(name, next((each for each in reversed(done) if "choice" in each), done[-1]))
+            yield _run(name, measured["sd_scripts"], next((each for each in reversed(done) if "choice" in each), done[-1]))
 
 
-def _run(name: str, measured: Mapping[str, Any]) -> Tuned:
+def _run(name: str, sd_scripts: str, measured: Mapping[str, Any]) -> Tuned:
     row, _, variant = name.rpartition(" ")
     preset, _, option = row.partition(" ")
     family = preset.partition("/")[0]
@@ -93,6 +91,7 @@ def _run(name: str, measured: Mapping[str, Any]) -> Tuned:
         on_card=measured["reserved"] + measured["outside_the_allocator"],
         features=tuple(trial.get("features", ())),
         difference=rows.difference(trial),
+        sd_scripts=sd_scripts,
         day=trial.get("day", ""),
     )
 

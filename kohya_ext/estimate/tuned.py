@@ -58,6 +58,8 @@ class Tuned:
     """Difference of the gradients with these features from eager ones, as a share of their norm; None without a trial."""
     failed: str = ""
     """Why the run could not be measured; empty if it was."""
+    sd_scripts: str = ""
+    """The release of sd-scripts; empty if it is not known."""
     day: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
 
     @property

@@ -138,7 +138,7 @@ def _problems(document: Any) -> Iterator[str]:
     for version in (document["gpu"]["driver"], document["gpu"]["capability"], *document["versions"].values()):
         if version and not _VERSION.fullmatch(version):
             yield f"not a version: {version!r}"
-    known = {*tuned.PACKAGES, "python", "sd-scripts"}
+    known = {*tuned.PACKAGES, "python"}
     yield from _unknown("versions", document["versions"], known)
     if not 1 <= document["gpu"]["memory"] / GB <= 1000:
         yield "gpu: memory is not in bytes"
@@ -156,6 +156,8 @@ def _problems_of_run(run: Mapping[str, Any], memory: int) -> Iterator[str]:
     yield from _problems_of_settings(run["settings"])
     if not _DAY.fullmatch(run["day"]):
         yield f"not a day: {run['day']!r}"
+    if run["sd_scripts"] and not _VERSION.fullmatch(run["sd_scripts"]):
+        yield f"not a release of sd-scripts: {run['sd_scripts']!r}"
     if not set(run["features"]) <= {switch.name for switch in switches.ALL}:
         yield "unknown features"
     if not all(isinstance(run[name], (int, float)) and run[name] >= 0 for name in _NUMBERS):

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
@@ -160,7 +160,7 @@ class Tuner:
             result = self.measure(self.checkout, command, Task(str(folder), first=first), limit)
         self._shortest = min(self._shortest or math.inf, self.clock() - begun)
         self.machine = self.machine or result.get("machine", {})
-        row.measured = rows.read_result(row.config, result)
+        row.measured = replace(rows.read_result(row.config, result), sd_scripts=self.checkout.version or "")
         self.report(f"{row.name}: {_summary(row)}")
 
     def _judge(self) -> None:

@@ -88,6 +88,7 @@ def test_an_export_has_what_a_table_needs():
         (("runs", 0, "failed"), "ended with exit code 1"),
         (("runs", 0, "features"), ["anna"]),
         (("runs", 0, "day"), "yesterday"),
+        (("runs", 0, "sd_scripts"), "/home/anna/sd-scripts"),
         (("runs", 0, "settings", "network_args"), ["anna"]),
         (("runs", 0, "settings", "optimizer_type"), "anna.Secret"),
         (("runs", 0, "settings", "resolution"), "/home/anna"),

@@ -22,7 +22,9 @@ def gui(tmp_path):
     venv.create(folder / "venv", symlinks=os.name != "nt")
     sd_scripts = make_tree(folder / "sd-scripts")
     (sd_scripts / "library" / "__init__.py").write_text("")
-    (sd_scripts / "train_network.py").write_text("import sys\nsys.path.insert(0, '.')\nimport library\nprint('usage')  # as read_config_from_file() would\n")
+    (sd_scripts / "train_network.py").write_text(
+        "import sys\nsys.path.insert(0, '.')\nimport library\nprint('usage')  # as read_config_from_file() would\n"
+    )
     target = host.environment(folder)
     others = [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
     (target.site_packages / "a.pth").write_text("\n".join(others) + "\n")
