@@ -208,9 +208,7 @@ class Tuner:
 
     def keep(self) -> None:
         """Keep the measurements for `plan` and --preset auto, and correct the time model by them. Raises OSError."""
-        # Another failure may be due to the time or a driver.
-        kept = [run for run in self._runs() if not run.failed or run.does_not_fit]
-        if "gpu" in self.machine and kept:
+        if "gpu" in self.machine and (kept := self._runs()):
             self._correct()
             tuned.keep(tuned.machine(self.machine["gpu"]), kept)
         for judgement in self.judgements:
@@ -223,7 +221,9 @@ class Tuner:
         return [*new, *(run for run in earlier if all(run.config != each.config for each in new))]
 
     def _runs(self) -> list[Tuned]:
-        return [row.measured for row in self.rows if row.measured is not None and row.config]
+        """Return what others can use: another failure than one of memory may be due to the time or a driver."""
+        runs = [row.measured for row in self.rows if row.measured is not None and row.config]
+        return [run for run in runs if not run.failed or run.does_not_fit]
 
     def _correct(self) -> None:
         """Keep how much longer steps took than predicted, as real runs do: without what --speed adds."""
