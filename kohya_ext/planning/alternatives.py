@@ -62,20 +62,26 @@ class Search:
 
     def run(self) -> list[Candidate]:
         """Return the configurations that fit, the fastest first, without the command line's own."""
-        tiers, free = _tiers_of(self.command), _freed(self.command)
-        can_have_8_bits = can_have_8_bit_base(self.checkout, free, self.gpu)
-        for experimental in (False, True) if tiers and can_have_8_bits else (False,) if tiers else ():
-            self.candidates += known_tiers(self.checkout, free, experimental)
-        if tiers:
-            free = free.with_tier(_base(free))
-        for changes in self._starts(attempt(self.checkout, free, self.gpu), can_have_8_bits):
-            self._least_savings(free, changes)
+        free = start = _freed(self.command)
+        if _tiers_of(self.command):
+            start = free.with_tier(_base(self.command))
+        can_have_8_bits = self._can_have_8_bits(start)
+        if start is not free:
+            self.candidates += known_tiers(self.checkout, free)
+            self.candidates += known_tiers(self.checkout, free, experimental=True) if can_have_8_bits else []
+        for changes in self._starts(attempt(self.checkout, start, self.gpu), can_have_8_bits):
+            self._least_savings(start, changes)
         own, images = normalized_config(self.command), _images(self.command)
         fitting = [each for each in self.candidates if fits(each.estimate, self.card) and _images(each.command) == images]
         distinct = {normalized_config(each.command): each for each in reversed(fitting)}
         distinct.pop(own, None)
         ranked = self._promising(fastest_first([*reversed(distinct.values())], self.gpu))
         return [each for each in ranked if not self.only_faster or self._may_be_faster(each)][:MOST]
+
+    def _can_have_8_bits(self, start: CommandLine) -> bool:
+        """Return whether a command line can have an 8-bit base, also instead of upstream's 8 bits."""
+        is_mixed = start.values.get("mixed_precision") in ("bf16", "fp16")
+        return is_mixed and can_have_8_bit_base(self.checkout, start.with_(dict.fromkeys(_UPSTREAM_8_BITS)), self.gpu)
 
     def _promising(self, ranked: list[Candidate]) -> list[Candidate]:
         """Return configurations without those that are predicted to be much slower than another one with the same base."""
@@ -175,15 +181,19 @@ def _is_tier(name: str, script: str) -> bool:
 def _freed(command: CommandLine) -> CommandLine:
     """Return a command line without what a tune changes, and without presets for a GPU size."""
     if tiers := _tiers_of(command):
+        selected = command.values
         others = [name for name in command.given["preset"] if name not in tiers]
         command = replace(command.with_({"preset": None}), environ=_without_preset(command.environ))
         command = replace(command, argv=(*(word for name in others for word in ("--preset", name)), *command.argv))
+        if (model := selected.get("model_type")) is not None:  # of a preset, which it selects
+            command = command.with_({"model_type": model})
     command = command.with_(dict.fromkeys(_FREE))
     return command.with_({name: off for name, off in _FREE.items() if name in command.given})
 
 
 def _base(command: CommandLine) -> str:
-    base = preset_files.base(preset_files.FAMILIES[command.name])
+    """Return the base preset of a command line's kind of model."""
+    base = preset_files.base(memory_config.read(command)[0].kind)
     assert base is not None, "a family with tiers has a base preset"
     return base.name
 

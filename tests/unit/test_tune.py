@@ -28,7 +28,7 @@ from kohya_ext.tuning.step_measurement import StepMeasurement
 from kohya_ext.tuning.task import Task
 from kohya_ext.tuning.tuner import Tuner
 from kohya_ext.units import GIB
-from tests.unit.test_plan import LORA
+from tests.unit.test_plan import FLUX, LORA
 from tests.unit.test_plan import checkout as checkout
 
 GPU = "NVIDIA GeForce RTX 4070"
@@ -255,6 +255,14 @@ def test_the_search_merges_accumulated_micro_batches(checkout, monkeypatch):
     values = [each.command.values for each in candidates]
     splits = {(each["train_batch_size"], each["gradient_accumulation_steps"]) for each in values}
     assert splits == {(1, 4), (2, 2), (4, 1)}
+
+
+def test_a_preset_that_selects_the_model_gets_others_of_it(checkout, monkeypatch):
+    monkeypatch.setattr(alternatives.predict, "estimate", unknown)
+    command = CommandLine(checkout.script(FLUX), ["--preset", "chroma-lora/16gb"], {}, has_bf16=True)
+    candidates = alternatives.Search(checkout, command, 24 * GIB, gpus.named("RTX 4090"), lambda: False, False).run()
+    assert candidates
+    assert {planning.memory_config.read(each.command)[0].kind for each in candidates} == {"chroma-lora"}
 
 
 def test_a_search_without_time_says_so(checkout, monkeypatch):
