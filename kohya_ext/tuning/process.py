@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from argparse import Namespace
 
 from kohya_ext.patching.patch import Patch
@@ -13,6 +14,8 @@ def patches() -> tuple[Patch, ...]:
     task = tasks.current()
     if task is None:
         return ()
+    if multiprocessing.parent_process() is None:  # not in workers of the data loader
+        tasks.watch_parent(task)
     from kohya_ext.tuning import loss_record, step_measurement
 
     if task.kind == "losses":

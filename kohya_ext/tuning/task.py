@@ -35,8 +35,8 @@ SILENCED = (
 #: Images of each dataset that are used, evenly chosen: enough for the steps, without hours of caching.
 MOST_IMAGES = 128
 
-#: Steps of the run, as far as the trial of --speed knows: a verdict is about a run that is worth a trial.
-_STEPS = 3000
+#: Steps of the run, as far as the trial of --speed knows, which then takes all the time that it may.
+_STEPS = 100_000
 
 #: Arguments of scripts that would write, send, resume or sample something -> their value.
 _QUIET: Mapping[str, object] = {
@@ -139,7 +139,6 @@ def patch(task: Task, start: Callable[[Namespace, Accelerator, Task], TrainingCa
     """Return the patch of a process with a task: ``start`` returns its callback."""
 
     def on_start(args: Namespace, accelerator: Accelerator, settings: Settings) -> TrainingCallback:
-        watch_parent(task)
         return start(args, accelerator, task)
 
     return Patch(

@@ -453,7 +453,7 @@ def test_a_process_writes_nothing_of_the_run(tmp_path):
     task.quiet(args, Task(str(tmp_path)))
     assert vars(args) == {
         "output_dir": str(tmp_path / "output"), "output_name": "tune", "resume": None, "log_with": None, "sample_prompts": None,
-        "sample_at_first": False, "save_every_n_steps": None, "save_state": False, "max_train_steps": 3000,
+        "sample_at_first": False, "save_every_n_steps": None, "save_state": False, "max_train_steps": 100_000,
         "max_train_epochs": None, "huggingface_repo_id": None, "seed": None,
     }  # fmt: skip
 
