@@ -393,39 +393,54 @@ def test_a_wrong_command_line_ends_the_tune(tmp_path):
         start("raise SystemExit(print('kohya_ext: error: unknown option') or 2)", tmp_path)
 
 
-def test_a_process_that_hangs_is_ended_with_its_own_processes(tmp_path):
-    code = "import time; time.sleep(60)"
-    file = str(tmp_path / "pid")
-    own = f"p = subprocess.Popen([sys.executable, '-c', {code!r}]); open({file!r}, 'w').write(str(p.pid)); p.wait()"
-    program = f"import subprocess, sys; {own}"
-    result = start(program, tmp_path, seconds=1.5)
-    assert result == {"failed": "no result after 2 s"}
+def exists(file):
+    """Wait for a file that a process writes."""
+    until = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < until, f"{file} does not exist"
+        time.sleep(0.02)
+
+
+def test_a_process_that_hangs_is_ended_with_its_own_processes(tmp_path, monkeypatch):
     psutil = pytest.importorskip("psutil")
-    pid = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.05)
-    pytest.fail("its process still runs")
+    own, file = "import time; time.sleep(600)", tmp_path / "pid"
+    lines = (
+        "import os, subprocess, sys",
+        f"p = subprocess.Popen([sys.executable, '-c', {own!r}])",
+        f"open({str(file)!r} + '.part', 'w').write(str(p.pid))",
+        f"os.rename({str(file)!r} + '.part', {str(file)!r})",
+        "p.wait()",
+    )
+    waited = child._wait
+
+    def wait(process, until):
+        exists(file)
+        return waited(process, time.monotonic() + 0.1)
+
+    monkeypatch.setattr(child, "_wait", wait)
+    assert start("\n".join(lines), tmp_path) == {"failed": "no result after 20 s"}
+    pid, until = int(file.read_text()), time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "its process still runs"
+        time.sleep(0.02)
 
 
 def test_an_interrupt_lets_the_process_end(tmp_path, monkeypatch):
     """The process ends as after Ctrl-C, because the parent asks for it by a file."""
     program = (
         "from kohya_ext.tuning import task; import time, pathlib; t = task.current(); task.watch_parent(t)\n"
-        "try: time.sleep(60)\n"
+        "try: pathlib.Path(t.folder, 'started').touch(); time.sleep(600)\n"
         "except KeyboardInterrupt: pathlib.Path(t.folder, 'ended').touch()"
     )
-    waited = child._wait
 
     def interrupted(process, until):
-        waited(process, time.monotonic() + 1.0)
+        exists(tmp_path / "task" / "started")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(child, "_wait", interrupted)
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, [str(Path(child.__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    )
+    monkeypatch.setattr(child, "_PATIENCE", 60.0)
+    root = str(Path(child.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
     with pytest.raises(KeyboardInterrupt):
         start(program, tmp_path)
     assert (tmp_path / "task" / "ended").exists()
