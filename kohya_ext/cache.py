@@ -21,6 +21,7 @@ PARTS: Mapping[str, str] = {
     "self_tests": "results of the self-tests of GPUs",
     "speed": "what --speed has chosen for runs",
     "step_times": "seconds of earlier runs' steps",
+    "tunes": "measurements of tune",
     "virtual_gpu": "the library of the virtual GPU",
     "windows": "the Windows Python of the tests",
 }

@@ -43,9 +43,12 @@ class _Clock(TrainingCallback):
             self.store()
 
     def on_exit(self) -> None:
-        self.store()
+        self._finish()
 
     def on_end(self) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
         self.store()
         measured = self.steps - _WARM_UP
         # A prediction is without what --speed adds.

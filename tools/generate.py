@@ -21,8 +21,9 @@ from typing import Any
 from benchmarks import eight_bit_steps
 from kohya_ext.commands import options, presets
 from kohya_ext.config import preset_files
-from kohya_ext.estimate import gpus
+from kohya_ext.estimate import cache, gpus
 from kohya_ext.estimate.gpus import FP8, FP32, INT8, SIXTEEN_BITS
+from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.estimate.seconds import (
     ATTENTION,
@@ -34,6 +35,7 @@ from kohya_ext.estimate.seconds import (
     Prediction,
     Work,
     by_kind,
+    predict,
 )
 from kohya_ext.patching.patch import registry
 from kohya_ext.planning.tiers import usable_bytes
@@ -42,6 +44,7 @@ from kohya_ext.sdscripts.families import BY_NAME
 DOCS = Path(__file__).parent.parent / "docs"
 EVIDENCE = DOCS.parent / "benchmarks" / "README.md"
 RESULTS = EVIDENCE.parent / "results"
+CARDS = EVIDENCE.parent / "cards"
 EVERY_SCRIPT = DOCS.parent / "tests" / "data" / "every_script.json"
 RELEASES = DOCS.parent / "tests" / "data" / "releases.json"
 
@@ -68,6 +71,7 @@ def generated() -> Mapping[Path, str]:
         DOCS / "releases.md": [_releases()],
         DOCS / "scripts.md": [_every_script()],
         DOCS / "speed.md": [_measured_gains(), _predicted_gains()],
+        DOCS / "tune.md": [_cards()],
         EVIDENCE: [
             *(_gpu_time("gpu_time.json"), _gpu_time("gpu_time_h200.json"), _typed_gains()),
             *(_host_time(), _peers(), _cold_compile()),
@@ -196,6 +200,74 @@ def _typed_gains() -> str:
             gain = f"{upstream[run['visit']] / run['seconds']:.1f}x"
             rows.append([what, str(run["visit"]), f"{run['seconds']:.2f} s", gain])
     return _table(("", "machine", "seconds per step", "times as fast"), sorted(rows, key=lambda row: row[1]))
+
+
+def _cards() -> str:
+    """Return a table of the fastest measured configuration of each GPU in benchmarks/cards, with upstream's and predictions."""
+    rows = []
+    for file in sorted(CARDS.glob("*.json")):
+        card = json.loads(file.read_text(encoding="utf-8"))
+        groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+        for run in card["runs"]:
+            if not run["failed"]:
+                groups.setdefault(_trained(run["settings"]), []).append(run)
+        rows += [
+            [card["gpu"]["name"], card["machine"]["system"], f"{kind}, {size}", *_beside_upstream(runs, card["gpu"])]
+            for (kind, size, _), runs in groups.items()
+        ]
+    head = ("GPU", "system", "trains", "upstream", "fastest", "gain", "with", "reserved", "predicted")
+    return _table(head, rows)
+
+
+def _trained(settings: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Return what a run trains: kind of model, size of images, and images of a step."""
+    values = {name: value for name, value in settings.items() if name not in ("speed", "disabled")}
+    config = MemoryConfig(**values)
+    images = config.train_batch_size * config.gradient_accumulation_steps
+    size = str(config.resolution).replace(",", "x")
+    return config.kind, size if images == 1 else f"{size}, {images} images a step", images
+
+
+def _beside_upstream(runs: Sequence[Mapping[str, Any]], gpu: Mapping[str, Any]) -> Iterator[str]:
+    """Yield upstream's seconds of an image, the fastest ones, their ratio, settings and memory, and the predicted seconds."""
+    upstream = min((run["seconds"] for run in runs if "*" in run["settings"]["disabled"]), default=None)
+    ours = [run for run in runs if "*" not in run["settings"]["disabled"]]
+    if not ours:
+        yield from ([f"{upstream:.2f} s", *[""] * 5] if upstream is not None else [""] * 6)
+        return
+    fastest = min(ours, key=lambda run: run["seconds"])
+    yield "" if upstream is None else f"{upstream:.2f} s"
+    yield f"{fastest['seconds']:.2f} s"
+    yield "" if upstream is None else f"{upstream / fastest['seconds']:.1f}x"
+    yield ", ".join(_settings_in_words(fastest))
+    yield f"{fastest['reserved'] / 1e9:.1f} GB"
+    yield _predicted_of(fastest, gpu)
+
+
+def _settings_in_words(run: Mapping[str, Any]) -> Iterator[str]:
+    settings, features = run["settings"], run["features"]
+    yield "checkpointing" if settings.get("gradient_checkpointing") else "no checkpointing"
+    for name, words in (
+        ("cuda_graphs", "CUDA graphs"),
+        ("fused_operations", "fused operations"),
+        ("selective_torch_compile", "compiled blocks"),
+    ):
+        if settings.get(name) or name in features:
+            yield words
+    if precision := settings.get("base_precision"):
+        yield f"{precision} base"
+
+
+def _predicted_of(run: Mapping[str, Any], gpu: Mapping[str, Any]) -> str:
+    """Return the predicted seconds of an image; empty if the kernels of its configuration are not in the package's table."""
+    values = {name: value for name, value in run["settings"].items() if name not in ("speed", "disabled")}
+    graphs = bool(values.pop("cuda_graphs", False)) or "cuda_graphs" in run["features"]
+    known, about = cache.shipped(MemoryConfig(**values)), gpus.find(gpu["name"], gpu["memory"])
+    if known is None or known.get("work") is None or about is None:
+        return ""
+    config = MemoryConfig(**values)
+    time = predict(Work.from_row(known["work"]), about, config.gradient_accumulation_steps, graphs, CONSTANTS)
+    return f"{time.seconds / Estimate(**known).images:.2f} s"
 
 
 def _predicted_gains() -> str:

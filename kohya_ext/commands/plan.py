@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -17,7 +17,7 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, machine, memory_config, step_time
+from kohya_ext.estimate import gpus, machine, memory_config, step_time, tuned
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.planning.plan import Candidate, Plan, plan
@@ -133,7 +133,7 @@ def _show(console: Console, result: Plan, name: str, verbose: bool) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     print(f"  {quoted(_words(command))}")
     if result.experimental is not None:
-        console.print(_EXPERIMENTAL, highlight=False, soft_wrap=True)
+        console.print(_about_8_bits(result.experimental.command), highlight=False, soft_wrap=True)
         print(f"  {quoted(_words(result.experimental.command))}")
     if _can_be_recorded(command):
         console.print(_CHOSEN, highlight=False, soft_wrap=True)
@@ -176,11 +176,24 @@ def _show_others(console: Console, result: Plan) -> None:
 
 def _time(result: Plan) -> str:
     """Return the seconds of the answer."""
+    if (measured := result.answer.measured) is not None and not measured.failed:
+        seconds, size = step_time.format_seconds(measured.seconds), gigabytes(measured.reserved)
+        return f"{seconds} per image, with {size} GB reserved, measured by `tune` on this GPU on {measured.day}"
     time = step_time.predict(result.answer.estimate, result.answer.command, result.gpu)
     reason = result.gpu.reason_without_kernels(result.answer.estimate.config.get("base_precision"))
     if time is None:
         return reason or "not known, because the kernels of this configuration were not counted; see `estimate --gpu`"
     return step_time.lines(time, result.gpu)[0]
+
+
+def _about_8_bits(command: CommandLine) -> str:
+    """Return the line above a command with an 8-bit base."""
+    judged = tuned.judgement(command)
+    if judged is None:
+        return _EXPERIMENTAL
+    advice = "is good enough" if judged.is_good else "is not good enough"
+    change = f"it changes losses by {judged.loss:.2%}"
+    return f"Faster, with an 8-bit base, which {advice} for this checkpoint, as `tune` measured on {judged.day} ({change}):"
 
 
 def _words(command: CommandLine) -> list[str]:
@@ -199,6 +212,7 @@ def _as_json(result: Plan, words: Sequence[str]) -> dict[str, Any]:
             if (time := step_time.predict(candidate.estimate, candidate.command, result.gpu)) is None
             else step_time.as_json(time),
             "traded": candidate.traded,
+            "measured": None if candidate.measured is None else asdict(candidate.measured),
         }
 
     return {

@@ -36,8 +36,11 @@ def _none(parser: argparse.ArgumentParser) -> None:
     """Add no options."""
 
 
-def configure(parser: argparse.ArgumentParser, arguments: str, add_own: AddOwn = _none) -> None:
-    """Add a command's own options, SCRIPT and its arguments. ``arguments`` is the help text of the latter."""
+def configure(parser: argparse.ArgumentParser, arguments: str, add_own: AddOwn = _none, is_optional: bool = False) -> None:
+    """Add a command's own options, SCRIPT and its arguments. ``arguments`` is the help text of the latter.
+
+    ``is_optional``: without SCRIPT it is None.
+    """
     _add(parser, add_own)
     # A run's options are parsed only to separate their values from SCRIPT; `read` passes them on as words.
     of_a_run = parser.add_argument_group()
@@ -46,7 +49,10 @@ def configure(parser: argparse.ArgumentParser, arguments: str, add_own: AddOwn =
     for action in of_a_run._group_actions:
         action.help = argparse.SUPPRESS
     parser.add_argument(
-        "script", metavar="SCRIPT", help="a training script of sd-scripts: sdxl_train_network.py, sdxl_train.py, ..."
+        "script",
+        metavar="SCRIPT",
+        nargs="?" if is_optional else None,
+        help="a training script of sd-scripts: sdxl_train_network.py, sdxl_train.py, ...",
     )
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help=arguments).required = False
 

@@ -29,6 +29,7 @@ from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record, stop_request
 from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
+from kohya_ext.tuning import process as tuning_process
 
 #: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
 #: and options.
@@ -51,7 +52,7 @@ class Session:
     def start(cls, checkout: Checkout, command: CommandLine) -> Session:
         """Resolve the options and arm the patches. Raises UserError for anything wrong in the command line."""
         hide_notices_of_libraries()
-        engine = (_options_patch(command), accelerate_signals.PATCH)
+        engine = (_options_patch(command), accelerate_signals.PATCH, *tuning_process.patches())
         patcher = Patcher(registry(), command.settings, checkout, engine, Program(checkout, command))
         session = cls(checkout, command, patcher, time.monotonic())
         session.patcher.arm()
@@ -146,6 +147,7 @@ def _options_patch(command: CommandLine) -> Patch:
     def check(args: Namespace) -> None:
         if (script := command.script) is None:
             return
+        tuning_process.silence(args)
         run_record.begin(run_record.describe(script.name, args))
         if should_print():
             try:

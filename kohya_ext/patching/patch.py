@@ -180,7 +180,7 @@ class Patcher:
 
     def __post_init__(self) -> None:
         self._loop = TrainingLoop(self._participants, self.program)
-        if any(patch.on_start is not None for patch in self.patches.values()):
+        if any(patch.on_start is not None for patch in self.all_patches()):
             self.engine = (*self.engine, _training_loop(self._loop, lambda settings: bool(self._taking_part())))
 
     def _participants(self) -> list[Participant]:
@@ -337,7 +337,7 @@ class Patcher:
         disabled = self._disabled()
         return [
             patch
-            for patch in sorted(self.patches.values(), key=_stage)
+            for patch in sorted(self.all_patches(), key=_stage)
             if patch.on_start is not None and self._reason_to_skip(patch, disabled) is None
         ]
 

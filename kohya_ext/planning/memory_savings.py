@@ -241,14 +241,15 @@ def _eight_bit_base(run: Attempt) -> Changes:
     return {"base_precision": "int8", **off}
 
 
-def _most_swapped(run: Attempt) -> int:
+def most_swapped(run: Attempt) -> int:
+    """Return the most blocks that a run can swap; 0 if it cannot."""
     if run.family is None or not run.family.usual_blocks:
         return run.family.max_blocks_to_swap if run.family is not None else 0
     return (count_blocks(run.values.get("pretrained_model_name_or_path")) or run.family.usual_blocks) - 2
 
 
 def _swap(run: Attempt) -> Changes:
-    most = _most_swapped(run)
+    most = most_swapped(run)
     now = run.number("blocks_to_swap", 0)
     if now >= most:
         return {}

@@ -5,6 +5,7 @@ Nothing here imports torch; a new estimate does (kohya_ext.estimate.measurement)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -12,11 +13,14 @@ from typing import Literal
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
 from kohya_ext.config.preset_files import NotForScriptError
+from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config, predict, step_time
+from kohya_ext.estimate import cache, memory_config, predict, step_time, tuned
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.estimate.tuned import Tuned
+from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, MemorySaving, Step, after, steps
 from kohya_ext.planning.tiers import Tier, fits, tiers
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -41,6 +45,8 @@ class Candidate:
     estimate: Estimate
     traded: str = ""
     """The drawbacks of its preset and changes."""
+    measured: Tuned | None = None
+    """What `tune` measured on this GPU; None without it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def plan(checkout: Checkout, command: CommandLine, card: int, gpu: Gpu, announce
     inside = [candidate for candidate in candidates if fits(candidate.estimate, card)]
     outside = [candidate for candidate in candidates if candidate not in inside]
     outside.sort(key=lambda candidate: candidate.estimate.reserved)
-    eight_bits = _with_8_bit_base(search, gpu, answered) if _can_have_8_bit_base(checkout, command, gpu) else []
+    eight_bits = _with_8_bit_base(search, gpu, answered) if can_have_8_bit_base(checkout, command, gpu) else []
     if not inside and not eight_bits and search.stopped:
         raise UserError(f"nothing fits in the first {MAX_ESTIMATES} estimates; rerun to continue (results are cached)")
     if not inside and not eight_bits:
@@ -102,9 +108,9 @@ def plan(checkout: Checkout, command: CommandLine, card: int, gpu: Gpu, announce
             f"{gigabytes(outside[0].estimate.total)} GB"
         )
     if not answered:
-        inside = _fastest_first(inside, gpu)
-    best, *rest = inside or eight_bits
-    faster = bool(inside and eight_bits) and _fastest_first([best, eight_bits[0]], gpu)[0] is not best
+        inside = fastest_first(inside, gpu)
+    best, *rest = _as_measured(inside or eight_bits, gpu)
+    faster = bool(inside and eight_bits) and fastest_first([best, eight_bits[0]], gpu)[0] is not best
     tree = _tree(checkout, command.with_tier(None), best, gpu)
     copied = _copy_cost(best.estimate, [candidate.estimate for candidate in candidates])
     return Plan(
@@ -117,14 +123,32 @@ def automatic(command: CommandLine, card: int) -> str:
     """Return the name of the tier for ``--preset auto``, in well under a second and without a new estimate.
 
     This is the largest tier that fits with the user's arguments or, where its memory is not known, the tier of the GPU's size.
-    Raises UserError when there is none.
+    If `tune` has measured that one on this GPU, it is the fastest measured tier. Raises UserError when there is none.
     """
     if command.name not in preset_files.FAMILIES:
         raise NotForScriptError(f"--preset auto: {command.name} has no presets for GPU sizes")
+    predicted = _predicted_tier(command, card)
+    here = first_gpu()
+    runs = tuned.of_first_gpu() if here is not None and here.memory == card else []
+    measured = {tier.name: run for tier, each in _tiers_with(command) if (run := tuned.find(runs, each))} if runs else {}
+    fastest = min((name for name in measured if not measured[name].failed), key=lambda name: measured[name].seconds, default="")
+    if not fastest or predicted not in measured:
+        return predicted
+    _say_measured(fastest, measured[fastest].day)
+    return fastest
+
+
+@functools.cache
+def _say_measured(tier: str, day: str) -> None:
+    """Print, once in a process, why a tier was chosen."""
+    note(f"--preset auto: {tier} was the fastest preset that `tune` measured on this GPU, on {day}")
+
+
+def _predicted_tier(command: CommandLine, card: int) -> str:
     smaller = ""
     tier = None
     for tier, tier_command in _tiers_with(command):
-        row = cache.shipped(_config(tier_command))
+        row = cache.shipped(normalized_config(tier_command))
         if row is not None and fits(Estimate(**row), card):
             return tier.name
         if row is None and tier.card <= card / SMALLEST_SHARE and not smaller:
@@ -140,7 +164,7 @@ def automatic(command: CommandLine, card: int) -> str:
     return smaller
 
 
-def _fastest_first(candidates: Sequence[Candidate], gpu: Gpu) -> list[Candidate]:
+def fastest_first(candidates: Sequence[Candidate], gpu: Gpu) -> list[Candidate]:
     """Return candidates by the time of an image, then by reserved memory, the largest first.
 
     If that time is not known for all, those with fewer swapped blocks rank first, then those with fewer operations.
@@ -151,6 +175,26 @@ def _fastest_first(candidates: Sequence[Candidate], gpu: Gpu) -> list[Candidate]
     keys = zip(swapped, step_time.slowness(estimates, gpu), (-estimate.reserved for estimate in estimates), strict=True)
     ranked = sorted(zip(keys, candidates, strict=True), key=lambda pair: pair[0])
     return [candidate for _, candidate in ranked]
+
+
+def _as_measured(ranked: Sequence[Candidate], gpu: Gpu) -> list[Candidate]:
+    """Return ranked candidates with what `tune` measured on this GPU, if it is the one they are ranked for.
+
+    The fastest measured one comes first if the first one was measured, too. One that was out of memory comes last.
+    """
+    here = first_gpu()
+    runs = tuned.of_first_gpu() if here is not None and here.name == gpu.name else []
+    measured = [replace(each, measured=tuned.find(runs, each.command)) for each in ranked]
+    if not measured or measured[0].measured is None:
+        return measured
+
+    def key(candidate: Candidate) -> tuple[int, float]:
+        run = candidate.measured
+        if run is None:
+            return 1, 0.0
+        return (2 if run.failed else 0), run.seconds
+
+    return sorted(measured, key=key)
 
 
 # --- the shipped tiers -----------------------------------------------------------------------------------------------
@@ -166,20 +210,21 @@ def _kind(command: CommandLine) -> str:
     return memory_config.read(command.with_tier(None))[0].kind
 
 
-def _eager(command: CommandLine) -> CommandLine:
+def eager(command: CommandLine) -> CommandLine:
     """Return a command line with compiling off: compiled blocks need less memory, but three times as long to estimate."""
     return command.with_({"selective_torch_compile": False})
 
 
-def _config(command: CommandLine) -> MemoryConfig:
-    return memory_config.with_bf16(memory_config.normalized(memory_config.read(_eager(command))[0]))
+def normalized_config(command: CommandLine) -> MemoryConfig:
+    """Return the configuration of a command line's estimate."""
+    return memory_config.with_bf16(memory_config.normalized(memory_config.read(eager(command))[0]))
 
 
 def known_tiers(checkout: Checkout, command: CommandLine, experimental: bool = False) -> list[Candidate]:
     """Return the distinct tiers with the user's arguments; none unless the memory of all tiers is known."""
     rows: dict[MemoryConfig, Candidate] = {}
     for tier, tier_command in _tiers_with(command, experimental):
-        config = _config(tier_command)
+        config = normalized_config(tier_command)
         row = cache.find(checkout, config, tier_command.settings.disable_patch)
         if row is None:
             return []
@@ -192,7 +237,7 @@ def known_tiers(checkout: Checkout, command: CommandLine, experimental: bool = F
 # --- an 8-bit base ----------------------------------------------------------------------------------------------------
 
 
-def _can_have_8_bit_base(checkout: Checkout, command: CommandLine, gpu: Gpu) -> bool:
+def can_have_8_bit_base(checkout: Checkout, command: CommandLine, gpu: Gpu) -> bool:
     """Return whether the user's options and the GPU allow an 8-bit base that they do not ask for."""
     base = preset_files.base(_kind(command))
     run = attempt(checkout, command.with_tier(base.name if base is not None else None), gpu)
@@ -208,7 +253,7 @@ def _with_8_bit_base(search: _Search, gpu: Gpu, answered: bool) -> list[Candidat
         candidates = known_tiers(search.checkout, search.command, experimental=True)
     else:
         candidates = replace(search, command=command, tried=[], stopped=False).candidates()
-    return _fastest_first([each for each in candidates if fits(each.estimate, search.card)], gpu)
+    return fastest_first([each for each in candidates if fits(each.estimate, search.card)], gpu)
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -251,7 +296,7 @@ class _Search:
     def _try(self, start: CommandLine, point: _Point) -> bool:
         """Estimate a configuration; return whether it fits. Beyond the limit, return True without an estimate."""
         command = start.with_(point.changes)
-        if cache.find(self.checkout, _config(command), command.settings.disable_patch) is None:
+        if cache.find(self.checkout, normalized_config(command), command.settings.disable_patch) is None:
             if self.measured == MAX_ESTIMATES:
                 self.stopped = True
                 return True
@@ -259,7 +304,7 @@ class _Search:
                 self.announce(f"no known estimate for these arguments; making up to {MAX_ESTIMATES}, about 20 seconds each")
             self.measured += 1
             self.announce(f"estimate {self.measured} of at most {MAX_ESTIMATES}: {point.name}")
-        candidate = Candidate(point.name, command, predict.estimate(self.checkout, _eager(command)), point.traded)
+        candidate = Candidate(point.name, command, predict.estimate(self.checkout, eager(command)), point.traded)
         if candidate not in self.tried:
             self.tried.append(candidate)
         return fits(candidate.estimate, self.card)

@@ -229,12 +229,12 @@ def test_candidates_rank_by_the_time_of_an_image():
         return candidate(6, 15, 2 if copied else None, Work([product], [], copied=copied).as_row())
 
     slow, fast, swapping = timed(3), timed(1), timed(1, copied=1e12)
-    assert planning._fastest_first([slow, swapping, fast], GPU) == [fast, slow, swapping]
+    assert planning.fastest_first([slow, swapping, fast], GPU) == [fast, slow, swapping]
 
 
 def test_candidates_with_unknown_kernels_rank_by_swapped_blocks_operations_and_memory():
     ranked = [candidate(6, 15), candidate(9, 16), candidate(5, 16), candidate(8, 16, 20), candidate(6, 16, 34)]
-    assert planning._fastest_first([ranked[at] for at in (3, 1, 4, 0, 2)], GPU) == ranked
+    assert planning.fastest_first([ranked[at] for at in (3, 1, 4, 0, 2)], GPU) == ranked
 
 
 def test_a_gpu_too_small_for_everything_takes_one_estimate_of_each_base(checkout, formula_estimates):

@@ -378,11 +378,12 @@ def test_real_runs_correct_the_prediction_until_the_next_calibration(rtx_3090: s
     assert machine.correction(rtx_3090) == 1.0
 
 
-def test_a_run_keeps_the_ratio_of_its_steps_once_it_ends(rtx_3090: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["on_exit", "on_end"])
+def test_a_run_keeps_the_ratio_of_its_steps_once_it_ends(rtx_3090: str, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     clock = step_times._Clock("key", rtx_3090, predicted=2.0)
     now = iter(range(0, 1000, 3))
     monkeypatch.setattr(step_times.time, "monotonic", lambda: next(now))
     for _ in range(12):
         clock.after_batch(SimpleNamespace(sync_gradients=True))
-    clock.on_end()
+    getattr(clock, end)()
     assert machine.correction(rtx_3090) == 1.5

@@ -3,7 +3,7 @@
 A step extends from one ``Accelerator.accumulate`` to the next, so the last one of a run is not recorded. The environment
 variable SPY_FILE names the record. With SPY_NOT_FINITE_AT, the numbers that the host reads in that step are NaN. With
 SPY_INTEGERS, the integers that it reads have this value. TRIAL_CHOOSES names the features that the trial of --speed finds
-fastest, separated by commas.
+fastest, separated by commas. With TUNE_WITHOUT_SEARCH, `tune` measures no other configurations.
 """
 
 import atexit
@@ -110,6 +110,13 @@ def write():
         "unknown_calls": virtual_gpu.counters()["unknown_calls"],
     }
     Path(os.environ["SPY_FILE"]).write_text(json.dumps(record))
+
+
+@wrapt.when_imported("kohya_ext.planning.alternatives")
+def leave_out_search(module):
+    """Let `tune` measure no other configurations, whose estimates take most of its time."""
+    if "TUNE_WITHOUT_SEARCH" in os.environ:
+        module.Search.run = lambda self: []
 
 
 @wrapt.when_imported("kohya_ext.speed.trial")
