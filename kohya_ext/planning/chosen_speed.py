@@ -20,8 +20,11 @@ from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.planning.tiers import Tier, fits
-from kohya_ext.speed.switches import ALL, FUSED_OPERATIONS, Switch, describe, may_choose
+from kohya_ext.speed.switches import CUDA_GRAPHS, FUSED_OPERATIONS, Switch, describe, may_choose
 from kohya_ext.units import gigabytes
+
+#: The features that are predicted. Whether a run has time to compile blocks depends on its length.
+_PREDICTED = (CUDA_GRAPHS, FUSED_OPERATIONS)
 
 #: How many times as fast as eager passes a variant must be, as in a run's trial.
 LEAST_GAIN = 1.03
@@ -117,7 +120,7 @@ def _possible(command: CommandLine, gpu: Gpu | None, triton: bool) -> list[Switc
     settings, config = command.settings, _normalized(command)
     if settings["vram_budget"] is not None or config.num_processes is not None or config.deepspeed:
         return []
-    allowed = [switch for switch in ALL if may_choose(switch, settings)]
+    allowed = [switch for switch in _PREDICTED if may_choose(switch, settings)]
     if config.blocks_to_swap or not config.trains_network:
         allowed = [switch for switch in allowed if switch.exactness == "exact"]
     if not triton or (gpu is not None and not gpu.has_bf16):
