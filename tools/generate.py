@@ -147,11 +147,12 @@ def _family(family: str, rows: Iterable[presets.Row]) -> str:
         table = _table(("preset", "settings"), ((_code(row.name), row.summary) for row in rows))
         return f"### {family}\n\nFor every script.\n\n{table}"
     scripts = ", ".join(map(_code, preset_files.scripts(family)))
-    head = ("preset", "settings", "predicted", "free", "speed", "GPU", "seconds", "upstream", "with")
+    head = ("preset", "settings", "predicted", "GPU", "seconds", "chosen", "Windows", "upstream", "with")
     cells = []
     for row in rows:
-        times = map(presets.seconds_text, (row.seconds, row.upstream))
-        cells.append([_code(row.name), row.summary, row.needs, row.left, row.speed, row.gpu, *times, _code(row.options)])
+        windows = " / ".join(dict.fromkeys(map(presets.seconds_text, row.windows)))
+        times = [presets.seconds_text(row.seconds), row.chosen, windows, presets.seconds_text(row.upstream)]
+        cells.append([_code(row.name), row.summary, row.needs, row.gpu, *times, _code(row.options)])
     return f"### {family}\n\nFor {scripts}.\n\n{_table(head, cells)}"
 
 
@@ -589,8 +590,8 @@ def _image() -> str:
     sizes = sorted(gpus)
     width, height = LEFT + COLUMN * len(sizes) + 10, TOP + ROW * len(lines) + 50
     notes = (
-        "Predicted without a GPU, in 1e9 bytes and seconds per image; no GeForce GPU has been measured. int8: experimental.",
-        "2.0x: half of the seconds of upstream's fastest configuration that fits this GPU.",
+        "Predicted for the preset as typed under Linux, in 1e9 bytes and seconds per image; no GeForce GPU has been measured.",
+        "2.0x: half of the seconds of upstream's fastest configuration that fits this GPU. int8: experimental.",
     )
     return "\n".join(
         (

@@ -1,4 +1,4 @@
-"""Write the package's table of estimates: every shipped preset, and for each the next faster choice.
+"""Write the package's table of estimates: every shipped preset, what `--speed` may make of it, and the next faster choice.
 
     python tools/make_estimate_table.py [--layout v0.11] [--minutes 5]
 
@@ -23,6 +23,7 @@ from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.measurement import measure
+from kohya_ext.planning import chosen_speed
 from kohya_ext.planning.tiers import faster, tiers, words
 from kohya_ext.sdscripts import checkouts, releases
 
@@ -33,10 +34,13 @@ FIRST = "v0.11"
 
 
 def questions() -> Iterator[tuple[str, list[str]]]:
-    """Yield (script, arguments) of every tier, then of the next faster choices."""
+    """Yield (script, arguments) of every tier, with each variant that `--speed` may choose, then of the next faster choices."""
     every = [*tiers(), *tiers(experimental=True)]
     asked = [(preset_files.scripts(tier.family)[0], ["--preset", tier.name]) for tier in every]
     yield from asked
+    for script, argv in asked:
+        for features in chosen_speed.variants(CommandLine(Path(script), argv, {}, has_bf16=True)):
+            yield script, [*argv, *(f"--{name}" for name in features)]
     for tier, (script, argv) in zip(every, asked, strict=True):
         if (choice := faster(tier)) is not None and not tier.config.blocks_to_swap:  # a block's weights are known
             yield script, [*argv, *words(tier.config, choice)]

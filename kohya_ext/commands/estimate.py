@@ -17,13 +17,13 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import machine, memory_config, predict, step_time
+from kohya_ext.estimate import cache, machine, memory_config, predict, step_time
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
 from kohya_ext.output import Console
-from kohya_ext.planning import automatic
+from kohya_ext.planning import automatic, chosen_speed
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import fits, usable_bytes
 from kohya_ext.sdscripts import networks
@@ -111,7 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console()
         console.print(_table(prediction))
         if time is not None and gpu is not None:
-            seconds = step_time.lines(time, gpu)
+            look_up = partial(cache.find, checkout, disabled_patches=command.settings.disable_patch, timed=True)
+            seconds = [*step_time.lines(time, gpu), *chosen_speed.lines(command, gpu, card or gpu.memory, look_up)]
         else:
             seconds = [(gpu.reason_without_kernels(config.base_precision) if gpu is not None else None) or NO_GPU]
         accumulates = config.gradient_accumulation_steps > 1 and config.enable_bucket

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -17,18 +18,14 @@ from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine, quoted
 from kohya_ext.console import note
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import gpus, machine, memory_config, step_time, tuned
+from kohya_ext.estimate import cache, gpus, machine, step_time, tuned
 from kohya_ext.output import Console
-from kohya_ext.planning import automatic
+from kohya_ext.planning import automatic, chosen_speed
 from kohya_ext.planning.plan import Candidate, Plan, plan
 from kohya_ext.planning.tiers import usable_bytes
 from kohya_ext.reporting import several_gpus
+from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import gigabytes
-
-_CHOSEN = (
-    "Memory and seconds are without what --speed turns on in the run: CUDA graphs where the GPU waits for Python, in 0.4 to 1 "
-    "GB of free memory, and with a preset fused operations where they are faster."
-)
 
 _HALF = "precision: fp16, because the GPU has no bf16. The preset chooses it on that GPU."
 
@@ -106,25 +103,18 @@ def run(arguments: argparse.Namespace) -> int:
     if own.get("json"):
         print(json.dumps(_as_json(result, words), indent=1))
     else:
-        _show(Console(), result, name, verbose="verbose" in own)
+        _show(Console(), result, name, _chosen(request.checkout, result), verbose="verbose" in own)
     return 0
 
 
-def _can_be_recorded(command: CommandLine) -> bool:
-    """Return whether --speed may record CUDA graphs in a run."""
-    settings = command.settings
-    if settings["cuda_graphs"] is not None or settings["vram_budget"] is not None or settings["speed"] == "off":
-        return False
-    return memory_config.normalized(memory_config.read(command.with_({"cuda_graphs": True}))[0]).cuda_graphs
-
-
-def _show(console: Console, result: Plan, name: str, verbose: bool) -> None:
+def _show(console: Console, result: Plan, name: str, chosen: Sequence[str], verbose: bool) -> None:
     answer, command = result.answer, result.answer.command
     card = f"the {units.label(result.card)}{name and f', {name}'}"
     total, usable = answer.estimate.total, usable_bytes(result.card)
     for line in (
         f"{command.name} on {card}: {answer.name}",
         f"time: {_time(result)}",
+        *chosen,
         f"memory: {gigabytes(total)} GB of {gigabytes(usable)} GB, with 5 percent of the GPU left free; {ACCURACY}",
         *([f"drawbacks: {answer.traded}"] if answer.traded else []),
         *([_HALF] if command.values.get("mixed_precision") == "fp16" and "mixed_precision" not in command.given else []),
@@ -135,8 +125,6 @@ def _show(console: Console, result: Plan, name: str, verbose: bool) -> None:
     if result.experimental is not None:
         console.print(_about_8_bits(result.experimental.command), highlight=False, soft_wrap=True)
         print(f"  {quoted(_words(result.experimental.command))}")
-    if _can_be_recorded(command):
-        console.print(_CHOSEN, highlight=False, soft_wrap=True)
     if verbose:
         _show_others(console, result)
     else:
@@ -194,6 +182,12 @@ def _about_8_bits(command: CommandLine) -> str:
     advice = "is good enough" if judged.is_good else "is not good enough"
     change = f"it changes losses by {judged.loss:.2%}"
     return f"Faster, with an 8-bit base, which {advice} for this checkpoint, as `tune` measured on {judged.day} ({change}):"
+
+
+def _chosen(checkout: Checkout, result: Plan) -> list[str]:
+    command = result.answer.command
+    look_up = partial(cache.find, checkout, disabled_patches=command.settings.disable_patch, timed=True)
+    return chosen_speed.lines(command, result.gpu, result.card, look_up)
 
 
 def _words(command: CommandLine) -> list[str]:

@@ -25,7 +25,7 @@ from kohya_ext.estimate import gpus, machine, step_time
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.output import Console
-from kohya_ext.planning import automatic, tiers, upstream
+from kohya_ext.planning import automatic, chosen_speed, tiers, upstream
 from kohya_ext.planning.tiers import Tier
 from kohya_ext.renames import replace_text
 from kohya_ext.sdscripts import families
@@ -171,11 +171,12 @@ def _of_size(family: str, vram: str) -> list[str]:
 
 
 def _table(listed: Sequence[Row], verbose: bool) -> Table:
-    head = ("preset", "needs", "s/image", *(("speed", "upstream") if verbose else ()), "summary", *(("drawbacks",) * verbose))
+    more_heads = ("chosen", "upstream") if verbose else ()
+    head = ("preset", "needs", "s/image", *more_heads, "summary", *(("drawbacks",) * verbose))
     table = Table(*head, box=None, pad_edge=False)
     table.columns[0].no_wrap = True
     for row in listed:
-        more = (row.speed, seconds_text(row.upstream)) if verbose else ()
+        more = (row.chosen, seconds_text(row.upstream)) if verbose else ()
         cells = (row.name, row.needs, seconds_text(row.seconds), *more, row.summary, *((row.drawbacks,) * verbose))
         table.add_row(*cells)
     return table
@@ -186,10 +187,10 @@ SHORT_NOTE = "needs: predicted GPU memory; s/image: predicted seconds. --verbose
 
 NOTE = (
     "GB is 1e9 bytes. needs: predicted reserved memory and 0.6 GB for the CUDA context, not compared with a GeForce GPU. "
-    "s/image: predicted seconds on this machine's GPU, or on a common one of the preset's size, without further options. "
-    "speed: relative to the family's fastest preset at that resolution that is not experimental. upstream: seconds of the "
-    "fastest configuration of sd-scripts' own options that fits a GPU of that size. Nine in ten published times differ "
-    "from such predictions by less than half; both columns share most of that error."
+    "s/image: predicted seconds on this machine's GPU, or on a common one of the preset's size, without further options, "
+    "with the chosen features. chosen: what --speed is predicted to turn on there. upstream: seconds of the fastest "
+    "configuration of sd-scripts' own options that fits a GPU of that size. Nine in ten published times differ from such "
+    "predictions by less than half; both columns share most of that error."
 )
 
 
@@ -200,12 +201,14 @@ class Row:
     family: str
     name: str
     needs: str = ""
-    left: str = ""
-    """Of the GPU."""
-    speed: str = ""
+    """GPU memory with the chosen features."""
     gpu: str = ""
     seconds: float | None = None
-    """Per image on the GPU."""
+    """Per image on the GPU, with the chosen features."""
+    chosen: str = ""
+    """The features that ``--speed`` is predicted to turn on there."""
+    windows: Sequence[float] = ()
+    """Seconds under Windows, without and with Triton."""
     upstream: float | None = None
     """Seconds per image of upstream's fastest configuration there; infinite where nothing fits."""
     options: str = ""
@@ -216,27 +219,25 @@ class Row:
 
 def rows(gpu: Gpu | None = None) -> Iterator[Row]:
     """Yield a row for every preset, with its speed on ``gpu``, or on a common one of the preset's size."""
-    usual = [*tiers.tiers()]
-    known = {tier.name: tier for tier in [*usual, *tiers.tiers(experimental=True)]}
+    known = {tier.name: tier for tier in (*tiers.tiers(), *tiers.tiers(experimental=True))}
     for family, name, _ in preset_files.shipped():
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         row = Row(family, name, summary=str(about.get("summary", "")), drawbacks=str(about.get("traded", "")))
         tier = known.get(f"{family}/{name}")
-        yield row if tier is None or tier.estimate is None else _with_figures(row, tier, tier.estimate, usual, gpu)
+        yield row if tier is None or tier.estimate is None else _with_figures(row, tier, tier.estimate, gpu)
 
 
-def _with_figures(row: Row, tier: Tier, estimate: Estimate, usual: Sequence[Tier], gpu: Gpu | None) -> Row:
+def _with_figures(row: Row, tier: Tier, estimate: Estimate, gpu: Gpu | None) -> Row:
     card = gpu or gpus.typical(tier.card)
-    needs, left = (f"{gigabytes(size)} GB" for size in (estimate.total, tier.card - estimate.total))
-    ratio = tiers.speed(tier, usual, card)
-    other = upstream.fastest(tier)
+    best, other = chosen_speed.of_tier(tier, card), upstream.fastest(tier)
+    windows = [chosen_speed.of_tier(tier, gpus.on(gpus.WINDOWS, card), triton) for triton in (False, True)]
     return replace(
         row,
-        needs=needs,
-        left=left,
-        speed="" if ratio is None else f"{ratio:.0%}",
+        needs=f"{gigabytes((estimate if best is None else best.estimate).total)} GB",
         gpu=card.name,
-        seconds=None if ratio is None else step_time.seconds_per_image(estimate, card),
+        seconds=None if best is None else best.seconds_per_image,
+        chosen="" if best is None else best.words,
+        windows=tuple(each.seconds_per_image for each in windows if each is not None),
         upstream=math.inf if other is None else step_time.seconds_per_image(other.estimate, card),
         options="" if other is None else other.options,
     )

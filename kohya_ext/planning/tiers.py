@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kohya_ext.config import preset_files
 from kohya_ext.config.command_line import CommandLine, option_words
-from kohya_ext.estimate import cache, memory_config, step_time
-from kohya_ext.estimate.gpus import Gpu
+from kohya_ext.estimate import cache, memory_config
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import CONTEXT_BYTES, Estimate
 from kohya_ext.units import GIB, gigabytes
@@ -160,19 +159,3 @@ def words(before: MemoryConfig, after: MemoryConfig) -> list[str]:
     if changed.get("blocks_to_swap", 0) is None:
         changed["blocks_to_swap"] = 0
     return option_words(changed)
-
-
-def speed(tier: Tier, others: Iterable[Tier], gpu: Gpu) -> float | None:
-    """Return a tier's speed per image on a GPU, relative to the fastest of ``others`` of its family and resolution.
-
-    Returns None if it is not known, or if the GPU has no kernels for its 8-bit base.
-    """
-    if tier.estimate is None or gpu.reason_without_kernels(tier.config.base_precision) is not None:
-        return None
-    alike = [
-        other.estimate
-        for other in others
-        if other.estimate is not None and (other.family, other.config.resolution) == (tier.family, tier.config.resolution)
-    ]
-    slowness = step_time.slowness([tier.estimate, *alike], gpu)
-    return min(slowness[1:], default=slowness[0]) / slowness[0]
