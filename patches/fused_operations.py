@@ -29,12 +29,6 @@ from kohya_ext.speed import switches
 _counts: Counter[str] = Counter()
 
 
-def _switch(settings: Settings) -> Callable[[], bool]:
-    """Return a function that returns whether operations are fused now."""
-    is_given, switch = bool(settings[FUSED_OPERATIONS]), switches.FUSED_OPERATIONS
-    return lambda: is_given or switch.on
-
-
 FUSED_OPERATIONS = Option(
     "fused_operations",
     None,
@@ -57,7 +51,7 @@ def _lora(original: Any, settings: Settings) -> Any:
 
     unsupported_options = used_attributes(original, "dropout", "rank_dropout", "module_dropout", "ggpo_sigma")
     has_split_dims = used_attributes(original, "split_dims")
-    works = _switch(settings)
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
     linear, plain, quantized = torch.nn.Linear, torch.nn.Linear.forward, QuantizedLinear.forward
 
     @wraps(original)
@@ -94,7 +88,7 @@ def _rms_norm(weight: str, eps: Callable[[Any], float]) -> Callable[[Any, Settin
 
         from kohya_ext.kernels.fused import rms_norm
 
-        works = _switch(settings)
+        works = switches.works(switches.FUSED_OPERATIONS, settings)
 
         @wraps(original)
         def forward(self: Any, x: Any) -> Any:
@@ -113,7 +107,7 @@ def _rotary_embedding(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels.fused import rotate
 
-    works = _switch(settings)
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
 
     @wraps(original)
     def apply_rope(xq: Any, xk: Any, freqs_cis: Any) -> Any:
@@ -132,7 +126,7 @@ def _norms(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels import fused
 
-    works = _switch(settings)
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
 
     class LayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]  # torch is not followed
         def forward(self, x: Any) -> Any:
@@ -157,7 +151,7 @@ def _norms(original: Any, settings: Settings) -> Any:
 def _group_norm(original: Any, settings: Settings) -> Any:
     from kohya_ext.kernels.fused import group_norm
 
-    works = _switch(settings)
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
 
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
@@ -184,7 +178,7 @@ def _geglu(original: Any, settings: Settings) -> Any:
 
     from kohya_ext.kernels.fused import geglu
 
-    works = _switch(settings)
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:

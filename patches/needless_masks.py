@@ -11,7 +11,7 @@ The mask of texts of different lengths remains.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -20,6 +20,7 @@ from kohya_ext.patching import text_lengths
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.sdscripts.fingerprints import known_bodies
+from kohya_ext.speed import switches
 
 _counts: Counter[str] = Counter()
 
@@ -31,21 +32,23 @@ def _facts() -> Mapping[str, object]:
 # --- Lumina 2 --------------------------------------------------------------------------------------------------------
 
 
-def _attend(attend: Any, q: Any, k: Any, v: Any, attn_mask: Any = None, **rest: Any) -> Any:
+def _attend(works: Callable[[], bool], attend: Any, q: Any, k: Any, v: Any, attn_mask: Any = None, **rest: Any) -> Any:
     """Call ``attend`` without a mask that has a single value for all keys: :func:`_all_true` returns such masks."""
-    if attn_mask is not None and attn_mask.stride(-1) == 0:
+    if attn_mask is not None and attn_mask.stride(-1) == 0 and works():
         attn_mask = None
     return attend(q, k, v, attn_mask=attn_mask, **rest)
 
 
-def _attend_without_mask(attend: Any, q: Any, k: Any, v: Any, attn_mask: Any = None, **rest: Any) -> Any:
-    return attend(q, k, v, **rest)
+def _attend_without_mask(
+    works: Callable[[], bool], attend: Any, q: Any, k: Any, v: Any, attn_mask: Any = None, **rest: Any
+) -> Any:
+    return attend(q, k, v, attn_mask=None if works() else attn_mask, **rest)
 
 
 @cache
-def _processor(attend: Any, processor: Any) -> Any:
+def _processor(attend: Any, works: Callable[[], bool], processor: Any) -> Any:
     """Return one object for all blocks: a compiled graph is only for blocks with the same one."""
-    return partial(attend, processor)
+    return partial(attend, works, processor)
 
 
 def _all_true(mask: Any) -> Any:
@@ -54,13 +57,15 @@ def _all_true(mask: Any) -> Any:
 
 
 def _lumina(original: Any, settings: Settings) -> Any:
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
     @wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
         for blocks, attend in ((self.layers, _attend), (self.noise_refiner, _attend_without_mask)):
             for block in blocks:
                 if not block.attention.use_sage_attn:
-                    block.attention.attention_processor = _processor(attend, block.attention.attention_processor)
+                    block.attention.attention_processor = _processor(attend, works, block.attention.attention_processor)
 
     return __init__
 
@@ -68,10 +73,12 @@ def _lumina(original: Any, settings: Settings) -> Any:
 def _lumina_mask(original: Any, settings: Settings) -> Any:
     import torch
 
+    works = switches.works(switches.FUSED_OPERATIONS, settings)
+
     @wraps(original)
     def patchify_and_embed(self: Any, *args: Any, **kwargs: Any) -> Any:
         x, mask, freqs_cis, text, lengths = original(self, *args, **kwargs)
-        if not torch.compiler.is_compiling() and text_lengths.are_equal(lengths):
+        if works() and not torch.compiler.is_compiling() and text_lengths.are_equal(lengths):
             _counts["masks left out"] += 1
             mask = _all_true(mask)
         return x, mask, freqs_cis, text, lengths
@@ -85,10 +92,13 @@ def _lumina_mask(original: Any, settings: Settings) -> Any:
 def _flux(original: Any, settings: Settings) -> Any:
     import torch
 
+    works, graphs = switches.works(switches.FUSED_OPERATIONS, settings), switches.CUDA_GRAPHS
+
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         has_mask = "txt" in kwargs and kwargs.get("txt_attention_mask") is not None
-        if has_mask and not torch.compiler.is_compiling():
+        is_recorded = graphs.on or torch.cuda.is_current_stream_capturing()
+        if has_mask and works() and not is_recorded and not torch.compiler.is_compiling():
             kwargs |= _without_padding(kwargs["txt"], kwargs["txt_ids"], kwargs["txt_attention_mask"])
         return original(self, *args, **kwargs)
 
@@ -160,7 +170,7 @@ PATCH = Patch(
     exactness="close",
     held_to="training without it; float32 weights within 1e-5 after the first steps",
     idea="https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
-    wanted=lambda settings: settings["fused_operations"],
+    wanted=partial(switches.is_wanted, switches.FUSED_OPERATIONS),
     facts=_facts,
     stage=Stage.FUSE,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +44,12 @@ def may_choose(switch: Switch, settings: Settings) -> bool:
 def is_wanted(switch: Switch, settings: Settings) -> bool:
     """Return whether a feature's patch is wanted: its option is on, or ``--speed`` may turn it on."""
     return bool(settings[switch.name]) or may_choose(switch, settings)
+
+
+def works(switch: Switch, settings: Settings) -> Callable[[], bool]:
+    """Return a function that returns whether a feature works now: its option is on, or ``--speed`` has turned it on."""
+    is_given = bool(settings[switch.name])
+    return lambda: is_given or switch.on
 
 
 def reset() -> None:

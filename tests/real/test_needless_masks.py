@@ -9,6 +9,7 @@ from kohya_ext.patches import broadcast_masks, needless_masks  # noqa: E402
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching import text_lengths  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
+from kohya_ext.speed import switches  # noqa: E402
 
 TOKENS, WIDTH, HEADS, LATENT = 7, 64, 2, 8
 
@@ -78,7 +79,7 @@ def armed(checkout):
     patchers = []
 
     def arm(**settings):
-        patcher = Patcher(patches, Settings(fused_operations=True, **settings), checkout)
+        patcher = Patcher(patches, Settings(**{"fused_operations": True, **settings}), checkout)
         patcher.arm()
         patchers.append(patcher)
         needless_masks._counts.clear()
@@ -137,6 +138,27 @@ def test_model_has_upstreams_results_and_no_needless_mask(checkout_module, armed
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=TOLERANCE, rtol=TOLERANCE)
     assert any(tensor.abs().max() > 1e-3 for tensor in ours[2:])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_masks_are_left_out_while_speed_fuses_operations(checkout_module, armed, masks, name):
+    theirs = results(MODELS[name], checkout_module, (5,))
+    armed(fused_operations=None, speed="auto")
+    switches.reset()
+    masks.clear()
+    for mine, other in zip(results(MODELS[name], checkout_module, (5,)), theirs, strict=True):
+        assert torch.equal(mine, other)
+    assert all(mask is not None for mask in masks)
+    switches.use(["fused_operations"])
+    masks.clear()
+    for mine, other in zip(results(MODELS[name], checkout_module, (5,)), theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=TOLERANCE, rtol=TOLERANCE)
+    assert None in masks
+    switches.use(["fused_operations", "cuda_graphs"])
+    masks.clear()
+    results(MODELS[name], checkout_module, (5,))
+    assert (None in masks) == (name == "lumina"), "recorded passes of FLUX need texts of one length"
+    switches.reset()
 
 
 def test_other_masks_of_flux_are_left_alone(checkout_module, armed, masks):
