@@ -20,6 +20,7 @@ RUNS = {
     "sd3": ("sd3_train_network.py", BF16),
     "lumina": ("lumina_train_network.py", BF16),
     "anima": ("anima_train_network.py", BF16),
+    "finetune": ("sdxl_train.py", (*BF16, "--full_bf16")),
 }
 DEFAULT = ("sdxl",)
 
