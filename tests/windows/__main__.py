@@ -72,6 +72,8 @@ def _in_wine(command: Sequence[str]) -> int:
     folder = environment.ready()
     _register_checkouts(environment.user_cache(folder))
     variables = environment.variables(folder)
+    # Wine's desktop, which the first window starts, would inherit the pipes of a test and keep them open.
+    variables["WINEDLLOVERRIDES"] += ";explorer.exe="
     # Through a pipe: in Wine 8, Python cannot write to a file that a program of Linux has opened.
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(environment.python(*command), cwd=ROOT, env=variables, **streams)
