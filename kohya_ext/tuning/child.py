@@ -51,9 +51,9 @@ def measure(checkout: Checkout, command: CommandLine, task: Task, seconds: float
     An interrupt ends the process, and is raised. Raises CommandError for a command line that the script rejects.
     """
     report = Path(task.folder) / "report.json"
-    # Not the options of patches: what a trial of --speed chooses is kept for a run with these.
-    options = {"disable_patch": _silenced(command), "report": str(report)}
-    process = _start(checkout, command.with_(options), replace(task, parent=os.getpid()))
+    options = {"disable_patch": _silenced(command), "report": str(report), **({} if task.checks else {"preflight": False})}
+    own = {name: command.given.get(name) for name in options}
+    process = _start(checkout, command.with_(options), replace(task, parent=os.getpid(), own=own))
     try:
         code = _wait(process, time.monotonic() + seconds)
     except KeyboardInterrupt:
