@@ -25,12 +25,6 @@ from kohya_ext.patching.types import Accelerator
 
 VARIABLE = "KOHYA_EXT_TUNE"
 
-#: Patches that write something of the run, or that answer to the user's signals. They are off in such a process.
-SILENCED = (
-    *("exact_resume", "journal", "notify", "profile_steps", "rolling_states", "safe_stop", "save_on_failure"),
-    *("step_times", "training_sanity_check"),
-)
-
 #: Images of each dataset that are used, evenly chosen: enough for the steps, without hours of caching.
 MOST_IMAGES = 128
 

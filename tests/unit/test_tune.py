@@ -474,6 +474,11 @@ def test_a_process_writes_nothing_of_the_run(tmp_path):
     }  # fmt: skip
 
 
+def test_patches_that_write_something_of_the_run_are_off():
+    assert {"journal", "notify", "safe_stop", "step_times", "rolling_states"} <= set(child.only_training())
+    assert not {"cuda_graphs", "speed", "base_precision", "out_of_memory"} & set(child.only_training())
+
+
 def test_few_images_are_used_evenly():
     data_set = SimpleNamespace(image_data=dict.fromkeys(range(1000)))
     task._with_few_images(lambda self: list(self.image_data), None)(data_set)
