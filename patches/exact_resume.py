@@ -237,4 +237,5 @@ PATCH = Patch(
     idea="https://github.com/kohya-ss/sd-scripts/issues/1999",
     stage=Stage.COUNT,
     on_start=_start,
+    only_trains=True,
 )

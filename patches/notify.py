@@ -85,4 +85,5 @@ PATCH = Patch(
     stage=Stage.WRITE,
     on_start=_start,
     observes=True,
+    only_trains=True,
 )

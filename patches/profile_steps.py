@@ -419,4 +419,5 @@ PATCH = Patch(
     wanted=lambda settings: settings[PROFILE_STEPS] is not None,
     stage=Stage.OBSERVE,
     on_start=_start,
+    only_trains=True,
 )

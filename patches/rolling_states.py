@@ -121,4 +121,5 @@ PATCH = Patch(
     wanted=lambda settings: settings[SAVE_STATE_EVERY_N_MINUTES] is not None,
     stage=Stage.SAVE,
     on_start=_start,
+    only_trains=True,
 )

@@ -73,4 +73,5 @@ PATCH = Patch(
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
     stage=Stage.STOP,
     on_start=_start,
+    only_trains=True,
 )

@@ -29,4 +29,5 @@ PATCH = Patch(
     idea="https://github.com/kohya-ss/sd-scripts/issues/1999",
     stage=Stage.SAVE,
     on_start=_start,
+    only_trains=True,
 )

@@ -93,4 +93,5 @@ PATCH = Patch(
     stage=Stage.OBSERVE,
     on_start=_start,
     observes=True,
+    only_trains=True,
 )

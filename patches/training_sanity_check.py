@@ -181,4 +181,5 @@ PATCH = Patch(
     idea="https://github.com/kohya-ss/sd-scripts/issues/91",
     stage=Stage.OBSERVE,
     on_start=_start,
+    only_trains=True,
 )

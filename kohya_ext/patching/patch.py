@@ -132,6 +132,8 @@ class Patch:
     """Reverts changes of its replacements to objects of the run."""
     observes: bool = False
     """Whether a failure of its callback is a warning and never ends the run, because it only observes the run."""
+    only_trains: bool = False
+    """Whether it is off in processes of `tune`, which train nothing: it writes something of the run, or handles signals."""
     freezes: Callable[[Any], Iterator[Any]] | None = None
     """(model) -> weights that the patch freezes when training starts, unless they are trained. Estimates freeze them too."""
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
+from kohya_ext.patching.patch import registry
 from kohya_ext.run import retry_request
 from kohya_ext.sdscripts import checkouts
 from kohya_ext.sdscripts.checkouts import Checkout
-from kohya_ext.tuning.task import SILENCED, Task
+from kohya_ext.tuning.task import Task
 
 #: Seconds that a process has to end after it was asked to, and in which Windows cannot interrupt the wait for it.
 _PATIENCE, _INTERVAL = 5.0, 0.5
@@ -51,9 +52,9 @@ def measure(checkout: Checkout, command: CommandLine, task: Task, seconds: float
     An interrupt ends the process, and is raised. Raises CommandError for a command line that the script rejects.
     """
     report = Path(task.folder) / "report.json"
-    # Not the options of patches: what a trial of --speed chooses is kept for a run with these.
-    options = {"disable_patch": _silenced(command), "report": str(report)}
-    process = _start(checkout, command.with_(options), replace(task, parent=os.getpid()))
+    options = {"disable_patch": _silenced(command), "report": str(report), **({} if task.checks else {"preflight": False})}
+    own = {name: command.given.get(name) for name in options}
+    process = _start(checkout, command.with_(options), replace(task, parent=os.getpid(), own=own))
     try:
         code = _wait(process, time.monotonic() + seconds)
     except KeyboardInterrupt:
@@ -73,8 +74,13 @@ def measure(checkout: Checkout, command: CommandLine, task: Task, seconds: float
 
 def _silenced(command: CommandLine) -> str:
     """Return the patches that are off: those of the user, and those that write something of the run."""
-    names = (*command.settings.disable_patch, *SILENCED)
+    names = (*command.settings.disable_patch, *only_training())
     return "*" if "*" in names else ",".join(dict.fromkeys(names))
+
+
+def only_training() -> list[str]:
+    """Return the names of the patches that a process which trains nothing leaves off."""
+    return [name for name, patch in registry().items() if patch.only_trains]
 
 
 def _start(checkout: Checkout, command: CommandLine, task: Task) -> subprocess.Popen[bytes]:

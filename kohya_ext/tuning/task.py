@@ -5,7 +5,6 @@ The process loads the user's models and data, but writes nothing of the run: no 
 
 from __future__ import annotations
 
-import _thread
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from itertools import islice
 from pathlib import Path
@@ -25,12 +24,6 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback
 from kohya_ext.patching.types import Accelerator
 
 VARIABLE = "KOHYA_EXT_TUNE"
-
-#: Patches that write something of the run, or that answer to the user's signals. They are off in such a process.
-SILENCED = (
-    *("exact_resume", "journal", "notify", "profile_steps", "rolling_states", "safe_stop", "save_on_failure"),
-    *("step_times", "training_sanity_check"),
-)
 
 #: Images of each dataset that are used, evenly chosen: enough for the steps, without hours of caching.
 MOST_IMAGES = 128
@@ -65,6 +58,11 @@ class Task:
     """The process that waits for the result."""
     first: int = 12
     """Optimizer steps that are not measured: they load kernels, create states, and try and record features."""
+    checks: bool = True
+    """Whether the process checks the command line and the data before it loads a model."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the extension that `tune` adds -> the user's value, None without one. What a trial of --speed chooses is kept
+    for the user's options."""
     precisions: tuple[str, ...] = ()
     """The 8-bit formats in which a record of losses in 16 bits also computes each layer."""
     reference: str = ""
@@ -105,6 +103,11 @@ def quiet(args: Namespace, task: Task) -> None:
     for name, value in _QUIET.items():
         if hasattr(args, name):
             setattr(args, name, value)
+    for name, value in task.own.items():
+        if value is not None:
+            setattr(args, name, value)
+        elif hasattr(args, name):
+            delattr(args, name)
     args.output_dir, args.output_name = str(Path(task.folder) / "output"), "tune"
     args.max_train_steps = max(getattr(args, "max_train_steps", None) or 0, _STEPS)
     if task.kind == "losses":
@@ -130,7 +133,7 @@ def _watch(task: Task) -> None:
 def _interrupt() -> None:
     """Interrupt the main thread, also while it waits in a system call."""
     if os.name == "nt":
-        _thread.interrupt_main()
+        signal.raise_signal(signal.SIGINT)
     else:
         os.kill(os.getpid(), signal.SIGINT)
 

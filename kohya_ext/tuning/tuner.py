@@ -154,10 +154,9 @@ class Tuner:
         # The first process checks the command line, and may have to cache latents.
         is_first = len(self.rows) == 1
         limit = self._left if is_first else min(_ROW_SECONDS, self._left)
-        command = row.command if is_first else row.command.with_({"preflight": False})
         begun = self.clock()
         with child.folder() as folder, progress(f"measuring {row.name} (at most {limit / 60:.0f} min)"):
-            result = self.measure(self.checkout, command, Task(str(folder), first=first), limit)
+            result = self.measure(self.checkout, row.command, Task(str(folder), first=first, checks=is_first), limit)
         self._shortest = min(self._shortest or math.inf, self.clock() - begun)
         self.machine = self.machine or result.get("machine", {})
         row.measured = replace(rows.read_result(row.config, result), sd_scripts=self.checkout.version or "")
@@ -183,18 +182,18 @@ class Tuner:
             self.report(f"the 8-bit base is not judged: {error}")
 
     def _judged(self) -> Iterator[Judgement]:
-        plain = self.command.with_({"speed": "off", "preflight": False, "selective_torch_compile": False})
+        plain = self.command.with_({"speed": "off", "selective_torch_compile": False})
         precisions = ("int8", "fp8") if float(self.machine.get("capability") or 0) >= 8.9 else ("int8",)
         with ExitStack() as stack:
             folder = stack.enter_context(child.folder())
             in_16_bits = plain.with_({"base_precision": None, "base_precision_cache": None})
             if "base_precision" in in_16_bits.values:
                 raise NotComparableError("a preset or the config file sets --base_precision; give it on the command line")
-            task = Task(str(folder), "losses", precisions=precisions)
+            task = Task(str(folder), "losses", checks=False, precisions=precisions)
             reference = self._losses(in_16_bits, task)
             for precision in precisions:
                 own = stack.enter_context(child.folder())
-                task = Task(str(own), "losses", reference=str(folder / _OUTPUTS))
+                task = Task(str(own), "losses", checks=False, reference=str(folder / _OUTPUTS))
                 result = self._losses(plain.with_({"base_precision": precision}), task)
                 judgement = base_judgement.judge(precision, reference, result)
                 for line in judgement.lines():

@@ -464,13 +464,19 @@ def test_a_process_writes_nothing_of_the_run(tmp_path):
     args = Namespace(
         output_dir="mine", output_name="cats", resume="state", log_with="wandb", sample_prompts="p.txt", sample_at_first=True,
         save_every_n_steps=1, save_state=True, max_train_steps=5, max_train_epochs=1, huggingface_repo_id="me/cats", seed=None,
+        report="added", disable_patch=["mine", "added"],
     )  # fmt: skip
-    task.quiet(args, Task(str(tmp_path)))
+    task.quiet(args, Task(str(tmp_path), own={"report": None, "preflight": None, "disable_patch": ["mine"]}))
     assert vars(args) == {
         "output_dir": str(tmp_path / "output"), "output_name": "tune", "resume": None, "log_with": None, "sample_prompts": None,
         "sample_at_first": False, "save_every_n_steps": None, "save_state": False, "max_train_steps": 100_000,
-        "max_train_epochs": None, "huggingface_repo_id": None, "seed": None,
+        "max_train_epochs": None, "huggingface_repo_id": None, "seed": None, "disable_patch": ["mine"],
     }  # fmt: skip
+
+
+def test_patches_that_write_something_of_the_run_are_off():
+    assert {"journal", "notify", "safe_stop", "step_times", "rolling_states"} <= set(child.only_training())
+    assert not {"cuda_graphs", "speed", "base_precision", "out_of_memory"} & set(child.only_training())
 
 
 def test_few_images_are_used_evenly():
