@@ -142,6 +142,7 @@ class _Speed(TrainingCallback):
         )
         shapes = [list(value.shape) for value in (*args, *kwargs.values(), *trained) if hasattr(value, "shape")]
         key = verdicts.key(self.machine, self.settings, shapes, [switch.name for switch in self.features])
+        trial.fatal, trial.noted = verdicts.fatal(key), partial(verdicts.noted, key)
         try:
             known = verdicts.load(key)
             if known is None or known.lacks(trial.allowed(known.eager)):

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -48,6 +48,9 @@ LEAST_SECONDS_OF_COMPILING = 10.0
 
 #: Why a candidate was not tried.
 NO_TIME = "not tried, for lack of time"
+
+#: Why a candidate is not tried again.
+FATAL = "two runs have ended while it was tried; to try it again: python -m kohya_ext tune --self_test"
 
 #: Why recorded passes were not tried.
 NO_GAIN = "the GPU does not wait for Python"
@@ -143,6 +146,10 @@ class Trial:
     needed: int = 0
     meter: Meter | None = None
     watch: Callable[[Callable[[], None]], None] = lambda replay: replay()
+    fatal: Collection[tuple[str, ...]] = ()
+    """Features of candidates that have ended the processes of earlier trials."""
+    noted: Callable[[tuple[str, ...]], AbstractContextManager[None]] = lambda features: nullcontext()
+    """Runs while some features are tried, so that a later run knows if they end the process."""
     clock: Callable[[], float] = time.monotonic
     _forward: Callable[..., Any] = lambda: None
     _args: Sequence[Any] = ()
@@ -192,21 +199,21 @@ class Trial:
         """Return a candidate with its measurements, or why it was not tried: for lack of time, or as others have shown."""
         seconds = results[()].seconds
         assert seconds is not None
-        if (reason := _reason_not_to_try(candidate, results)) is not None:
+        if (reason := _reason_not_to_try(candidate, results, self.fatal)) is not None:
             return replace(candidate, rejected=reason)
         if candidate.is_compiled and not self._calls:
             return replace(candidate, rejected="the model has no blocks that can be compiled")
         left = until - self.clock()
         if self._cost(seconds, candidate) > left:
             return replace(candidate, rejected=NO_TIME, in_time=False)
-        peak = results[()].peak
-        if not candidate.is_compiled:
-            return self._try(candidate, states, peak)
-        before = RUN.seconds
-        with self._compiling(left - _PASSES * seconds) as attempt:
-            tried = self._try(candidate, states, peak)
-        rejected = attempt.problem or tried.rejected
-        return replace(tried, rejected=rejected, in_time=attempt.is_in_time, setup=RUN.seconds - before)
+        with self.noted(candidate.features):
+            if not candidate.is_compiled:
+                return self._try(candidate, states, results[()].peak)
+            before = RUN.seconds
+            with self._compiling(left - _PASSES * seconds) as attempt:
+                tried = self._try(candidate, states, results[()].peak)
+            rejected = attempt.problem or tried.rejected
+            return replace(tried, rejected=rejected, in_time=attempt.is_in_time, setup=RUN.seconds - before)
 
     def _compiling(self, seconds: float) -> AbstractContextManager[Attempt]:
         """Compile blocks inside the block, for some seconds at most."""
@@ -235,12 +242,15 @@ class Trial:
         One layer of each kind is compared: the trial has compared all passes with the same code. Blocks are compiled.
         Recordings are checked when the run makes them.
         """
-        with self._on(forward, args, kwargs) as states:
+        names = tuple(switch.name for switch in chosen)
+        if names in self.fatal:
+            return FATAL
+        with self._on(forward, args, kwargs) as states, self.noted(names):
             self._samples = True
             switches.use((), chosen)
             if switches.COMPILED_BLOCKS in chosen:
                 self._record_calls()
-            switches.use((switch.name for switch in chosen), chosen)
+            switches.use(names, chosen)
             if switches.COMPILED_BLOCKS not in chosen:
                 return self._problem_of_layers(states)
             with self._compiling(math.inf) as attempt, suppress(CompilingError):
@@ -411,8 +421,12 @@ def _measured(candidate: Candidate, timed: TimedPasses[Any]) -> Candidate:
     )
 
 
-def _reason_not_to_try(candidate: Candidate, results: Mapping[tuple[str, ...], Candidate]) -> str | None:
-    """Return why a candidate cannot be the best one, from what others have shown; None if it can."""
+def _reason_not_to_try(
+    candidate: Candidate, results: Mapping[tuple[str, ...], Candidate], fatal: Collection[tuple[str, ...]]
+) -> str | None:
+    """Return why a candidate is not tried, from what others and earlier trials have shown; None if it is."""
+    if candidate.features in fatal:
+        return FATAL
     if candidate.is_recorded and results[candidate.without_recordings].is_limited_by_gpu:
         return NO_GAIN
     parts = (each for each in results.values() if set(each.features) < set(candidate.features))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ STATE_FILE = "kohya_ext_speed.json"
 """The file in a state's folder with the features that change results by rounding."""
 
 _FOLDER, _SCHEMA = "speed", 1
+
+#: The end of the name of a file with notes, and how many ended processes count.
+_NOTES, _SEVERAL = "-tries", 2
 
 #: How many times as much time makes a second trial worthwhile.
 _MORE = 1.5
@@ -66,8 +70,41 @@ def store(key: str, verdict: Verdict) -> None:
     replace_text(_file(key), json.dumps(asdict(verdict), indent=1) + "\n")
 
 
+@contextmanager
+def noted(key: str, features: Sequence[str]) -> Iterator[None]:
+    """Note while features are tried; the note remains if they end the process. Without a writable cache nothing is noted."""
+    name = "+".join(features)
+    before = _ended(key)
+    _note(key, {**before, name: before.get(name, 0) + 1})
+    try:
+        yield
+    finally:
+        _note(key, {each: count for each, count in _ended(key).items() if each != name})
+
+
+def fatal(key: str) -> list[tuple[str, ...]]:
+    """Return the features that have ended several processes while they were tried: once may have been the user."""
+    return [tuple(name.split("+")) for name, count in _ended(key).items() if count >= _SEVERAL]
+
+
+def _ended(key: str) -> dict[str, int]:
+    try:
+        document = json.loads(_file(key + _NOTES).read_text(encoding="utf-8"))
+        return {str(name): int(count) for name, count in document.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _note(key: str, ended: Mapping[str, int]) -> None:
+    with suppress(OSError):
+        if ended:
+            replace_text(_file(key + _NOTES), json.dumps(ended) + "\n")
+        else:
+            _file(key + _NOTES).unlink(missing_ok=True)
+
+
 def forget() -> None:
-    """Remove all verdicts that were kept. Raises OSError."""
+    """Remove all verdicts and notes that were kept. Raises OSError."""
     for file in (cache.folder() / _FOLDER).glob("*.json"):
         file.unlink(missing_ok=True)
 

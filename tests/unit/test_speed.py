@@ -8,6 +8,8 @@ import random
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -325,6 +327,41 @@ def test_known_verdict_is_checked(fault):
     x = torch.randn(8, WIDTH)
     problem = Trial(CpuRecorder(), [model, network], [*network.parameters()], 1).check(model, (x,), {}, [FUSED_OPERATIONS])
     assert (problem is None) == (fault is None)
+
+
+END_WHILE_TRYING = """
+import os
+from kohya_ext.speed import verdicts
+with verdicts.noted("key", ["fused_operations"]):
+    os._exit(1)
+"""
+
+
+def test_features_that_have_ended_two_runs_are_not_tried_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    for fatal in ([], [("fused_operations",)]):
+        subprocess.run([sys.executable, "-c", END_WHILE_TRYING], cwd=Path(__file__).parents[2])
+        assert verdicts.fatal("key") == fatal
+    machine = gains()
+    notes = {"fatal": verdicts.fatal("key"), "noted": partial(verdicts.noted, "key")}
+    candidates = tried(Model(machine), machine, **notes)
+    assert [each.features for each in candidates if each.rejected == trial.FATAL] == [("fused_operations",)]
+    assert choose(candidates).features == ("cuda_graphs",)
+    model = Model(machine)
+    checked = Trial(CpuRecorder(), [model], [*model.network[0].parameters()], 1, **notes)
+    assert checked.check(model, (torch.randn(8, WIDTH),), {}, [FUSED_OPERATIONS]) == trial.FATAL
+    assert list(tmp_path.rglob("*-tries.json")), "the note of the fatal features remains"
+    verdicts.forget()
+    assert verdicts.fatal("key") == []
+
+
+def test_an_interrupted_trial_is_not_held_against_its_features(monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt), verdicts.noted("key", ["cuda_graphs", "fused_operations"]):
+            raise KeyboardInterrupt
+    assert verdicts.fatal("key") == []
+    assert not list(tmp_path.rglob("*-tries.json"))
 
 
 # --- compiled blocks -------------------------------------------------------------------------------------------------
