@@ -92,4 +92,4 @@ def test_variants_of_every_tier_are_in_the_table(tier):
     for variant in chosen_speed.variants(asked):
         changed = chosen_speed.with_features(asked, variant)
         row = cache.shipped(memory_config.normalized(memory_config.read(changed)[0]))
-        assert row is not None and row["work"] is not None, variant
+        assert (row or {}).get("work") is not None, variant
