@@ -298,15 +298,15 @@ def _with_weights_as_inputs(original: Any, settings: Settings) -> Any:
     import torch
 
     module = sys.modules[original.__module__]
-    is_compiled, switch = bool(settings["selective_torch_compile"]), switches.COMPILED_BLOCKS
+    is_compiled = switches.works(switches.COMPILED_BLOCKS, settings)
 
     class CheckpointFunction(original):  # type: ignore[misc]
         @classmethod
         def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             block = next(_owners(function), None)
             generators = _generators(args)
-            is_plain = is_compiled or switch.on or block is None or generators is None or _carries_gradients(function)
-            if is_plain or _known(block).is_partitioned:
+            needs_plain = is_compiled() or _carries_gradients(function)
+            if needs_plain or block is None or generators is None or _known(block).is_partitioned:
                 return module.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
             devices = ("cpu", *{arg.device.type for arg in args if isinstance(arg, torch.Tensor)} - {"cpu"})
             # A CUDA graph draws no numbers in a checkpointed block, and torch 2.6 cannot read the state while it is captured.
