@@ -94,11 +94,13 @@ def _flux(original: Any, settings: Settings) -> Any:
 
     works, graphs = switches.works(switches.FUSED_OPERATIONS, settings), switches.CUDA_GRAPHS
 
+    def is_recorded(text: Any) -> bool:
+        return graphs.on or (text.is_cuda and torch.cuda.is_current_stream_capturing())
+
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         has_mask = "txt" in kwargs and kwargs.get("txt_attention_mask") is not None
-        is_recorded = graphs.on or torch.cuda.is_current_stream_capturing()
-        if has_mask and works() and not is_recorded and not torch.compiler.is_compiling():
+        if has_mask and works() and not torch.compiler.is_compiling() and not is_recorded(kwargs["txt"]):
             kwargs |= _without_padding(kwargs["txt"], kwargs["txt_ids"], kwargs["txt_attention_mask"])
         return original(self, *args, **kwargs)
 

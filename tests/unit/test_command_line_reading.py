@@ -94,7 +94,7 @@ def test_every_value_has_an_origin(script, tmp_path):
     (tmp_path / "mine.toml").write_text("seed = 3\nema = true\n")
     argv = ["--preset", "16gb", "--config_file", str(tmp_path / "mine.toml"), "--no-cache_latents"]
     command = CommandLine(script, argv, {"KOHYA_EXT_NAN_PATIENCE": "5"})
-    keys = ("cache_latents", "nan_patience", "seed", "ema", "mixed_precision", "resume", "ema_decay")
+    keys = ("cache_latents", "nan_patience", "seed", "ema", "resolution", "resume", "ema_decay")
     assert [command.origin(key) for key in keys] == [
         *("command line", "environment", "config file", "config file", "preset", "default", "default"),
     ]
