@@ -146,6 +146,13 @@ def _is_compiled(name: str, settings: Settings) -> bool:
     return name not in _ONLY_WITH_BUDGET or has_budget
 
 
+def _works(blocks: Blocks, settings: Settings) -> Callable[[], bool]:
+    """Return a function that returns whether blocks are compiled now. ``--speed`` chooses only those of the trained models."""
+    is_given = bool(settings[SELECTIVE_TORCH_COMPILE])
+    may_be_chosen = blocks.module in {family.blocks.module for family in FAMILIES}
+    return switches.works(switches.COMPILED_BLOCKS, settings) if may_be_chosen else lambda: is_given
+
+
 def _compiled(blocks: Blocks, name: str) -> Callable[[Any, Settings], Any]:
     def replace(original: Any, settings: Settings) -> Any:
         from kohya_ext.compiling.blocks import compile_method
@@ -153,13 +160,7 @@ def _compiled(blocks: Blocks, name: str) -> Callable[[Any, Settings], Any]:
         compiled = [each for each in blocks.classes if _is_compiled(each, settings)]
         position = f"{compiled.index(name) + 1} of {len(compiled)}"
         label = f"{blocks.module}:{name}.{blocks.method}"
-        is_given, switch = bool(settings[SELECTIVE_TORCH_COMPILE]), switches.COMPILED_BLOCKS
-        may_be_chosen = blocks.module in {family.blocks.module for family in FAMILIES}
-
-        def works() -> bool:
-            return is_given or (may_be_chosen and switch.on)
-
-        return compile_method(original, label, position, settings, blocks.classes[name], works)
+        return compile_method(original, label, position, settings, blocks.classes[name], _works(blocks, settings))
 
     return replace
 

@@ -1,4 +1,4 @@
-"""Measure a training command, upstream and other configurations on this GPU.
+"""Measure a training command and other configurations on this GPU.
 
 Takes the command line of the training, and trains nothing: each configuration runs some steps in a process of its own, on your
 models and data, and writes no files of the run. Ctrl-C ends it and keeps what was measured. The result is a table, the

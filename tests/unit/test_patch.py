@@ -302,7 +302,7 @@ def test_an_optional_attribute_may_be_missing(library):
 def test_targets_in_packages_that_sd_scripts_does_not_require_are_optional():
     """Otherwise `doctor` reports an environment without them as broken."""
     required = {"library", "networks", "torch", "accelerate", "transformers", "diffusers", "safetensors", "tqdm", "toml"}
-    required |= {"os", "numpy", "PIL"}
+    required |= {"os", "shutil", "numpy", "PIL"}
     targets = [target for patch in registry().values() for target in patch.targets if not target.optional]
     assert {target.module.partition(".")[0] for target in targets} <= required
 

@@ -330,7 +330,9 @@ def test_the_command_prints_the_command_line_and_json(checkout, capsys):
     arguments = ["plan", "--sd-scripts", str(checkout.path), LORA, "--vram", "16", "--output_name", "a name"]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in printed.splitlines()[1:4]] == ["time", "memory", "drawbacks"]
+    assert [line.partition(":")[0] for line in printed.splitlines()[1:5]] == [
+        *("time", "--speed auto", "memory", "drawbacks"),
+    ]
     assert f"\nTo run it:\n  python -m kohya_ext {LORA} --preset 16gb --output_name {quoted_word('a name')}\n" in printed
     assert "too big" not in printed
     assert main([*arguments, "--verbose"]) == 0
@@ -345,7 +347,7 @@ def test_the_command_prints_the_command_line_and_json(checkout, capsys):
 @pytest.mark.parametrize(("script", "card", "recommended"), [(LORA, "16", True), ("sdxl_train.py", "24", False)])
 def test_the_command_names_what_the_run_may_turn_on(checkout, capsys, script, card, recommended):
     assert main(["plan", "--sd-scripts", str(checkout.path), script, "--vram", card]) == 0
-    assert ("without what --speed turns on in the run" in capsys.readouterr().out) is recommended
+    assert ("\n--speed auto: CUDA graphs and fused operations, predicted" in capsys.readouterr().out) is recommended
 
 
 def test_a_faster_change_is_one_step_with_its_flags():

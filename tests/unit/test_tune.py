@@ -380,7 +380,7 @@ def test_a_process_returns_what_it_writes(tmp_path):
     [
         ("import sys; print('loading'); sys.exit('no such file')", "ended with exit code 1: no such file"),
         ("raise SystemExit(print('kohya_ext: error: out of memory (step 1)') or 1)", "out of memory (step 1)"),
-        pytest.param("import os; os.abort()", "ended by signal 6", marks=pytest.mark.skipif(os.name == "nt", reason="signals")),
+        pytest.param("import os; os.abort()", "ended by signal 6", marks=pytest.mark.linux("needs POSIX signals")),
         (WRITES.format("{half"), "ended with exit code 0"),
     ],
 )

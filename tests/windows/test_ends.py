@@ -36,7 +36,7 @@ def same(left, right):
 
 NO_BREAK = "its C runtime turns Ctrl-C into a signal, and not Ctrl-Break"
 
-NO_DESKTOP = "its desktop would keep the pipes of the tests open, so there are no windows"
+NO_DESKTOP = "its desktop would keep the pipes of the tests open, so windows are off"
 
 #: An epoch has eight batches. The runs end in the second, after captions and buckets were shuffled again.
 STEPS = ("--max_train_steps", "12", "--shuffle_caption")
