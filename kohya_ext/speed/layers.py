@@ -132,11 +132,14 @@ class LayerCheck:
         inputs = [_leaf(value, next(flags, False)) for value in args]
         named = {name: _leaf(value, next(flags, False)) for name, value in kwargs.items()}
         states = RandomStates(self._recorder.generators)
-        torch.clear_autocast_cache()  # casts of the weights have the graph of an earlier pass
+        is_cached = torch.is_autocast_cache_enabled()
+        if is_cached:
+            torch.clear_autocast_cache()  # casts of the weights have the graph of an earlier pass
         # Checkpointing has hooks that keep what a layer saves.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             outputs = _outputs(forward(*inputs, **named))
-        torch.clear_autocast_cache()
+        if is_cached:
+            torch.clear_autocast_cache()
         computed = [output for output in outputs if output.requires_grad]
         if computed:
             with torch.autocast(self._recorder.device.type, enabled=False, cache_enabled=False):

@@ -374,12 +374,19 @@ class Trial:
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
-        """Run passes in the run's precision inside the block; compiled code is only for the run's kind of autocast."""
+        """Run passes in the run's precision inside the block.
+
+        Autocast's cache would keep casts of the weights with the graph of an earlier pass, and clearing it drops those of the
+        run's own text encoder. It is on for compiled blocks alone, whose code is only for passes with a cache.
+        """
         enabled, dtype = self._precision
-        torch.clear_autocast_cache()  # casts of the weights have the graph of an earlier pass
-        with torch.autocast(self.recorder.device.type, dtype, enabled):
+        is_cached = switches.COMPILED_BLOCKS.on
+        if is_cached:
+            torch.clear_autocast_cache()
+        with torch.autocast(self.recorder.device.type, dtype, enabled, cache_enabled=is_cached):
             yield
-        torch.clear_autocast_cache()
+        if is_cached:
+            torch.clear_autocast_cache()
 
     def _inputs(self) -> list[torch.Tensor]:
         """Return the inputs that need a gradient."""

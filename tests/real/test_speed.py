@@ -103,7 +103,7 @@ def test_obstacles_cost_no_run(checkout, replayed, tmp_path):
     failed = replayed(checkout, LORA, *BF16, *AUTO, env={"SELF_TEST_FAILS": "fused_operations"})
     text = " ".join(failed.output.split())
     assert "speed: no fused operations on this GPU: it computes wrong numbers" in text
-    assert "forward and backward take" not in text
+    assert "fused operations: forward and backward take" not in text
     assert failed.report["facts"]["fused_operations"] == {}
 
 
