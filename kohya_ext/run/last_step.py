@@ -64,7 +64,7 @@ class LastStep(TrainingCallback):
     _is_quiet: bool = True
     """Whether the main thread changes nothing that a state contains: it loads no batch, and no optimizer steps."""
     _gate: threading.Lock = field(default_factory=threading.Lock)
-    """Guards what is quiet against the start of a save in another thread."""
+    """Held while `_is_quiet` changes and while a save in another thread starts."""
     _end: threading.Event | None = None
     """Set when that save has ended."""
     _code: int = 0

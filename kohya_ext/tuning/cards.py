@@ -118,7 +118,7 @@ def _patches() -> set[str]:
 
 
 def problems(document: Any) -> list[str]:
-    """Return what is wrong with a file; empty if it can be published."""
+    """Return the problems of a file; empty if it can be published."""
     try:
         return list(_problems(document))
     except (AttributeError, KeyError, TypeError, ValueError) as error:

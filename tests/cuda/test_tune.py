@@ -1,4 +1,4 @@
-"""`tune` on the virtual GPU: a command, upstream's, and what is kept, exported and used afterwards."""
+"""`tune` on the virtual GPU: a command and upstream's are measured; the measurements are kept, exported and used."""
 
 import json
 import os

@@ -1,6 +1,8 @@
 """The GPU that CUDA uses first, from a stand-in for nvidia-smi."""
 
 import os
+import shutil
+import subprocess
 
 import pytest
 
@@ -84,8 +86,9 @@ def test_cuda_is_asked_in_another_process(tmp_path, monkeypatch):
         int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 75 ? 8 : 6; return 0; }
         """
     )
-    if os.system(f"cc -shared -fPIC -o {tmp_path}/libcuda.so.1 {source} 2>/dev/null"):
+    if shutil.which("cc") is None:
         pytest.skip("no C compiler")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     assert installed_gpus._asked_of_cuda() == InstalledGpu("NVIDIA GeForce RTX 3060", 12 * GIB, 8.6, uuid)

@@ -282,7 +282,7 @@ def test_what_changes_the_training_is_never_changed(checkout, monkeypatch):
         assert not each.command.presets.presets
 
 
-# --- what is kept ------------------------------------------------------------------------------------------------------
+# --- kept measurements -------------------------------------------------------------------------------------------------
 
 
 def run_of(checkout, *argv, **rest):
