@@ -17,20 +17,23 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kohya_ext.compiling.blocks import RUN
 from kohya_ext.compiling.support import find_obstacle, reason_not_to_compile, reason_not_to_record
+from kohya_ext.config.command_line import restart_line
 from kohya_ext.config.settings import Option, Settings, one_of
+from kohya_ext.console import error as print_error
 from kohya_ext.console import note
 from kohya_ext.errors import first_line
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import journal, step_times
+from kohya_ext.run import fresh_start, journal, last_step, step_times
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.speed import hang, proof, switches, verdicts
 from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, Switch
@@ -143,6 +146,7 @@ class _Speed(TrainingCallback):
         shapes = [list(value.shape) for value in (*args, *kwargs.values(), *trained) if hasattr(value, "shape")]
         key = verdicts.key(self.machine, self.settings, shapes, [switch.name for switch in self.features])
         trial.fatal, trial.noted = verdicts.fatal(key), partial(verdicts.noted, key)
+        trial.is_lost = lambda: bool(last_step.gpu_problem(device))
         try:
             known = verdicts.load(key)
             if known is None or known.lacks(trial.allowed(known.eager)):
@@ -151,6 +155,8 @@ class _Speed(TrainingCallback):
         except NoTrialError as error:
             return str(error)
         except Exception as error:  # such as one of memory
+            if trial.trying and trial.is_lost():
+                _start_again(key, trial.trying, error)
             return f"the trial failed: {first_line(error)}"
         finally:
             watch.end()
@@ -192,6 +198,19 @@ class _Speed(TrainingCallback):
         self.chosen, self.decided = verdict.features, about
         self.facts = asdict(verdict)
         journal.event("speed", **self.facts)
+
+
+def _start_again(key: str, features: Sequence[str], problem: Exception) -> NoReturn:
+    """End a process whose GPU does nothing more for it, and start its run again without the features. No step is lost."""
+    _report(f"{switches.describe(features)}: {first_line(problem)}. The GPU does nothing more for this process")
+    journal.event("lost_gpu", problem=first_line(problem), features=list(features))
+    with suppress(OSError):  # the next process would try it again
+        verdicts.condemn(key, features)
+        if fresh_start.is_possible():
+            _report(f"starting the run again, without {switches.describe(features)}")
+            fresh_start.start_again()
+    print_error(f"no step was done; to start without {switches.describe(features)}: {restart_line({'speed': 'exact'})}")
+    raise SystemExit(1)
 
 
 #: Bytes of an optimizer's state for each trained weight: AdamW's.

@@ -83,6 +83,10 @@ def prepare_torch() -> None:
         set_lru_cache(False)
     # Padding is chosen by timing each graph, so forward and recompute may choose differently. Same issue.
     set_everywhere(inductor, "shape_padding", False)
+    # Kernels that sum rows and columns together, since torch 2.10, can leave gradients of a modulation's shift and scale
+    # unwritten, which SD3's, FLUX's and Anima's blocks have. https://github.com/pytorch/pytorch/issues/193061
+    if hasattr(inductor.triton, "mix_order_reduction"):
+        set_everywhere(inductor, "triton.mix_order_reduction", False)
     if os.name == "nt":
         shorten_kernel_names()
 

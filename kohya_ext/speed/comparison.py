@@ -37,6 +37,8 @@ class Results:
         self.samples = [None if tensor is None else tensor.reshape(-1)[:: _step(tensor)].float().cpu() for tensor in detached]
         self.steps = [1 if tensor is None else _step(tensor) for tensor in detached]
         """How many elements each element of a sample stands for."""
+        self.rounding = max((_rounding(tensor) for tensor in detached if tensor is not None), default=0.0)
+        """The largest relative error of rounding to the tensors' types; 0 for 32 bits."""
         norms = [_norm(tensor) for tensor in detached if tensor is not None]
         self.is_finite = not norms or bool(torch.stack(norms).isfinite().all())
         """Whether all values are finite, also those outside the samples."""
@@ -77,6 +79,10 @@ class Results:
 def _step(tensor: torch.Tensor) -> int:
     """Return the distance of the elements that are compared: odd, so that they are from all rows and columns."""
     return 1 if tensor.numel() <= _MOST_ELEMENTS else tensor.numel() // _MOST_ELEMENTS | 1
+
+
+def _rounding(tensor: torch.Tensor) -> float:
+    return float(torch.finfo(tensor.dtype).eps) / 2 if tensor.is_floating_point() and tensor.element_size() < 4 else 0.0
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:

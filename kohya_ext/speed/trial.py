@@ -50,7 +50,7 @@ LEAST_SECONDS_OF_COMPILING = 10.0
 NO_TIME = "not tried, for lack of time"
 
 #: Why a candidate is not tried again.
-FATAL = "two runs have ended while it was tried; to try it again: python -m kohya_ext tune --self_test"
+FATAL = "it has ended earlier runs on this GPU; to try it again: python -m kohya_ext tune --self_test"
 
 #: Why recorded passes were not tried.
 NO_GAIN = "the GPU does not wait for Python"
@@ -150,6 +150,10 @@ class Trial:
     """Features of candidates that have ended the processes of earlier trials."""
     noted: Callable[[tuple[str, ...]], AbstractContextManager[None]] = lambda features: nullcontext()
     """Runs while some features are tried, so that a later run knows if they end the process."""
+    is_lost: Callable[[], bool] = lambda: False
+    """Returns whether the device does nothing more for this process, as after an illegal access."""
+    trying: tuple[str, ...] = ()
+    """The features that were tried last."""
     clock: Callable[[], float] = time.monotonic
     _forward: Callable[..., Any] = lambda: None
     _args: Sequence[Any] = ()
@@ -206,6 +210,7 @@ class Trial:
         left = until - self.clock()
         if self._cost(seconds, candidate) > left:
             return replace(candidate, rejected=NO_TIME, in_time=False)
+        self.trying = candidate.features
         with self.noted(candidate.features):
             if not candidate.is_compiled:
                 return self._try(candidate, states, results[()].peak)
@@ -245,6 +250,7 @@ class Trial:
         names = tuple(switch.name for switch in chosen)
         if names in self.fatal:
             return FATAL
+        self.trying = names
         with self._on(forward, args, kwargs) as states, self.noted(names):
             self._samples = True
             switches.use((), chosen)
@@ -298,7 +304,7 @@ class Trial:
             self._passes(self._forward)
 
     def _try(self, candidate: Candidate, states: RandomStates, peak: int) -> Candidate:
-        """Return a candidate with its measurements. Any error, such as one of memory, rejects it.
+        """Return a candidate with its measurements. Any error, such as one of memory, rejects it, unless the device is lost.
 
         ``peak``: bytes of temporary tensors in eager passes.
         """
@@ -317,6 +323,8 @@ class Trial:
             problem = self._lack_of_room(tried, peak) if recorded is None else recorded.off
             return replace(tried, rejected=tried.rejected or problem)
         except Exception as error:
+            if self.is_lost():
+                raise
             return replace(candidate, rejected=" ".join(f"{type(error).__name__}: {error}".split())[:200])
         finally:
             self._clear_gradients()

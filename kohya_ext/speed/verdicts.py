@@ -82,6 +82,11 @@ def noted(key: str, features: Sequence[str]) -> Iterator[None]:
         _note(key, {each: count for each, count in _ended(key).items() if each != name})
 
 
+def condemn(key: str, features: Sequence[str]) -> None:
+    """Keep that features end processes, which one has shown. Raises OSError."""
+    replace_text(_file(key + _NOTES), json.dumps({**_ended(key), "+".join(features): _SEVERAL}) + "\n")
+
+
 def fatal(key: str) -> list[tuple[str, ...]]:
     """Return the features that have ended several processes while they were tried: once may have been the user."""
     return [tuple(name.split("+")) for name, count in _ended(key).items() if count >= _SEVERAL]

@@ -107,6 +107,22 @@ def test_obstacles_cost_no_run(checkout, replayed, tmp_path):
     assert failed.report["facts"]["fused_operations"] == {}
 
 
+@pytest.mark.newest
+@pytest.mark.linux("a process cannot start again in its place")
+def test_run_whose_gpu_is_lost_starts_again(checkout, replayed, tmp_path):
+    options = (*BF16, "--max_data_loader_n_workers", "1", "--persistent_data_loader_workers")
+    env = {"LOSES_GPU": "fused_operations"}
+    tried = replayed(checkout, LORA, *options, *AUTO, bare=True, env=env, output=tmp_path / "tried")
+    text = " ".join(tried.output.split())
+    assert "CUDA error: an illegal memory access was encountered. The GPU does nothing more for this process" in text
+    assert text.count("starting the run again, without fused operations") == 1
+    assert "not fused operations: it has ended earlier runs on this GPU" in text
+    assert equal(tried, replayed(checkout, LORA, *options, *OFF))
+    again = replayed(checkout, LORA, *options, *AUTO, env=env, output=tmp_path / "again")
+    assert "starting the run again" not in again.output
+    assert equal(again, tried)
+
+
 #: Only compiled blocks are tried, because the layers of fused operations take most of the time.
 COMPILED = ("--network_dim", "4", "--max_train_steps", "4", "--no-fused_operations", "--no-cuda_graphs")
 

@@ -1,5 +1,6 @@
 """--speed: trials choose the fastest correct features and leave no trace, and self-tests keep crashes out of runs."""
 
+import contextlib
 import copy
 import json
 import math
@@ -329,6 +330,62 @@ def test_known_verdict_is_checked(fault):
     assert (problem is None) == (fault is None)
 
 
+# --- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def check_layers(model, x):
+    """Return what a comparison of a model's layers in bfloat16 says about its fused form."""
+    switches.use([FUSED_OPERATIONS.name])
+    check = LayerCheck([*model.parameters()], CpuRecorder())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), check.on(model):
+        model(x)
+    return check.problem
+
+
+class Norm(torch.nn.LayerNorm):
+    """A norm whose fused form returns 16 bits, as its consumer would round it."""
+
+    def __init__(self, factor=1.0):
+        super().__init__(WIDTH)
+        self.factor = factor
+
+    def forward(self, x):
+        exact = super().forward(x.float())
+        return (exact * self.factor).to(torch.bfloat16) if FUSED_OPERATIONS.on else exact
+
+
+@pytest.mark.parametrize(("factor", "problem"), [(1.0, None), (1.01, "in 0, the gradients")])
+def test_output_in_16_bits_differs_by_rounding(factor, problem):
+    differs = check_layers(torch.nn.Sequential(Norm(factor)), torch.randn(64, WIDTH, dtype=torch.bfloat16))
+    assert differs == problem if problem is None else differs.startswith(problem)
+
+
+class Scaled(torch.nn.Module):
+    """A product with a trained number, whose fused form rounds twice."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.scale, self.factor = torch.nn.Parameter(torch.tensor(0.7)), factor
+
+    def forward(self, x):
+        if FUSED_OPERATIONS.on:
+            return ((x * 3).to(x.dtype) * (self.scale * self.factor / 3)).to(x.dtype)
+        return (x * self.scale).to(x.dtype)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_gradients_that_are_mostly_rounding_may_differ_more(monkeypatch, seed):
+    monkeypatch.setattr(layers, "_is_layer", lambda module: isinstance(module, Scaled))
+    torch.manual_seed(seed)
+    x, gradient = torch.randn(4096), torch.arange(4096.0).cos()
+    x -= gradient * (x @ gradient - 0.5) / (gradient @ gradient)  # the number's gradient is a sum that cancels out
+    x = x.to(torch.bfloat16)[None]
+    assert check_layers(torch.nn.Sequential(Scaled()), x) is None
+    assert "differ by 0.02 of their norm" in check_layers(torch.nn.Sequential(Scaled(1.02)), x)
+    monkeypatch.setattr(layers, "_NOISY", math.inf)
+    assert check_layers(torch.nn.Sequential(Scaled()), x), "by chance one is further from the exact gradient"
+
+
 END_WHILE_TRYING = """
 import os
 from kohya_ext.speed import verdicts
@@ -353,6 +410,33 @@ def test_features_that_have_ended_two_runs_are_not_tried_again(monkeypatch, tmp_
     assert list(tmp_path.rglob("*-tries.json")), "the note of the fatal features remains"
     verdicts.forget()
     assert verdicts.fatal("key") == []
+
+
+def test_lost_device_ends_the_trial_and_its_features_are_known():
+    lost = []
+
+    def fault(layer, x):
+        lost.append(True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    machine = gains()
+    tries = {}
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        tried(Model(machine, [None, fault, None]), machine, is_lost=lambda: bool(lost), noted=partial(noting, tries))
+    assert tries == {("cuda_graphs",): 1, ("fused_operations",): 1}, "nothing is tried on a device that is lost"
+
+
+@contextlib.contextmanager
+def noting(tries, features):
+    tries[features] = tries.get(features, 0) + 1
+    yield
+
+
+def test_condemned_features_are_fatal(monkeypatch, tmp_path):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path))
+    verdicts.condemn("key", ("cuda_graphs", "fused_operations"))
+    verdicts.condemn("key", ("selective_torch_compile",))
+    assert verdicts.fatal("key") == [("cuda_graphs", "fused_operations"), ("selective_torch_compile",)]
 
 
 def test_an_interrupted_trial_is_not_held_against_its_features(monkeypatch, tmp_path):

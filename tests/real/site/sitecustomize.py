@@ -5,7 +5,7 @@ SPY_LOSSES records losses and compiled graphs, SPY_MASKS counts calls of attenti
 out of memory, in the process SPY_ONLY_RANK if that is set. SPY_COLLECTIVES records the collective operations of every batch.
 REPLAY_ON_CPU replaces CUDA graphs by a replayer of operations, and lets --speed choose on the CPU: TRIAL_CHOOSES names the
 features that its trial finds fastest, separated by commas, and SELF_TEST_FAILS one that fails its self-test. TRIAL_COMPILES
-gives the trial time to compile blocks.
+gives the trial time to compile blocks. LOSES_GPU names the features whose trial ends the process's use of the GPU.
 SPY_PROFILER_FAILS makes torch's profiler fail.
 WRAP_AS_ON_GPUS lets upstream's LoRA scripts run in several processes on a CPU. DEEPSPEED_ON_CPU lets accelerate use DeepSpeed
 there. COMPILE_BACKEND is torch.compile's backend for the blocks. BREAK breaks compiling: with an old version (``torch``),
@@ -193,6 +193,18 @@ def decide_trial(module):
     module._SHARE_OF_LAYERS = 0  # one layer of each kind takes seconds
     module.LEAST_SECONDS_OF_COMPILING = 0 if "TRIAL_COMPILES" in os.environ else 1e99
     module.choose = lambda candidates: next(each for each in candidates if each.features == chosen)
+
+
+def lose_gpu(module):
+    compared = module.Trial._compared
+
+    def fail(self, candidate, *args):
+        if candidate.features == (os.environ["LOSES_GPU"],):
+            self.is_lost = lambda: True
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return compared(self, candidate, *args)
+
+    module.Trial._compared = fail
 
 
 def compile_in_any_case(module):
@@ -388,6 +400,8 @@ if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(skip_self_test, "kohya_ext.speed.proof")
 if "TRIAL_CHOOSES" in os.environ:
     wrapt.register_post_import_hook(decide_trial, "kohya_ext.speed.trial")
+if "LOSES_GPU" in os.environ:
+    wrapt.register_post_import_hook(lose_gpu, "kohya_ext.speed.trial")
 if "TRIAL_COMPILES" in os.environ:
     wrapt.register_post_import_hook(compile_in_any_case, "kohya_ext.patches.speed")
 if "SPY_PROFILER_FAILS" in os.environ:
