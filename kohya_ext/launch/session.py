@@ -28,7 +28,7 @@ from kohya_ext.patching.patch import NOT_IN_RELEASE, Patch, Patcher, moved, regi
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record, stop_request
-from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
+from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tuning import process as tuning_process
 
 #: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
@@ -131,10 +131,7 @@ class Session:
 
 
 def _training_script(checkout: Checkout, argv: Sequence[str]) -> Path | None:
-    if not argv or not argv[0]:
-        return None
-    script = Path(argv[0]).resolve()
-    return script if checkout.path in script.parents and is_training_script(script) else None
+    return checkout.trained_by(Path(argv[0]).resolve()) if argv and argv[0] else None
 
 
 def _plain(value: object) -> object:
