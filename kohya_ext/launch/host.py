@@ -151,7 +151,9 @@ def _installer(target: Environment, action: str, words: Sequence[str]) -> list[s
     if any(_plain(name) == "pip" for name in target.packages):
         return [python, *pip, action, *agree, *words]
     if (uv := shutil.which("uv")) is not None:
-        return [uv, "pip", action, "--python", python, *words]
+        # uv would otherwise keep what it has built from this folder's earlier code.
+        again = ["--reinstall-package", _NAME] if action == "install" else []
+        return [uv, "pip", action, "--python", python, *again, *words]
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, *pip, "--python", python, action, *agree, *words]
     raise UserError(

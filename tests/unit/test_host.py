@@ -97,6 +97,12 @@ def test_environment_of_uv_has_no_pip(monkeypatch, tmp_path, uv, command):
     assert more["env"]["PYTHONNOUSERSITE"] == "1", "never into the user's own folder, which GUIs leave out"
 
 
+def test_uv_takes_the_newest_code_of_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(host.shutil, "which", lambda name: "/uv")
+    command = host._installer(host.Environment(tmp_path / "python", tmp_path, {}), "install", ["folder"])
+    assert command[-3:] == ["--reinstall-package", "kohya-ext", "folder"]
+
+
 def test_without_any_installer_the_message_names_ensurepip(monkeypatch, tmp_path):
     monkeypatch.setattr(host.shutil, "which", lambda name: None)
     monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
