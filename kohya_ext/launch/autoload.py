@@ -81,7 +81,7 @@ def _imported_main(name: str) -> ModuleSpec:
     """Return the spec of a module whose ``python -m`` imports it, so that reactions to its import apply, and calls its main."""
     from importlib.machinery import ModuleSpec
 
-    return ModuleSpec(name, _ImportedMain(), origin=name)
+    return ModuleSpec(name, _ImportedMain(), origin=name)  # type: ignore[arg-type]  # runpy calls get_code alone
 
 
 class _ImportedMain:
