@@ -14,6 +14,7 @@ from kohya_ext.launch import host
 from tests.unit.test_checkouts import make_tree
 
 ROOT = Path(__file__).parents[2]
+makes_environment = pytest.mark.wine("its Python lacks venvlauncher.exe")
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def files(folder):
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
 
 
+@makes_environment
 def test_switch_works_in_a_plain_start_and_undo_leaves_no_trace(gui):
     before, target, sd_scripts = files(gui), host.environment(gui), host.checkout(gui)
     assert host.first_lines(target, sd_scripts) == []
@@ -47,6 +49,7 @@ def test_switch_works_in_a_plain_start_and_undo_leaves_no_trace(gui):
     assert files(gui) == before
 
 
+@makes_environment
 def test_variable_of_the_user_comes_first(gui):
     target = host.environment(gui)
     host.switch_on(target, [])
@@ -56,6 +59,7 @@ def test_variable_of_the_user_comes_first(gui):
     assert done.stdout.strip() == "0"
 
 
+@makes_environment
 def test_packages_stay_as_they_are_and_added_ones_are_removed(gui, monkeypatch):
     target = host.environment(gui)
     asked: list[tuple[str, ...]] = []
@@ -105,11 +109,12 @@ def test_uv_takes_the_newest_code_of_a_folder(monkeypatch, tmp_path):
 
 def test_without_any_installer_the_message_names_ensurepip(monkeypatch, tmp_path):
     monkeypatch.setattr(host.shutil, "which", lambda name: None)
-    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pip", None)
     with pytest.raises(UserError, match=r"neither uv nor pip is installed here; run: .*python -m ensurepip"):
         host._pip(host.Environment(tmp_path / "python", tmp_path, {}), "install", "x")
 
 
+@makes_environment
 def test_pip_of_this_python_installs_into_an_environment_without_pip(tmp_path, monkeypatch):
     """A package of one file, which needs no build and no network."""
     venv.create(tmp_path / "venv", symlinks=os.name != "nt")
