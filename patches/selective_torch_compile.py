@@ -24,7 +24,7 @@ from kohya_ext.compiling.graph_breaks import (
 )
 from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.lowering import accept_scaled_products
-from kohya_ext.compiling.support import missing_triton, reason_not_to_compile
+from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.settings import Option, Settings, boolean, one_of
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, data_sets, program
@@ -180,23 +180,9 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Non
     RUN.begin(partial(data_sets, accelerator), checkout.commit if checkout is not None else None)
     if not settings[SELECTIVE_TORCH_COMPILE]:
         return  # --speed decides
-    reason = reason_not_to_compile(args) or _reason_not_to_choose(accelerator.device)
+    reason = reason_not_to_compile(args)
     if reason is not None:
         RUN.disable(reason)
-
-
-def _reason_not_to_choose(device: Any) -> str | None:
-    """Return why a preset's blocks are not compiled on a GPU; None if they are, or if the user asks for it."""
-    if (
-        device.type != "cuda"
-        or missing_triton() is not None
-        or program().command.origin(SELECTIVE_TORCH_COMPILE.name) != "preset"
-    ):
-        return None
-    from kohya_ext.kernels.support import unsupported_gpu
-
-    reason = unsupported_gpu(device)
-    return None if reason is None else f"{reason}; to try it, add --selective_torch_compile to the command line"
 
 
 def _facts() -> Mapping[str, object]:
