@@ -155,13 +155,19 @@ def kill_children(launcher: psutil.Process) -> None:
 
 
 @pytest.mark.slow
-def test_kill_of_lora_scripts_loses_what_follows_the_last_state(program, written, start, images):
-    """It runs accelerate's launcher as a module, and stops a run by killing the launcher's children."""
+def test_kill_of_lora_scripts_loses_what_follows_the_last_state(program, written, start, images, tmp_path):
+    """It runs accelerate's launcher as a module, and stops a run by killing the launcher's children.
+
+    Its form takes ``--resume`` as a folder and no option that it does not know, so a preset file sets ``auto``.
+    """
     folder = program("venv", "scripts/dev")
-    config = written(LORA, resume="auto", save_state=True, save_every_n_steps=2, train_data_dir=str(images))["--config_file"]
+    config = written(LORA, save_state=True, save_every_n_steps=2, train_data_dir=str(images))["--config_file"]
+    preset = tmp_path / "mine.toml"
+    preset.write_text('resume = "auto"\n')
     launcher = [folder / "venv/bin/python", "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process", "2", "--quiet"]
     command = [*launcher, f"./scripts/dev/{LORA}", "--config_file", config]
     variables = {"ACCELERATE_DISABLE_RICH": "1", "PYTHONUNBUFFERED": "1", "PYTHONNOUSERSITE": "1", "NO_COLOR": "1"}
+    variables["KOHYA_EXT_PRESET"] = str(preset)
     killed = start(command, folder, at_step=3, act=kill_children, **variables)
     assert killed.code != 0
     resumed = start(command, folder, **variables)
