@@ -1,16 +1,20 @@
 """The remark on a run that does not fit its GPU: from known estimates, in memory and seconds, with what to type."""
 
+import argparse
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.settings import Settings
 from kohya_ext.estimate import measurement, predict
 from kohya_ext.installed_gpus import InstalledGpu
 from kohya_ext.launch import session
 from kohya_ext.planning import too_large
+from kohya_ext.preflight import Findings
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import GIB
 from tests.unit.test_gui_form import config_file, exported
@@ -69,6 +73,26 @@ def test_gpu_for_which_no_preset_fits_is_told_the_figures_alone(checkout, from_g
     line = too_large.remark(checkout, *from_gui, InstalledGpu("NVIDIA GeForce GTX 1650", 4 * GIB, 7.5))
     assert "would bring it to" in line
     assert "presets" not in line
+
+
+@pytest.mark.parametrize("preflight", [True, False])
+def test_start_of_a_run_prints_it_with_the_other_checks(checkout, tmp_path, monkeypatch, capsys, preflight):
+    argv = ["--output_dir", str(tmp_path), "--output_name", "cat", *([] if preflight else ["--no-preflight"])]
+    monkeypatch.setattr(sys, "argv", [LORA, *argv])
+    monkeypatch.setattr(session.run_record, "begin", lambda record: None)
+    monkeypatch.setattr(session.output_lock, "acquire", lambda args: None)
+    monkeypatch.setattr(session.preflight, "inspect", lambda *_: Findings())
+    monkeypatch.setattr(session, "first_gpu", lambda: RTX_3060)
+    monkeypatch.setattr(
+        too_large, "remark", lambda checkout, args, command, gpu: f"{args.output_name} is too large for {gpu.name}"
+    )
+    parser = argparse.ArgumentParser()
+    for option in ("--output_dir", "--output_name"):
+        parser.add_argument(option)
+    patch = session._options_patch(checkout, CommandLine(Path(LORA), argv, {}))
+    patch.targets[0].replace(lambda parser: None, Settings())(parser)
+    parser.parse_args()
+    assert ("warning: cat is too large for NVIDIA GeForce RTX 3060" in capsys.readouterr().err) == preflight
 
 
 def test_start_makes_no_estimate_and_survives_a_failure(checkout, from_gui, monkeypatch, capsys):
