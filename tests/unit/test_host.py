@@ -1,7 +1,6 @@
 """Installing into a GUI's environment: found, switched on, tried, undone, and no other file changed."""
 
 import os
-import shutil
 import subprocess
 import sys
 import venv
@@ -181,29 +180,6 @@ def test_packages_of_stability_matrix_are_named(tmp_path, data):
     with pytest.raises(UserError, match=r"name one of its packages: --for \S+fluxgym'? or \S+kohya_ss'?$"):
         host.environment(tmp_path)
     assert host.environment(tmp_path / data / "kohya_ss").python.is_file()
-
-
-@pytest.mark.skipif(sys.platform != "win32", reason="Python reads ._pth files under Windows alone")
-def test_embedded_python_works_once_its_pth_file_imports_site(tmp_path):
-    """As in the portable package of lora-scripts-next: the folder of the Python is next to that of the program."""
-    embedded, program = tmp_path / "python_embeded", tmp_path / "Next-Trainer"
-    program.mkdir()
-    (embedded / "Lib" / "site-packages").mkdir(parents=True)
-    for file in [Path(sys.executable), *Path(sys.base_prefix).glob("*.dll")]:
-        shutil.copy(file, embedded)
-    pth = embedded / f"python3{sys.version_info.minor}._pth"
-    folders = [".", *(str(Path(sys.base_prefix) / name) for name in ("Lib", "DLLs"))]
-    pth.write_text("\n".join([*folders, "#import site"]))
-    with pytest.raises(UserError, match=r"_pth, remove the # before `import site`"):
-        host.environment(program)
-    pth.write_text("\n".join([*folders, "import site"]))
-    target = host.environment(program)
-    assert target.site_packages.samefile(embedded / "Lib" / "site-packages")
-    host.switch_on(target, [])
-    environ = {**os.environ, "PYTHONNOUSERSITE": "1"}
-    words = [str(target.python), "-s", "-c", "import os; print(os.environ['KOHYA_EXT'])"]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True)
-    assert done.stdout.strip() == "1", done.stderr
 
 
 def test_embedded_python_that_reads_no_pth_says_what_to_change(tmp_path, monkeypatch):
