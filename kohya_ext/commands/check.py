@@ -13,6 +13,7 @@ from kohya_ext import preflight
 from kohya_ext.config import training_command
 from kohya_ext.config.arguments import take_over
 from kohya_ext.console import note, progress
+from kohya_ext.launch.session import warn_if_too_large
 from kohya_ext.planning import automatic
 from kohya_ext.sdscripts.introspect import importable, script_parser
 
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         library.read_config_from_file(parser.parse_args(), parser)
         findings = preflight.inspect(script, final[-1], command.settings)
     preflight.report(findings, command.settings.strict)
+    warn_if_too_large(checkout, final[-1], command)
     count = len(findings.warnings)
     passed = f"{count} warning{'s' * (count > 1)}" if count else "all checks passed"
     note(f"{script.name} can start; {passed}")

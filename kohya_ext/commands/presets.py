@@ -15,9 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kohya_ext.config import gui_form, preset_files
+from kohya_ext.config import fluxgym_form, gui_form, preset_files
 from kohya_ext.config.arguments import Traced, complete, find_problem, find_problems, preset_line, trace
-from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.command_line import CommandLine, option_words, quoted
 from kohya_ext.config.settings import flags
 from kohya_ext.console import note, progress, warn
 from kohya_ext.errors import UserError
@@ -44,16 +44,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     every.add_argument("--verbose", action="store_true", help="also print drawbacks, and the seconds of sd-scripts alone")
     where = actions.add_parser("path", help="print the path of a preset's file")
     where.add_argument("name", help="family/name, as `presets list` shows it")
-    export = actions.add_parser("export", help="write presets as a file for the kohya_ss GUI")
+    export = actions.add_parser("export", help="write presets as a file for the kohya_ss GUI, or as lines for fluxgym")
     export.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
-    export.add_argument("--for", dest="consumer", choices=("kohya_ss",), required=True, help="the program that loads the file")
+    export.add_argument("--for", dest="consumer", choices=("kohya_ss", "fluxgym"), required=True, help="the program")
     export.add_argument("--script", help="the script; default for a full preset name: the first script of its family")
     export.add_argument(
         "--output",
         type=Path,
-        default=Path(),
         metavar="PATH",
-        help="a file, a folder, or the GUI's folder: then the file is in its list of presets; default: the current folder",
+        help="with --for kohya_ss: a file, a folder, or the GUI's folder, where the file is in its list of presets; "
+        "default: the current folder",
     )
     show = actions.add_parser("show", help="show every key of a preset with its value and reason")
     show.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
@@ -95,8 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
         _list(console, arguments.script, arguments.vram, arguments.verbose)
     elif arguments.action == "path":
         print(_path(arguments.name))
+    elif arguments.action == "export" and arguments.consumer == "fluxgym":
+        if arguments.output is not None:
+            raise UserError("--output is for --for kohya_ss; the lines for fluxgym are printed")
+        _print_for_fluxgym(arguments.names, arguments.script or families.BY_NAME["flux"].lora)
     elif arguments.action == "export":
-        _export(arguments.names, arguments.script or _script(arguments.names), arguments.output)
+        _export(arguments.names, arguments.script or _script(arguments.names), arguments.output or Path())
     else:
         script = arguments.script or _script(arguments.names)
         (_explain if arguments.explain else _show)(console, arguments, script)
@@ -283,6 +287,23 @@ def _export(names: Sequence[str], script: str, output: Path) -> None:
     left = [key for key, value in presets.values.items() if gui_form.lacks(key)]
     if left:
         note(f'set by --preset in "Additional parameters", which the file fills in: {", ".join(left)}')
+
+
+def _print_for_fluxgym(names: Sequence[str], script: str) -> None:
+    """Print presets as lines for fluxgym's script, and how to use them."""
+    if script != families.BY_NAME["flux"].lora:
+        raise UserError(f"fluxgym trains LoRAs of FLUX, with {families.BY_NAME['flux'].lora}, not with {script}")
+    presets = CommandLine(Path(script), [part for name in names for part in ("--preset", name)], os.environ, automatic).presets
+    values = {key: value.value for key, value in presets.values.items()}
+    for line in fluxgym_form.lines(values, "^" if os.name == "nt" else "\\"):
+        print(line)
+    data = f"resolution {values['resolution']} and batch_size {values.get('train_batch_size', 1)}"
+    note(
+        'In fluxgym, choose 20G under "VRAM", and add these lines at the end of "Train script"; kohya_ext must be on there '
+        f'(docs/guis.md). Set {data} in "Train config".'
+    )
+    if presets.assumed:
+        note(f"the preset assumes {quoted(option_words(presets.assumed))}; change that in the script, too")
 
 
 def _file_of_export(output: Path, name: str, kind: str) -> Path:

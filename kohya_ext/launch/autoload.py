@@ -15,7 +15,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import CodeType, ModuleType
+
+_LAUNCHER = "accelerate.commands.launch"
 
 _watching = False
 _launched = False
@@ -31,7 +33,7 @@ def watch_if_switched_on() -> None:
     if not _watching:
         _watching = True
         _waiting["library"] = _on_library
-        _waiting["accelerate.commands.launch"] = _on_launcher
+        _waiting[_LAUNCHER] = _on_launcher
         _waiting["torch.distributed.elastic.agent.server.local_elastic_agent"] = _on_launcher
         for name in _waiting.keys() & sys.modules.keys():
             _waiting.pop(name)(sys.modules[name])
@@ -53,6 +55,8 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Register the reaction to the module's import, then let the other finders find it."""
+        if name == _LAUNCHER and name in _waiting and _runs_as_main(name):
+            return _imported_main(name)
         react = _waiting.pop(name, None)
         if react is None:
             return None
@@ -67,6 +71,28 @@ class _Finder:
         return importlib.util.find_spec(name)  # asks all finders again: wrapt's is now the first
 
 
+def _runs_as_main(name: str) -> bool:
+    """Return whether ``python -m`` is about to run a module, as lora-scripts starts accelerate's launcher."""
+    words = sys.orig_argv
+    return sys.argv[0] == "-m" and "-m" in words and name in words[words.index("-m") + 1 : words.index("-m") + 2]
+
+
+def _imported_main(name: str) -> ModuleSpec:
+    """Return the spec of a module whose ``python -m`` imports it, so that reactions to its import apply, and calls its main."""
+    from importlib.machinery import ModuleSpec
+
+    return ModuleSpec(name, _ImportedMain(), origin=name)  # type: ignore[arg-type]  # runpy calls get_code alone
+
+
+class _ImportedMain:
+    """The loader for runpy, which runs the code of a module without importing it."""
+
+    @staticmethod
+    def get_code(name: str) -> CodeType:
+        """Return code that imports the module and calls its main function."""
+        return compile(f"import importlib\nraise SystemExit(importlib.import_module({name!r}).main())", name, "exec")
+
+
 def _on_library(module: ModuleType) -> None:
     folder = next(iter(getattr(module, "__path__", [])), None)
     try:
@@ -77,12 +103,17 @@ def _on_library(module: ModuleType) -> None:
         from kohya_ext.sdscripts.checkouts import describe
 
         checkout = describe(Path(folder).parent, "imported by this process")
-        if checkout is not None and _is_switched_on():
+        if checkout is not None and _is_switched_on() and (_launched or any(map(checkout.is_run_by, _programs()))):
             from kohya_ext.launch.session import begin
 
             begin(checkout)
     except Exception as error:
         _give_up(error)
+
+
+def _programs() -> tuple[str, str]:
+    """Return the file of this process's command line, and of its main module, which a profiler, for example, replaces."""
+    return sys.argv[0] if sys.argv else "", getattr(sys.modules.get("__main__"), "__file__", None) or ""
 
 
 def _on_launcher(module: ModuleType) -> None:

@@ -7,10 +7,12 @@ none of its files changes. A variable that is set comes first: ``KOHYA_EXT=0`` t
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from kohya_ext import __version__
+from kohya_ext.config.command_line import quoted, quoted_word
 from kohya_ext.errors import UserError
 from kohya_ext.renames import replace_text, unlink
 from kohya_ext.sdscripts import checkouts
@@ -31,9 +34,21 @@ _NAME = "kohya-ext"
 _LINE = 'import os; os.environ.setdefault("KOHYA_EXT", "1")'
 _ADDED = "# packages added by setup --for: "
 
-#: Where programs keep their environment and their copy of sd-scripts, relative to their folder.
-_ENVIRONMENTS = ("venv", ".venv", "env", "", "sd_scripts/venv", "sd-scripts/venv", "backend/sd_scripts/venv", "python")
-_COPIES = ("sd-scripts", "sd_scripts", "backend/sd_scripts", "scripts/stable", "scripts/dev", "")
+#: Where programs keep their environment, relative to their folder. LoRA_Easy_Training_Scripts has another one for its window,
+#: in venv. Portable packages have theirs outside the folder that updates replace.
+_ENVIRONMENTS = (
+    *("backend/sd_scripts/venv", "sd_scripts/venv", "sd-scripts/venv", "venv", ".venv", "env", ""),
+    *("python", "python_embeded", "python_embedded", "../python_embeded", "../python_embedded"),
+)
+
+#: Where they keep their copy of sd-scripts.
+_COPIES = (
+    *("sd-scripts", "sd_scripts", "backend/sd_scripts", "vendor/sd-scripts", "scripts/stable", "scripts/dev", ""),
+    *("Next-Trainer/vendor/sd-scripts", "Next-Trainer/scripts/stable"),
+)
+
+#: Where StabilityMatrix keeps its packages, each with an environment of its own.
+_PACKAGES = ("Packages", "Data/Packages")
 
 _PYTHONS = ("bin/python", "Scripts/python.exe", "python.exe")
 
@@ -69,14 +84,23 @@ def environment(folder: Path) -> Environment:
     """Return the environment of a program in a folder, of an environment's folder, or of a Python. Raises UserError."""
     python = folder if folder.is_file() else next(_pythons(folder), None)
     if python is None:
-        tried = ", ".join(name or "the folder itself" for name in _ENVIRONMENTS)
-        raise UserError(f"no Python environment in {folder} (tried {tried}); name its Python: --for PATH_TO/python")
+        raise UserError(f"no Python environment in {folder}{_where_to_look(folder)}")
     (major, minor), site_packages, packages, reads_pth = _describe(python)
     if (major, minor) < (3, 10):
         raise UserError(f"{python} is Python {major}.{minor}; kohya_ext needs 3.10 or newer")
     if not reads_pth:
-        raise UserError(f"{python} does not read .pth files; in its python*._pth, remove the # before `import site`")
+        file = next(python.parent.glob("python*._pth"), python.parent / "python*._pth")
+        raise UserError(f"{python} does not read .pth files; in {file}, remove the # before `import site`, and run this again")
     return Environment(python, Path(site_packages), packages)
+
+
+def _where_to_look(folder: Path) -> str:
+    """Return the rest of the message about a folder without an environment."""
+    packages = [package for name in _PACKAGES for package in (folder / name).glob("*") if checkout(package) is not None]
+    if packages:
+        return f"; name one of its packages: --for {' or '.join(quoted_word(str(each)) for each in sorted(packages))}"
+    tried = ", ".join(name or "the folder itself" for name in _ENVIRONMENTS)
+    return f" (tried {tried}); name its Python: --for PATH_TO/python"
 
 
 def _pythons(folder: Path) -> Iterator[Path]:
@@ -112,16 +136,29 @@ def install(target: Environment) -> list[str]:
 
 
 def _pip(target: Environment, action: str, *words: str) -> None:
-    """Run pip in an environment, or uv for one that has no pip. Raises UserError if it fails."""
-    if any(_plain(name) == "pip" for name in target.packages):
-        agree = ["--yes"] if action == "uninstall" else []
-        command = [str(target.python), "-m", "pip", "--disable-pip-version-check", action, *agree, *words]
-    elif (uv := shutil.which("uv")) is not None:
-        command = [uv, "pip", action, "--python", str(target.python), *words]
-    else:
-        raise UserError(f"{target.python} has no pip, and uv is not installed; run: {target.python} -m ensurepip")
-    if subprocess.run(command).returncode != 0:
+    """Run pip or uv for an environment. Raises UserError if it fails."""
+    command = _installer(target, action, words)
+    # Without the variable, pip installs into the user's own folder where the environment is read-only. GUIs leave that out.
+    if subprocess.run(command, env={**os.environ, "PYTHONNOUSERSITE": "1"}).returncode != 0:
         raise UserError(f"{command[0]} could not {action} the packages, for the reason above; nothing else was changed")
+
+
+def _installer(target: Environment, action: str, words: Sequence[str]) -> list[str]:
+    """Return a command for the environment's own pip, or for uv or this Python's pip if it has none. Raises UserError."""
+    python = str(target.python)
+    agree = ["--yes"] if action == "uninstall" else []
+    pip = ["-m", "pip", "--disable-pip-version-check"]
+    if any(_plain(name) == "pip" for name in target.packages):
+        return [python, *pip, action, *agree, *words]
+    if (uv := shutil.which("uv")) is not None:
+        # uv would otherwise keep what it has built from this folder's earlier code.
+        again = ["--reinstall-package", _NAME] if action == "install" else []
+        return [uv, "pip", action, "--python", python, *again, *words]
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, *pip, "--python", python, action, *agree, *words]
+    raise UserError(
+        f"{python} has no pip, and neither uv nor pip is installed here; run: {quoted([python, '-m', 'ensurepip'])}"
+    )
 
 
 def _plain(name: str) -> str:

@@ -23,12 +23,13 @@ from kohya_ext.config.settings import Settings, options, secrets
 from kohya_ext.console import hide_notices_of_libraries, note, replace_unencodable, should_print, stop, warn
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
+from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.launch import accelerate_signals
 from kohya_ext.patching.patch import NOT_IN_RELEASE, Patch, Patcher, moved, registry, takes
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record, stop_request
-from kohya_ext.sdscripts.checkouts import Checkout, is_training_script
+from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tuning import process as tuning_process
 
 #: The engine's own hook, applied like a patch. It cannot be turned off by name, because the script would then reject presets
@@ -52,7 +53,7 @@ class Session:
     def start(cls, checkout: Checkout, command: CommandLine) -> Session:
         """Resolve the options and arm the patches. Raises UserError for anything wrong in the command line."""
         hide_notices_of_libraries()
-        engine = (_options_patch(command), accelerate_signals.PATCH, *tuning_process.patches())
+        engine = (_options_patch(checkout, command), accelerate_signals.PATCH, *tuning_process.patches())
         patcher = Patcher(registry(), command.settings, checkout, engine, Program(checkout, command))
         session = cls(checkout, command, patcher, time.monotonic())
         session.patcher.arm()
@@ -131,17 +132,27 @@ class Session:
 
 
 def _training_script(checkout: Checkout, argv: Sequence[str]) -> Path | None:
-    if not argv or not argv[0]:
-        return None
-    script = Path(argv[0]).resolve()
-    return script if checkout.path in script.parents and is_training_script(script) else None
+    return checkout.trained_by(Path(argv[0]).resolve()) if argv and argv[0] else None
 
 
 def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def _options_patch(command: CommandLine) -> Patch:
+def warn_if_too_large(checkout: Checkout, args: Namespace, command: CommandLine) -> None:
+    """Print what would make a run fit its GPU, if it is predicted not to fit. A failure is a warning."""
+    from kohya_ext.planning import too_large
+
+    try:
+        gpu = first_gpu()
+        line = too_large.remark(checkout, args, command, gpu) if gpu is not None else None
+    except Exception as error:  # a bug in a prediction must not stop the run
+        line = f"the check of the GPU's memory failed: {type(error).__name__}: {error}"
+    if line is not None:
+        warn(line)
+
+
+def _options_patch(checkout: Checkout, command: CommandLine) -> Patch:
     parsers: list[ArgumentParser] = []
 
     def check(args: Namespace) -> None:
@@ -156,6 +167,7 @@ def _options_patch(command: CommandLine) -> Patch:
                 stop(str(error))
             if command.settings.preflight:
                 preflight.report(preflight.inspect(script, args, command.settings), command.settings.strict)
+                warn_if_too_large(checkout, args, command)
             if unlocked is not None:  # not before preflight, whose error names the cause
                 warn(unlocked)
 

@@ -130,6 +130,28 @@ class Checkout:
             raise UserError(f"{name} is a folder; name a script, for example sdxl_train_network.py")
         raise UserError(f"no script {name} in {self.path} ({self.label}).{did_you_mean(_with_suffix(name), self.scripts())}")
 
+    def trained_by(self, program: Path) -> Path | None:
+        """Return the training script that a program runs; None if it runs none.
+
+        It is the program itself, or the script whose trainer a wrapper imports. Colab notebooks train through wrappers.
+        """
+        text = _text(program)
+        if not is_training_script(program):
+            return None
+        if "def setup_parser" not in text:
+            for name in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE):
+                if is_training_script(file := self.path / f"{name}.py"):
+                    return file
+        return program if self.path in program.parents else None
+
+    def is_run_by(self, program: str) -> bool:
+        """Return whether a program may be a run of this checkout: one of its files, one that trains, or no file at all.
+
+        A GUI that imports its modules is none, for example fluxgym, which builds its form from a script's parser.
+        """
+        file = Path(program).resolve()
+        return not file.is_file() or self.path in file.parents or is_training_script(file)
+
 
 def _checkout_of(script: Path) -> Checkout | None:
     """Return the checkout with the script in its root or a folder below; None if there is none."""

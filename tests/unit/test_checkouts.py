@@ -51,6 +51,34 @@ def repository(tmp_path) -> Path:
     return folder
 
 
+#: A wrapper of a Colab notebook: it imports a script's trainer, in a block that catches every error.
+WRAPPER = """try:
+    from train_network import setup_parser, NetworkTrainer
+    from library.train_util import read_config_from_file
+    args = read_config_from_file(setup_parser().parse_args(), setup_parser())
+    NetworkTrainer().train(args)
+except BaseException as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("place", ["tree", "."])
+def test_wrapper_runs_the_script_that_it_imports(tmp_path, place):
+    checkout = checkouts.describe(make_tree(tmp_path / "tree"), "here")
+    wrapper = tmp_path / place / "train_network_wrapper.py"
+    wrapper.write_text(WRAPPER)
+    assert checkout.trained_by(wrapper) == checkout.path / "train_network.py"
+    assert checkout.is_run_by(str(wrapper))
+
+
+def test_programs_of_a_checkout(tmp_path):
+    checkout = checkouts.describe(make_tree(tmp_path / "tree"), "here")
+    script, tool, gui = checkout.path / "train_network.py", checkout.path / "networks" / "merge_lora.py", tmp_path / "app.py"
+    gui.write_text("import library, train_network\nparser = train_network.setup_parser()\n")
+    assert [checkout.trained_by(each) for each in (script, tool, gui)] == [script, None, None]
+    assert [checkout.is_run_by(str(each)) for each in (script, tool, gui, "-c", "")] == [True, True, False, True, True]
+
+
 @pytest.mark.parametrize("layout", releases.BY_NAME)
 def test_a_checkout_is_described_from_its_files(tmp_path, layout):
     checkout = checkouts.describe(make_tree(tmp_path / "tree", layout, "0.9.9"), "here")

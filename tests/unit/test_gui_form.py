@@ -48,7 +48,8 @@ def config_file(fields, family, tmp_path):
     prefixed += " attn_mode" * (family == "hunyuan-image")
     values |= {name: fields[own + name] for name in prefixed.split() if own + name in fields}
     file = tmp_path / "config_lora.toml"
-    lines = (f"{name} = {json.dumps(value)}" for name, value in values.items() if value not in ("", False, None))
+    written = {name: value for name, value in values.items() if name in ALWAYS or value not in ("", False, None)}
+    lines = (f"{name} = {json.dumps(value)}" for name, value in written.items())
     file.write_text("\n".join(lines), "utf-8")
     return str(file)
 

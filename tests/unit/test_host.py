@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kohya_ext.launch import host
 from tests.unit.test_checkouts import make_tree
 
 ROOT = Path(__file__).parents[2]
+makes_environment = pytest.mark.wine("its Python lacks venvlauncher.exe")
 
 
 @pytest.fixture
@@ -36,6 +38,7 @@ def files(folder):
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
 
 
+@makes_environment
 def test_switch_works_in_a_plain_start_and_undo_leaves_no_trace(gui):
     before, target, sd_scripts = files(gui), host.environment(gui), host.checkout(gui)
     assert host.first_lines(target, sd_scripts) == []
@@ -46,6 +49,7 @@ def test_switch_works_in_a_plain_start_and_undo_leaves_no_trace(gui):
     assert files(gui) == before
 
 
+@makes_environment
 def test_variable_of_the_user_comes_first(gui):
     target = host.environment(gui)
     host.switch_on(target, [])
@@ -55,6 +59,7 @@ def test_variable_of_the_user_comes_first(gui):
     assert done.stdout.strip() == "0"
 
 
+@makes_environment
 def test_packages_stay_as_they_are_and_added_ones_are_removed(gui, monkeypatch):
     target = host.environment(gui)
     asked: list[tuple[str, ...]] = []
@@ -75,24 +80,116 @@ def test_packages_stay_as_they_are_and_added_ones_are_removed(gui, monkeypatch):
     assert asked[-1] == ("uninstall", "kohya-ext", "wrapt")
 
 
-def test_environment_without_pip_takes_uv(gui, monkeypatch):
-    target = host.environment(gui)
-    bare = host.Environment(target.python, target.site_packages, {})
-    monkeypatch.setattr(host.shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match="has no pip, and uv is not installed"):
-        host._pip(bare, "install", "x")
+@pytest.mark.parametrize(
+    ("uv", "command"),
+    [
+        ("/uv", ["/uv", "pip", "uninstall", "--python", "PYTHON", "x"]),
+        (None, ["HERE", "-m", "pip", "--disable-pip-version-check", "--python", "PYTHON", "uninstall", "--yes", "x"]),
+    ],
+)
+def test_environment_of_uv_has_no_pip(monkeypatch, tmp_path, uv, command):
+    """As gui-uv.sh of the kohya_ss GUI makes it."""
+    bare = host.Environment(tmp_path / "python", tmp_path, {"torch": "2.7.0"})
     ran = []
-    monkeypatch.setattr(host.shutil, "which", lambda name: "/uv")
-    monkeypatch.setattr(host.subprocess, "run", lambda command: ran.append(command) or subprocess.CompletedProcess(command, 0))
+    monkeypatch.setattr(host.shutil, "which", lambda name: uv)
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(host.subprocess, "run", lambda *args, **more: ran.append((*args, more)) or done)
     host._pip(bare, "uninstall", "x")
-    assert ran == [["/uv", "pip", "uninstall", "--python", str(target.python), "x"]]
+    names = {"PYTHON": str(bare.python), "HERE": sys.executable}
+    ((words, more),) = ran
+    assert words == [names.get(word, word) for word in command]
+    assert more["env"]["PYTHONNOUSERSITE"] == "1", "never into the user's own folder, which GUIs leave out"
 
 
-@pytest.mark.parametrize("name", ["venv", ".venv", "env", "sd_scripts/venv"])
+def test_uv_takes_the_newest_code_of_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(host.shutil, "which", lambda name: "/uv")
+    command = host._installer(host.Environment(tmp_path / "python", tmp_path, {}), "install", ["folder"])
+    assert command[-3:] == ["--reinstall-package", "kohya-ext", "folder"]
+
+
+def test_without_any_installer_the_message_names_ensurepip(monkeypatch, tmp_path):
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pip", None)
+    with pytest.raises(UserError, match=r"neither uv nor pip is installed here; run: .*python -m ensurepip"):
+        host._pip(host.Environment(tmp_path / "python", tmp_path, {}), "install", "x")
+
+
+@makes_environment
+def test_pip_of_this_python_installs_into_an_environment_without_pip(tmp_path, monkeypatch):
+    """A package of one file, which needs no build and no network."""
+    venv.create(tmp_path / "venv", symlinks=os.name != "nt")
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("tiny.py", "")
+        file.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        file.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr("tiny-1.0.dist-info/RECORD", "tiny.py,,\ntiny-1.0.dist-info/METADATA,,\ntiny-1.0.dist-info/WHEEL,,\n")
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host, "_source", lambda: str(wheel))
+    before, target = files(tmp_path), host.environment(tmp_path)
+    assert host.install(target) == ["tiny"]
+    host.switch_on(target, ["tiny"])
+    assert (target.site_packages / "tiny.py").is_file()
+    assert host.undo(host.environment(tmp_path)) == ["tiny"]
+    assert files(tmp_path) == before
+
+
+#: Program -> the Pythons in its folder, that of training first, and its copy of sd-scripts.
+LAYOUTS = {
+    "kohya_ss": (["venv/bin/python"], "sd-scripts"),
+    "kohya_ss with uv": ([".venv/bin/python"], "sd-scripts"),
+    "fluxgym": (["env/Scripts/python.exe"], "sd-scripts"),
+    "LoRA_Easy_Training_Scripts": (["backend/sd_scripts/venv/bin/python", "venv/bin/python"], "backend/sd_scripts"),
+    "LoRA_Easy_Training_Scripts of 2024": (["sd_scripts/venv/Scripts/python.exe"], "sd_scripts"),
+    "lora-scripts": (["venv/Scripts/python.exe"], "scripts/dev"),
+    "lora-scripts, portable": (["python/python.exe"], "scripts/stable"),
+    "lora-scripts-next": (["../python_embeded/python.exe"], "vendor/sd-scripts"),
+    "lora-scripts-next, the portable folder": (["python_embeded/python.exe"], "Next-Trainer/vendor/sd-scripts"),
+    "a notebook": (["venv/bin/python"], ""),
+}
+
+
+@pytest.fixture
+def asked_nothing(monkeypatch):
+    """An empty file stands for each environment's Python."""
+    monkeypatch.setattr(host, "_describe", lambda python: ([3, 10], str(python.parent), {}, True))
+
+
+@pytest.mark.usefixtures("asked_nothing")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_environments_of_guis_are_found(tmp_path, name):
-    venv.create(tmp_path / name, symlinks=os.name != "nt")
-    assert host.environment(tmp_path).python.is_relative_to(tmp_path / name)
-    assert host.environment(tmp_path / name).python.is_relative_to(tmp_path / name)
+    pythons, copy = LAYOUTS[name]
+    folder = tmp_path / "a program"
+    make_tree(folder / copy)
+    for python in pythons:
+        (folder / python).parent.mkdir(parents=True)
+        (folder / python).touch()
+    assert host.environment(folder).python.resolve() == (folder / pythons[0]).resolve()
+    assert host.checkout(folder).path == folder / copy
+
+
+@pytest.mark.usefixtures("asked_nothing")
+@pytest.mark.parametrize("data", ["Data/Packages", "Packages"])
+def test_packages_of_stability_matrix_are_named(tmp_path, data):
+    """Each has an environment of its own."""
+    for package in ("kohya_ss", "fluxgym"):
+        make_tree(tmp_path / data / package / "sd-scripts")
+        (tmp_path / data / package / "venv" / "bin").mkdir(parents=True)
+        (tmp_path / data / package / "venv" / "bin" / "python").touch()
+    (tmp_path / data / "ComfyUI").mkdir()
+    with pytest.raises(UserError, match=r"name one of its packages: --for \S+fluxgym'? or \S+kohya_ss'?$"):
+        host.environment(tmp_path)
+    assert host.environment(tmp_path / data / "kohya_ss").python.is_file()
+
+
+def test_embedded_python_that_reads_no_pth_says_what_to_change(tmp_path, monkeypatch):
+    """A portable package's Python imports no site packages unless its ._pth file says so."""
+    monkeypatch.setattr(host, "_describe", lambda python: ([3, 10], "", {}, False))
+    (tmp_path / "python_embeded").mkdir()
+    for name in ("python.exe", "python310._pth"):
+        (tmp_path / "python_embeded" / name).touch()
+    with pytest.raises(UserError, match=r"in .*python310\._pth, remove the # before `import site`, and run this again"):
+        host.environment(tmp_path)
 
 
 def test_problems_are_named(tmp_path):

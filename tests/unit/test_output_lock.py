@@ -14,11 +14,14 @@ from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
 from kohya_ext.launch import session
 from kohya_ext.run import output_lock, run_record
+from kohya_ext.sdscripts.checkouts import Checkout
 
 HOLD = """
 import sys
 from argparse import Namespace
 from kohya_ext.run import output_lock
+from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.checkouts import Checkout
 output_lock.acquire(Namespace(output_dir=sys.argv[1], output_name=sys.argv[2]))
 print("held", flush=True)
 sys.stdin.read()
@@ -84,7 +87,7 @@ def test_name_that_cannot_be_locked_is_a_warning_after_preflight(args, monkeypat
     parser = argparse.ArgumentParser()
     for option in ("--output_dir", "--output_name"):
         parser.add_argument(option)
-    patch = session._options_patch(CommandLine(Path("train_network.py"), argv, {}))
+    patch = session._options_patch(Checkout(Path(), None, "v0.11", ""), CommandLine(Path("train_network.py"), argv, {}))
     patch.targets[0].replace(lambda parser: None, Settings())(parser)
     with pytest.raises(SystemExit) if preflight else contextlib.nullcontext():
         parser.parse_args()

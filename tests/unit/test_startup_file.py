@@ -110,6 +110,16 @@ def test_another_programs_library_imports_no_patch(tmp_path, env):
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
+@pytest.mark.parametrize(("trains", "started"), [("", False), ("# read_config_from_file(args, parser)", True)])
+def test_gui_that_imports_sd_scripts_starts_no_session(tree, tmp_path, trains, started):
+    """fluxgym builds its form from a script's parser, in its own process."""
+    program = tmp_path / "app.py"
+    program.write_text(f"{LINE}\nimport library, sys\nprint('kohya_ext.launch.session' in sys.modules)\n{trains}\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tree)]), "KOHYA_EXT": "1"}
+    done = subprocess.run([sys.executable, str(program)], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [str(started)], "")
+
+
 LAUNCHER = """
 import sys, types
 sys.modules["accelerate"] = accelerate = types.ModuleType("accelerate"); accelerate.__path__ = []
@@ -126,6 +136,25 @@ def test_a_switch_patches_accelerates_launcher(tmp_path, env, patched):
     (tmp_path / "launch.py").write_text("def simple_launcher(*args):\n    return 0\n")
     done = start(LAUNCHER.format(folder=str(tmp_path)), ROOT, **env)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{patched} False\n", "")
+
+
+@pytest.mark.parametrize(("env", "patched"), [({"KOHYA_EXT": "1"}, True), ({"KOHYA_EXT": "0"}, False), ({}, False)])
+def test_launcher_that_runs_as_a_module_is_patched(tmp_path, env, patched):
+    """lora-scripts starts ``python -m accelerate.commands.launch``, which runs the launcher's code without importing it."""
+    commands = tmp_path / "accelerate" / "commands"
+    commands.mkdir(parents=True)
+    for folder in (commands.parent, commands):
+        (folder / "__init__.py").touch()
+    (commands / "launch.py").write_text(
+        "import sys\ndef simple_launcher(*args):\n    return 0\n"
+        "def main():\n    print(hasattr(simple_launcher, '__wrapped__'), sys.argv[1:])\n    sys.exit(3)\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(LINE)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), **env}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "train.py"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"{patched} ['--quiet', 'train.py']\n", "")
 
 
 def test_a_broken_installation_does_not_prevent_startup(tmp_path):
