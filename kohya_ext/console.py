@@ -147,7 +147,15 @@ def printing() -> Iterator[None]:
 def should_print() -> bool:
     """Return whether this process prints messages: rank 0, but not its data-loader workers."""
     is_first = _any_rank or os.environ.get("RANK", "0") == "0"
-    return not _silent and is_first and multiprocessing.parent_process() is None
+    return not _silent and is_first and not is_worker()
+
+
+def is_worker() -> bool:
+    """Return whether multiprocessing has started this process, as a data loader's worker.
+
+    A spawned one imports the script before it knows its parent; multiprocessing marks that time with an attribute.
+    """
+    return multiprocessing.parent_process() is not None or hasattr(multiprocessing.current_process(), "_inheriting")
 
 
 @contextlib.contextmanager
