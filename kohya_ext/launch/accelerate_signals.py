@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 from kohya_ext.config.settings import Settings
+from kohya_ext.console import drop_unwritable, replace_unencodable
 from kohya_ext.console import error as print_error
-from kohya_ext.console import replace_unencodable
 from kohya_ext.patching.patch import Patch, Patcher, Target
 from kohya_ext.run import ranks
 
@@ -206,6 +206,7 @@ def _variables(system: str) -> dict[str, str]:
 @cache
 def arm() -> None:
     """Apply it in a process that is a launcher and imports no sd-scripts."""
+    drop_unwritable()
     replace_unencodable()
     for name, value in _variables(os.name).items():
         os.environ.setdefault(name, value)

@@ -19,7 +19,16 @@ from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine, without_secrets
 from kohya_ext.config.settings import Settings, options, secrets
-from kohya_ext.console import hide_notices_of_libraries, is_worker, note, replace_unencodable, should_print, stop, warn
+from kohya_ext.console import (
+    drop_unwritable,
+    hide_notices_of_libraries,
+    is_worker,
+    note,
+    replace_unencodable,
+    should_print,
+    stop,
+    warn,
+)
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.launch import accelerate_signals
@@ -189,6 +198,7 @@ def begin(checkout: Checkout) -> Session:
     """Start the session of this process once; print a user error in one line and exit with code 2."""
     global _current
     if _current is None:
+        drop_unwritable()
         replace_unencodable()  # before the script prints captions, prompts and folders
         if is_worker():
             stop_request.leave_to_parent()

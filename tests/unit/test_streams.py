@@ -45,17 +45,53 @@ def test_watch_prints_any_name_in_any_code_page(tmp_path, page):
 
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("page", PAGES[:2])
-def test_a_print_of_the_script_does_not_end_a_run(tmp_path, page, handler):
+def test_a_print_of_the_script_does_not_end_a_run(library, page, handler):
     """The session of a plain start arms the streams when the script imports ``library``."""
-    (tmp_path / "library").mkdir()
-    for name in ("__init__", "train_util", "model_util"):
-        (tmp_path / "library" / f"{name}.py").touch()
-    (tmp_path / "train_network.py").touch()
-    script = tmp_path / "tool.py"
+    script = library / "tool.py"
     script.write_text(f"import library\nprint({NAME!r})\nimport sys\nprint({NAME!r}, file=sys.stderr)\n", encoding="utf-8")
     done = python(page, str(script), handler=handler, KOHYA_EXT="1", KOHYA_EXT_ALLOW_UNKNOWN_VERSION="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode(page).strip() == NAME.encode(page, "replace").decode(page)
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A folder with a library that makes a script of this folder start the session."""
+    (tmp_path / "library").mkdir()
+    for name in ("__init__", "train_util", "model_util"):
+        (tmp_path / "library" / f"{name}.py").touch()
+    (tmp_path / "train_network.py").touch()
+    return tmp_path
+
+
+READER_HAS_ENDED = """
+import sys
+import library
+from pathlib import Path
+print("ready", flush=True)
+sys.stdin.read(1)
+for _ in range(3):
+    print("more than a buffer " * 1000, flush=True)
+    print("more", file=sys.stderr)
+Path("saved").touch()
+"""
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_reader_that_has_ended_does_not_end_a_run(library, buffered):
+    """A GUI is closed, or Ctrl-C in a terminal ends ``tee``, too."""
+    script = library / "tool.py"
+    script.write_text(READER_HAS_ENDED)
+    environ = {**os.environ, "KOHYA_EXT": "1", "KOHYA_EXT_ALLOW_UNKNOWN_VERSION": "1", "PYTHONUNBUFFERED": buffered}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    run = subprocess.Popen([sys.executable, str(script)], env=environ, cwd=library, **pipes)
+    while b"ready" not in run.stdout.readline():
+        assert run.poll() is None
+    run.stdout.close()
+    with run.stdin:
+        run.stdin.write(b"x")
+    assert run.wait(120) == 0
+    assert (library / "saved").exists()
 
 
 def test_messages_never_raise(monkeypatch):
