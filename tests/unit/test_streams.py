@@ -1,10 +1,12 @@
 """Streams of legacy code pages and terminals: what they cannot hold is replaced, and what they would obey is escaped."""
 
+import ast
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from kohya_ext.output import Console
 #: Characters of each page, and others: Latin, Japanese, Chinese, box drawing, an emoji.
 NAME = "Größe 学習 训练 ┃ ▁ 🙂"
 PAGES = ("cp1252", "cp932", "cp936")
+
+ROOT = Path(__file__).parents[2]
 
 #: The error handlers of a standard output: of PYTHONIOENCODING, and of Python on Windows without it.
 HANDLERS = ("strict", "surrogateescape")
@@ -41,6 +45,27 @@ def test_watch_prints_any_name_in_any_code_page(tmp_path, page):
     text = done.stdout.decode(page)
     assert NAME.encode(page, "replace").decode(page) in text
     assert r"\x1b[2J" in text
+
+
+def test_messages_are_readable_in_every_code_page():
+    """Their own characters are in all of them. The full screen of watch is for terminals, and its pages are tested below."""
+    sources = (file for folder in ("kohya_ext", "patches") for file in (ROOT / folder).rglob("*.py"))
+    sources = (file for file in sources if file.parent.name != "watching")
+    texts = {file: set(_messages(ast.parse(file.read_text(encoding="utf-8")))) for file in sources}
+    assert len(texts) > 100
+    for file, characters in texts.items():
+        unreadable = [character for character in characters for page in PAGES if not character.encode(page, "ignore")]
+        assert not unreadable, file
+
+
+def _messages(tree: ast.Module) -> Iterator[str]:
+    """Yield the characters of the strings that are printed as they are."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)))
+    for call in calls:
+        name = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
+        if name in ("note", "warn", "error", "stop", "print", "note_at_once", "progress", "UserError", "append", "Text"):
+            constants = (node.value for node in ast.walk(call) if isinstance(node, ast.Constant))
+            yield from (character for text in constants if isinstance(text, str) for character in text)
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
@@ -92,6 +117,21 @@ def test_a_reader_that_has_ended_does_not_end_a_run(library, buffered):
         run.stdin.write(b"x")
     assert run.wait(120) == 0
     assert (library / "saved").exists()
+
+
+@pytest.mark.parametrize("page", [*PAGES, "utf-8"])
+def test_a_page_of_watch_is_drawn_with_what_the_code_page_has(tmp_path, page):
+    lines = [{"kind": "start", "time": 1.0, "run": "a", "name": "cat", "script": "x.py", "host": "other"}]
+    lines += [{"kind": "training", "time": 1.5, "steps": 90, "epochs": 1}]
+    lines += [{"kind": "step", "time": 2.0 + step, "step": step, "loss": 1 / step, "seconds": 1.0} for step in range(1, 9)]
+    file = tmp_path / "cat.journal.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    variables = {"PYTHONUTF8": "1"} if page == "utf-8" else {}
+    done = python(page, "-m", "kohya_ext", "watch", "--once", str(file), handler="strict", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "?" not in (text := done.stdout.decode(page))
+    assert ("\u2501" in text) == (page == "utf-8")
+    assert ("#####" in text) == (page != "utf-8")
 
 
 def test_messages_never_raise(monkeypatch):
