@@ -27,10 +27,12 @@ from kohya_ext.run import ranks
 
 _HAS_SIGTERM = os.name == "posix"
 
-#: Signals with which a run is stopped: Ctrl-C, SIGTERM, and Ctrl-Break on Windows.
+#: Signals with which a run is stopped: Ctrl-C, SIGTERM, Ctrl-Break on Windows, and elsewhere a closed terminal.
 _STOPS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
 if sys.platform == "win32":
     _STOPS += (signal.SIGBREAK,)
+elif signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+    _STOPS += (signal.SIGHUP,)
 
 _PUBLISHING_TIMEOUT = 3.0
 
