@@ -181,23 +181,9 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Non
     RUN.begin(partial(data_sets, accelerator), checkout.commit if checkout is not None else None)
     if not settings[SELECTIVE_TORCH_COMPILE]:
         return  # --speed decides
-    reason = reason_not_to_compile(args) or _reason_not_to_choose(accelerator.device)
+    reason = reason_not_to_compile(args)
     if reason is not None:
         RUN.disable(reason)
-
-
-def _reason_not_to_choose(device: Any) -> str | None:
-    """Return why a preset's blocks are not compiled on a GPU; None if they are, or if the user asks for it."""
-    if (
-        device.type != "cuda"
-        or missing_triton() is not None
-        or program().command.origin(SELECTIVE_TORCH_COMPILE.name) != "preset"
-    ):
-        return None
-    from kohya_ext.kernels.support import unsupported_gpu
-
-    reason = unsupported_gpu(device)
-    return None if reason is None else f"{reason}; to try it, add --selective_torch_compile to the command line"
 
 
 def _facts() -> Mapping[str, object]:

@@ -1,17 +1,10 @@
 """Arguments with which selective compile and CUDA graphs are disabled."""
 
 from argparse import Namespace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from kohya_ext.patches import selective_torch_compile
 
-from kohya_ext.compiling.blocks import RUN
 from kohya_ext.compiling.support import reason_not_to_compile, reason_not_to_record
-from kohya_ext.config.command_line import CommandLine
-from kohya_ext.patching import training_loop
-from kohya_ext.patching.training_loop import Program, TrainingRun
 
 
 @pytest.mark.parametrize(
@@ -68,29 +61,3 @@ def test_arguments_that_disable_cuda_graphs(given, reason):
 
 def test_a_lora_may_be_recorded():
     assert reason_not_to_record(Namespace(network_module="networks.lora", network_dropout=0.1)) is None
-
-
-@pytest.mark.parametrize(
-    ("capability", "version", "words", "is_compiled"),
-    [
-        ((7, 5), "3.8.0", ("--preset", "speed"), False),
-        ((7, 5), "3.8.0", ("--preset", "speed", "--selective_torch_compile"), True),
-        ((7, 5), "3.2.0", ("--preset", "speed"), True),
-        ((8, 6), "3.8.0", ("--preset", "speed"), True),
-    ],
-)
-def test_a_preset_compiles_no_blocks_on_a_gpu_that_triton_does_not_support(
-    monkeypatch, capsys, capability, version, words, is_compiled
-):
-    torch, triton = pytest.importorskip("torch"), pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(triton, "__version__", version)
-    command = CommandLine(Path("sdxl_train_network.py"), words, {})
-    accelerator = SimpleNamespace(device=torch.device("cuda", 0))
-    monkeypatch.setattr(training_loop, "_current", TrainingRun(accelerator, Program(None, command)))
-    assert command.settings["selective_torch_compile"]
-    selective_torch_compile._start(Namespace(), accelerator, command.settings)
-    assert (RUN.disabled_because is None) == is_compiled
-    expected = "Triton 3.8.0 supports compute capability 8.0 and newer, and this GPU has 7.5; to try it, add --selective"
-    assert (expected in capsys.readouterr().err) != is_compiled
-    monkeypatch.setattr(RUN, "disabled_because", None)

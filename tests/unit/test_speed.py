@@ -599,6 +599,19 @@ def test_known_verdict_compiles_blocks_at_once(compiled_trial, monkeypatch):
     assert next(iter(blocks.RUN.blocks.values())).graphs == 2
 
 
+@pytest.mark.parametrize(
+    ("capability", "version", "reason"), [((7, 5), "3.8.0", "Triton 3.8.0"), ((7, 5), "3.2.0", None), ((8, 6), "3.8.0", None)]
+)
+def test_blocks_are_not_compiled_on_a_gpu_that_triton_does_not_support(monkeypatch, capability, version, reason):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(speed, "find_obstacle", lambda device, backend: None)
+    settings = {"activation_memory_budget": None, "compile_mode": "default"}
+    because = speed._reason_not_to_compile(SimpleNamespace(), torch.device("cuda", 0), settings)
+    assert because == reason if reason is None else because.startswith(reason)
+
+
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
