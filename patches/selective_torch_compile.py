@@ -26,7 +26,6 @@ from kohya_ext.compiling.inputs import Inputs
 from kohya_ext.compiling.lowering import accept_scaled_products
 from kohya_ext.compiling.support import reason_not_to_compile
 from kohya_ext.config.settings import Option, Settings, boolean, one_of
-from kohya_ext.kernels.triton_package import missing_triton
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, data_sets, program
 from kohya_ext.patching.types import Accelerator

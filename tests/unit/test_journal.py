@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
