@@ -14,7 +14,7 @@ from kohya_ext.config import command_line
 from kohya_ext.config.command_line import CommandLine, quoted
 from tests.windows.test_cmd import VALUES, VARIABLES
 
-#: How a version passes words to a program: 5.1; 6 to 7.2, and later ones if they are told to; 7.3 and later.
+#: How a version passes words to a program: 5.1; 6 to 7.2, and later ones with a variable; 7.3 and later.
 PASSING = ("5.1", "legacy", "windows")
 
 SINGLE, DOUBLE = "'\u2018\u2019\u201a\u201b", '"\u201c\u201d\u201e'
@@ -119,9 +119,9 @@ def test_the_examples_of_powershell(line, how, words):
 
 def received(line, version):
     """Return the words that the program of a printed line receives."""
-    told = LEGACY.fullmatch(line)
-    how = {"5.1": "5.1", "7.2": "legacy", "7.3": "legacy" if told else "windows"}[version]
-    program, *words = argument_mode(told[1] if told else line)
+    legacy = LEGACY.fullmatch(line)
+    how = {"5.1": "5.1", "7.2": "legacy", "7.3": "legacy" if legacy else "windows"}[version]
+    program, *words = argument_mode(legacy[1] if legacy else line)
     return [program, *argv(passed(words, how))]
 
 
