@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kohya_ext.errors import UserError
 
@@ -58,6 +58,38 @@ def replace_unencodable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
             stream.reconfigure(errors="replace")
+
+
+class _Output(io.FileIO):
+    """The file of a standard stream, which drops what cannot be written."""
+
+    def write(self, data: Any) -> int:
+        """Write; return the number of bytes, also of those that were dropped."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def drop_unwritable() -> None:
+    """Make the standard streams of this process drop what they cannot write, instead of raising.
+
+    The reader of a pipe has ended (a GUI that is closed, ``tee`` after Ctrl-C), the terminal is closed, or the disk of a log is
+    full. A print of the script would end the run, also while it saves.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        binary = stream.buffer
+        raw = getattr(binary, "raw", binary)
+        if type(raw) is io.FileIO:  # not a console of Windows
+            stream.flush()
+            output = _Output(raw.fileno(), "w", closefd=False)
+            output.name = stream.name
+            new = output if raw is binary else io.BufferedWriter(output)  # as before: Python may run unbuffered
+            options = (stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
+            setattr(sys, name, io.TextIOWrapper(new, *options))
 
 
 @contextlib.contextmanager
@@ -147,7 +179,15 @@ def printing() -> Iterator[None]:
 def should_print() -> bool:
     """Return whether this process prints messages: rank 0, but not its data-loader workers."""
     is_first = _any_rank or os.environ.get("RANK", "0") == "0"
-    return not _silent and is_first and multiprocessing.parent_process() is None
+    return not _silent and is_first and not is_worker()
+
+
+def is_worker() -> bool:
+    """Return whether multiprocessing has started this process, as a data loader's worker.
+
+    A spawned one imports the script before it knows its parent; multiprocessing marks that time with an attribute.
+    """
+    return multiprocessing.parent_process() is not None or hasattr(multiprocessing.current_process(), "_inheriting")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Non
     if accelerator.device.type != "cuda":
         return
     if platform.system() == "Windows":
-        warn("--expandable_segments does nothing on Windows: PyTorch has no expandable segments there")
+        warn("--expandable_segments does nothing on Windows, where PyTorch has no expandable segments; remove it")
         return
     import torch
 

@@ -59,7 +59,7 @@ _CAPTION = 300
 _FOLDERS, _TAGS, _PROMPTS = 100, 30, 50
 """Largest numbers of folders, tags and prompts to write."""
 
-_STOPPED = (130, 143)
+_STOPPED = (129, 130, 143, 149)
 """Exit codes of a run that the user has stopped."""
 
 

@@ -30,6 +30,7 @@ from kohya_ext.config.settings import Option, Settings, one_of
 from kohya_ext.console import error as print_error
 from kohya_ext.console import note
 from kohya_ext.errors import first_line
+from kohya_ext.kernels.triton_package import is_missing
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
@@ -299,7 +300,11 @@ def _reason_not_to_choose(args: Namespace, accelerator: Accelerator, settings: S
 def _reason_not_to_compile(args: Namespace, device: Any, settings: Settings) -> str | None:
     if settings["activation_memory_budget"] is not None or settings["compile_mode"] in ("reduce-overhead", "max-autotune"):
         return "its options are for --selective_torch_compile"
-    reason = reason_not_to_compile(args) or find_obstacle(device.type, RUN.backend)
+    if (reason := reason_not_to_compile(args)) is not None:
+        return reason
+    if device.type == "cuda":
+        is_missing(device)  # a preset leaves no other sign of what it could do
+    reason = find_obstacle(device.type, RUN.backend)
     if reason is None and device.type == "cuda":
         from kohya_ext.kernels.support import unsupported_gpu
 

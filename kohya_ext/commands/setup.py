@@ -103,7 +103,7 @@ def _install(console: Console, folder: Path) -> int:
         raise UserError(
             f"kohya_ext is installed, but not on in {sd_scripts.path}; `{target.python} -m kohya_ext doctor` shows why"
         )
-    undo = quoted(["python", "-m", "kohya_ext", "setup", "--for", str(folder), "--undo"])
+    undo = quoted([sys.executable, "-m", "kohya_ext", "setup", "--for", str(folder), "--undo"])
     console.print(f"to undo it: {escape(undo)}")
     return 0
 

@@ -22,6 +22,7 @@ from kohya_ext.run.journal_files import journals, no_journal, not_a_journal
 from kohya_ext.run.journal_reader import JournalReader, RunLog
 from kohya_ext.watching import nvml
 from kohya_ext.watching.page import View, page
+from kohya_ext.watching.terminal import turn_on_escape_sequences
 
 _REFRESH = 1.0
 """Seconds between two reads of the journals."""
@@ -48,10 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [{**view.row, "gpu_now": None if view.gpu is None else asdict(view.gpu)} for view in views]
         print(json.dumps(rows, indent=1))
         return 0
+    has_escapes = turn_on_escape_sequences()  # before the console looks for them, to choose its colours
     width = None if sys.stdout.isatty() else shutil.get_terminal_size().columns
     console = Console(highlight=False, markup=False, emoji=False, width=width)  # names of runs may look like markup
     if not arguments.once and console.is_terminal:
-        show = _show_full_screen if _has_textual() else _show_pages
+        show = _show_full_screen if has_escapes and _has_textual() else _show_pages
         show(runs.read, views, console)
         views = runs.views
     console.print(page(views, console))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Mapping
-from importlib.metadata import requires, version
 from typing import Any
 
-from packaging.requirements import Requirement
 from packaging.version import Version
+
+from kohya_ext.kernels.triton_package import missing_triton
 
 #: Older versions treat a block's parameters as constants of its graph, and compile every block separately.
 #: https://pytorch.org/docs/stable/torch.compiler_dynamo_overview.html (``inline_inbuilt_nn_modules``)
@@ -41,30 +40,6 @@ def find_obstacle(device: str, backend: str = DEFAULT_BACKEND) -> str | None:
     if device == "cpu":
         return _cpp_obstacle()
     return f"torch.compile is untested on {device}"
-
-
-def missing_triton() -> str | None:
-    """Return that the package Triton is missing and how to install it; None if it is installed."""
-    from torch.utils import _triton
-
-    if _triton.has_triton_package():
-        return None
-    package = "triton-windows" if os.name == "nt" else "triton"
-    release = _triton_release()
-    return f"Triton is not installed; run: pip install {package}{release and f'=={release}.*'}"
-
-
-#: Minor release of torch -> the release of Triton that it works with, for builds that do not require one in their metadata.
-#: https://github.com/triton-lang/triton-windows, "PyTorch and Triton"
-_TRITON = {"2.6": "3.2", "2.7": "3.3", "2.8": "3.4", "2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}
-
-
-def _triton_release() -> str:
-    """Return the release of Triton for the installed torch, ``3.4``: a newer one fails. Empty if it is not known."""
-    for requirement in map(Requirement, requires("torch") or ()):
-        if requirement.name == "triton" and (release := re.search(r"\d+\.\d+", str(requirement.specifier))):
-            return release.group()
-    return _TRITON.get(".".join(version("torch").split(".")[:2]), "")
 
 
 def _triton_obstacle() -> str | None:

@@ -420,6 +420,12 @@ _CMD_INTERPRETED = re.compile(r'[()%!^"<>&|,;=]')
 #: A word that needs no quotes in PowerShell, which splits words at commas, and words with a leading dash at dots and colons.
 _PLAIN_IN_POWERSHELL = re.compile(r"-[\w=/\\-]*|[\w./:\\][\w./:\\=+-]*", re.ASCII)
 
+#: A word that versions of PowerShell pass differently to programs: quotes, empty, or white space and a backslash at the end.
+_DIFFERS_IN_POWERSHELL = re.compile(r'"|^$|\s.*\\$', re.DOTALL)
+
+#: Characters that end a string in single quotes, also typographic ones.
+_POWERSHELL_QUOTES = re.compile("['\u2018-\u201b]")
+
 
 def shell() -> Shell:
     """Return the shell that printed commands are quoted for."""
@@ -442,10 +448,7 @@ def _windows_shell() -> Shell:
 def quoted(words: Iterable[str]) -> str:
     """Return a command quoted as one line for :func:`shell`, to be printed or written: without secret options."""
     words = without_secrets(words)[0]
-    if shell() == "powershell" and not all(map(_PLAIN_IN_POWERSHELL.fullmatch, words)):
-        # PowerShell 5 and 7 differ on quotes within words, but both pass everything after --% unchanged.
-        return " ".join([f"& {quoted_word(words[0])} --%", *map(_quoted_for_programs, words[1:])])
-    return " ".join(map(quoted_word, words))
+    return _quoted_for_powershell(words) if shell() == "powershell" else " ".join(map(quoted_word, words))
 
 
 def quoted_word(word: str) -> str:
@@ -455,7 +458,29 @@ def quoted_word(word: str) -> str:
         return _quoted_for_cmd(word)
     if kind == "sh":
         return shlex.quote(word)
-    return word if _PLAIN_IN_POWERSHELL.fullmatch(word) else "'" + word.replace("'", "''") + "'"
+    return word if _PLAIN_IN_POWERSHELL.fullmatch(word) else "'" + _POWERSHELL_QUOTES.sub(r"\g<0>\g<0>", word) + "'"
+
+
+def _quoted_for_powershell(words: Sequence[str]) -> str:
+    """Return a command quoted for PowerShell 5 and 7, which differ in what they make of a word for a program.
+
+    Both put a word with white space into double quotes. Version 5 adds nothing else, so that quotes and a last backslash change
+    their meaning, and leaves out an empty word. Version 7 passes such words as they are, unless a variable makes it like
+    version 5. Then both pass a word unchanged that is in double quotes already. See about_Parsing in its documentation.
+    """
+    line = " ".join(map(quoted_word, words))
+    if all(map(_PLAIN_IN_POWERSHELL.fullmatch, words)):
+        return line
+    if not any(map(_DIFFERS_IN_POWERSHELL.search, words)):
+        return f"& {line}"
+    for_programs = (word if _PLAIN_IN_POWERSHELL.fullmatch(word) else _in_double_quotes(word) for word in words[1:])
+    line = " ".join(map(quoted_word, (words[0], *for_programs)))
+    return f"& {{ $PSNativeCommandArgumentPassing = 'Legacy'; & {line} }}"
+
+
+def _in_double_quotes(word: str) -> str:
+    """Return one word in double quotes, in which programs read it unchanged; list2cmdline adds them only where it has to."""
+    return '"' + subprocess.list2cmdline([f" {word}"])[2:]
 
 
 def _quoted_for_programs(word: str) -> str:

@@ -72,7 +72,7 @@ def tracing(settings: Settings, config: MemoryConfig) -> Settings:
     if not config.selective_torch_compile:
         return eager(settings)
     from kohya_ext.compiling.budget import set_budget
-    from kohya_ext.compiling.support import missing_triton
+    from kohya_ext.kernels.triton_package import missing_triton
 
     if (missing := missing_triton()) is not None:  # inductor generates Triton's code for a GPU
         raise UserError(f"compiled blocks cannot be estimated: {missing}, or remove --selective_torch_compile")

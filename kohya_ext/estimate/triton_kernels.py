@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kohya_ext.compiling.support import missing_triton
 from kohya_ext.errors import UserError
+from kohya_ext.kernels.triton_package import missing_triton
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.quantization import rotation
 

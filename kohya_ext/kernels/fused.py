@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from kohya_ext.console import warn
+from kohya_ext.kernels.triton_package import is_missing
 
 
 def scaled_product(a: Any, b: Any, factor: float) -> Any:
@@ -158,7 +159,7 @@ def gate_kernels(device: str, dtype: torch.dtype) -> Any:
 
     That is on a CPU, on a GPU that Triton does not support, and without Triton or a C compiler.
     """
-    if device != "cuda":
+    if device != "cuda" or is_missing():
         return None
     try:
         from kohya_ext.kernels import gates
@@ -169,7 +170,7 @@ def gate_kernels(device: str, dtype: torch.dtype) -> Any:
             halves = torch.zeros(1, 2, device=device, dtype=dtype)
             gates.backward(gates.forward(halves), halves)
             return gates
-    except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
+    except Exception as error:  # no C compiler, or a version of Triton that cannot compile them
         reason = f"its Triton kernels failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     warn(f"--fused_operations: GEGLU takes more passes over memory, because {reason}")
     return None

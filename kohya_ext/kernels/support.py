@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-#: The oldest compute capability that Triton supports since version 3.3 (torch 2.7). It still compiles for older ones, untested:
-#: https://github.com/triton-lang/triton/pull/5066.
-OLDEST = (8, 0)
-_FIRST_WITHOUT_OLDER = Version("3.3")
+from kohya_ext.kernels.triton_package import FIRST_WITHOUT_OLDER, OLDEST
 
 
 def unsupported_gpu(device: Any = None) -> str | None:
@@ -18,7 +15,7 @@ def unsupported_gpu(device: Any = None) -> str | None:
     import triton
 
     capability = torch.cuda.get_device_capability(device)
-    if capability >= OLDEST or Version(triton.__version__) < _FIRST_WITHOUT_OLDER:
+    if capability >= OLDEST or Version(triton.__version__) < FIRST_WITHOUT_OLDER:
         return None
     have, need = (".".join(map(str, each)) for each in (capability, OLDEST))
     return f"Triton {triton.__version__} supports compute capability {need} and newer, and this GPU has {have}"

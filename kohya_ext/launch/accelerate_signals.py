@@ -20,17 +20,19 @@ from types import FrameType
 from typing import Any
 
 from kohya_ext.config.settings import Settings
+from kohya_ext.console import drop_unwritable, replace_unencodable
 from kohya_ext.console import error as print_error
-from kohya_ext.console import replace_unencodable
 from kohya_ext.patching.patch import Patch, Patcher, Target
 from kohya_ext.run import ranks
 
 _HAS_SIGTERM = os.name == "posix"
 
-#: Signals with which a run is stopped: Ctrl-C, SIGTERM, and Ctrl-Break on Windows.
+#: Signals with which a run is stopped: Ctrl-C, SIGTERM, Ctrl-Break on Windows, and elsewhere a closed terminal.
 _STOPS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
 if sys.platform == "win32":
     _STOPS += (signal.SIGBREAK,)
+elif signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+    _STOPS += (signal.SIGHUP,)
 
 _PUBLISHING_TIMEOUT = 3.0
 
@@ -206,6 +208,7 @@ def _variables(system: str) -> dict[str, str]:
 @cache
 def arm() -> None:
     """Apply it in a process that is a launcher and imports no sd-scripts."""
+    drop_unwritable()
     replace_unencodable()
     for name, value in _variables(os.name).items():
         os.environ.setdefault(name, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing
 import os
 import platform
 import sys
@@ -20,7 +19,16 @@ from kohya_ext import __version__, preflight
 from kohya_ext.config.arguments import take_over
 from kohya_ext.config.command_line import CommandLine, without_secrets
 from kohya_ext.config.settings import Settings, options, secrets
-from kohya_ext.console import hide_notices_of_libraries, note, replace_unencodable, should_print, stop, warn
+from kohya_ext.console import (
+    drop_unwritable,
+    hide_notices_of_libraries,
+    is_worker,
+    note,
+    replace_unencodable,
+    should_print,
+    stop,
+    warn,
+)
 from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.installed_gpus import first_gpu
@@ -202,8 +210,9 @@ def begin(checkout: Checkout) -> Session:
     """Start the session of this process once; print a user error in one line and exit with code 2."""
     global _current
     if _current is None:
+        drop_unwritable()
         replace_unencodable()  # before the script prints captions, prompts and folders
-        if multiprocessing.parent_process() is not None:
+        if is_worker():
             stop_request.leave_to_parent()
         try:
             script = _training_script(checkout, sys.argv)

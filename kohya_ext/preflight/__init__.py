@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kohya_ext import installed_gpus
 from kohya_ext.config.settings import Settings
 from kohya_ext.console import note, printable, stop, warn
 from kohya_ext.patching.patch import registry
@@ -54,9 +55,27 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
         except Exception as error:  # a bug in a check must not stop the run
             findings.warnings.append(f"the check of the {subject} failed: {type(error).__name__}: {error}")
     if "torch" in sys.modules and not has_gpu():  # a script has imported it
-        findings.notes.append("PyTorch finds no GPU: training on the CPU")
+        _explain_cpu(findings)
     _add_duration(script, args, settings, findings)
     return findings
+
+
+def _explain_cpu(findings: Findings) -> None:
+    """Add why a run trains on the CPU. On Windows, pip installs PyTorch without CUDA."""
+    import torch
+
+    gpu = installed_gpus.first_gpu()
+    if gpu is None:
+        findings.notes.append("PyTorch finds no GPU: training on the CPU")
+    elif torch.version.cuda is None:
+        findings.warnings.append(
+            f"PyTorch {torch.__version__} is a build without CUDA: training on the CPU, not on the {gpu.name}; install the "
+            f"CUDA build for {sys.executable} with the command from https://pytorch.org/get-started/locally/"
+        )
+    else:
+        findings.warnings.append(
+            f"PyTorch cannot use the {gpu.name}: training on the CPU; install a driver for CUDA {torch.version.cuda} or newer"
+        )
 
 
 def _check_patches(script: Path, args: Namespace, findings: Findings, settings: Settings) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kohya_ext.kernels.triton_package import missing_triton
 from kohya_ext.quantization.linear import Products, convert
 from kohya_ext.quantization.rotation import BLOCK
 
@@ -23,6 +24,8 @@ def find_products(device: Any, kind: torch.dtype) -> tuple[Products, str | None]
     if capability < OLDEST[kind]:
         have, need = (".".join(map(str, each)) for each in (capability, OLDEST[kind]))
         return "weights", f"the GPU has compute capability {have}, and 8-bit products need {need}"
+    if (missing := missing_triton()) is not None:
+        return "weights", missing
     if kind is not torch.int8 and _failure(device, kind, "kernels") is None:
         return "kernels", None
     # torch has no row-wise scaled product on Windows, and before 2.7 none for compute capability 8.9.
@@ -43,7 +46,7 @@ def _failure(device: Any, kind: torch.dtype, products: Products) -> str | None:
         torch.autograd.grad(layer(x).sum(), x)
         if kind is torch.int8 or products == "triton":  # torch adds a LoRA with a workspace that would be created too early
             _multiply_with_lora(layer, x.detach())
-    except Exception as error:  # no Triton, no C compiler, or a version that cannot compile them
+    except Exception as error:  # no C compiler, or a version of Triton that cannot compile them
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
 

@@ -46,6 +46,11 @@ _KEYS = {signal.SIGINT: "Ctrl-C"}
 if sys.platform == "win32":
     _KEYS[signal.SIGBREAK] = "Ctrl-Break"
 
+#: Signals that end a run after its step, in addition to the keys. That of a closed terminal is left alone if nohup ignores it.
+_ENDS: tuple[signal.Signals, ...] = (signal.SIGTERM,)
+if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    _ENDS += (signal.SIGHUP,)
+
 
 @dataclass
 class Stopper(TrainingCallback):
@@ -79,7 +84,7 @@ class Stopper(TrainingCallback):
     def install_handlers(self) -> None:
         """Install handlers for signals, and on Windows for console events; only possible in the main thread."""
         if threading.current_thread() is threading.main_thread():
-            for number in (*_KEYS, signal.SIGTERM):
+            for number in (*_KEYS, *_ENDS):
                 self._handlers[number] = signal.signal(number, self.on_signal)
             self._ignore_closing = console_events.handle(self.on_closing)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from argparse import Namespace
 
+from kohya_ext.console import is_worker
 from kohya_ext.patching.patch import Patch
 from kohya_ext.tuning import task as tasks
 
@@ -14,7 +14,7 @@ def patches() -> tuple[Patch, ...]:
     task = tasks.current()
     if task is None:
         return ()
-    if multiprocessing.parent_process() is None:  # not in workers of the data loader
+    if not is_worker():
         tasks.watch_parent(task)
     from kohya_ext.tuning import loss_record, step_measurement
 

@@ -183,7 +183,8 @@ WORDS = ["python", "-m", "kohya_ext", "a b.py", "--resolution", "1024,768", "--t
         ),
         (
             "powershell",
-            '& python --% -m kohya_ext "a b.py" --resolution "1024,768" --training_comment "say \\"hi\\" it\'s" $x',
+            "& { $PSNativeCommandArgumentPassing = 'Legacy'; & python -m kohya_ext '\"a b.py\"' --resolution '\"1024,768\"' "
+            "--training_comment '\"say \\\"hi\\\" it''s\"' '\"$x\"' }",
         ),
     ],
 )
@@ -201,7 +202,7 @@ def test_powershell_quoting_uses_single_quotes_only_where_needed(monkeypatch):
     line = CommandLine(Path(LORA), ["--resolution", "1,2"], {"CUDA_VISIBLE_DEVICES": "0,1"}).shell_line()
     assert line.startswith("Set-Location -LiteralPath ")
     assert "; $env:CUDA_VISIBLE_DEVICES = '0,1'; & " in line
-    assert line.endswith(f'{LORA} --resolution "1,2"')
+    assert line.endswith(f"{LORA} --resolution '1,2'")
 
 
 @pytest.mark.parametrize(

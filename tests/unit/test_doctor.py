@@ -1,13 +1,11 @@
 """The report is short without problems, and shows each problem."""
 
 import io
-import os
 
 import pytest
 from rich.console import Console
 
 from kohya_ext.commands import doctor
-from kohya_ext.compiling import support
 from kohya_ext.patching.patch import registry
 from kohya_ext.sdscripts import checkouts
 from tests.unit.test_checkouts import make_tree
@@ -105,20 +103,3 @@ def test_the_engines_patches_are_shown_with_their_targets_and_not_counted(render
 def test_a_release_that_is_newer_or_older_than_tested_is_named(tmp_path, layout, version, words):
     checkout = checkouts.describe(make_tree(tmp_path / "tree", layout, version), "here")
     assert doctor._checkout_words(doctor._checkout(checkout)).startswith(words)
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "required", "release"),
-    [
-        ("2.14.1", ['triton~=3.8.0; platform_system == "Linux"'], "==3.8.*"),
-        ("2.6.0", ['triton (==3.2.0) ; platform_system == "Linux"'], "==3.2.*"),
-        ("2.8.0+cu128", ["filelock"], "==3.4.*"),  # a build for Windows, from PyTorch's own index
-        ("2.99.0", None, ""),
-    ],
-)
-def test_missing_triton_is_named_with_the_release_for_torch(monkeypatch, torch_version, required, release):
-    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: False)
-    monkeypatch.setattr("kohya_ext.compiling.support.version", lambda package: torch_version)
-    monkeypatch.setattr("kohya_ext.compiling.support.requires", lambda package: required)
-    package = "triton-windows" if os.name == "nt" else "triton"
-    assert support.missing_triton() == f"Triton is not installed; run: pip install {package}{release}"

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -471,3 +472,16 @@ def test_watch_only_reads(write, watch, tmp_path):
     assert changes
     assert recorded == []
     assert {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in before} == before
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(129, "stopped"), (130, "stopped"), (143, "stopped"), (149, "stopped"), (3, "failed")]
+)
+def test_a_run_that_the_user_has_ended_is_stopped_and_has_not_failed(monkeypatch, code, status):
+    """A closed terminal, Ctrl-C, SIGTERM or a closed window, Ctrl-Break; and the NaN guard."""
+    from kohya_ext.patches import journal as patch
+
+    monkeypatch.setattr(patch.stop_request, "stopper", lambda: SimpleNamespace(reason="why", code=code))
+    monkeypatch.setattr(patch.journal, "exit_code", lambda: code)
+    recorder = SimpleNamespace(journal=SimpleNamespace(log=SimpleNamespace(total=9)), failure="", step=3)
+    assert patch._Recorder._outcome(recorder) == (status, "why", code)

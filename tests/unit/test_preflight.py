@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kohya_ext import preflight
+from kohya_ext import installed_gpus, preflight
 from kohya_ext.commands import check as check_command
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import Settings
 from kohya_ext.config.training_command import Question
+from kohya_ext.installed_gpus import InstalledGpu
 from kohya_ext.preflight import captions, data, hub, models, options, output
 from kohya_ext.run import run_record
 from kohya_ext.run.safetensors_header import read_header
@@ -938,12 +939,23 @@ def test_failing_check_does_not_stop_the_run(monkeypatch):
     assert all("bug in a check" in warning for warning in findings.warnings)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "cuda", "line"),
+    [
+        (None, None, "PyTorch finds no GPU: training on the CPU"),
+        ("RTX 4070", None, "is a build without CUDA: training on the CPU, not on the RTX 4070; install the CUDA build"),
+        ("RTX 4070", "12.8", "PyTorch cannot use the RTX 4070: training on the CPU; install a driver for CUDA 12.8 or newer"),
+    ],
+)
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_training_on_the_cpu_is_noted(monkeypatch, has_gpu):
-    pytest.importorskip("torch")
+def test_training_on_the_cpu_is_explained(monkeypatch, has_gpu, gpu, cuda, line):
+    torch = pytest.importorskip("torch")
     monkeypatch.setattr(preflight, "has_gpu", lambda: has_gpu)
-    notes = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings()).notes
-    assert ("PyTorch finds no GPU: training on the CPU" in notes) is not has_gpu
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(installed_gpus, "first_gpu", lambda: gpu and InstalledGpu(gpu, 12 * 2**30))
+    findings = preflight.inspect(Path("sdxl_train.py"), Namespace(), Settings())
+    explained = [each for each in (*findings.notes, *findings.warnings) if "training on the CPU" in each]
+    assert [line in each for each in explained] == [True] * (not has_gpu)
 
 
 LIBRARY = "def read_config_from_file(args, parser):\n    return parser.parse_args()\n"

@@ -140,3 +140,29 @@ def test_a_state_that_a_closed_window_cannot_save_is_reported_on_windows(tmp_pat
     for _ in range(2):
         stopper.after_batch(SimpleNamespace(sync_gradients=True, is_main_process=True, num_processes=1, device="cpu"))
     assert capsys.readouterr().err.count("too few to save its state of 8.0 GB; use --save_state_every_n_minutes") == advised
+
+
+HANGUP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
+from argparse import Namespace
+from pathlib import Path
+from kohya_ext.run.stop_request import Stopper
+
+stopper = Stopper(Namespace(), None, Path("a.stop"), 0, stepping=True)
+stopper.install_handlers()
+os.kill(os.getpid(), signal.SIGHUP)
+print(stopper.reason or "continues", stopper.code)
+stopper.on_end()
+print(signal.getsignal(signal.SIGHUP).name)
+"""
+
+
+@pytest.mark.linux("a closed console of Windows sends an event")
+@pytest.mark.parametrize(
+    ("how", "printed"), [("plain", ["SIGHUP", "129", "SIG_DFL"]), ("nohup", ["continues", "0", "SIG_IGN"])]
+)
+def test_a_closed_terminal_stops_a_run_without_nohup(how, printed):
+    done = subprocess.run([sys.executable, "-c", HANGUP, how], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == printed

@@ -1,10 +1,12 @@
 """Streams of legacy code pages and terminals: what they cannot hold is replaced, and what they would obey is escaped."""
 
+import ast
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from kohya_ext.output import Console
 #: Characters of each page, and others: Latin, Japanese, Chinese, box drawing, an emoji.
 NAME = "Größe 学習 训练 ┃ ▁ 🙂"
 PAGES = ("cp1252", "cp932", "cp936")
+
+ROOT = Path(__file__).parents[2]
 
 #: The error handlers of a standard output: of PYTHONIOENCODING, and of Python on Windows without it.
 HANDLERS = ("strict", "surrogateescape")
@@ -43,19 +47,91 @@ def test_watch_prints_any_name_in_any_code_page(tmp_path, page):
     assert r"\x1b[2J" in text
 
 
+def test_messages_are_readable_in_every_code_page():
+    """Their own characters are in all of them. The full screen of watch is for terminals, and its pages are tested below."""
+    sources = (file for folder in ("kohya_ext", "patches") for file in (ROOT / folder).rglob("*.py"))
+    sources = (file for file in sources if file.parent.name != "watching")
+    texts = {file: set(_messages(ast.parse(file.read_text(encoding="utf-8")))) for file in sources}
+    assert len(texts) > 100
+    for file, characters in texts.items():
+        unreadable = [character for character in characters for page in PAGES if not character.encode(page, "ignore")]
+        assert not unreadable, file
+
+
+def _messages(tree: ast.Module) -> Iterator[str]:
+    """Yield the characters of the strings that are printed as they are."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)))
+    for call in calls:
+        name = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
+        if name in ("note", "warn", "error", "stop", "print", "note_at_once", "progress", "UserError", "append", "Text"):
+            constants = (node.value for node in ast.walk(call) if isinstance(node, ast.Constant))
+            yield from (character for text in constants if isinstance(text, str) for character in text)
+
+
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("page", PAGES[:2])
-def test_a_print_of_the_script_does_not_end_a_run(tmp_path, page, handler):
+def test_a_print_of_the_script_does_not_end_a_run(library, page, handler):
     """The session of a plain start arms the streams when the script imports ``library``."""
-    (tmp_path / "library").mkdir()
-    for name in ("__init__", "train_util", "model_util"):
-        (tmp_path / "library" / f"{name}.py").touch()
-    (tmp_path / "train_network.py").touch()
-    script = tmp_path / "tool.py"
+    script = library / "tool.py"
     script.write_text(f"import library\nprint({NAME!r})\nimport sys\nprint({NAME!r}, file=sys.stderr)\n", encoding="utf-8")
     done = python(page, str(script), handler=handler, KOHYA_EXT="1", KOHYA_EXT_ALLOW_UNKNOWN_VERSION="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode(page).strip() == NAME.encode(page, "replace").decode(page)
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A folder with a library that makes a script of this folder start the session."""
+    (tmp_path / "library").mkdir()
+    for name in ("__init__", "train_util", "model_util"):
+        (tmp_path / "library" / f"{name}.py").touch()
+    (tmp_path / "train_network.py").touch()
+    return tmp_path
+
+
+READER_HAS_ENDED = """
+import sys
+import library
+from pathlib import Path
+print("ready", flush=True)
+sys.stdin.read(1)
+for _ in range(3):
+    print("more than a buffer " * 1000, flush=True)
+    print("more", file=sys.stderr)
+Path("saved").touch()
+"""
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_reader_that_has_ended_does_not_end_a_run(library, buffered):
+    """A GUI is closed, or Ctrl-C in a terminal ends ``tee``, too."""
+    script = library / "tool.py"
+    script.write_text(READER_HAS_ENDED)
+    environ = {**os.environ, "KOHYA_EXT": "1", "KOHYA_EXT_ALLOW_UNKNOWN_VERSION": "1", "PYTHONUNBUFFERED": buffered}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    run = subprocess.Popen([sys.executable, str(script)], env=environ, cwd=library, **pipes)
+    while b"ready" not in run.stdout.readline():
+        assert run.poll() is None
+    run.stdout.close()
+    with run.stdin:
+        run.stdin.write(b"x")
+    assert run.wait(120) == 0
+    assert (library / "saved").exists()
+
+
+@pytest.mark.parametrize("page", [*PAGES, "utf-8"])
+def test_a_page_of_watch_is_drawn_with_what_the_code_page_has(tmp_path, page):
+    lines = [{"kind": "start", "time": 1.0, "run": "a", "name": "cat", "script": "x.py", "host": "other"}]
+    lines += [{"kind": "training", "time": 1.5, "steps": 90, "epochs": 1}]
+    lines += [{"kind": "step", "time": 2.0 + step, "step": step, "loss": 1 / step, "seconds": 1.0} for step in range(1, 9)]
+    file = tmp_path / "cat.journal.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    variables = {"PYTHONUTF8": "1"} if page == "utf-8" else {}
+    done = python(page, "-m", "kohya_ext", "watch", "--once", str(file), handler="strict", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "?" not in (text := done.stdout.decode(page))
+    assert ("\u2501" in text) == (page == "utf-8")
+    assert ("#####" in text) == (page != "utf-8")
 
 
 def test_messages_never_raise(monkeypatch):

@@ -289,13 +289,15 @@ def test_smoothed_losses_ignore_unknown_ones():
     assert charts.buckets(view_of(steps=7).log, 3) == [(0, 2), (2, 4), (4, 7)]
 
 
-def test_command_uses_the_full_screen_where_textual_is_installed(monkeypatch, tmp_path, write):  # noqa: F811
+def test_command_uses_the_full_screen_where_it_can_be_shown(monkeypatch, tmp_path, write):  # noqa: F811
+    """It needs Textual, and a console that interprets escape sequences."""
     write("cat")
     calls = []
     monkeypatch.setattr(watch, "_show_full_screen", lambda *arguments: calls.append("full screen"))
     monkeypatch.setattr(watch, "_show_pages", lambda *arguments: calls.append("pages"))
     monkeypatch.setenv("FORCE_COLOR", "1")
-    for available in (True, False):
+    for available, escapes in ((True, True), (False, True), (True, False)):
         monkeypatch.setattr(watch, "_has_textual", lambda available=available: available)
+        monkeypatch.setattr(watch, "turn_on_escape_sequences", lambda escapes=escapes: escapes)
         watch.run(SimpleNamespace(places=[tmp_path], once=False, json=False))
-    assert calls == ["full screen", "pages"]
+    assert calls == ["full screen", "pages", "pages"]

@@ -1,0 +1,60 @@
+"""The package Triton, which PyTorch brings along for CUDA on Linux, and not on Windows. Imports torch in its functions only."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from importlib.metadata import requires, version
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from kohya_ext.config.command_line import quoted
+from kohya_ext.console import warn
+
+#: The oldest compute capability that Triton supports since version 3.3 (torch 2.7). It still compiles for older ones, untested:
+#: https://github.com/triton-lang/triton/pull/5066.
+OLDEST = (8, 0)
+FIRST_WITHOUT_OLDER = Version("3.3")
+
+#: Minor release of torch -> the release of Triton that it works with, for builds that do not require one in their metadata.
+#: https://github.com/triton-lang/triton-windows, "PyTorch and Triton"
+_RELEASES = {"2.6": "3.2", "2.7": "3.3", "2.8": "3.4", "2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}
+
+
+def missing_triton() -> str | None:
+    """Return that the package is missing and how to install it into this environment; None if it is installed."""
+    from torch.utils import _triton
+
+    if _triton.has_triton_package():
+        return None
+    package, release = "triton-windows" if os.name == "nt" else "triton", _release()
+    command = quoted([sys.executable, "-m", "pip", "install", package + (f"=={release}.*" if release else "")])
+    return f"Triton is not installed; run: {command}"
+
+
+def is_missing(device: Any = None) -> bool:
+    """Return whether the package is missing. Warn, once per process, if it would support a CUDA device."""
+    import torch
+
+    if (missing := missing_triton()) is None:
+        return False
+    if torch.cuda.get_device_capability(device) >= OLDEST or Version(_release() or "99") < FIRST_WITHOUT_OLDER:
+        _warn(f"blocks are not compiled, and fused operations take more passes over memory: {missing}")
+    return True
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warn(message)
+
+
+def _release() -> str:
+    """Return the release of Triton for the installed torch, ``3.4``: a newer one fails. Empty if it is not known."""
+    for requirement in map(Requirement, requires("torch") or ()):
+        if requirement.name == "triton" and (release := re.search(r"\d+\.\d+", str(requirement.specifier))):
+            return release.group()
+    return _RELEASES.get(".".join(version("torch").split(".")[:2]), "")
