@@ -63,6 +63,9 @@ def replace_unencodable() -> None:
 class _Output(io.FileIO):
     """The file of a standard stream, which drops what cannot be written."""
 
+    replaced: io.TextIOWrapper | None = None
+    """The stream before, which would close the file if nothing held it."""
+
     def write(self, data: Any) -> int:
         """Write; return the number of bytes, also of those that were dropped."""
         try:
@@ -86,7 +89,7 @@ def drop_unwritable() -> None:
         if type(raw) is io.FileIO:  # not a console of Windows
             stream.flush()
             output = _Output(raw.fileno(), "w", closefd=False)
-            output.name = stream.name
+            output.name, output.replaced = stream.name, stream
             new = output if raw is binary else io.BufferedWriter(output)  # as before: Python may run unbuffered
             options = (stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
             setattr(sys, name, io.TextIOWrapper(new, *options))

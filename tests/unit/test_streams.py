@@ -152,6 +152,23 @@ def test_a_stream_of_a_gui_is_made_to_replace(monkeypatch, handler):
     assert "Größe" in stream.buffer.getvalue().decode("cp1252")
 
 
+#: A program that has replaced its standard output, as wrappers do, so that nothing else holds the stream.
+REPLACED = """
+import gc, os, sys
+from kohya_ext.console import drop_unwritable
+sys.stdout = open(1, "w")
+sys.__stdout__ = None
+drop_unwritable()
+gc.collect()
+other = os.open(os.devnull, os.O_WRONLY)  # would get the number of a file that was closed
+print("shown")
+"""
+
+
+def test_output_that_a_program_has_replaced_stays_open():
+    assert python("utf-8", "-c", REPLACED).stdout.split() == [b"shown"]
+
+
 def test_messages_show_what_a_terminal_would_obey(capsys):
     console.note("a\x1b[2J\nkohya_ext: error: \u202egnp.exe \x9b1m 学習")
     assert capsys.readouterr().err == "kohya_ext: a\\x1b[2J\\nkohya_ext: error: \\u202egnp.exe \\x9b1m 学習\n"
