@@ -1,4 +1,4 @@
-"""Without Triton, as on Windows, one line says what is lost and what to type."""
+"""Without Triton, as on Windows, one line names the effect and the command."""
 
 import os
 import sys
