@@ -59,6 +59,7 @@ def test_a_script_trains_in_a_folder_of_any_name(checkout, train, output, script
         assert resume.state_problem(output / "tiny-state") is None
 
 
+@pytest.mark.newest
 def test_a_run_of_the_gui_whose_outputs_are_open_elsewhere(checkout, train, output):
     """Upstream removes old models, and replaces the final one: both are loaded elsewhere, for example in ComfyUI."""
     final = output / "tiny.safetensors"
