@@ -74,7 +74,7 @@ class _Finder:
 def _runs_as_main(name: str) -> bool:
     """Return whether ``python -m`` is about to run a module, as lora-scripts starts accelerate's launcher."""
     words = sys.orig_argv
-    return sys.argv[0] == "-m" and "-m" in words and name in words[words.index("-m") + 1 : words.index("-m") + 2]
+    return sys.argv[:1] == ["-m"] and "-m" in words and name in words[words.index("-m") + 1 : words.index("-m") + 2]
 
 
 def _imported_main(name: str) -> ModuleSpec:
