@@ -4,7 +4,7 @@ import json
 
 import torch
 import torch._inductor.compile_fx
-from torch._inductor import metrics
+from torch._inductor import config, metrics
 from torch.nn import functional
 
 from kohya_ext.compiling.configuration import prepare_torch
@@ -28,6 +28,7 @@ def kernels() -> int:
 
 if __name__ == "__main__":
     torch.set_default_device("cuda")
+    config.force_disable_caches = True  # code from a cache is not counted
     default = kernels()
     prepare_torch()
     print(json.dumps([default, kernels()]))
