@@ -29,7 +29,7 @@ import wrapt
 from torch._dynamo.utils import counters
 
 import virtual_gpu
-from kohya_ext.estimate.models import HUNYUAN_CAPTION_TOKENS
+from kohya_ext.estimate.memory_config import HUNYUAN_CAPTION_TOKENS
 from kohya_ext.gpu import peak_memory
 from virtual_gpu import integers
 

@@ -63,7 +63,7 @@ def _without_autocast() -> Any:
 
 
 def _is_lower(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 4
 
 
 def _in_fp32(value: Any) -> Any:

@@ -31,6 +31,9 @@ from kohya_ext.sdscripts import families, networks
 from kohya_ext.sdscripts.constraints import fused_optimizer
 from kohya_ext.sdscripts.families import Family
 
+#: Assumed tokens of HunyuanImage's captions, which have 1,024 at most. A batch has the length of its longest caption.
+HUNYUAN_CAPTION_TOKENS = 256
+
 #: Replaces the path of a file of 8-bit weights in a normalized configuration.
 FP8 = "fp8"
 
@@ -50,6 +53,10 @@ RECORDED = ("sd15", "sdxl", "flux", "anima")
 _TOO_SLOW = ("networks.boft",)
 
 Value = TypeVar("Value")
+
+
+class UnknownRunError(UserError):
+    """A run whose step is not repeated here, so that only a dry run of its script can estimate it."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +215,20 @@ def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
 
     Raises UserError for a value that cannot be read, and as :func:`from_values`.
     """
+    values, flags = _parse(command)
+    return from_values(values, command), flags
+
+
+def any_script(command: CommandLine) -> MemoryConfig:
+    """Return the configuration of a command line whose script may belong to no model family.
+
+    Raises UserError for a value that cannot be read.
+    """
+    return _config(_parse(command)[0], command)
+
+
+def _parse(command: CommandLine) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a configuration's fields on a command line, and the flags that are none of them."""
     parser = _parser()
     defaults: dict[str, Any] = {}
     layers = [(f"preset {command.presets.label}", {key: value.value for key, value in command.presets.values.items()})]
@@ -220,22 +241,28 @@ def read(command: CommandLine) -> tuple[MemoryConfig, list[str]]:
                 raise UserError(f"{where}: {problem}")
         defaults.update(ours)
     parsed, rest = parser.parse_known_args(command.words, argparse.Namespace(**defaults))
-    return from_values(vars(parsed), command), [word.split("=")[0] for word in rest if word.startswith("--")]
+    return vars(parsed), [word.split("=")[0] for word in rest if word.startswith("--")]
 
 
 def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
     """Return the configuration from a script's parsed arguments and the extension's settings.
 
-    Raises UserError for a script that cannot be estimated (ControlNet, LLLite, textual inversion, LECO).
+    Raises UnknownRunError for a script whose step is not repeated here (ControlNet, LLLite, textual inversion, LECO).
     """
     if command.name not in FAMILIES:
-        raise UserError(f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}")
-    known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
-    if known.get("network_module") in _TOO_SLOW:
+        raise UnknownRunError(
+            f"the memory of {command.name} cannot be estimated; supported scripts: {', '.join(sorted(FAMILIES))}"
+        )
+    if values.get("network_module") in _TOO_SLOW:
         raise UserError(
-            f"the memory of {known['network_module']} cannot be estimated: each layer computes with thousands of small "
+            f"the memory of {values['network_module']} cannot be estimated: each layer computes with thousands of small "
             "matrices, which takes too long here; start the run and read its peak in the journal"
         )
+    return _config(values, command)
+
+
+def _config(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
+    known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     given = {name: known[name] for name in _fields() if name in known}
     for name, value in given.items():
         if isinstance(value, list):
@@ -253,7 +280,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
     """
     defaults = MemoryConfig(config.script)
     config = replace(config, **{name: getattr(defaults, name) for name in config.family.ignores(config.script)})
-    width, height, batch = _largest_batch(config)
+    width, height, batch = largest_batch(config)
     lora = config.trains_network
     compiled = config.selective_torch_compile and reason_not_to_compile(config) is None
     return replace(
@@ -442,7 +469,8 @@ def size(config: MemoryConfig) -> tuple[int, int]:
 # --- the largest batch -----------------------------------------------------------------------------------------------
 
 
-def _largest_batch(config: MemoryConfig) -> tuple[int, int, int]:
+def largest_batch(config: MemoryConfig) -> tuple[int, int, int]:
+    """Return width, height and number of images of the batch with the most pixels. Raises UserError without a resolution."""
     batches = list(_batches(config))
     return max(batches, key=lambda batch: batch[0] * batch[1] * batch[2])
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kohya_ext.estimate.memory_config import FP8, SD3_LARGE, SD3_MEDIUM, MemoryConfig, size
+from kohya_ext.estimate.memory_config import FP8, HUNYUAN_CAPTION_TOKENS, SD3_LARGE, SD3_MEDIUM, MemoryConfig, size
 from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.types import Batch
 
@@ -305,10 +305,6 @@ def _anima(config: MemoryConfig) -> Models:
         blocks=lambda count: list(transformer.blocks[len(transformer.blocks) - count :]),
         caption_tokens=long,
     )
-
-
-#: Assumed tokens of HunyuanImage's captions, which have 1,024 at most. A batch has the length of its longest caption.
-HUNYUAN_CAPTION_TOKENS = 256
 
 
 def _hunyuan_image(config: MemoryConfig) -> Models:

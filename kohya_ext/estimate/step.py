@@ -176,7 +176,7 @@ def measure(
             tracker.forget()
         if config.deepspeed and config.zero_stage == 3:
             training.gathered = _record_gathering(training, tracker)
-        with _garbage_of_the_step_only(), tracker, _bitsandbytes_without_kernels(tracker), _functions_as_on_cuda():
+        with _garbage_of_the_step_only(), tracker, bitsandbytes_without_kernels(tracker), functions_as_on_cuda():
             start = allocate_resident(training, tracker)
             tracker.work = Counter()
             flops, kept = run_step(training, tracker)
@@ -590,7 +590,7 @@ def _optimizer(config: MemoryConfig, arguments: Namespace, groups: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
+def bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
     """Count bitsandbytes' kernels and waits instead of running them: they cannot take fake tensors, and allocate nothing."""
 
     def count(*args: Any, **kwargs: Any) -> None:
@@ -610,7 +610,7 @@ def _bitsandbytes_without_kernels(tracker: Tracker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _functions_as_on_cuda() -> Iterator[None]:
+def functions_as_on_cuda() -> Iterator[None]:
     """Clip gradients with kernels over lists of tensors, and drop values with a mask of one byte each, as on a GPU."""
     functional = torch.nn.functional
     drop = functional.dropout

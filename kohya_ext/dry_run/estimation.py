@@ -1,0 +1,142 @@
+"""Estimates by a dry run: from the cache, or measured now in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kohya_ext import __version__
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.config.settings import options
+from kohya_ext.console import progress
+from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
+from kohya_ext.dry_run.process import RESULT, Request
+from kohya_ext.errors import UserError
+from kohya_ext.estimate import cache
+from kohya_ext.estimate.result import Estimate
+from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.tiny import environment
+
+STEPS = 3
+
+_LOG = "log.txt"
+
+#: Lines at the end of a failed run's output that are shown.
+_LINES = 3
+
+#: Options that a dry run cannot estimate -> what to do.
+_UNSUPPORTED = {
+    "deepspeed": "remove it",
+    "vram_budget": "remove it",
+    "multi_gpu": "remove it; each process of DistributedDataParallel needs the gradients once more",
+}
+
+
+def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> Estimate:
+    """Return the estimate of a command line from the cache, or by a dry run (about a minute); with ``fresh`` always measured.
+
+    Raises UserError for a run that fails, with the end of its output.
+    """
+    known = None if fresh else cache.find_run(checkout, command)
+    if known is not None:
+        return Estimate(**known)
+    _check_supported(command)
+    with progress(f"estimating the memory of {command.name} by a dry run (usually 30 to 120 s)"):
+        result = measure(checkout, command)
+    result.pop("passes")
+    found = Estimate(**result)
+    cache.keep_run(checkout, command, found)
+    return found
+
+
+def _check_supported(command: CommandLine) -> None:
+    for name, advice in _UNSUPPORTED.items():
+        if command.values.get(name):
+            raise UserError(f"--{name} cannot be estimated for this run of {command.name}; {advice}")
+    if (command.settings.num_processes or 1) > 1:
+        raise UserError(f"{command.name} on several GPUs cannot be estimated for this run; remove --num_processes")
+
+
+def measure(checkout: Checkout, command: CommandLine) -> dict[str, Any]:
+    """Run a command line dry. Return the fields of its estimate, and the peaks after each backward pass as ``passes``.
+
+    Its files are in a temporary folder. Raises UserError for a run that fails.
+    """
+    workload = Workload.of(command)
+    with tempfile.TemporaryDirectory(prefix="kohya_ext_dry_run_", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        words = Arguments(command, workload, folder).words()
+        _request(checkout, command, workload, words).write(folder)
+        code = _run(command, folder)
+        if not (folder / RESULT).is_file():
+            raise UserError(f"the dry run of {command.name} failed with exit code {code}:\n{_end_of_output(folder)}")
+        result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    versions = {
+        "kohya_ext": __version__,
+        "sd_scripts": checkout.version or checkout.commit or "unknown",
+        "torch": str(cache.version("torch")),
+    }
+    return {**result, "config": _config(command, workload), "versions": versions, "layout": checkout.layout}
+
+
+def _request(checkout: Checkout, command: CommandLine, workload: Workload, words: list[str]) -> Request:
+    settings = command.settings
+    return Request(
+        sd_scripts=str(checkout.path.resolve()),
+        script=command.name,
+        words=words,
+        passes=STEPS * workload.micro_steps,
+        micro_steps=workload.micro_steps,
+        integer=caption_tokens(command, workload.size),
+        expandable_segments=bool(settings["expandable_segments"]),
+        eight_bits=settings["base_precision"] is not None,
+        kernels=bool(settings["base_precision"] or settings["fused_operations"]),
+    )
+
+
+def _config(command: CommandLine, workload: Workload) -> dict[str, Any]:
+    """Return the part of an estimate's configuration that messages need."""
+    names = ("network_module", "network_dim", "network_args", "gradient_checkpointing", "gradient_checkpointing_ratio")
+    given = {name: command.values[name] for name in names if command.values.get(name)}
+    size = {} if workload.size is None else {"resolution": f"{workload.size[0]},{workload.size[1]}"}
+    return {
+        "script": command.name,
+        **given,
+        **size,
+        "train_batch_size": workload.batch,
+        "gradient_accumulation_steps": workload.micro_steps,
+        "dry_run": True,
+    }
+
+
+def _run(command: CommandLine, folder: Path) -> int:
+    """Run the process until it ends, and return its exit code. It ends with this one, however that ends."""
+    with (folder / _LOG).open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kohya_ext.dry_run.process", str(folder)],
+            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=_environment(command, folder),
+        )  # fmt: skip
+        try:
+            return process.wait()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _environment(command: CommandLine, folder: Path) -> dict[str, str]:
+    """Return the environment of the process: files of the extension's own go to its folder, and nothing is downloaded."""
+    kept = {option.variable for name, option in options() if option.variable and command.origin(name) == "environment"}
+    dropped = ("KOHYA_EXT_NOTIFY", "KOHYA_EXT_REPORT", "KOHYA_EXT_STOP_FILE", "KOHYA_EXT_FALLBACK_DIR", "KOHYA_EXT_ON_OOM")
+    variables = {name: value for name, value in os.environ.items() if name not in dropped or name not in kept}
+    own = environment.variables(folder / "tokenizers") | {"PYTHONPATH": environment.python_path()}
+    return variables | own | {"KOHYA_EXT_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+
+
+def _end_of_output(folder: Path) -> str:
+    lines = (folder / _LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join([line for line in lines if line.strip()][-_LINES:])

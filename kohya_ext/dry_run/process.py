@@ -1,0 +1,132 @@
+"""The process of a dry run: a script, started by the launcher with its patches, on tensors without data.
+
+    python -m kohya_ext.dry_run.process FOLDER
+
+FOLDER has the :class:`Request`; the result is written next to it. The process ends after a few steps, or with its parent.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import shutil
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REQUEST, RESULT = "request.json", "result.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run, and how to read its log."""
+
+    sd_scripts: str
+    script: str
+    words: list[str]
+    passes: int
+    """Backward passes before the run ends."""
+    micro_steps: int
+    """Backward passes of a step."""
+    integer: int
+    """The value of integers that the script reads from the GPU."""
+    expandable_segments: bool
+    eight_bits: bool
+    kernels: bool
+    """Whether the extension's own kernels run."""
+
+    def write(self, folder: Path) -> None:
+        """Write it for :func:`main`."""
+        (folder / REQUEST).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def main(folder: Path) -> None:
+    """Run a request. Never returns."""
+    end_with_parent(folder)
+    request = Request(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    try:
+        _run(request, folder)
+        print(f"{request.script} ended before {request.passes} backward passes", file=sys.stderr)
+    except SystemExit as end:
+        print("" if isinstance(end.code, int) else end.code or "", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    end(1)
+
+
+def end(code: int) -> None:
+    """End the process at once: fake tensors must not reach exit handlers, which crash torch 2.6."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def end_with_parent(folder: Path) -> None:
+    """End the process, and delete its folder, when the parent has closed standard input: however it ends."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _run(request: Request, folder: Path) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from kohya_ext.dry_run import cuda_functions, device, weights
+    from kohya_ext.dry_run.steps import Steps
+    from kohya_ext.dry_run.tracking import GpuTracker
+    from kohya_ext.estimate.autocast import cuda_rules
+    from kohya_ext.estimate.linear import bias_in_place
+    from kohya_ext.estimate.step import bitsandbytes_without_kernels, functions_as_on_cuda
+    from kohya_ext.estimate.triton_kernels import counted_kernels
+
+    tracker = GpuTracker()
+    weights.install()
+    device.install()
+    cuda_functions.install(tracker.release_unused)
+    _run_in_this_thread()
+    _keep_the_order_of_images()
+    if request.eight_bits:
+        importlib.import_module("kohya_ext.quantization.support").kernels_obstacle = lambda *_: None
+    Steps(tracker, request, folder / RESULT).install()
+    sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
+    mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker.values.integer = request.integer
+    kernels = counted_kernels(eight_bits=request.eight_bits) if request.kernels else contextlib.nullcontext()
+    with cuda_rules(), bias_in_place(), functions_as_on_cuda(), bitsandbytes_without_kernels(tracker), mode, tracker, kernels:
+        runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
+
+
+def _run_in_this_thread() -> None:
+    """Let thread pools run their tasks at once: a mode holds for one thread."""
+
+    def submit(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        future: Any = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    concurrent.futures.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
+
+def _keep_the_order_of_images() -> None:
+    """Let samplers return the order of the images: random numbers would be read from tensors."""
+    import torch.utils.data
+
+    torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self.data_source)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

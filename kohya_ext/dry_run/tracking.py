@@ -1,0 +1,90 @@
+"""The tracker of estimates for tensors on a GPU and on the host, and answers for scripts that read values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from kohya_ext.dry_run.device import GPU, fake_tensors, is_on_gpu, routed, told
+from kohya_ext.estimate import tracker, workspaces
+from kohya_ext.estimate.events import Kind
+from kohya_ext.estimate.tensor_values import Assumptions
+from kohya_ext.estimate.tracker import BACKWARD, DEVICE, WORKSPACE
+
+_aten = torch.ops.aten
+
+#: Operators that a boolean mask may index.
+_INDEXED = frozenset((_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default))
+
+
+@dataclass
+class Values(Assumptions):
+    """The answers of estimates for a whole script: tensors are equal, and masks that index tensors are all true."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return an assumed value, or run the operator."""
+        if func is _aten.equal.default and any(isinstance(value, FakeTensor) for value in args):
+            return True
+        if func in _INDEXED and any(_is_mask(index) for index in args[1]):
+            args = (args[0], [_all_true(index) if _is_mask(index) else index for index in args[1]], *args[2:])
+        return super().run(func, args, kwargs)
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, FakeTensor) and index.dtype is torch.bool and index.dim() == 1
+
+
+def _all_true(mask: FakeTensor) -> torch.Tensor:
+    """Return the indices that a mask selects, if it selects everything."""
+    return torch.arange(len(mask), device=mask.fake_device)
+
+
+@dataclass
+class GpuTracker(tracker.Tracker):
+    """Logs the storages in the GPU's memory. It is the only mode above FakeTensorMode."""
+
+    values: Values = field(default_factory=Values)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.run = self._run
+
+    __hash__ = tracker.Tracker.__hash__
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.values.run(func, args, routed(func, args, kwargs))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and log it if it runs on the GPU."""
+        if func is DEVICE:
+            return told(args[0])
+        kwargs = kwargs or {}
+        if any(map(is_on_gpu, (*fake_tensors(args), *fake_tensors(kwargs.values())))):
+            return self._on_gpu(func, args, kwargs)
+        result = self._run(func, args, kwargs)
+        self.record(result, self._kind_of(func, args))
+        return result
+
+    def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before = self._accumulated(func, args)
+        result = workspaces.laid_out(func, args, kwargs, self._run(func, args, kwargs))
+        self._count(func, args, kwargs, result)
+        if before is not None:
+            self._take_over(before, result)
+        used = self._log_allocated(*workspaces.before(func, args, kwargs))
+        self.record(result, self._kind_of(func, args))
+        used += self._log_allocated(*workspaces.after(func, args, kwargs))
+        self._log_freed(used)
+        if workspaces.uses_cublas(func, args) and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
+            self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8, device=GPU)
+            self._record(self.workspaces[handle], Kind.WORKSPACE)
+        return result
+
+    def record(self, values: Any, kind: Kind) -> None:
+        """Log the storages on the GPU that are not in the log yet."""
+        for value in fake_tensors((values,)):
+            if is_on_gpu(value):
+                self._record(value, kind)
