@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ from kohya_ext import charts
 from kohya_ext.config import training_command
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.console import note, warn
+from kohya_ext.dry_run import estimation
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, machine, memory_config, predict, step_time
-from kohya_ext.estimate.memory_config import MemoryConfig
+from kohya_ext.estimate.memory_config import MemoryConfig, UnknownRunError
 from kohya_ext.estimate.result import BYTES_PER_RECORDED_KERNEL, CONTEXT_BYTES, Estimate
 from kohya_ext.estimate.seconds import Prediction
 from kohya_ext.gpu.cap import USABLE_FRACTION, reason_unused, tensor_limit
@@ -27,6 +29,7 @@ from kohya_ext.planning import automatic, chosen_speed
 from kohya_ext.planning.checkpointing_ratio import smallest_ratio
 from kohya_ext.planning.tiers import fits, usable_bytes
 from kohya_ext.sdscripts import networks
+from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.units import AUTO, GB, GIB, format_size, gigabytes, label
 
 #: Returns the estimate of a command line.
@@ -72,6 +75,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="ignore known estimates and measure again (about 20 seconds)",
     )
     parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="run the script itself for three steps on tensors without data, as for scripts without another estimate: for "
+        "forks and for changed scripts",
+    )
+    parser.add_argument(
         "--fit",
         action="store_true",
         default=argparse.SUPPRESS,
@@ -93,8 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu is not None:
         command = replace(command, has_bf16=gpu.has_bf16)
     card = command.settings.vram or (gpu.memory if gpu is not None and "gpu" in own else _preset_card(command))
-    estimate = partial(predict.estimate, checkout, fresh=bool(own.get("fresh")), timed=gpu is not None)
-    config = memory_config.read(command)[0]
+    estimate = partial(_estimate, checkout, own, gpu is not None)
+    config = memory_config.any_script(command)
     if (problem := memory_config.sample_size_problem(config)) is not None:
         warn(problem)
     budget: Budget | None = None
@@ -126,11 +136,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if (card is None or fits(prediction, card)) and (budget is None or budget.fits) else 1
 
 
+def _estimate(checkout: Checkout, own: Mapping[str, Any], timed: bool, command: CommandLine) -> Estimate:
+    """Return a command line's estimate, by a dry run of its script if nothing else has one or if the user wants it."""
+    fresh = bool(own.get("fresh"))
+    if not own.get("dry_run"):
+        with contextlib.suppress(UnknownRunError):
+            return predict.estimate(checkout, command, fresh, timed)
+    return estimation.estimate(checkout, command, fresh)
+
+
 def _fit(estimate: Estimator, command: CommandLine, card: int | None) -> tuple[Estimate, CommandLine]:
     """Return the estimate and the arguments with the smallest ratio of checkpointed blocks that fits."""
     if card is None:
         raise UserError("--fit needs the GPU's size; give --vram 16 or a preset for a size")
-    if not memory_config.read(command)[0].gradient_checkpointing:
+    if not memory_config.any_script(command).gradient_checkpointing:
         raise UserError("--fit reduces the checkpointed blocks; give --gradient_checkpointing or a preset with it")
 
     def ask(ratio: float) -> Estimate:
@@ -266,8 +285,7 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
                 f"It can still run, more slowly: under Linux the allocator frees unused segments, down to "
                 f"{gigabytes(prediction.minimum_reserved)} GB. On Windows and WSL the driver spills to system memory."
             )
-    if assumed := MemoryConfig(**prediction.config).assumed:
-        lines.append(f"Assumed, since it depends on the model files: {assumed}.")
+    lines += _of_dry_run(prediction) if prediction.by_dry_run else _assumed(prediction)
     meaning = networks.meaning_of_dim(prediction.config.get("network_module"), prediction.config.get("network_args"))
     if meaning is not None:
         name, dimension = prediction.config["network_module"], prediction.config["network_dim"]
@@ -295,6 +313,20 @@ def _lines(prediction: Estimate, card: int | None) -> Sequence[str]:
         "Saving needs less than a step: 1 MB more than the model for a LoRA, 0.9 GB for all of SDXL in fp32."
     )
     return lines
+
+
+def _assumed(prediction: Estimate) -> list[str]:
+    assumed = MemoryConfig(**prediction.config).assumed
+    return [f"Assumed, since it depends on the model files: {assumed}."] if assumed else []
+
+
+def _of_dry_run(prediction: Estimate) -> list[str]:
+    """Return what a dry run is, and what it leaves out of the user's command line."""
+    left_out = prediction.config["left_out"]
+    lines = [f"By a dry run: three steps of {prediction.config['script']} itself, on tensors without data."]
+    if missing := prediction.config["missing"]:
+        lines.append(f"Assumed, since these files are missing: the usual ones of {missing}.")
+    return [*lines, f"Not included: {', '.join(left_out)}."] if left_out else lines
 
 
 def _way_out(prediction: Estimate) -> str:
@@ -325,7 +357,8 @@ def _workload(prediction: Estimate) -> str:
     batch = prediction.config.get("train_batch_size", 1)
     ratio = prediction.config.get("gradient_checkpointing_ratio")
     covered = "" if ratio is None else f", {ratio:.0%} of the blocks checkpointed"
-    return f"{str(prediction.config['resolution']).replace(',', 'x')} pixels, batch {batch}{covered}"
+    size = str(prediction.config.get("resolution", "the prompts' sizes in")).replace(",", "x")
+    return f"{size} pixels, batch {batch}{covered}"
 
 
 def _draw(figure: Any, prediction: Estimate, card: int | None) -> None:

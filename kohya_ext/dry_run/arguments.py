@@ -17,15 +17,9 @@ from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.dry_run import stand_ins
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import memory_config
+from kohya_ext.estimate.whole_runs import IRRELEVANT
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.introspect import option_names
-
-#: Options without meaning in three steps of a run that writes nothing: names, or their beginnings.
-_DROPPED = (
-    "save_", "sample_", "huggingface_", "wandb_", "log_", "logging_dir", "resume", "validat", "max_validation", "journal",
-    "notify", "profile_steps", "report", "stop_file", "fallback_dir", "on_oom", "base_precision_cache", "max_train_epochs",
-    "reg_data_dir", "debug_dataset",
-)  # fmt: skip
 
 #: Switches that are turned off: compiled code is left out, and workers would need the GPU in other processes.
 _OFF = (
@@ -63,6 +57,8 @@ class Arguments:
     workload: Workload
     folder: Path
     changes: dict[str, object] = field(default_factory=dict)
+    missing: str = ""
+    """The kind of checkpoint of which stand-ins are used."""
 
     def words(self) -> list[str]:
         """Write the stand-ins, and return the script's arguments."""
@@ -83,9 +79,15 @@ class Arguments:
         kind = families.checkpoint_of(self.command.name, self.command.values)
         return kind.title if kind is not None else ""
 
+    @property
+    def left_out(self) -> list[str]:
+        """What the user's run does and a dry run does not: ``--torch_compile``."""
+        names = ("sample_prompts", "validation_split", "torch_compile", "compile", "selective_torch_compile", "cuda_graphs")
+        return [f"--{name}" for name in names if self.command.values.get(name)]
+
     def _drop(self) -> None:
         given, config = self.command.values, self.command.config
-        self.changes |= {name: None for name in given if name.startswith(_DROPPED)}
+        self.changes |= {name: None for name in given if name.startswith(IRRELEVANT)}
         self.changes |= {name: False for name in _OFF if given.get(name)}
         self.changes |= {"vram_budget": None, "preflight": False, "journal": False, "speed": "off"}
         if given.get("xformers"):
@@ -113,7 +115,7 @@ class Arguments:
             if not self._exists(option):
                 file = self.folder / "models" / f"{option}.safetensors"
                 stand_ins.write_checkpoint(self.kind, option, file)
-                self.changes[option] = str(file)
+                self.changes[option], self.missing = str(file), self.kind
         if "vae" not in self.changes and self.command.values.get("vae") and not self._exists("vae"):
             self.changes["vae"] = None  # a repository: the checkpoint has a VAE of the same sizes
 

@@ -17,7 +17,7 @@ from kohya_ext.console import progress
 from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
 from kohya_ext.dry_run.process import RESULT, Request
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache
+from kohya_ext.estimate import cache, whole_runs
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.tiny import environment
@@ -42,15 +42,15 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> E
 
     Raises UserError for a run that fails, with the end of its output.
     """
-    known = None if fresh else cache.find_run(checkout, command)
+    known = None if fresh else whole_runs.find(checkout, command)
     if known is not None:
-        return Estimate(**known)
+        return known
     _check_supported(command)
     with progress(f"estimating the memory of {command.name} by a dry run (usually 30 to 120 s)"):
         result = measure(checkout, command)
     result.pop("passes")
     found = Estimate(**result)
-    cache.keep_run(checkout, command, found)
+    whole_runs.keep(checkout, command, found)
     return found
 
 
@@ -70,18 +70,18 @@ def measure(checkout: Checkout, command: CommandLine) -> dict[str, Any]:
     workload = Workload.of(command)
     with tempfile.TemporaryDirectory(prefix="kohya_ext_dry_run_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        words = Arguments(command, workload, folder).words()
-        _request(checkout, command, workload, words).write(folder)
-        code = _run(command, folder)
+        arguments = Arguments(command, workload, folder)
+        _request(checkout, command, workload, arguments.words()).write(folder)
+        _run(arguments)
         if not (folder / RESULT).is_file():
-            raise UserError(f"the dry run of {command.name} failed with exit code {code}:\n{_end_of_output(folder)}")
+            raise UserError(f"the dry run of {command.name} failed:\n{_end_of_output(folder)}")
         result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     versions = {
         "kohya_ext": __version__,
         "sd_scripts": checkout.version or checkout.commit or "unknown",
         "torch": str(cache.version("torch")),
     }
-    return {**result, "config": _config(command, workload), "versions": versions, "layout": checkout.layout}
+    return {**result, "config": _config(arguments), "versions": versions, "layout": checkout.layout}
 
 
 def _request(checkout: Checkout, command: CommandLine, workload: Workload, words: list[str]) -> Request:
@@ -99,8 +99,9 @@ def _request(checkout: Checkout, command: CommandLine, workload: Workload, words
     )
 
 
-def _config(command: CommandLine, workload: Workload) -> dict[str, Any]:
+def _config(arguments: Arguments) -> dict[str, Any]:
     """Return the part of an estimate's configuration that messages need."""
+    command, workload = arguments.command, arguments.workload
     names = ("network_module", "network_dim", "network_args", "gradient_checkpointing", "gradient_checkpointing_ratio")
     given = {name: command.values[name] for name in names if command.values.get(name)}
     size = {} if workload.size is None else {"resolution": f"{workload.size[0]},{workload.size[1]}"}
@@ -110,31 +111,39 @@ def _config(command: CommandLine, workload: Workload) -> dict[str, Any]:
         **size,
         "train_batch_size": workload.batch,
         "gradient_accumulation_steps": workload.micro_steps,
-        "dry_run": True,
+        "left_out": arguments.left_out,
+        "missing": arguments.missing,
     }
 
 
-def _run(command: CommandLine, folder: Path) -> int:
-    """Run the process until it ends, and return its exit code. It ends with this one, however that ends."""
-    with (folder / _LOG).open("wb") as log:
+def _run(arguments: Arguments) -> None:
+    """Run the process until it ends. It ends with this one, however that ends."""
+    with (arguments.folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kohya_ext.dry_run.process", str(folder)],
-            stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=_environment(command, folder),
-        )  # fmt: skip
+            [sys.executable, "-m", "kohya_ext.dry_run.process", str(arguments.folder)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(arguments),
+        )
         try:
-            return process.wait()
+            process.wait()
         finally:
             process.kill()
             process.wait()
 
 
-def _environment(command: CommandLine, folder: Path) -> dict[str, str]:
-    """Return the environment of the process: files of the extension's own go to its folder, and nothing is downloaded."""
-    kept = {option.variable for name, option in options() if option.variable and command.origin(name) == "environment"}
-    dropped = ("KOHYA_EXT_NOTIFY", "KOHYA_EXT_REPORT", "KOHYA_EXT_STOP_FILE", "KOHYA_EXT_FALLBACK_DIR", "KOHYA_EXT_ON_OOM")
-    variables = {name: value for name, value in os.environ.items() if name not in dropped or name not in kept}
-    own = environment.variables(folder / "tokenizers") | {"PYTHONPATH": environment.python_path()}
-    return variables | own | {"KOHYA_EXT_CACHE": str(folder / "cache"), "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+def _environment(arguments: Arguments) -> dict[str, str]:
+    """Return the environment of the process: without options that a dry run drops, and without the user's cache."""
+    replaced = {option.variable for name, option in options() if name in arguments.changes}
+    kept = {name: value for name, value in os.environ.items() if name not in replaced}
+    return {
+        **kept,
+        **environment.variables(arguments.folder / "tokenizers"),
+        "PYTHONPATH": environment.python_path(),
+        "KOHYA_EXT_CACHE": str(arguments.folder / "cache"),
+        "PYTHONUTF8": "1",
+    }
 
 
 def _end_of_output(folder: Path) -> str:

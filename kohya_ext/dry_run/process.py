@@ -54,8 +54,8 @@ def main(folder: Path) -> None:
     try:
         _run(request, folder)
         print(f"{request.script} ended before {request.passes} backward passes", file=sys.stderr)
-    except SystemExit as end:
-        print("" if isinstance(end.code, int) else end.code or "", file=sys.stderr)
+    except SystemExit as stop:
+        print("" if isinstance(stop.code, int) else stop.code or "", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     end(1)

@@ -35,7 +35,7 @@ def find(
     estimate without counted kernels does not count.
     """
     shipped_row = None if disabled_patches else shipped(config, checkout.layout)
-    for row in (shipped_row, _read(_file(checkout, config.key(), disabled_patches))):
+    for row in (shipped_row, read(file_of(checkout, config.key(), disabled_patches))):
         if row is not None and not (timed and row.get("work") is None):
             return row
     return None
@@ -51,9 +51,13 @@ def shipped(config: MemoryConfig, layout: str | None = None) -> dict[str, Any] |
 
 def keep(checkout: Checkout, estimate: Estimate, disabled_patches: Sequence[str]) -> None:
     """Write an estimate to the user's cache; without a writable cache it is measured again next time."""
-    file = _file(checkout, estimate.config, disabled_patches)
+    write(file_of(checkout, estimate.config, disabled_patches), estimate)
+
+
+def write(path: Path, estimate: Estimate) -> None:
+    """Write an estimate to a file of the cache, if it can be written."""
     with contextlib.suppress(OSError):
-        replace_text(file, json.dumps(asdict(estimate), indent=1))
+        replace_text(path, json.dumps(asdict(estimate), indent=1))
 
 
 @functools.cache
@@ -89,15 +93,16 @@ def figures(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in row.items() if name not in ("config", "versions", "layout", "work")}
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def read(path: Path) -> dict[str, Any] | None:
+    """Return a file of the cache, as :class:`Estimate`'s fields; None without one."""
     try:
-        row = json.loads(file.read_text(encoding="utf-8"))
+        row = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return row if isinstance(row, dict) else None
 
 
-def _file(checkout: Checkout, key: Mapping[str, Any], disabled_patches: Sequence[str]) -> Path:
+def file_of(checkout: Checkout, key: Mapping[str, Any], disabled_patches: Sequence[str]) -> Path:
     """Return the cache file, named by a hash of everything that determines the estimate."""
     determines = {
         "method": METHOD,

@@ -19,7 +19,7 @@ from kohya_ext.config.command_line import CommandLine, launcher_options
 from kohya_ext.config.settings import Settings, options
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, memory_config
-from kohya_ext.estimate.memory_config import MemoryConfig
+from kohya_ext.estimate.memory_config import MemoryConfig, UnknownRunError
 from kohya_ext.estimate.read_values import Recorded, same_for
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.patching.patch import Patcher, registry
@@ -101,7 +101,7 @@ def _prepared(checkout: Checkout, settings: Settings) -> Iterator[Patcher]:
         except (RuntimeError, TypeError, AttributeError, KeyError, AssertionError) as error:
             first = str(error).splitlines()[0] if str(error) else ""
             traceback.clear_frames(error.__traceback__)  # fake tensors must not outlive the replaced operators
-            raise UserError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
+            raise UnknownRunError(f"this run cannot be estimated: {type(error).__name__}: {first}") from error
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ def _check_supported(config: MemoryConfig) -> None:
     """Raise UserError for a configuration that cannot be estimated."""
     for name in UNSUPPORTED:
         if getattr(config, name):
-            raise UserError(f"a run with --{name} cannot be estimated; remove it")
+            raise UnknownRunError(f"a run with --{name} cannot be estimated; remove it")
     for problem in deepspeed.conflicts(Path(config.script), argparse.Namespace(**vars(config))):
         raise UserError(problem)
     if (config.num_processes or 1) > 1 and config.steps_in_backward:
@@ -148,7 +148,7 @@ def _check_supported(config: MemoryConfig) -> None:
     if config.base_precision and (reason := reason_to_refuse(config, config.script)) is not None:
         raise UserError(f"--base_precision {config.base_precision}: {reason}")
     if not config.family.unet and config.trains_text_encoder and not config.trains_network:
-        raise UserError(f"{config.script} with --train_text_encoder cannot be estimated; remove it")
+        raise UnknownRunError(f"{config.script} with --train_text_encoder cannot be estimated; remove it")
 
 
 def _step_arguments(config: MemoryConfig) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _trainer(checkout: Checkout, script: str) -> tuple[NetworkTrainer, dict[str,
     own = [kind for kind in names.values() if isinstance(kind, type) and kind.__module__ == names["__name__"]]
     trainer = next((kind for kind in own if hasattr(kind, "process_batch")), None)
     if trainer is None:
-        raise UserError(
+        raise UnknownRunError(
             f"{checkout.label} cannot be estimated, because its trainers have no process_batch; estimate the same command with "
             f"v{PINNED_VERSION}: --sd-scripts FOLDER"
         )

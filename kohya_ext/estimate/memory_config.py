@@ -407,7 +407,7 @@ def _largest_sample(config: MemoryConfig) -> str | None:
 
 def sample_size_problem(config: MemoryConfig) -> str | None:
     """Return why a run's sample images are assumed to have the default size; None if their sizes are known."""
-    if not _samples(config):
+    if config.script not in FAMILIES or not _samples(config):
         return None
     side = _default_sample_size(config)
     try:

@@ -10,7 +10,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import flags, negated_flags, options
 from kohya_ext.console import progress
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import cache, memory_config
+from kohya_ext.estimate import cache, memory_config, whole_runs
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
 from kohya_ext.sdscripts.checkouts import Checkout
@@ -21,7 +21,7 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False, time
     """Return the estimate of a command line: from the package's table, from the cache, or measured now (about 20 s).
 
     With ``fresh`` it is always measured, with ``timed`` if its kernels are not known. Raises UserError for arguments the script
-    does not take, and for a run that cannot be estimated.
+    does not take, and UnknownRunError for a run that only a dry run can estimate.
     """
     config, flags_left = memory_config.read(command)
     normalized = memory_config.normalized(config)
@@ -38,13 +38,13 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False, time
 
 
 def known(checkout: Checkout, args: Namespace, command: CommandLine) -> Estimate | None:
-    """Return the estimate of a run's final arguments from the package's table or the cache; None without one."""
+    """Return the estimate of a run's final arguments from the package's table, the cache or a dry run; None without one."""
     config = configuration(args, command)
     for each in (config, memory_config.with_bf16(config)) if config is not None else ():
         row = cache.find(checkout, each, command.settings.disable_patch)
         if row is not None:
             return Estimate(**row)
-    return None
+    return whole_runs.find(checkout, command)
 
 
 def configuration(args: Namespace, command: CommandLine) -> MemoryConfig | None:

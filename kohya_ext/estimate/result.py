@@ -64,6 +64,11 @@ class Estimate:
         return COMMUNICATION_BYTES if (self.config.get("num_processes") or 1) > 1 else 0
 
     @property
+    def by_dry_run(self) -> bool:
+        """Whether the script itself was run; :attr:`config` then has what the run left out instead of a configuration."""
+        return "left_out" in self.config
+
+    @property
     def recordings(self) -> int:
         """The driver's memory for the recordings of one image size, in bytes."""
         return self.recorded_kernels * BYTES_PER_RECORDED_KERNEL

@@ -38,8 +38,10 @@ def predict(estimate: Estimate, command: CommandLine, gpu: Gpu) -> Prediction | 
 
 def by_rates(estimate: Estimate, command: CommandLine, gpu: Gpu, constants: Constants = model.CONSTANTS) -> Prediction | None:
     """Return the same without the correction by runs."""
+    if estimate.work is None:
+        return None
     config = memory_config.read(command)[0]
-    if estimate.work is None or gpu.reason_without_kernels(config.base_precision) is not None:
+    if gpu.reason_without_kernels(config.base_precision) is not None:
         return None
     graphs = memory_config.normalized(config).cuda_graphs and command.settings["vram_budget"] is None
     return model.predict(Work.from_row(estimate.work), gpu, config.gradient_accumulation_steps, graphs, constants)

@@ -30,8 +30,8 @@ _FAMILY_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "hunyuan-image": _FLOW,
 }
 
-#: Script -> options.
-_SCRIPT_OPTIONS: Mapping[str, tuple[str, ...]] = {
+#: Script -> options that it needs.
+SCRIPT_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "fine_tune.py": ("--train_text_encoder",),
     "train_textual_inversion.py": _TEXT_INVERSION,
     "train_textual_inversion_XTI.py": _TEXT_INVERSION,
@@ -84,7 +84,7 @@ def training_arguments(script: str, models: Models, data: Path, output: Path) ->
         *(lora if script == family.lora else ()),
         *option_words({} if option is None else dict([option])),
         *(() if _has_no_images(script) else _FAMILY_OPTIONS.get(family.name, ())),
-        *_SCRIPT_OPTIONS.get(script, ()),
+        *SCRIPT_OPTIONS.get(script, ()),
     ]
 
 

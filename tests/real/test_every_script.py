@@ -102,10 +102,11 @@ def with_preset(train, checkout, script):
 
 
 def estimate(call, checkout, script):
-    """Return whether a script's memory can be estimated."""
-    options = ("--preset", preset_of(script), "--resolution", "512")
+    """Return whether a script's memory can be estimated, and whether by a dry run."""
+    options = ("--preset", preset_of(script), "--resolution", "512", *arguments.SCRIPT_OPTIONS.get(script, ()))
     done = call("-m", "kohya_ext", "estimate", "--sd-scripts", checkout.path, script, *options)
-    return {0: "yes", 2: "no"}.get(done.returncode, f"fails with exit code {done.returncode}")
+    yes = "dry run" if "by a dry run" in done.stdout.lower() else "yes"
+    return {0: yes, 2: "no"}.get(done.returncode, f"fails with exit code {done.returncode}")
 
 
 def outcomes(train, call, models, images, checkout, script, folder):

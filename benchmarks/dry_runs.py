@@ -1,0 +1,200 @@
+"""Compare the memory of dry runs with that of the same command lines on a virtual GPU.
+
+    python -m benchmarks.dry_runs [--only TEXT] [--again]
+    python -m benchmarks.dry_runs --gate [--only sdxl-lora/] [--again]
+
+Rows are runs that have no other estimate: other scripts, offloaded checkpoints, network modules and optimizers of third parties,
+and a fork. Models, images and arguments are those of the dry run (kohya_ext/dry_run/arguments.py), so both have the same words.
+A row takes one to five minutes and 2 to 6 GB of host memory. With ``--gate`` the rows of full_size.json are run dry, and compared
+with what they used there. Rows in the output file are left out, unless ``--again`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import full_size, results
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.dry_run import estimation
+from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
+from kohya_ext.errors import UserError
+from kohya_ext.sdscripts import families
+from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
+from kohya_ext.tiny import environment
+
+OUTPUT = results.FOLDER / "dry_runs.json"
+
+SITE = Path(__file__).with_name("third_party")
+"""Folder with a network module and an optimizer of nobody's package."""
+
+_COMMON = "--mixed_precision bf16 --gradient_checkpointing --cache_latents --train_batch_size 1 --learning_rate 1e-4"
+_SDXL = f"{_COMMON} --sdpa --no_half_vae --resolution 1024"
+_SD15 = f"{_COMMON} --sdpa --resolution 512"
+_INVERSION = "--token_string sks --init_word a --num_vectors_per_token 4 --optimizer_type AdamW8bit"
+_LORA = "--network_train_unet_only --cache_text_encoder_outputs"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A command line without models, images and output, and a change of its script: the text replaced, and its replacement."""
+
+    name: str
+    command: str
+    change: tuple[str, str, str] | None = None
+    """File, text and replacement."""
+
+
+#: A fork keeps a tensor of each step: the latents in fp32, a hundred times.
+_KEPT = (
+    "train_network.py",
+    "        noise_pred = self.call_unet(",
+    "        self.kept = [latents.float().repeat(64, 1, 1, 1) for _ in range(32)]\n        noise_pred = self.call_unet(",
+)
+
+ROWS = (
+    Row("ControlNet SD 1.5", f"train_control_net.py {_SD15} --optimizer_type AdamW8bit"),
+    Row("ControlNet SDXL", f"sdxl_train_control_net.py {_SDXL} --optimizer_type AdamW8bit --cache_text_encoder_outputs"),
+    Row("ControlNet FLUX", f"flux_train_control_net.py {_COMMON} --resolution 512 --optimizer_type AdamW8bit "
+        "--cache_text_encoder_outputs --guidance_scale 1 --timestep_sampling sigmoid --model_prediction_type raw --blocks_to_swap 18"),
+    Row("LLLite SDXL", f"sdxl_train_control_net_lllite.py {_SDXL} --optimizer_type AdamW8bit --cache_text_encoder_outputs "
+        "--cond_emb_dim 32 --network_dim 64"),
+    Row("LLLite Anima", f"anima_train_control_net_lllite.py {_COMMON} --resolution 1024 --optimizer_type AdamW8bit "
+        "--attn_mode torch --cache_text_encoder_outputs --cond_emb_dim 32 --lllite_mlp_dim 64"),
+    Row("textual inversion SD 1.5", f"train_textual_inversion.py {_SD15} {_INVERSION}"),
+    Row("textual inversion SDXL", f"sdxl_train_textual_inversion.py {_SDXL} {_INVERSION}"),
+    Row("LECO SD 1.5", "train_leco.py --network_module networks.lora --network_dim 8 --mixed_precision bf16 --sdpa "
+        "--gradient_checkpointing --optimizer_type AdamW8bit --learning_rate 1e-4"),
+    Row("LECO SDXL", "sdxl_train_leco.py --network_module networks.lora --network_dim 8 --mixed_precision bf16 --sdpa "
+        "--gradient_checkpointing --optimizer_type AdamW8bit --learning_rate 1e-4"),
+    Row("DreamBooth SD 1.5", f"train_db.py {_SD15} --optimizer_type AdamW8bit --stop_text_encoder_training 100"),
+    Row("checkpoints offloaded, FLUX", f"flux_train_network.py --preset flux-lora/base --gradient_checkpointing "
+        f"--cpu_offload_checkpointing {_LORA}"),
+    Row("checkpoints offloaded, Anima", "anima_train_network.py --preset anima-lora/base --gradient_checkpointing "
+        "--cpu_offload_checkpointing"),
+    Row("checkpoints offloaded by blocks, Anima", "anima_train_network.py --preset anima-lora/base --gradient_checkpointing "
+        "--unsloth_offload_checkpointing"),
+    Row("LyCORIS LoKr, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module lycoris.kohya --network_dim 16 "
+        "--network_alpha 8 --network_args algo=lokr factor=8 --optimizer_type AdamW8bit"),
+    Row("network module of a third party, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module bottleneck_network "
+        "--network_dim 16 --optimizer_type AdamW"),
+    Row("optimizer of a third party, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module networks.lora "
+        "--network_dim 64 --optimizer_type three_averages.ThreeAverages"),
+    Row("a fork's script, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module networks.lora --network_dim 16 "
+        "--optimizer_type AdamW8bit", _KEPT),
+)  # fmt: skip
+
+
+def measure(row: Row, checkout: Checkout, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what a row's dry run predicts and what its run on the virtual GPU used, in bytes."""
+    if row.change is not None:
+        checkout = changed(checkout, scratch / "fork", row.change)
+    script, *words = shlex.split(row.command)
+    command = CommandLine(checkout.script(script), words, os.environ)
+    predicted = dry(checkout, command)
+    used = run(checkout, command, scratch, given)
+    return {"arguments": row.command, **compared(predicted, used)}
+
+
+def dry(checkout: Checkout, command: CommandLine) -> dict[str, Any]:
+    """Return the memory that a dry run predicts, and the seconds that it takes."""
+    start = time.monotonic()
+    result = estimation.measure(checkout, command)
+    return {**{name: result[name] for name in ("allocated", "reserved")}, "seconds": round(time.monotonic() - start)}
+
+
+def compared(predicted: dict[str, Any], used: dict[str, Any]) -> dict[str, Any]:
+    """Return both with the error of the prediction in percent."""
+    errors = {kind: round(100 * (predicted[kind] / used[kind] - 1), 3) for kind in ("allocated", "reserved") if used.get(kind)}
+    return {"predicted": predicted, "used": used, "error_percent": errors}
+
+
+def changed(checkout: Checkout, folder: Path, change: tuple[str, str, str]) -> Checkout:
+    """Return a copy of a checkout's code with a change."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(checkout.path, folder, ignore=shutil.ignore_patterns(".git"))
+    file, text, replacement = folder / change[0], *change[1:]
+    content = file.read_text(encoding="utf-8")
+    if text not in content:
+        raise UserError(f"{change[0]} has no line {text.strip()}")
+    file.write_text(content.replace(text, replacement, 1), encoding="utf-8")
+    return find_or_fetch(folder)
+
+
+def run(checkout: Checkout, command: CommandLine, scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Run the words of a dry run on the virtual GPU."""
+    folder, workload = scratch / "run", Workload.of(command)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    words = Arguments(command, workload, folder).words()
+    passes = estimation.STEPS * workload.micro_steps
+    family = families.of(command.name, command.values)
+    reads = family is not None and family.name in full_size.READS_INTEGERS
+    tokens = caption_tokens(command, workload.size) if reads else 0
+    worker = ["benchmarks.full_size_worker", str(passes), str(tokens), "0"]
+    words = ["--sd-scripts", str(checkout.path), command.name, *words]
+    used = full_size.run_worker(
+        given, folder, full_size.LARGE_CARD, worker, words, environment.variables(folder / "tokenizers"), passes
+    )
+    return {name: used[name] for name in ("allocated", "reserved", "failed") if name in used}
+
+
+def gate(checkout: Checkout, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of full_size.json with the errors of the dry run and of the estimate there."""
+    known = json.loads(full_size.OUTPUT.read_text(encoding="utf-8"))["rows"]
+    for name, row in known.items():
+        if only in name and row["used"].get("reserved") and "compile" not in name and "cuda_graphs" not in name:
+            script, *words = shlex.split(row["arguments"])
+            predicted = dry(checkout, CommandLine(checkout.script(script), words, os.environ))
+            compared_row = compared(predicted, {kind: row["used"][kind] for kind in ("allocated", "reserved")})
+            yield name, {**compared_row, "estimate_error_percent": row["error_percent"]}
+
+
+def main() -> int:
+    """Measure the rows that are not in the output file, and write it after each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
+    )
+    parser.add_argument("--only", default="", help="only rows with this text in their names")
+    parser.add_argument("--gate", action="store_true", help="run the rows of full_size.json dry instead")
+    parser.add_argument("--again", action="store_true", help="also the rows that are in the output file")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: dry_runs.json of the results")
+    given = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    checkout = find_or_fetch(given.sd_scripts)
+    document = json.loads(given.output.read_text(encoding="utf-8")) if given.output.is_file() else {"rows": {}, "gate": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        for part, name, measured in _measured(given, checkout, given.scratch or Path(temporary), document):
+            document[part][name] = measured
+            print(f"{name}: {measured['error_percent']} {measured['used'].get('failed', '')}", file=sys.stderr, flush=True)
+            document |= {"sd_scripts": checkout.version, **results.kohya_ext_commit()}
+            given.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measured(
+    given: argparse.Namespace, checkout: Checkout, scratch: Path, document: dict[str, Any]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    if given.gate:
+        yield from (("gate", name, row) for name, row in gate(checkout, given.only))
+        return
+    for row in ROWS:
+        if given.only in row.name and (given.again or row.name not in document["rows"]):
+            try:
+                yield "rows", row.name, measure(row, checkout, scratch, given)
+            except UserError as error:
+                yield "rows", row.name, {"error_percent": {}, "used": {"failed": str(error)}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

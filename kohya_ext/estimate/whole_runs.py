@@ -1,0 +1,72 @@
+"""Known estimates of whole runs, as a dry run makes them: by the command line with everything that it names.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.estimate import cache
+from kohya_ext.estimate.result import Estimate
+from kohya_ext.sdscripts.checkouts import Checkout
+
+#: Bump when dry runs change, to invalidate cached estimates.
+METHOD = 1
+
+#: Beginnings of the names of options that three steps without output do not depend on.
+IRRELEVANT = (
+    "save_", "sample_", "huggingface_", "wandb_", "log_", "logging_dir", "resume", "validat", "max_validation", "journal",
+    "notify", "profile_steps", "report", "stop_file", "fallback_dir", "on_oom", "base_precision_cache", "max_train_epochs",
+    "reg_data_dir", "debug_dataset",
+)  # fmt: skip
+
+#: Others, which a dry run replaces.
+_REPLACED = frozenset("output_dir output_name max_train_steps max_data_loader_n_workers vram preset strict preflight".split())
+
+
+def find(checkout: Checkout, command: CommandLine) -> Estimate | None:
+    """Return the known estimate of a command line; None without one."""
+    row = cache.read(_file(checkout, command))
+    return None if row is None else Estimate(**row)
+
+
+def keep(checkout: Checkout, command: CommandLine, estimate: Estimate) -> None:
+    """Write an estimate to the user's cache, if it can be written."""
+    cache.write(_file(checkout, command), estimate)
+
+
+def _file(checkout: Checkout, command: CommandLine) -> Path:
+    key = {"dry run": METHOD, "script": command.name, "code": _code(checkout), "values": _values(command.values)}
+    return cache.file_of(checkout, key, command.settings.disable_patch)
+
+
+def _values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that matter, with the sizes and times of the files that they name."""
+    kept = {name: value for name, value in values.items() if name not in _REPLACED and not name.startswith(IRRELEVANT)}
+    return {name: [str(value), *_facts(value)] for name, value in sorted(kept.items())}
+
+
+def _facts(value: object) -> list[int]:
+    try:
+        facts = Path(value).stat() if isinstance(value, str) and value else None
+    except (OSError, ValueError):
+        return []
+    return [] if facts is None else [facts.st_size, facts.st_mtime_ns]
+
+
+def _code(checkout: Checkout) -> str:
+    """Return a hash of the scripts and their library: forks, and the user's own changes, have others."""
+    digest = hashlib.sha256()
+    for file in _files(checkout.path):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for part in (folder, folder / "library", folder / "networks"):
+        yield from sorted(part.glob("*.py"))

@@ -1,0 +1,94 @@
+"""Dry runs of the real scripts on tiny models: what is known of them, and what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.dry_run import process
+from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.tiny import arguments, environment
+from tests.real.test_losing_nothing import posix
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def estimate(models, images, call, tmp_path, monkeypatch):
+    """``estimate(checkout, script, *more words)`` estimates a tiny run, with temporary files in an empty folder."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def run(checkout, script, *more):
+        tiny = models(arguments.SCRIPTS[script][0])
+        words = arguments.training_arguments(script, tiny, images, tmp_path / "output")
+        command = ("-m", "kohya_ext", "estimate", "--json", "--sd-scripts", checkout.path, script, *words, *more)
+        variables = environment.variables(tiny.tokenizers) | {"KOHYA_EXT_CACHE": str(tmp_path / "cache")}
+        return call(*command, **variables)
+
+    return run
+
+
+def read(done):
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(estimate, checkout, tmp_path):
+    """Which counts some numbers per layer as GPU memory that optimizers keep on the host, at 512 bytes each."""
+    words = ("train_network.py", "--network_train_unet_only", "--mixed_precision", "bf16")
+    dry, other = (read(estimate(checkout, *words, *more)) for more in (("--dry_run",), ()))
+    for name in ("flops", "trainable_parameters", "trained_tensors"):
+        assert dry[name] == other[name]
+    assert dry["parts"]["weights"] == other["parts"]["weights"]
+    assert dry["parts"]["workspaces"] == other["parts"]["workspaces"]
+    assert abs(dry["allocated"] - other["allocated"]) <= 2 * 512 * dry["trained_tensors"]
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_script_without_another_estimate_is_estimated_and_then_known(estimate, checkout, models, tmp_path):
+    script = "train_textual_inversion.py"
+    row = read(estimate(checkout, script))
+    header = read_header(models("sd15").files["pretrained_model_name_or_path"])
+    weights = sum(end - begin for name, (begin, end) in header.places.items() if name.startswith("model.diffusion_model."))
+    assert row["parts"]["weights"] >= weights  # fp32, and the text encoder's
+    assert row["parts"]["trained weights"] == 4 * row["trainable_parameters"]
+    assert row["phase_peaks"].keys() == {"start", "forward", "backward", "optimizer step"}
+    known = estimate(checkout, script)
+    assert read(known) == row
+    assert "dry run" not in known.stderr  # from the cache, which a start reads, too
+    assert [*tmp_path.glob("kohya_ext_dry_run_*")] == []
+
+
+@pytest.mark.newest
+def test_a_script_that_fails_is_named_with_its_own_error(estimate, checkout, tmp_path):
+    done = estimate(checkout, "train_textual_inversion.py", "--init_word", "two words")
+    assert done.returncode == 2
+    assert "the dry run of train_textual_inversion.py failed" in done.stderr
+    assert "init word" in done.stderr.splitlines()[-1] or "init_word" in done.stderr.splitlines()[-1]
+    assert [*tmp_path.glob("kohya_ext_dry_run_*")] == []
+
+
+@posix
+@pytest.mark.newest
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_dry_run_leaves_nothing_behind(checkout, tmp_path, number):
+    variables = {**os.environ, "PYTHONPATH": environment.python_path(), "TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), "--fresh", "train_leco.py"]
+    parent = subprocess.Popen(words, env=variables, stderr=subprocess.DEVNULL)
+    wait_for(lambda: [*tmp_path.glob(f"*/{process.REQUEST}")])
+    wait_for(lambda: any(log.stat().st_size for log in tmp_path.glob("*/log.txt")))  # the script has begun
+    parent.send_signal(number)
+    parent.wait(timeout=60)
+    wait_for(lambda: not [*tmp_path.glob("kohya_ext_dry_run_*")])
+
+
+def wait_for(happens):
+    """Return when something happens, which takes no fixed time."""
+    while not happens():
+        time.sleep(0.05)

@@ -1,0 +1,228 @@
+"""Dry runs: the command line with stand-ins, and tensors that say they are on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toml
+
+from kohya_ext.config.command_line import CommandLine
+from kohya_ext.dry_run import estimation, process, stand_ins
+from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
+from kohya_ext.errors import UserError
+from kohya_ext.estimate import predict, whole_runs
+from kohya_ext.estimate.memory_config import UnknownRunError
+from kohya_ext.estimate.result import Estimate
+from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.sdscripts.checkouts import Checkout
+from kohya_ext.sdscripts.families import FAMILIES
+from kohya_ext.tiny import environment
+
+LLLITE = "sdxl_train_control_net_lllite.py"
+
+
+def command(script: str, *words: object) -> CommandLine:
+    return CommandLine(Path("sd-scripts", script), [*map(str, words)], {})
+
+
+def prepared(folder: Path, script: str, *words: object) -> CommandLine:
+    """Return the command line of a dry run in ``folder``."""
+    pytest.importorskip("PIL")
+    asked = command(script, *words)
+    arguments = Arguments(asked, Workload.of(asked), folder)
+    return CommandLine(asked.script, arguments.words(), {})
+
+
+@pytest.mark.parametrize("kind", [kind.title for family in FAMILIES for kind in family.checkpoints])
+def test_each_kind_of_checkpoint_has_the_files_of_its_family(kind):
+    family = next(each for each in FAMILIES if kind in [row.title for row in each.checkpoints])
+    assert stand_ins.options(kind) == ["pretrained_model_name_or_path", *family.files]
+
+
+def test_a_stand_in_has_the_tensors_of_a_checkpoint_and_takes_no_space(tmp_path):
+    file = tmp_path / "model.safetensors"
+    stand_ins.write_checkpoint("SDXL", "pretrained_model_name_or_path", file)
+    header = read_header(file)
+    assert header.shapes["model.diffusion_model.input_blocks.0.0.weight"] == (320, 4, 3, 3)
+    assert file.stat().st_size > 6e9
+    if hasattr(os.stat_result, "st_blocks"):
+        assert file.stat().st_blocks * 512 < 1e6
+
+
+def test_missing_models_images_and_output_are_replaced_and_the_rest_is_kept(tmp_path):
+    model = tmp_path / "mine.safetensors"
+    model.write_bytes(b"")
+    words = ("--pretrained_model_name_or_path", model, "--resolution", "512,768", "--train_batch_size", "2", "--optimizer_type",
+             "Prodigy", "--output_dir", "mine", "--save_every_n_steps", "1", "--logging_dir", "logs", "--train_data_dir", "mine",
+             "--sample_prompts", "prompts.txt", "--torch_compile", "--vae", "stabilityai/sdxl-vae")  # fmt: skip
+    values = prepared(tmp_path / "run", "sdxl_train_network.py", *words).values
+    assert values["pretrained_model_name_or_path"] == str(model)
+    assert values["optimizer_type"] == "Prodigy"
+    assert not {"save_every_n_steps", "logging_dir", "sample_prompts", "vae"} & values.keys()
+    assert values["torch_compile"] is False
+    assert Path(values["output_dir"]).parent == tmp_path / "run"
+    images = [*Path(values["train_data_dir"]).glob("*_sks/*.png")]
+    from PIL import Image
+
+    assert [Image.open(image).size for image in images] == [(512, 768)] * 2
+
+
+@pytest.mark.parametrize(("script", "option"), [(LLLITE, "conditioning_data_dir"), ("fine_tune.py", "in_json")])
+def test_scripts_get_their_kind_of_training_set(tmp_path, script, option):
+    values = prepared(tmp_path, script, "--resolution", "512").values
+    assert Path(values[option]).exists()
+    assert len([*Path(values["train_data_dir"]).glob("*.png")]) == 1
+
+
+def test_a_config_file_is_copied_without_what_a_dry_run_leaves_out(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('network_dim = 12\nresolution = "512"\nsave_every_n_epochs = 1\nlogging_dir = "logs"\n')
+    (tmp_path / "run").mkdir()
+    written = prepared(tmp_path / "run", "sdxl_train_network.py", "--config_file", file).config
+    assert written.path.parent == tmp_path / "run"
+    assert {"network_dim", "resolution"} <= written.values.keys()
+    assert not {"save_every_n_epochs", "logging_dir"} & written.values.keys()
+
+
+def test_of_a_dataset_file_the_largest_batch_is_kept_with_the_options_of_its_images(tmp_path):
+    file = tmp_path / "mine.toml"
+    subset = {"image_dir": "mine", "caption_dropout_rate": 0.1, "num_repeats": 7}
+    sets = [{"resolution": 512, "batch_size": 4}, {"resolution": 1024, "batch_size": 2, "subsets": [subset]}]
+    file.write_text(toml.dumps({"general": {"flip_aug": True}, "datasets": sets}))
+    (tmp_path / "run").mkdir()
+    values = prepared(tmp_path / "run", "sdxl_train_network.py", "--dataset_config", file).values
+    written = toml.load(values["dataset_config"])
+    assert written["general"] == {"flip_aug": True}
+    (only,) = written["datasets"]
+    assert (only["resolution"], only["batch_size"]) == (1024, 2)
+    assert only["subsets"][0]["caption_dropout_rate"] == 0.1
+    assert len([*Path(only["subsets"][0]["image_dir"]).glob("*.png")]) == 2
+
+
+def test_without_a_resolution_there_is_no_dry_run():
+    with pytest.raises(UserError, match="resolution"):
+        Workload.of(command(LLLITE))
+
+
+def test_scripts_that_train_on_prompts_have_no_images(tmp_path):
+    values = prepared(tmp_path, "sdxl_train_leco.py").values
+    assert "train_data_dir" not in values
+    assert toml.load(values["prompts_file"])["prompts"][0]["resolution"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        (("flux_train_network.py",), 512),
+        (("flux_train_network.py", "--t5xxl_max_token_length", "128"), 128),
+        (("lumina_train_network.py",), 256),
+        (("hunyuan_image_train_network.py",), 32 * 32 + 256 + 128),
+        (("my_script.py",), 0),
+    ],
+)
+def test_integers_that_a_script_reads_are_the_lengths_of_its_captions(words, tokens):
+    assert caption_tokens(command(*words), (1024, 1024)) == tokens
+
+
+ESTIMATE = Estimate({"script": LLLITE, "left_out": []}, 9, 9, 9, "backward", {}, {}, 1, 1, {}, "v0.11")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.setenv("KOHYA_EXT_CACHE", str(tmp_path / "cache"))
+    for name in (LLLITE, "library/train_util.py"):
+        file = tmp_path / "sd-scripts" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    return Checkout(tmp_path / "sd-scripts", "0.11.1", "v0.11", "for this test")
+
+
+def test_estimates_are_known_by_code_and_options_that_matter(checkout):
+    asked = command(LLLITE, "--resolution", "512")
+    assert whole_runs.find(checkout, asked) is None
+    whole_runs.keep(checkout, asked, ESTIMATE)
+    assert whole_runs.find(checkout, asked) == ESTIMATE
+    assert whole_runs.find(checkout, command(LLLITE, "--resolution", "512", "--output_name", "other")) == ESTIMATE
+    assert whole_runs.find(checkout, command(LLLITE, "--resolution", "768")) is None
+    (checkout.path / LLLITE).write_text("one_more_line = 1")
+    assert whole_runs.find(checkout, asked) is None
+
+
+def test_check_and_a_start_use_the_estimate_of_a_dry_run(checkout):
+    from argparse import Namespace
+
+    asked = command(LLLITE, "--resolution", "512")
+    whole_runs.keep(checkout, asked, ESTIMATE)
+    assert predict.known(checkout, Namespace(resolution="512"), asked) == ESTIMATE
+    with pytest.raises(UnknownRunError):
+        predict.estimate(checkout, asked)
+
+
+def test_several_gpus_are_refused(checkout):
+    with pytest.raises(UserError, match="num_processes"):
+        estimation.estimate(checkout, command(LLLITE, "--resolution", "512", "--num_processes", "2"))
+
+
+#: A linear layer of 1024 x 1024 in fp32, a batch of 1024, and SGD with momentum, for three steps.
+TRAINING = """
+import json, sys
+from pathlib import Path
+from torch._subclasses.fake_tensor import FakeTensorMode
+from kohya_ext.dry_run import cuda_functions, device, process
+from kohya_ext.dry_run.steps import Steps
+from kohya_ext.dry_run.tracking import GpuTracker
+import torch
+
+tracker = GpuTracker()
+device.install()
+cuda_functions.install(tracker.release_unused)
+file = Path(sys.argv[1])
+Steps(tracker, process.Request("", "", [], 3, 1, 0, False, False, False), file).install()
+mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
+with mode, tracker:
+    layer = torch.nn.Linear(1024, 1024, bias=False).to("cuda")
+    assert torch.cuda.is_available()
+    assert layer.weight.is_cuda
+    assert layer.weight.cpu().device.type == "cpu"
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1, momentum=0.9)
+    while True:
+        for images in torch.utils.data.DataLoader(torch.zeros(1024, 1024), batch_size=1024):
+            loss = layer(images.to("cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_a_training_loop_is_measured_to_the_byte(tmp_path):
+    pytest.importorskip("torch")
+    variables = {**os.environ, "PYTHONPATH": environment.python_path(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING, str(tmp_path / "result.json")], env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    matrix, workspaces = 4 * 1024**2, 2 * (2 * 4096 + 8 * 16) * 1024
+    assert result["trainable_parameters"] == 1024**2
+    assert result["parts"]["trained weights"] == result["parts"]["optimizer state"] == matrix
+    assert result["parts"]["workspaces"] == workspaces
+    # Weight, momentum, batch, output, the gradient of the mean, the three terms of the square's, and two numbers.
+    assert result["allocated"] == workspaces + 8 * matrix + 2 * 512
+    assert result["flops"] == 2 * 2 * 1024**3
+    assert [each["allocated"] for each in result["passes"]][-1] == result["allocated"]
+
+
+def test_a_process_ends_with_its_parent_and_deletes_its_files(tmp_path):
+    """However the parent ends, its end of the pipe is closed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / process.REQUEST).write_text("")
+    code = f"import time; from kohya_ext.dry_run import process; process.end_with_parent({str(folder)!r}); time.sleep(60)"
+    variables = {**os.environ, "PYTHONPATH": environment.python_path()}
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=variables)
+    child.stdin.close()
+    assert child.wait(timeout=60) == 1
+    assert not folder.exists()
