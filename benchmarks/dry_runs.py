@@ -3,10 +3,11 @@
     python -m benchmarks.dry_runs [--only TEXT] [--again]
     python -m benchmarks.dry_runs --gate [--only sdxl-lora/] [--again]
 
-Rows are runs that have no other estimate: other scripts, offloaded checkpoints, network modules and optimizers of third parties,
-and a fork. Models, images and arguments are those of the dry run (kohya_ext/dry_run/arguments.py), so both have the same words.
-A row takes one to five minutes and 2 to 6 GB of host memory. With ``--gate`` the rows of full_size.json are run dry, and compared
-with what they used there. Rows in the output file are left out, unless ``--again`` is given.
+Rows are runs that have no other estimate: other scripts, offloaded checkpoints, network modules and optimizers of third
+parties, and a fork. Models, images and arguments are those of the dry run (kohya_ext/dry_run/arguments.py), so both have the
+same words. A row takes one to five minutes and 2 to 6 GB of host memory. LyCORIS must be installed for its row. With ``--gate``
+the rows of full_size.json are run dry, and compared with what they used there. Rows in the output file are left out, unless
+``--again`` is given.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ ROWS = (
     Row("ControlNet SD 1.5", f"train_control_net.py {_SD15} --optimizer_type AdamW8bit"),
     Row("ControlNet SDXL", f"sdxl_train_control_net.py {_SDXL} --optimizer_type AdamW8bit --cache_text_encoder_outputs"),
     Row("ControlNet FLUX", f"flux_train_control_net.py {_COMMON} --resolution 512 --optimizer_type AdamW8bit "
-        "--cache_text_encoder_outputs --guidance_scale 1 --timestep_sampling sigmoid --model_prediction_type raw --blocks_to_swap 18"),
+        "--cache_text_encoder_outputs --guidance_scale 1 --timestep_sampling sigmoid --model_prediction_type raw "
+        "--blocks_to_swap 18"),
     Row("LLLite SDXL", f"sdxl_train_control_net_lllite.py {_SDXL} --optimizer_type AdamW8bit --cache_text_encoder_outputs "
         "--cond_emb_dim 32 --network_dim 64"),
     Row("LLLite Anima", f"anima_train_control_net_lllite.py {_COMMON} --resolution 1024 --optimizer_type AdamW8bit "

@@ -41,7 +41,8 @@ def main() -> int:
 def _row(title: str) -> str:
     """Return a kind of checkpoint and its files as a line of JSON."""
     family, kind = next((family, kind) for family in FAMILIES for kind in family.checkpoints if kind.title == title)
-    config = MemoryConfig(family.lora, resolution="512,512", **dict([kind.option] if kind.option else []))
+    option: dict[str, Any] = dict([kind.option] if kind.option is not None else [])
+    config = MemoryConfig(family.lora, resolution="512,512", **option)
     with TemporaryDirectory() as folder:
         files = sparse_checkpoints.write(find_or_fetch(None), config, Path(folder)).files
         headers = {option: tree(_tensors(path)) for option, path in files.items()}

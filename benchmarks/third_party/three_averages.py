@@ -13,9 +13,12 @@ class ThreeAverages(torch.optim.Optimizer):  # type: ignore[misc]  # torch is no
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Change the parameters, one after the other."""
+        with torch.no_grad():
+            self._step()
+
+    def _step(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -39,7 +39,7 @@ def fake_tensors(values: Iterable[Any]) -> Iterator[FakeTensor]:
             yield from fake_tensors(value)
 
 
-def told(tensor: FakeTensor) -> torch.device:
+def device_for_cpp(tensor: FakeTensor) -> torch.device:
     """Return the device of a tensor for C++."""
     if tensor.fake_mode.in_kernel_invocation:
         return META
@@ -87,11 +87,11 @@ def install() -> None:
 def _tell_devices() -> None:
     """Answer C++'s questions for a device, also below all modes, and make subclasses of tensors as the CPU's."""
     fake.init_gpu_context = lambda *_: None
-    fake._DISPATCH_META_HANDLERS[DEVICE] = lambda args: told(args[0])
+    fake._DISPATCH_META_HANDLERS[DEVICE] = lambda args: device_for_cpp(args[0])
     dispatch = FakeTensor.__torch_dispatch__.__func__
 
     def answered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return told(args[0]) if func is DEVICE else dispatch(cls, func, types, args, kwargs or {})
+        return device_for_cpp(args[0]) if func is DEVICE else dispatch(cls, func, types, args, kwargs or {})
 
     FakeTensor.__torch_dispatch__ = classmethod(answered)
     if isinstance(getattr(FakeTensorMode, "avoid_device_init", None), property):
@@ -149,7 +149,7 @@ def _requested() -> Iterator[None]:
 
 
 def _moved(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace Tensor.to, for which C++ would compare the devices that it was told."""
+    """Replace Tensor.to, for which C++ would compare its own devices."""
     if torch.overrides.has_torch_function_unary(self) and not isinstance(self, FakeTensor):
         return torch.overrides.handle_torch_function(_moved, (self,), self, *args, **kwargs)
     device, dtype, layout, copy = _wanted(args, kwargs)
@@ -191,11 +191,11 @@ def _zeros(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _replace_data(self: Any, new: Any) -> None:
     """Replace the setter of Tensor.data: the device changes with the memory."""
     if not isinstance(self, FakeTensor):
-        return _set_data(self, new)
+        _set_data(self, new)
+        return
     with _disable_current_modes():
         _set_data(self, new)
     self.fake_device = new.fake_device
-    return None
 
 
 def _apply(self: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:

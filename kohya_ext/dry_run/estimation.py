@@ -15,7 +15,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import options
 from kohya_ext.console import progress
 from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
-from kohya_ext.dry_run.process import RESULT, Request
+from kohya_ext.dry_run.request import RESULT, Request
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, whole_runs
 from kohya_ext.estimate.result import Estimate
@@ -49,9 +49,9 @@ def estimate(checkout: Checkout, command: CommandLine, fresh: bool = False) -> E
     with progress(f"estimating the memory of {command.name} by a dry run (usually 30 to 120 s)"):
         result = measure(checkout, command)
     result.pop("passes")
-    found = Estimate(**result)
-    whole_runs.keep(checkout, command, found)
-    return found
+    measured = Estimate(**result)
+    whole_runs.keep(checkout, command, measured)
+    return measured
 
 
 def _check_supported(command: CommandLine) -> None:

@@ -2,7 +2,7 @@
 
     python -m kohya_ext.dry_run.process FOLDER
 
-FOLDER has the :class:`Request`; the result is written next to it. The process ends after a few steps, or with its parent.
+FOLDER has the request (``request``); the result is written next to it. The process ends after a few steps, or with its parent.
 """
 
 from __future__ import annotations
@@ -10,47 +10,22 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib
-import json
 import os
 import runpy
 import shutil
 import sys
 import threading
 import traceback
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-REQUEST, RESULT = "request.json", "result.json"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to run, and how to read its log."""
-
-    sd_scripts: str
-    script: str
-    words: list[str]
-    passes: int
-    """Backward passes before the run ends."""
-    micro_steps: int
-    """Backward passes of a step."""
-    integer: int
-    """The value of integers that the script reads from the GPU."""
-    expandable_segments: bool
-    eight_bits: bool
-    kernels: bool
-    """Whether the extension's own kernels run."""
-
-    def write(self, folder: Path) -> None:
-        """Write it for :func:`main`."""
-        (folder / REQUEST).write_text(json.dumps(asdict(self)), encoding="utf-8")
+from kohya_ext.dry_run.request import RESULT, Request, end
 
 
 def main(folder: Path) -> None:
     """Run a request. Never returns."""
     end_with_parent(folder)
-    request = Request(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
+    request = Request.read(folder)
     try:
         _run(request, folder)
         print(f"{request.script} ended before {request.passes} backward passes", file=sys.stderr)
@@ -59,13 +34,6 @@ def main(folder: Path) -> None:
     except BaseException:
         traceback.print_exc()
     end(1)
-
-
-def end(code: int) -> None:
-    """End the process at once: fake tensors must not reach exit handlers, which crash torch 2.6."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def end_with_parent(folder: Path) -> None:
@@ -97,7 +65,7 @@ def _run(request: Request, folder: Path) -> None:
     _run_in_this_thread()
     _keep_the_order_of_images()
     if request.eight_bits:
-        importlib.import_module("kohya_ext.quantization.support").kernels_obstacle = lambda *_: None
+        setattr(importlib.import_module("kohya_ext.quantization.support"), "kernels_obstacle", lambda *_: None)  # noqa: B010
     Steps(tracker, request, folder / RESULT).install()
     sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
     mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -108,7 +76,7 @@ def _run(request: Request, folder: Path) -> None:
 
 
 def _run_in_this_thread() -> None:
-    """Let thread pools run their tasks at once: a mode holds for one thread."""
+    """Let thread pools run their tasks in this thread, for which the modes hold."""
 
     def submit(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         future: Any = concurrent.futures.Future()
@@ -118,7 +86,7 @@ def _run_in_this_thread() -> None:
             future.set_exception(error)
         return future
 
-    concurrent.futures.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+    concurrent.futures.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign,assignment]
 
 
 def _keep_the_order_of_images() -> None:

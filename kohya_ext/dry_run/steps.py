@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kohya_ext.dry_run.device import is_on_gpu
-from kohya_ext.dry_run.process import Request, end
+from kohya_ext.dry_run.request import Request, end
 from kohya_ext.dry_run.tracking import GpuTracker
 from kohya_ext.estimate.allocator import CachingAllocator, ExpandableAllocator, minimum_reserved
 from kohya_ext.estimate.events import Kind, peak

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kohya_ext.dry_run.device import GPU, fake_tensors, is_on_gpu, routed, told
+from kohya_ext.dry_run.device import GPU, device_for_cpp, fake_tensors, is_on_gpu, routed
 from kohya_ext.estimate import tracker, workspaces
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tensor_values import Assumptions
@@ -60,7 +60,7 @@ class GpuTracker(tracker.Tracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and log it if it runs on the GPU."""
         if func is DEVICE:
-            return told(args[0])
+            return device_for_cpp(args[0])
         kwargs = kwargs or {}
         if any(map(is_on_gpu, (*fake_tensors(args), *fake_tensors(kwargs.values())))):
             return self._on_gpu(func, args, kwargs)

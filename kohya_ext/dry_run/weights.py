@@ -50,7 +50,8 @@ class HeaderFile:
 def install() -> None:
     """Replace the readers of checkpoints and their hashes for the rest of the process."""
     safetensors.torch.load_file = _load_file
-    safetensors.safe_open = safetensors.torch.safe_open = HeaderFile
+    for module in (safetensors, safetensors.torch):
+        setattr(module, "safe_open", HeaderFile)  # noqa: B010
     accelerate.utils.set_module_tensor_to_device = accelerate.utils.modeling.set_module_tensor_to_device = _set_tensor
     accelerate.init_empty_weights = _empty_weights
     wrapt.register_post_import_hook(_replace_upstreams_reader, "library.safetensors_utils")

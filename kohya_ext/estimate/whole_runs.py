@@ -26,7 +26,9 @@ IRRELEVANT = (
 )  # fmt: skip
 
 #: Others, which a dry run replaces.
-_REPLACED = frozenset("output_dir output_name max_train_steps max_data_loader_n_workers vram preset strict preflight".split())
+_REPLACED = (
+    "output_dir", "output_name", "max_train_steps", "max_data_loader_n_workers", "vram", "preset", "strict", "preflight",
+)  # fmt: skip
 
 
 def find(checkout: Checkout, command: CommandLine) -> Estimate | None:

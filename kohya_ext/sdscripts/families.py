@@ -86,7 +86,7 @@ class Family:
     finetune: tuple[str, ...] = ()
     """The scripts for full fine-tuning, the most common first."""
     others: tuple[str, ...] = ()
-    """Other training scripts: ControlNet, LLLite, textual inversion, LECO. They have no presets, and are estimated by dry runs."""
+    """Other training scripts: ControlNet, LLLite, textual inversion, LECO. They have no presets; dry runs estimate them."""
     files: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Option for a file that every script needs in addition to the model -> the part in it (parts.py)."""
     vae: str = ""

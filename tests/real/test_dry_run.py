@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
-from kohya_ext.dry_run import process
+from kohya_ext.dry_run.request import REQUEST
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.tiny import arguments, environment
 from tests.real.test_losing_nothing import posix
@@ -81,7 +79,7 @@ def test_an_interrupted_dry_run_leaves_nothing_behind(checkout, tmp_path, number
     variables = {**os.environ, "PYTHONPATH": environment.python_path(), "TMPDIR": str(tmp_path)}
     words = [sys.executable, "-m", "kohya_ext", "estimate", "--sd-scripts", str(checkout.path), "--fresh", "train_leco.py"]
     parent = subprocess.Popen(words, env=variables, stderr=subprocess.DEVNULL)
-    wait_for(lambda: [*tmp_path.glob(f"*/{process.REQUEST}")])
+    wait_for(lambda: [*tmp_path.glob(f"*/{REQUEST}")])
     wait_for(lambda: any(log.stat().st_size for log in tmp_path.glob("*/log.txt")))  # the script has begun
     parent.send_signal(number)
     parent.wait(timeout=60)

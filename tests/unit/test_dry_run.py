@@ -10,8 +10,9 @@ import pytest
 import toml
 
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.dry_run import estimation, process, stand_ins
+from kohya_ext.dry_run import estimation, stand_ins
 from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
+from kohya_ext.dry_run.request import REQUEST
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import predict, whole_runs
 from kohya_ext.estimate.memory_config import UnknownRunError
@@ -55,9 +56,11 @@ def test_a_stand_in_has_the_tensors_of_a_checkpoint_and_takes_no_space(tmp_path)
 def test_missing_models_images_and_output_are_replaced_and_the_rest_is_kept(tmp_path):
     model = tmp_path / "mine.safetensors"
     model.write_bytes(b"")
-    words = ("--pretrained_model_name_or_path", model, "--resolution", "512,768", "--train_batch_size", "2", "--optimizer_type",
-             "Prodigy", "--output_dir", "mine", "--save_every_n_steps", "1", "--logging_dir", "logs", "--train_data_dir", "mine",
-             "--sample_prompts", "prompts.txt", "--torch_compile", "--vae", "stabilityai/sdxl-vae")  # fmt: skip
+    words = (
+        *("--pretrained_model_name_or_path", model, "--resolution", "512,768", "--train_batch_size", "2"),
+        *("--optimizer_type", "Prodigy", "--output_dir", "mine", "--save_every_n_steps", "1", "--logging_dir", "logs"),
+        *("--train_data_dir", "mine", "--sample_prompts", "prompts.txt", "--torch_compile", "--vae", "stabilityai/sdxl-vae"),
+    )
     values = prepared(tmp_path / "run", "sdxl_train_network.py", *words).values
     assert values["pretrained_model_name_or_path"] == str(model)
     assert values["optimizer_type"] == "Prodigy"
@@ -171,7 +174,8 @@ TRAINING = """
 import json, sys
 from pathlib import Path
 from torch._subclasses.fake_tensor import FakeTensorMode
-from kohya_ext.dry_run import cuda_functions, device, process
+from kohya_ext.dry_run import cuda_functions, device
+from kohya_ext.dry_run.request import Request
 from kohya_ext.dry_run.steps import Steps
 from kohya_ext.dry_run.tracking import GpuTracker
 import torch
@@ -180,7 +184,7 @@ tracker = GpuTracker()
 device.install()
 cuda_functions.install(tracker.release_unused)
 file = Path(sys.argv[1])
-Steps(tracker, process.Request("", "", [], 3, 1, 0, False, False, False), file).install()
+Steps(tracker, Request("", "", [], 3, 1, 0, False, False, False), file).install()
 mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
 with mode, tracker:
     layer = torch.nn.Linear(1024, 1024, bias=False).to("cuda")
@@ -219,7 +223,7 @@ def test_a_process_ends_with_its_parent_and_deletes_its_files(tmp_path):
     """However the parent ends, its end of the pipe is closed."""
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / process.REQUEST).write_text("")
+    (folder / REQUEST).write_text("")
     code = f"import time; from kohya_ext.dry_run import process; process.end_with_parent({str(folder)!r}); time.sleep(60)"
     variables = {**os.environ, "PYTHONPATH": environment.python_path()}
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=variables)
