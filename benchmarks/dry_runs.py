@@ -56,11 +56,11 @@ class Row:
     """File, text and replacement."""
 
 
-#: A fork keeps a tensor of each step: the latents in fp32, a hundred times.
+#: A fork that keeps copies of the latents until the next step: 134 MB.
 _KEPT = (
     "train_network.py",
-    "        noise_pred = self.call_unet(",
-    "        self.kept = [latents.float().repeat(64, 1, 1, 1) for _ in range(32)]\n        noise_pred = self.call_unet(",
+    "            noise_pred = self.call_unet(",
+    "            self.kept = [latents.float().repeat(64, 1, 1, 1) for _ in range(32)]\n            noise_pred = self.call_unet(",
 )
 
 ROWS = (
@@ -86,13 +86,13 @@ ROWS = (
         "--cpu_offload_checkpointing"),
     Row("checkpoints offloaded by blocks, Anima", "anima_train_network.py --preset anima-lora/base --gradient_checkpointing "
         "--unsloth_offload_checkpointing"),
-    Row("LyCORIS LoKr, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module lycoris.kohya --network_dim 16 "
-        "--network_alpha 8 --network_args algo=lokr factor=8 --optimizer_type AdamW8bit"),
-    Row("network module of a third party, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module bottleneck_network "
-        "--network_dim 16 --optimizer_type AdamW"),
-    Row("optimizer of a third party, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module networks.lora "
-        "--network_dim 64 --optimizer_type three_averages.ThreeAverages"),
-    Row("a fork's script, SDXL", f"sdxl_train_network.py {_SDXL} {_LORA} --network_module networks.lora --network_dim 16 "
+    Row("LyCORIS LoKr, SD 1.5", f"train_network.py {_SD15} --network_module lycoris.kohya --network_dim 16 --network_alpha 8 "
+        "--network_args algo=lokr factor=8 --optimizer_type AdamW8bit"),
+    Row("network module of a third party, SD 1.5", f"train_network.py {_SD15} --network_train_unet_only --network_dim 16 "
+        "--network_module bottleneck_network --optimizer_type AdamW"),
+    Row("optimizer of a third party, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 64 "
+        "--optimizer_type three_averages.ThreeAverages"),
+    Row("a fork's script, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 16 "
         "--optimizer_type AdamW8bit", _KEPT),
 )  # fmt: skip
 

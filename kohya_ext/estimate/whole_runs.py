@@ -5,8 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,7 @@ def _values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(value: object) -> list[int]:
+    """Return size and time of a file; nothing for other values."""
     try:
         facts = Path(value).stat() if isinstance(value, str) and value else None
     except (OSError, ValueError):
@@ -61,14 +61,7 @@ def _facts(value: object) -> list[int]:
     return [] if facts is None else [facts.st_size, facts.st_mtime_ns]
 
 
-def _code(checkout: Checkout) -> str:
-    """Return a hash of the scripts and their library: forks, and the user's own changes, have others."""
-    digest = hashlib.sha256()
-    for file in _files(checkout.path):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for part in (folder, folder / "library", folder / "networks"):
-        yield from sorted(part.glob("*.py"))
+def _code(checkout: Checkout) -> list[list[object]]:
+    """Return the files of the scripts and their library, which forks and the user's own changes have changed."""
+    folders = (checkout.path, checkout.path / "library", checkout.path / "networks")
+    return [[file.name, *_facts(str(file))] for folder in folders for file in sorted(folder.glob("*.py"))]

@@ -130,7 +130,9 @@ def test_integers_that_a_script_reads_are_the_lengths_of_its_captions(words, tok
     assert caption_tokens(command(*words), (1024, 1024)) == tokens
 
 
-ESTIMATE = Estimate({"script": LLLITE, "left_out": []}, 9, 9, 9, "backward", {}, {}, 1, 1, {}, "v0.11")
+VERSIONS = {"sd_scripts": "0.11.1", "torch": "2.14.1", "kohya_ext": "0.1.0"}
+CONFIG = {"script": LLLITE, "resolution": "512,512", "left_out": ["--torch_compile"], "missing": "SDXL"}
+ESTIMATE = Estimate(CONFIG, 9, 9, 9, "backward", {}, {}, 1, 1, VERSIONS, "v0.11")
 
 
 @pytest.fixture
@@ -162,6 +164,15 @@ def test_check_and_a_start_use_the_estimate_of_a_dry_run(checkout):
     assert predict.known(checkout, Namespace(resolution="512"), asked) == ESTIMATE
     with pytest.raises(UnknownRunError):
         predict.estimate(checkout, asked)
+
+
+def test_an_estimate_says_that_the_script_was_run_and_what_was_left_out():
+    from kohya_ext.commands.estimate import _lines
+
+    lines = " ".join(_lines(ESTIMATE, card=None))
+    assert f"three steps of {LLLITE}" in lines
+    assert "these files are missing: the usual ones of SDXL." in lines
+    assert "Not included: --torch_compile." in lines
 
 
 def test_several_gpus_are_refused(checkout):
