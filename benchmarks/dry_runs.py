@@ -87,7 +87,7 @@ ROWS = (
     Row("checkpoints offloaded by blocks, Anima", "anima_train_network.py --preset anima-lora/base --gradient_checkpointing "
         "--unsloth_offload_checkpointing"),
     Row("LyCORIS LoKr, SD 1.5", f"train_network.py {_SD15} --network_module lycoris.kohya --network_dim 16 --network_alpha 8 "
-        "--network_args algo=lokr factor=8 --optimizer_type AdamW8bit"),
+        "--network_args algo=lokr factor=8 preset=attn-mlp --optimizer_type AdamW8bit"),
     Row("network module of a third party, SD 1.5", f"train_network.py {_SD15} --network_train_unet_only --network_dim 16 "
         "--network_module bottleneck_network --optimizer_type AdamW"),
     Row("optimizer of a third party, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 64 "

@@ -62,7 +62,7 @@ class Network(torch.nn.Module):  # type: ignore[misc]
         """Train."""
         self.train()
 
-    def on_step_start(self) -> None:
+    def on_step_start(self, *_: Any) -> None:
         """Do nothing."""
 
     def get_trainable_params(self) -> Any:

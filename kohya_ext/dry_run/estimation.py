@@ -143,6 +143,7 @@ def _environment(arguments: Arguments) -> dict[str, str]:
         "PYTHONPATH": environment.python_path(),
         "KOHYA_EXT_CACHE": str(arguments.folder / "cache"),
         "PYTHONUTF8": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # what packages compile runs eager, too
     }
 
 

@@ -50,13 +50,25 @@ def end_with_parent(folder: Path) -> None:
 def _run(request: Request, folder: Path) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from kohya_ext.dry_run import cuda_functions, device, weights
-    from kohya_ext.dry_run.steps import Steps
-    from kohya_ext.dry_run.tracking import GpuTracker
     from kohya_ext.estimate.autocast import cuda_rules
     from kohya_ext.estimate.linear import bias_in_place
     from kohya_ext.estimate.step import bitsandbytes_without_kernels, functions_as_on_cuda
     from kohya_ext.estimate.triton_kernels import counted_kernels
+
+    tracker = _install(request, folder)
+    mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker.values.integer = request.integer
+    kernels = counted_kernels(eight_bits=request.eight_bits) if request.kernels else contextlib.nullcontext()
+    sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
+    with cuda_rules(), bias_in_place(), functions_as_on_cuda(), bitsandbytes_without_kernels(tracker), mode, tracker, kernels:
+        runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
+
+
+def _install(request: Request, folder: Path) -> Any:
+    """Replace what would need a GPU, data or more time; return the tracker of the run."""
+    from kohya_ext.dry_run import cuda_functions, device, weights
+    from kohya_ext.dry_run.steps import Steps
+    from kohya_ext.dry_run.tracking import GpuTracker
 
     tracker = GpuTracker()
     weights.install()
@@ -64,15 +76,11 @@ def _run(request: Request, folder: Path) -> None:
     cuda_functions.install(tracker.release_unused)
     _run_in_this_thread()
     _keep_the_order_of_images()
+    _shorten_captions()
     if request.eight_bits:
         setattr(importlib.import_module("kohya_ext.quantization.support"), "kernels_obstacle", lambda *_: None)  # noqa: B010
     Steps(tracker, request, folder / RESULT).install()
-    sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
-    mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker.values.integer = request.integer
-    kernels = counted_kernels(eight_bits=request.eight_bits) if request.kernels else contextlib.nullcontext()
-    with cuda_rules(), bias_in_place(), functions_as_on_cuda(), bitsandbytes_without_kernels(tracker), mode, tracker, kernels:
-        runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
+    return tracker
 
 
 def _run_in_this_thread() -> None:
@@ -94,6 +102,18 @@ def _keep_the_order_of_images() -> None:
     import torch.utils.data
 
     torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self.data_source)))
+
+
+def _shorten_captions() -> None:
+    """Cut HunyuanImage's captions, which have the length of the longest in a batch, to the one that estimates assume."""
+    import wrapt
+
+    from kohya_ext.estimate.memory_config import HUNYUAN_CAPTION_TOKENS
+
+    def shorten(module: Any) -> None:
+        module.TOKENIZER_MAX_LENGTH = HUNYUAN_CAPTION_TOKENS
+
+    wrapt.register_post_import_hook(shorten, "library.hunyuan_image_text_encoder")
 
 
 if __name__ == "__main__":
