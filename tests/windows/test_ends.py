@@ -1,4 +1,4 @@
-"""How runs end on Windows: by keys, a closed window, the end of the session, a kill, and with outputs open in other programs."""
+"""How runs end on Windows: by keys, a closed window, the end of the session, a kill, with outputs open elsewhere."""
 
 import functools
 import os
@@ -66,6 +66,7 @@ def same(left, right):
 NO_BREAK = "its C runtime turns Ctrl-C into a signal, and not Ctrl-Break"
 
 NO_DESKTOP = "its desktop would keep the pipes of the tests open, so windows are off"
+
 
 def test_outputs_that_are_open_elsewhere_are_left_and_written_under_another_name(run_of_gui):
     folder, printed = run_of_gui.folder, run_of_gui.output
