@@ -57,10 +57,11 @@ class Row:
 
 
 #: A fork that keeps copies of the latents until the next step: 134 MB.
+_CALL = "            noise_pred = self.call_unet("
 _KEPT = (
     "train_network.py",
-    "            noise_pred = self.call_unet(",
-    "            self.kept = [latents.float().repeat(64, 1, 1, 1) for _ in range(32)]\n            noise_pred = self.call_unet(",
+    _CALL,
+    f"            self.kept = [latents.float().repeat(64, 1, 1, 1) for _ in range(32)]\n{_CALL}",
 )
 
 ROWS = (
