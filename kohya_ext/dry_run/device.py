@@ -71,7 +71,8 @@ def routed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Replace what decides on a tensor's device or reads its data."""
+    """Replace what decides on a tensor's device or reads its data. Short tensors on the host keep their values."""
+    fake.CONSTANT_NUMEL_LIMIT = 64
     _tell_devices()
     _name_autocast()
     torch.Tensor.to, torch.Tensor.numpy = _moved, _zeros

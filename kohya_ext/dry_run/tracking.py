@@ -22,10 +22,12 @@ _INDEXED = frozenset((_aten.index.Tensor, _aten.index_put.default, _aten.index_p
 
 @dataclass
 class Values(Assumptions):
-    """The answers of estimates for a whole script: tensors are equal, and masks that index tensors are all true."""
+    """The answers of estimates for a whole script: tensors are equal, and masks that index are all true."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an assumed value, or run the operator."""
+        """Return a short host tensor's own value, an assumed value, or run the operator."""
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) and args[0].constant is not None:
+            return args[0].constant.item()
         if func is _aten.equal.default and any(isinstance(value, FakeTensor) for value in args):
             return True
         if func in _INDEXED and any(_is_mask(index) for index in args[1]):

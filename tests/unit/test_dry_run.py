@@ -202,6 +202,7 @@ with mode, tracker:
     assert torch.cuda.is_available()
     assert layer.weight.is_cuda
     assert layer.weight.cpu().device.type == "cpu"
+    assert torch.tensor([2, 3]).prod().item() == 6
     optimizer = torch.optim.SGD(layer.parameters(), lr=1, momentum=0.9)
     while True:
         for images in torch.utils.data.DataLoader(torch.zeros(1024, 1024), batch_size=1024):
