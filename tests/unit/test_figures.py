@@ -1,6 +1,7 @@
 """Every figure in the prose of users' pages follows from a result: no other quantity with a unit is left on these pages."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,10 @@ def memory() -> Iterator[str]:
     yield f"predicts {cache.shipped(memory_config.normalized(config))['flops'] / 1e12:.1f} TFLOP per step"
     near, spread, rows, _ = preset_accuracy()
     yield f"{rows} configurations at full size | {near} within 0.1%; the others, all HunyuanImage, {spread} above"
+    dry = [each["error_percent"] for each in results("dry_runs.json")["rows"].values()]
+    assert all(abs(error) < 0.5 for each in dry for error in each.values())
+    worst = math.ceil(10 * max(abs(each["reserved"]) for each in dry)) / 10
+    yield f"dry runs of {len(dry)} command lines without another estimate | all within {worst}%"
     line = next(text for text in EVIDENCE.split("\n- ") if text.startswith("On an H100, predicted and measured GB"))
     pairs = re.findall(r"([\d.]+) and\s+([\d.]+)(?= reserved|;|,\s+\d|$|\s+\(|\.)", line)
     assert len(pairs) == 12  # allocated and reserved memory of six runs
