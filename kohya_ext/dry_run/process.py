@@ -50,7 +50,7 @@ def end_with_parent(folder: Path) -> None:
 def _run(request: Request, folder: Path) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from kohya_ext.estimate.autocast import cuda_rules
+    from kohya_ext.estimate.autocast import EIGHT_BITS, LOWER, cuda_rules
     from kohya_ext.estimate.linear import bias_in_place
     from kohya_ext.estimate.step import bitsandbytes_without_kernels, functions_as_on_cuda
     from kohya_ext.estimate.triton_kernels import counted_kernels
@@ -60,7 +60,8 @@ def _run(request: Request, folder: Path) -> None:
     tracker.values.integer = request.integer
     kernels = counted_kernels(eight_bits=request.eight_bits) if request.kernels else contextlib.nullcontext()
     sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
-    with cuda_rules(), bias_in_place(), functions_as_on_cuda(), bitsandbytes_without_kernels(tracker), mode, tracker, kernels:
+    rules = cuda_rules((*LOWER, *EIGHT_BITS))
+    with rules, bias_in_place(), functions_as_on_cuda(), bitsandbytes_without_kernels(tracker), mode, tracker, kernels:
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
 
 

@@ -6,7 +6,7 @@ under CUDA's autocast returns fp32. Source of the lists: aten/src/ATen/autocast_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,33 +25,43 @@ FP32_INPUT = (
 FP32_RESULT = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "cumsum", "cumprod", "linalg_vector_norm")
 
 
+#: The types that CUDA's autocast casts to fp32, and those in 8 bits, which it casts, too.
+LOWER = (torch.bfloat16, torch.float16)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 @contextmanager
-def cuda_rules() -> Iterator[None]:
-    """Make CPU autocast follow CUDA's list inside the block."""
+def cuda_rules(lower: Collection[torch.dtype] = LOWER) -> Iterator[None]:
+    """Make CPU autocast follow CUDA's list inside the block: operators in it cast ``lower`` types.
+
+    Estimates without a dry run leave 8 bits as they are, which is next to no memory.
+    """
     library = torch.library.Library("aten", "IMPL")
     try:
         for names, rule in ((FP32_INPUT, _with_fp32_input), (FP32_RESULT, _with_fp32_result)):
             for name in names:
                 packet, _, overload = name.partition(".")
                 operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                library.impl(operator, rule(operator), "AutocastCPU")
+                library.impl(operator, rule(operator, lower), "AutocastCPU")
         yield
     finally:
         library._destroy()
 
 
-def _with_fp32_input(operator: Any) -> Callable[..., Any]:
+def _with_fp32_input(operator: Any, lower: Collection[torch.dtype]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast():
-            return operator(*map(_in_fp32, args), **{key: _in_fp32(value) for key, value in kwargs.items()})
+            return operator(
+                *(_in_fp32(value, lower) for value in args), **{key: _in_fp32(value, lower) for key, value in kwargs.items()}
+            )
 
     return run
 
 
-def _with_fp32_result(operator: Any) -> Callable[..., Any]:
+def _with_fp32_result(operator: Any, lower: Collection[torch.dtype]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast():
-            if kwargs.get("dtype") is None and _is_lower(args[0]):
+            if kwargs.get("dtype") is None and _has_type(args[0], lower):
                 kwargs["dtype"] = torch.float32
             return operator(*args, **kwargs)
 
@@ -62,9 +72,9 @@ def _without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
-def _is_lower(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 4
+def _has_type(value: object, types: Collection[torch.dtype]) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in types
 
 
-def _in_fp32(value: Any) -> Any:
-    return value.float() if _is_lower(value) else value
+def _in_fp32(value: Any, lower: Collection[torch.dtype]) -> Any:
+    return value.float() if _has_type(value, lower) else value
