@@ -1,4 +1,4 @@
-"""`train FOLDER --model FILE` with the real script: stopped, and started again with the same command."""
+"""`train FOLDER --model FILE` with the real script: stopped, and resumed by the same command."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ TINY = (
 
 @pytest.mark.newest
 @pytest.mark.thorough
-def test_the_same_command_goes_on_after_a_stop(checkout, models, tmp_path):
+def test_the_same_command_resumes_after_a_stop(checkout, models, tmp_path):
     tiny = models("sdxl")
     dataset.write(tmp_path / "images", 4, 128)
     (folder,) = (path for path in (tmp_path / "images").iterdir() if path.is_dir())
