@@ -161,13 +161,13 @@ def _subfolders(
     is_empty = True
     for folder in sorted(path for path in parent.iterdir() if path.is_dir()):
         words = folder.name.partition("_")[2]
-        if repeats := _repeats(folder.name):
+        if repeats := repeats_of(folder.name):
             is_empty = False
             yield Subset(folder, repeats, extension, words or None, regularisation=regularisation, **common)
         elif _has_images(folder):
             ignored.append(folder.name)
     if is_empty and _has_images(parent):
-        if _repeats(parent.resolve().name):
+        if repeats_of(parent.resolve().name):
             remedy = f"use {option} {parent.resolve().parent}"
         else:
             remedy = f"move them to {parent / ('10_' + parent.name)} (10 repeats), or use a --dataset_config"
@@ -180,7 +180,7 @@ def _subfolders(
         )
 
 
-def _repeats(name: str) -> int:
+def repeats_of(name: str) -> int:
     """Return N of a folder name ``N_words``; 0 for names that sd-scripts ignores."""
     number = name.partition("_")[0]
     return int(number) if number.isdecimal() else 0
