@@ -9,6 +9,7 @@ https://github.com/Textualize/rich/blob/v14.1.0/rich/style.py
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -51,10 +52,12 @@ def remember(links: Iterable[str]) -> None:
     wanted = list(links)
     if wanted == remembered():
         return
+    from rich.errors import StyleSyntaxError
     from rich.style import Style
 
     Style.parse.cache_clear()
     _links.clear()
     for link in wanted:
         _links[link] = None
-        Style.parse(link)
+        with suppress(StyleSyntaxError):  # a path with a space, which rich shows without a link and draws nothing for
+            Style.parse(link)

@@ -49,6 +49,14 @@ def test_same_lines_draw_the_same_numbers_in_another_process(log):
     assert log_links.remembered() == [*links, "link file://save.py#8"]
 
 
+def test_path_that_rich_cannot_link_is_left_out(monkeypatch):
+    monkeypatch.setattr(log_links, "_links", {})
+    links = ["link file:///a program/args.py", "link file:///a/args.py#7"]
+    log_links.remember(links)
+    assert log_links.remembered() == links
+    assert Style.parse.cache_info().currsize == 1
+
+
 def test_styles_of_rich_stay_as_they_are_if_nothing_was_recorded(monkeypatch):
     monkeypatch.setattr(log_links, "_links", {})
     Style.parse("bold red")
