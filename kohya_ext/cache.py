@@ -18,6 +18,7 @@ PARTS: Mapping[str, str] = {
     "cuda_graphs": "GPUs that failed to replay CUDA graphs",
     "estimates": "results of estimate and plan",
     "gpus": "measurements of calibrate",
+    "images": "measurements of check --images",
     "self_tests": "results of the self-tests of GPUs",
     "speed": "what --speed has chosen for runs",
     "step_times": "seconds of earlier runs' steps",

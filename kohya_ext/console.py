@@ -194,8 +194,8 @@ def is_worker() -> bool:
 
 
 @contextlib.contextmanager
-def progress(task: str) -> Iterator[None]:
-    """Report ``task`` on standard error if the block takes longer than a second.
+def progress(task: str | Callable[[], str]) -> Iterator[None]:
+    """Report ``task``, or what it returns at that time, on standard error if the block takes longer than a second.
 
     A terminal shows one line with the seconds so far, which is cleared at the end; a file or a pipe gets a single line.
     """
@@ -211,17 +211,18 @@ def progress(task: str) -> Iterator[None]:
             reporter.join()
 
 
-def _report(task: str, done: threading.Event) -> None:
+def _report(task: str | Callable[[], str], done: threading.Event) -> None:
     start = time.monotonic()
     if done.wait(_PROGRESS_DELAY):
         return
+    now = task if callable(task) else lambda: task
     if sys.stderr is None or not sys.stderr.isatty():
-        note(f"{task} ...")
+        note(f"{now()} ...")
         return
     line = ""
     width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be overwritten
     while not done.is_set():
-        line = f"kohya_ext: {printable(task)}: {time.monotonic() - start:.0f} s"[:width]
+        line = f"kohya_ext: {printable(now())}: {time.monotonic() - start:.0f} s"[:width]
         _write(f"\r{line}")
         done.wait(1.0)
     # Spaces instead of an escape sequence, which older Windows consoles print as text.

@@ -28,7 +28,7 @@ Train with kohya-ss/sd-scripts: presets by GPU memory, patches and checks.
 
 examples:
   python -m kohya_ext demo
-  python -m kohya_ext plan sdxl_train_network.py --vram 12
+  python -m kohya_ext train images --model sd_xl_base_1.0.safetensors
   python -m kohya_ext sdxl_train_network.py --preset 16gb --config_file my.toml
 
 commands:
@@ -45,8 +45,7 @@ options, before SCRIPT or after it:
   patches     --disable_patch; --report FILE writes what was applied
   general     --help, --version
 
-All options:                   python -m kohya_ext options
-All options of a script, too:  python -m kohya_ext SCRIPT --help
+All options: python -m kohya_ext options; with a script's: SCRIPT --help
 """
 
 

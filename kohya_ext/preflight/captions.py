@@ -37,13 +37,21 @@ def count_tokens(caption: str) -> tuple[int, int]:
     return len(_CLIP.findall(line)), len(line.split())
 
 
-def cut_message(folder: Path, counts: Sequence[tuple[int, int]], script: Path, args: Namespace) -> str | None:
-    """Return a message about the captions that are cut, from the counts of each; None if none is known to be."""
+def limit_of(script: Path, args: Namespace) -> int | None:
+    """Return the most tokens of a caption that the text encoder reads; None if that is not known."""
     family = families.of(script.name, vars(args))
     if family is None or family.name not in LIMITS:
         return None
     option, default = LIMITS[family.name]
-    limit = getattr(args, option, None) or default
+    return getattr(args, option, None) or default
+
+
+def cut_message(folder: Path, counts: Sequence[tuple[int, int]], script: Path, args: Namespace) -> str | None:
+    """Return a message about the captions that are cut, from the counts of each; None if none is known to be."""
+    family, limit = families.of(script.name, vars(args)), limit_of(script, args)
+    if family is None or limit is None:
+        return None
+    option = LIMITS[family.name][0]
     longest = [clip if family.unet else words for clip, words in counts]
     cut = sum(count > limit for count in longest)
     if not cut:

@@ -77,13 +77,13 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         _check_prompts_file(args, findings)
         findings.steps = args.max_train_steps
         return
-    subsets = list(_subsets(script, args, findings))
+    folders = list(subsets(script, args, findings))
     sizes: dict[Path, list[tuple[int, int] | None]] = {}
-    for subset in subsets:
+    for subset in folders:
         if not subset.folder.is_dir():
             findings.errors.append(f"the dataset folder {subset.folder} does not exist")
             continue
-        files = _images(subset.folder)
+        files = images_of(subset.folder)
         if not files and not subset.regularisation:
             findings.errors.append(f"no images in {subset.folder} ({', '.join(IMAGE_SUFFIXES[:5])})")
         index = None
@@ -98,7 +98,7 @@ def check(script: Path, args: Namespace, findings: Findings, settings: Settings)
         if caches.are_read(subset.options, settings):
             findings.errors.extend(caches.problems(subset.folder, {file.stem for file in files}))
     if any(sizes.values()) and not findings.errors:
-        _add_steps(subsets, sizes, args, findings)
+        _add_steps(folders, sizes, args, findings)
 
 
 def _check_prompts_file(args: Namespace, findings: Findings) -> None:
@@ -118,7 +118,8 @@ def _check_prompts_file(args: Namespace, findings: Findings) -> None:
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subset]:
+def subsets(script: Path, args: Namespace, findings: Findings) -> Iterator[Subset]:
+    """Yield the folders of images that a run reads; add problems with their options to the findings."""
     if getattr(args, "dataset_config", None):
         yield from _dataset_config_subsets(Path(args.dataset_config), args, findings)
         return
@@ -160,13 +161,13 @@ def _subfolders(
     is_empty = True
     for folder in sorted(path for path in parent.iterdir() if path.is_dir()):
         words = folder.name.partition("_")[2]
-        if repeats := _repeats(folder.name):
+        if repeats := repeats_of(folder.name):
             is_empty = False
             yield Subset(folder, repeats, extension, words or None, regularisation=regularisation, **common)
         elif _has_images(folder):
             ignored.append(folder.name)
     if is_empty and _has_images(parent):
-        if _repeats(parent.resolve().name):
+        if repeats_of(parent.resolve().name):
             remedy = f"use {option} {parent.resolve().parent}"
         else:
             remedy = f"move them to {parent / ('10_' + parent.name)} (10 repeats), or use a --dataset_config"
@@ -179,7 +180,7 @@ def _subfolders(
         )
 
 
-def _repeats(name: str) -> int:
+def repeats_of(name: str) -> int:
     """Return N of a folder name ``N_words``; 0 for names that sd-scripts ignores."""
     number = name.partition("_")[0]
     return int(number) if number.isdecimal() else 0
@@ -260,7 +261,7 @@ def _has_images(folder: Path) -> bool:
     return any(file.suffix.lower() in IMAGE_SUFFIXES for file in folder.iterdir())
 
 
-def _images(folder: Path) -> list[Path]:
+def images_of(folder: Path) -> list[Path]:
     """Return the images of a folder in the order of their names. Takes a third of the time of ``Path.iterdir`` and a sort."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if _suffix(entry.name) in IMAGE_SUFFIXES and entry.is_file()]

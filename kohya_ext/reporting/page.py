@@ -76,7 +76,7 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
     _add_images(rows, thumbnails)
     drawn = {key: chart for key, chart in charts(list(zip(labels, runs, strict=True))).items() if chart.curves}
     text: str = environment.get_template("page.html").render(
-        styles=_text("uplot/uPlot.min.css") + _text("page.css"),
+        styles=_text("uplot/uPlot.min.css") + styles(),
         scripts=scripts,
         hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
         licence=_text("uplot/LICENSE"),
@@ -104,6 +104,11 @@ def _add_images(rows: Sequence[Row], thumbnails: Thumbnails) -> None:
         thumbnails.add(dict.fromkeys(Path(image["file"]) for image in some), edge)
         for image in some:
             image["url"] = thumbnails.get(Path(image["file"]), edge)
+
+
+def styles() -> str:
+    """Return the styles that all pages share."""
+    return _text("page.css")
 
 
 def _text(name: str) -> str:

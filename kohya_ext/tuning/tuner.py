@@ -72,6 +72,8 @@ class Tuner:
             # As typed first: its checks of the command line are better.
             for row in (typed, upstream):
                 self._row(row)
+            if upstream.measured is None:
+                self.report("no time to measure upstream; repeat with more --minutes")
             candidates = list(self._candidates(is_failed=bool(typed.measured and typed.measured.failed)))
             for row in candidates:
                 self._row(row)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.newest
+@pytest.mark.timeout(1500)  # the first start compiles and tests everything
 def test_a_command_is_measured_kept_and_exported(checkout, models, images, gpu_environment, train_on_gpu, tmp_path):
     output, cache, card = tmp_path / "output", tmp_path / "cache", tmp_path / "card.json"
     tiny = models("sdxl")
@@ -33,16 +34,16 @@ def test_a_command_is_measured_kept_and_exported(checkout, models, images, gpu_e
 
     def tune(*words):
         command = [sys.executable, "-m", "kohya_ext", "tune", "--sd-scripts", str(checkout.path), *words]
-        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
 
     options = ("--mixed_precision", "bf16", "--speed", "auto")
     argv = [*arguments.training_arguments(LORA, tiny, images, output), *options]
-    done = tune("--minutes", "7", LORA, *argv, "--export", str(card))
+    done = tune("--minutes", "18", LORA, *argv, "--export", str(card))
     assert done.returncode == 0, done.stderr[-4000:]
     printed = done.stdout
     for name in ("upstream", "as typed"):
-        row = next(line for line in printed.splitlines() if f" {name} " in line)
-        assert " s \u00b1 " in row, row
+        row = next((line for line in printed.splitlines() if f" {name} " in line), "")
+        assert " s \u00b1 " in row, printed + done.stderr[-4000:]
         assert "GB" in row
     assert f"python -m kohya_ext {LORA} --pretrained_model_name_or_path" in printed
     assert not output.exists(), "it writes nothing of the run"

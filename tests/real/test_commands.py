@@ -185,6 +185,7 @@ def path_without_matplotlib(tmp_path):
     return os.pathsep.join([str(tmp_path / "absent"), environment.python_path()])
 
 
+@pytest.mark.thorough
 @pytest.mark.newest
 def test_demo_trains_with_the_real_script_and_writes_a_report(checkout, call, tmp_path, path_without_matplotlib):
     words = ["demo", "--steps", "6", "--output", tmp_path, "--sd-scripts", checkout.path]

@@ -60,6 +60,7 @@ def test_real_script_trains_bit_identically(checkout, train, case):
 GGPO = ("--network_args", "ggpo_beta=0.01", "ggpo_sigma=0.03")
 
 
+@pytest.mark.thorough
 @pytest.mark.newest
 @pytest.mark.parametrize("reader", ["trackers", pytest.param("GGPO", marks=pytest.mark.slow)])
 def test_gradient_norms_are_upstreams_where_they_are_read(checkout, train, tmp_path, reader):

@@ -245,6 +245,7 @@ RUNS = {
 FAMILIES = {"chroma": "chroma"}
 
 
+@pytest.mark.thorough
 @pytest.mark.oldest
 @pytest.mark.parametrize("case", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name != "flux")])
 def test_real_script_trains_to_the_same_tensors(checkout, train, case):

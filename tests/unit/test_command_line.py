@@ -219,7 +219,8 @@ def test_the_help_fits_a_screen_and_contains_only_existing_options(call_here):
     lines = call_here("--help").stdout.splitlines()
     assert 24 <= len(lines) <= 40
     assert max(map(len, lines)) <= 80
-    known = {flag for name, _ in options() for flag in flags(name)} | {"--help", "--version", "--config_file"}
+    others = {"--help", "--version", "--config_file", "--model"}
+    known = {flag for name, _ in options() for flag in flags(name)} | others
     assert set(re.findall(r"--[a-z][\w-]+", "\n".join(lines))) <= known
 
 

@@ -195,12 +195,13 @@ def test_an_interrupt_keeps_what_was_measured(checkout):
 
 
 def test_nothing_is_started_after_the_time(checkout):
-    now = iter(range(0, 100_000, 50))
+    now, lines = iter(range(0, 100_000, 50)), []
     processes = Processes(lambda command, given: steps(0.5))
     command = CommandLine(checkout.script(LORA), ["--preset", "12gb"], {})
-    tuner = Tuner(checkout, command, 60.0, lambda line: None, processes, clock=lambda: next(now))
+    tuner = Tuner(checkout, command, 60.0, lines.append, processes, clock=lambda: next(now))
     tuner.run()
     assert [row.name for row in tuner.rows] == ["as typed"]
+    assert "no time to measure upstream; repeat with more --minutes" in lines
 
 
 @pytest.mark.thorough

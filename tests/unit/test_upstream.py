@@ -37,6 +37,7 @@ def test_an_8_bit_preset_is_faster_than_upstream_where_that_fits(name):
         assert ours < 0.8 * theirs
 
 
+@pytest.mark.thorough
 def test_rows_have_seconds_of_both():
     rows = {f"{row.family}/{row.name}": row for row in presets.rows()}
     for name, tier in TIERS.items():

@@ -46,7 +46,10 @@ ALL = ("tests/unit", "tests/windows")
 #: Wait so long for the end of the output, because a process that a test has left may keep the pipe open.
 _LAST_OUTPUT_SECONDS = 5.0
 
-_OPTIONS = ("-o", "addopts=", "-p", "no:cacheprovider", "-ra", "--strict-markers", "-n", "2", "--dist", "loadscope")
+#: In the order of ``GROUP``, because the real runs of one file take as long as all the rest.
+_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+
+_OPTIONS = ("-o", "addopts=", "-p", "no:cacheprovider", "-ra", "--strict-markers", *_TWO_PROCESSES)
 
 
 def main(arguments: Sequence[str]) -> int:

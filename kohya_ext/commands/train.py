@@ -1,0 +1,157 @@
+"""Train a LoRA from a folder of images and a checkpoint.
+
+Finds the kind of the model, the preset for this GPU and the number of steps, shows them with the command that they stand for,
+and asks before it starts. Everything after FOLDER can be an option of the script. After a stop, the same command resumes the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kohya_ext.commands import report as report_command
+from kohya_ext.config.command_line import quoted
+from kohya_ext.config.quiet_parser import QuietParser
+from kohya_ext.config.settings import flags
+from kohya_ext.console import note, warn
+from kohya_ext.errors import UserError
+from kohya_ext.estimate import cache, machine, step_time
+from kohya_ext.estimate.result import Estimate
+from kohya_ext.launch.accelerate_signals import pass_signals_on
+from kohya_ext.output import Console
+from kohya_ext.planning import automatic, from_folder
+from kohya_ext.planning.from_folder import FolderRun
+from kohya_ext.planning.plan import normalized_config
+from kohya_ext.renames import replace_text
+from kohya_ext.run.journal import SUFFIX
+from kohya_ext.run.step_times import format_duration
+from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
+from kohya_ext.sdscripts.families import FAMILIES
+from kohya_ext.units import gigabytes
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    _add_own(parser)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="images, with or without captions of the same name")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="more options: --preset, --network_dim, --clip_l FILE, ..."
+    ).required = False
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    unset: Any = argparse.SUPPRESS
+    parser.add_argument("--model", type=Path, metavar="FILE", default=unset, help="the base model, in .safetensors")
+    parser.add_argument("--name", default=unset, help="name of the LoRA; default: that of FOLDER")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", default=unset, help="for the LoRA and its states; default: output"
+    )
+    parser.add_argument("--yes", action="store_true", default=unset, help="start without a question")
+    parser.add_argument(
+        *flags("sd_scripts"), type=Path, metavar="FOLDER", default=unset, help="use this checkout instead of searching for one"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the run, ask, train; return the exit code of the training."""
+    own, words = _parsed(arguments)
+    if "model" not in own:
+        raise UserError("--model is missing: the base model, a .safetensors file")
+    folder = arguments.folder
+    name = own.get("name") or folder.resolve().name
+    output = own.get("output") or Path("output")
+    checkout = find_or_fetch(own.get("sd_scripts"), FAMILIES[0].lora)
+    planned = from_folder.of(folder, own["model"], output, name, checkout.script, words, automatic)
+    chosen = ["--sd-scripts", str(checkout.path)] if "sd_scripts" in own else []
+    launched = ["-m", "kohya_ext", *chosen, planned.command.name, *planned.command.argv]
+    _show(Console(), planned, checkout, launched)
+    if not own.get("yes") and not _is_confirmed():
+        return 0
+    if planned.dataset is not None:
+        _write(*planned.dataset)
+    process = subprocess.Popen([sys.executable, *launched])
+    with pass_signals_on(process):
+        code = process.wait()
+    if code == 0:
+        _report(output / f"{name}{SUFFIX}")
+    return code if code >= 0 else 128 - code
+
+
+def _parsed(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the command's own options, before FOLDER or after it, and the words that are the script's."""
+    before = given.words[: len(given.words) - len(given.arguments) - 1]
+    parser = QuietParser(add_help=False)
+    _add_own(parser)
+    own, words = parser.parse_known_args([*before, *given.arguments])
+    return vars(own), words
+
+
+def _show(console: Console, planned: FolderRun, checkout: Checkout, words: list[str]) -> None:
+    """Print what the run does, and its command."""
+    images, command = planned.images, planned.command
+    values = command.values
+    steps, table = values.get("max_train_steps"), Table(show_header=False)
+    captions = f"{sum(images.captions.values())} captions" if images.captions else "no captions: its name is each image's"
+    table.add_row("images", f"{images.count} in {images.folder}, {captions}")
+    table.add_row("model", f"{planned.kind.title}: {values.get('pretrained_model_name_or_path')}")
+    table.add_row("preset", f"{command.presets.label}; rank {values.get('network_dim', 4)}, batch {planned.batch}")
+    if steps is not None:
+        each = f"each image {int(steps) * planned.batch / images.count:.0f} times"
+        rule = f" (the rule: {from_folder.PER_IMAGE} times, {from_folder.LEAST:,} to {from_folder.MOST:,} images in all)"
+        table.add_row("steps", f"{steps:,}: {each}{rule if planned.by_rule else ''}")
+    for row in _predicted(planned, checkout, int(steps or 0)):
+        table.add_row(*row)
+    table.add_row("result", f"{values.get('output_dir')}/{values.get('output_name')}.safetensors")
+    console.print(table)
+    console.print("The command:", highlight=False)
+    print(f"  {quoted(['python', *words])}")
+
+
+def _predicted(planned: FolderRun, checkout: Checkout, steps: int) -> list[tuple[str, str]]:
+    """Return rows about memory and time, if they are known."""
+    command = planned.command.with_({"dataset_config": None})  # not written yet
+    try:
+        known = cache.find(checkout, normalized_config(command), command.settings.disable_patch)
+    except UserError:
+        return []
+    if known is None:
+        return []
+    estimate, gpu = Estimate(**known), machine.gpu()
+    rows = [("memory", f"{gigabytes(estimate.total)} GB predicted")]
+    time = step_time.predict(estimate, command, gpu) if gpu is not None else None
+    if time is not None and steps:
+        per_step = step_time.format_seconds(time.seconds)
+        rows.append(("time", f"about {format_duration(steps * time.seconds)}, {per_step} per step, before what --speed adds"))
+    return rows
+
+
+def _is_confirmed() -> bool:
+    """Ask in a terminal. Raises UserError elsewhere."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UserError("nothing was started, because nobody can be asked here; add --yes")
+    try:
+        return input("Start? [Y/n] ").strip().lower() in ("", "y", "yes")
+    except EOFError:
+        return False
+
+
+def _write(file: Path, text: str) -> None:
+    """Write the training set's file. Raises UserError if another one is there."""
+    try:
+        if file.is_file() and file.read_text(encoding="utf-8") != text:
+            raise UserError(f"{file} exists and is another one; remove it, or use another --name")
+        replace_text(file, text)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error}") from None
+
+
+def _report(journal: Path) -> None:
+    try:
+        note(f"report on the run: {report_command.write(journal)}")
+    except UserError as error:
+        warn(f"no report on the run: {error}")

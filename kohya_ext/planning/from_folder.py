@@ -1,0 +1,167 @@
+"""The training command for a folder of images and a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import toml
+
+from kohya_ext.config.command_line import CommandLine, option_words
+from kohya_ext.errors import UserError
+from kohya_ext.preflight.data import images_of, repeats_of
+from kohya_ext.preflight.model_files import MODEL
+from kohya_ext.run.safetensors_header import read_header
+from kohya_ext.sdscripts import families, parts
+from kohya_ext.sdscripts.families import Checkpoint, Family
+
+PER_IMAGE, LEAST, MOST = 100, 1000, 6000
+"""Times that each image is trained, and limits of all images together: a usual LoRA of a subject takes 1,500 to 3,000."""
+
+_CAPTIONS = (".txt", ".caption")
+
+_MINUTES = 10
+"""Minutes between two saved states: the most that a kill loses."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images to train on."""
+
+    folder: Path
+    count: int
+    captions: Counter[str]
+    """Extension of caption files -> images that have one."""
+    has_classes: bool
+    """Whether they are in subfolders named by repeats and class."""
+
+    @property
+    def extension(self) -> str:
+        """The most common extension of captions."""
+        return max(_CAPTIONS, key=lambda extension: self.captions[extension])
+
+
+@dataclass(frozen=True)
+class FolderRun:
+    """A training run of a folder."""
+
+    images: Images
+    kind: Checkpoint
+    command: CommandLine
+    dataset: tuple[Path, str] | None
+    """The file of the training set that is to be written, and its text; None for a folder of classes."""
+    by_rule: bool = False
+    """Whether the number of steps is not the user's."""
+
+    @property
+    def batch(self) -> int:
+        """Images of an optimizer step."""
+        values = self.command.values
+        return int(values.get("train_batch_size", 1)) * int(values.get("gradient_accumulation_steps", 1))
+
+
+def of(
+    folder: Path,
+    model: Path,
+    output: Path,
+    name: str,
+    script: Callable[[str], Path],
+    words: Sequence[str],
+    automatic: Callable[[CommandLine, int], str],
+) -> FolderRun:
+    """Return the run that trains a LoRA; ``words`` are more arguments, which come last.
+
+    ``script`` finds a script by its name, ``automatic`` the preset for a GPU. Raises UserError for a folder without images, and
+    for a model that is unknown or needs files that the words do not name.
+    """
+    images = images_in(folder)
+    family, kind = recognized(model)
+    _check_files(family, model, words)
+    dataset = None if images.has_classes else (output / f"{name}.dataset.toml", _dataset(images, name))
+    option = {} if kind.option is None else dict([kind.option])
+    options: dict[str, Any] = {
+        MODEL: str(model),
+        **option,
+        **({"train_data_dir": str(folder)} if dataset is None else {"dataset_config": str(dataset[0])}),
+        **({"caption_extension": images.extension} if dataset is None and images.captions else {}),
+        "output_dir": str(output),
+        "output_name": name,
+        "save_state_every_n_minutes": _MINUTES,
+        "resume": "auto",
+    }
+    own = CommandLine(script(family.lora), words, os.environ, automatic)
+    preset = () if own.given.get("preset") else ("--preset", "auto")
+    command = CommandLine(own.script, [*preset, *option_words(options), *words], os.environ, automatic)
+    run = FolderRun(images, kind, command, dataset)
+    if {"max_train_steps", "max_train_epochs"}.isdisjoint(own.given):
+        steps = math.ceil(min(max(PER_IMAGE * images.count, LEAST), MOST) / run.batch)
+        run = FolderRun(images, kind, command.with_({"max_train_steps": steps}), dataset, by_rule=True)
+    return run
+
+
+def images_in(folder: Path) -> Images:
+    """Count the images of a folder, or of its subfolders named by repeats and class. Raises UserError without any."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder of images")
+    classes = [path for path in sorted(folder.iterdir()) if path.is_dir() and repeats_of(path.name)]
+    in_classes = [file for path in classes for file in images_of(path)]
+    direct = images_of(folder)
+    if direct and in_classes:
+        raise UserError(f"{folder} has images, and images in {classes[0].name}; move them into one or the other")
+    files = direct or in_classes
+    if not files:
+        raise UserError(f"{folder} has no images")
+    captions = Counter(extension for file in files for extension in _CAPTIONS if file.with_suffix(extension).is_file())
+    return Images(folder, len(files), captions, not direct)
+
+
+def recognized(model: Path) -> tuple[Family, Checkpoint]:
+    """Return the family and kind of a checkpoint. Raises UserError if it is unknown."""
+    try:
+        names = read_header(model).shapes
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--model {model}: {getattr(error, 'strerror', None) or error}; give a checkpoint in .safetensors"
+        ) from None
+    if any(part in name for name in names for part in families.LORA_TENSORS):
+        raise UserError(f"--model {model} is a LoRA; give the base model")
+    kind = families.recognize(names)
+    if kind is None:
+        other = parts.recognize(names)
+        raise UserError(
+            f"--model {model} is {other or 'not a model that sd-scripts trains'}; give a checkpoint of a base model"
+        )
+    return kind
+
+
+def _check_files(family: Family, model: Path, words: Sequence[str]) -> None:
+    """Raise UserError if the family's scripts need files that are neither given nor in the model."""
+    names = read_header(model).shapes
+    flags = {word.partition("=")[0] for word in words}
+    missing = [
+        f"--{option} FILE ({parts.of_name(part).title})"
+        for option, part in family.files.items()
+        if f"--{option}" not in flags and not _includes(names, family.embedded.get(option))
+    ]
+    if missing:
+        raise UserError(f"{family.checkpoints[0].title} needs more files; add {' '.join(missing)}")
+
+
+def _includes(names: Any, prefix: str | None) -> bool:
+    return prefix is not None and any(name.startswith(prefix) for name in names)
+
+
+def _dataset(images: Images, name: str) -> str:
+    """Return the text of a dataset's file; images without a caption get the name as theirs."""
+    subset = {
+        "image_dir": str(images.folder.resolve()),
+        "num_repeats": 1,
+        "caption_extension": images.extension,
+        "class_tokens": name,
+    }
+    return toml.dumps({"datasets": [{"subsets": [subset]}]})

@@ -1,0 +1,203 @@
+"""`train FOLDER --model FILE`: the command for a folder of images, what it asks for, and when it starts."""
+
+import json
+import struct
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from kohya_ext.commands import train
+from kohya_ext.errors import UserError
+from kohya_ext.planning import automatic, from_folder
+from tests.unit.test_plan import checkout as checkout
+
+MODELS = {
+    "SDXL": ("conditioner.embedders.1.model.ln_final.weight",),
+    "SD 2": ("cond_stage_model.model.ln_final.weight",),
+    "FLUX": ("double_blocks.0.img_attn.qkv.weight",),
+    "Chroma": ("double_blocks.0.img_attn.qkv.weight", "distilled_guidance_layer.in_proj.weight"),
+    "LoRA": ("lora_unet_x.lora_down.weight",),
+    "other": ("x",),
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """kind -> a file with the names of its tensors, which are empty."""
+
+    def write(kind):
+        header = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in MODELS[kind]}
+        encoded = json.dumps(header).encode()
+        file = tmp_path / f"{kind}.safetensors"
+        file.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+        return file
+
+    return write
+
+
+def images(folder, count, extension=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"{number}.png").touch()
+        if extension:
+            (folder / f"{number}{extension}").write_text("a cat")
+    return folder
+
+
+def planned(checkout, folder, model, *words):
+    given = (*words, *(() if "--preset" in words else ("--preset", "12gb")))
+    return from_folder.of(folder, model, folder.parent / "output", "cat", checkout.script, given, automatic)
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "steps"),
+    [
+        (20, (), 2000),
+        (3, (), 1000),
+        (500, (), 6000),
+        (20, ("--train_batch_size", "4"), 500),
+        (20, ("--gradient_accumulation_steps", "3"), 667),
+        (20, ("--max_train_steps", "7"), 7),
+    ],
+)
+def test_the_number_of_steps_follows_the_rule_or_the_user(checkout, tmp_path, model, count, words, steps):
+    run = planned(checkout, images(tmp_path / "cats", count), model("SDXL"), *words)
+    assert run.command.values["max_train_steps"] == steps
+    assert run.by_rule is ("--max_train_steps" not in words)
+
+
+def test_epochs_of_the_user_replace_steps(checkout, tmp_path, model):
+    run = planned(checkout, images(tmp_path / "cats", 5), model("SDXL"), "--max_train_epochs", "3")
+    assert "max_train_steps" not in run.command.values
+
+
+def test_images_without_captions_get_the_name(checkout, tmp_path, model):
+    file, text = planned(checkout, images(tmp_path / "cats", 5), model("SDXL")).dataset
+    assert file == tmp_path / "output" / "cat.dataset.toml"
+    assert 'class_tokens = "cat"' in text
+    assert 'caption_extension = ".txt"' in text
+
+
+def test_the_most_common_captions_are_used(checkout, tmp_path, model):
+    folder = images(tmp_path / "cats", 5, ".caption")
+    (folder / "0.txt").write_text("a cat")
+    _, text = planned(checkout, folder, model("SDXL")).dataset
+    assert 'caption_extension = ".caption"' in text
+
+
+def test_folders_with_repeats_stay_as_they_are(checkout, tmp_path, model):
+    images(tmp_path / "data" / "10_cat", 4, ".txt")
+    images(tmp_path / "data" / "1_cats", 8, ".txt")
+    run = planned(checkout, tmp_path / "data", model("SDXL"))
+    assert run.dataset is None
+    assert run.command.values["train_data_dir"] == str(tmp_path / "data")
+    assert run.command.values["caption_extension"] == ".txt"
+    assert run.images.count == 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "script", "option"),
+    [
+        ("SDXL", "sdxl_train_network.py", None),
+        ("SD 2", "train_network.py", "v2"),
+        ("Chroma", "flux_train_network.py", "model_type"),
+    ],
+)
+def test_the_script_is_that_of_the_model(checkout, tmp_path, model, kind, script, option):
+    files = ("--t5xxl", "t5.safetensors", "--ae", "ae.safetensors", "--preset", "12gb")
+    run = planned(checkout, images(tmp_path / "cats", 5), model(kind), *files)
+    assert run.command.name == script
+    assert option is None or option in run.command.values
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("LoRA", "is a LoRA; give the base model"),
+        ("other", "is not a model that sd-scripts trains"),
+        ("FLUX", "FLUX needs more files; add --clip_l FILE"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_an_error(checkout, tmp_path, model, kind, message):
+    with pytest.raises(UserError, match=message):
+        planned(checkout, images(tmp_path / "cats", 5), model(kind))
+
+
+def test_a_folder_without_images_and_a_missing_model_are_errors(checkout, tmp_path, model):
+    with pytest.raises(UserError, match="has no images"):
+        planned(checkout, images(tmp_path / "cats", 0), model("SDXL"))
+    with pytest.raises(UserError, match="is not a folder of images"):
+        planned(checkout, tmp_path / "dogs", model("SDXL"))
+    with pytest.raises(UserError, match="No such file"):
+        planned(checkout, images(tmp_path / "cats", 1), tmp_path / "missing.safetensors")
+    images(tmp_path / "cats" / "2_more", 1)
+    with pytest.raises(UserError, match="move them into one or the other"):
+        planned(checkout, tmp_path / "cats", model("SDXL"))
+
+
+class Terminal:
+    """Standard input; ``answer`` is None where it is not a terminal."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def isatty(self):
+        return self.answer is not None
+
+    def readline(self):
+        return f"{self.answer}\n"
+
+
+def start(checkout, tmp_path, model, monkeypatch, answer, *words):
+    """Run the command; return its exit code and the started processes."""
+    started = []
+
+    class Process:
+        def __init__(self, command):
+            started.append(command)
+
+        def wait(self):
+            return -15
+
+    monkeypatch.setattr(train.subprocess, "Popen", Process)
+    monkeypatch.setattr(train, "find_or_fetch", lambda folder, script: checkout)
+    monkeypatch.setattr(train.sys, "stdin", Terminal(answer))
+    monkeypatch.setattr("builtins.input", lambda prompt: answer)
+    folder = images(tmp_path / "cats", 5)
+    given = ["--model", str(model("SDXL")), "--output", str(tmp_path / "output"), "--preset", "12gb", *words]
+    arguments = Namespace(folder=folder, arguments=given, words=[str(folder), *given])
+    return train.run(arguments), started
+
+
+@pytest.mark.parametrize(("answer", "starts"), [("", True), ("y", True), ("n", False), ("no", False)])
+def test_it_asks_before_it_starts(checkout, tmp_path, model, monkeypatch, capsys, answer, starts):
+    code, started = start(checkout, tmp_path, model, monkeypatch, answer)
+    assert code == (143 if starts else 0)
+    assert len(started) == starts
+    assert (tmp_path / "output" / "cats.dataset.toml").exists() is starts
+    printed = capsys.readouterr().out
+    assert "sdxl_train_network.py" in printed
+    assert "the rule: 100 times" in printed
+
+
+def test_without_a_terminal_it_needs_a_word(checkout, tmp_path, model, monkeypatch):
+    with pytest.raises(UserError, match="add --yes"):
+        start(checkout, tmp_path, model, monkeypatch, None)
+    code, started = start(checkout, tmp_path, model, monkeypatch, None, "--yes")
+    assert (code, len(started)) == (143, 1)
+    assert "--yes" not in started[0]
+
+
+def test_another_training_set_is_not_replaced(checkout, tmp_path, model, monkeypatch):
+    file = tmp_path / "output" / "cats.dataset.toml"
+    file.parent.mkdir()
+    file.write_text("# mine\n")
+    with pytest.raises(UserError, match="exists and is another one"):
+        start(checkout, tmp_path, model, monkeypatch, "y")
+    assert file.read_text() == "# mine\n"
+
+
+def test_model_is_required(tmp_path):
+    with pytest.raises(UserError, match="--model is missing"):
+        train.run(Namespace(folder=Path("x"), arguments=[], words=["x"]))
