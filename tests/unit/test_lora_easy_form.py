@@ -18,13 +18,13 @@ TIERS = {tier.name: tier for family in FAMILIES for tier in (*tiers(family), *ti
 #: A saved file with other values for most of what a preset sets, and with entries of the user.
 SAVED = """
 [[subsets]]
-image_dir = "C:/ねこ"
+image_dir = "C:/Müller"
 
 [train_mode]
 train_mode = "lora"
 
 [general_args.args]
-pretrained_model_name_or_path = "C:/ねこ/model.safetensors"
+pretrained_model_name_or_path = "C:/Müller/model.safetensors"
 mixed_precision = "fp16"
 full_fp16 = true
 fp8_base = true
@@ -128,8 +128,8 @@ def test_other_entries_of_a_saved_file_stay(tmp_path, capsys):
     assert exported(file, "flux-lora/24gb") == 0
     assert "Loading replaces" not in capsys.readouterr().err
     document = toml.loads(file.read_text("ascii"))
-    assert document["subsets"] == [{"image_dir": "C:/ねこ"}]
-    assert document["general_args"]["args"]["pretrained_model_name_or_path"] == "C:/ねこ/model.safetensors"
+    assert document["subsets"] == [{"image_dir": "C:/Müller"}]
+    assert document["general_args"]["args"]["pretrained_model_name_or_path"] == "C:/Müller/model.safetensors"
     assert document["general_args"]["args"]["max_train_epochs"] == 3
     assert document["flux_args"]["args"]["ae"] == "C:/ae.safetensors"
     assert document["extra_args"]["args"] == {"save_state_every_n_minutes": "10", "preset": "flux-lora/24gb"}
