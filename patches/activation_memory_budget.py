@@ -95,6 +95,7 @@ PATCH = Patch(
         Target("torch._functorch.partitioners", "choose_saved_values_set", _exclude_inputs, _expect_helpers, body="runs"),
     ),
     options=(ACTIVATION_MEMORY_BUDGET,),
+    torch="2.6",
     exactness="close",
     held_to="training with a budget of 1; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",

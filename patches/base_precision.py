@@ -254,6 +254,7 @@ PATCH = Patch(
         ),
     ),
     options=(BASE_PRECISION, BASE_PRECISION_CACHE),
+    torch="2.6",
     exactness="close",
     held_to="each layer's output and input gradient in float32 within 1.5 percent (int8) or 5 percent (fp8) of its norm",
     idea="https://arxiv.org/abs/2404.00456",

@@ -295,6 +295,7 @@ PATCH = Patch(
         ),
     ),
     options=(CUDA_GRAPHS, CUDA_GRAPHS_ALWAYS),
+    torch="2.6",
     exactness="exact",
     held_to="the same run without it, bit-identical, on a replayer of recorded operations on the CPU",
     idea="https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",

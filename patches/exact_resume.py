@@ -18,7 +18,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import ranks, resume, run_record
+from kohya_ext.run import log_links, ranks, resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
 from kohya_ext.run.loaded_parts import OPTIMIZER, SCHEDULER
 from kohya_ext.run.run_record import RunRecord
@@ -230,6 +230,15 @@ PATCH = Patch(
             body="runs",
         ),
         Target("library.logging_util", "init_trackers", _init_trackers, body="runs"),
+        Target(
+            "rich._log_render",
+            "LogRender.__call__",
+            log_links.record,
+            takes("self", "console", "renderables"),
+            body="runs",
+            wanted=lambda settings: log_links.draw_random_numbers(),
+            optional=True,
+        ),
     ),
     options=(INEXACT_RESUME,),
     exactness="exact",

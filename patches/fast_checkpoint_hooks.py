@@ -189,6 +189,7 @@ PATCH = Patch(
     name="fast_checkpoint_hooks",
     summary="halve the Python overhead of gradient checkpointing per saved tensor",
     targets=(Target("torch.utils.checkpoint", "_checkpoint_hook", _with_fast_hooks, _expect_known_frame, body=_BODIES),),
+    torch="2.6",
     exactness="exact",
     held_to="the gradients, bit for bit, and the memory of torch's non-reentrant checkpointing",
     idea="https://github.com/pytorch/pytorch/blob/main/torch/utils/checkpoint.py",

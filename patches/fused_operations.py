@@ -252,6 +252,7 @@ PATCH = Patch(
         ),
     ),
     options=(FUSED_OPERATIONS,),
+    torch="2.6",
     exactness="close",
     held_to="training without it; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/unslothai/unsloth/blob/main/unsloth/kernels/fast_lora.py",

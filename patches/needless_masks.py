@@ -169,6 +169,7 @@ PATCH = Patch(
             for model, bodies in _FLUX_FORWARD.items()
         ),
     ),
+    torch="2.6",
     exactness="close",
     held_to="training without it; float32 weights within 1e-5 after the first steps",
     idea="https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",

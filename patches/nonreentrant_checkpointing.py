@@ -402,6 +402,7 @@ PATCH = Patch(
             body=known_bodies({"fee6063a9fc0": "2.6 to 2.14"}, package="torch"),
         ),
     ),
+    torch="2.6",
     exactness="exact",
     held_to="the gradients without checkpointing, bit-identical",
     idea="https://github.com/kohya-ss/sd-scripts/issues/323",

@@ -233,6 +233,7 @@ PATCH = Patch(
     summary="compile the repeated blocks of the U-Net, DiT and trained text encoders",
     targets=(*_targets(), *_COMPILER),
     options=(SELECTIVE_TORCH_COMPILE, COMPILE_MODE, COMPILE_DYNAMIC),
+    torch="2.6",
     exactness="close",
     held_to="training without the patch; float32 weights within 1e-5 after the first steps",
     idea="https://github.com/kohya-ss/sd-scripts/pull/2217",

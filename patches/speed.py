@@ -338,6 +338,7 @@ PATCH = Patch(
         for family in FAMILIES
     ),
     options=(SPEED,),
+    torch="2.6",
     exactness="exact",
     held_to="the same run with the chosen features' own options; --speed auto as close as fused_operations",
     idea="https://github.com/pytorch/pytorch/tree/main/torch/_inductor (kernels chosen by measurement)",

@@ -25,6 +25,7 @@ from kohya_ext.compiling.support import find_obstacle, ignored_dynamo_backend
 from kohya_ext.config.settings import flags, switched_on, variables
 from kohya_ext.console import progress
 from kohya_ext.gpu import attention
+from kohya_ext.kernels.triton_package import mismatched_triton
 from kohya_ext.launch.session import begin
 from kohya_ext.output import Console
 from kohya_ext.patching.patch import Outcome, Patch, Patcher, Target, apply_needed
@@ -141,6 +142,7 @@ def _compile(device: str) -> dict[str, Any]:
     return {
         "compiler": compiler,
         "triton": importlib.util.find_spec("triton") is not None,
+        "mismatch": mismatched_triton() if device != "none" else None,
         "obstacle": _obstacle(device) if device != "none" else "torch is not installed",
         "ignored_dynamo_backend": ignored_dynamo_backend(os.environ),
     }
@@ -316,7 +318,7 @@ def _compile_words(compiling: Mapping[str, Any]) -> str:
     compiler, triton = compiling["compiler"] or "not found", "found" if compiling["triton"] else "not found"
     words = f"C compiler {compiler}, Triton {triton}; --selective_torch_compile "
     words += f"will not work here: {compiling['obstacle']}" if compiling["obstacle"] else "will work here"
-    return f"{words}; {compiling['ignored_dynamo_backend']}" if compiling["ignored_dynamo_backend"] else words
+    return "; ".join(filter(None, (words, compiling["mismatch"], compiling["ignored_dynamo_backend"])))
 
 
 def _checkout_words(checkout: Mapping[str, Any] | None) -> str:

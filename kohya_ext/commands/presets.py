@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kohya_ext.config import fluxgym_form, gui_form, preset_files
+from kohya_ext.config import fluxgym_form, gui_form, lora_easy_form, preset_files
 from kohya_ext.config.arguments import Traced, complete, find_problem, find_problems, preset_line, trace
 from kohya_ext.config.command_line import CommandLine, option_words, quoted
 from kohya_ext.config.settings import flags
@@ -44,16 +44,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     every.add_argument("--verbose", action="store_true", help="also print drawbacks, and the seconds of sd-scripts alone")
     where = actions.add_parser("path", help="print the path of a preset's file")
     where.add_argument("name", help="family/name, as `presets list` shows it")
-    export = actions.add_parser("export", help="write presets as a file for the kohya_ss GUI, or as lines for fluxgym")
+    export = actions.add_parser("export", help="write presets as a file for a GUI, or as lines for fluxgym")
     export.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
-    export.add_argument("--for", dest="consumer", choices=("kohya_ss", "fluxgym"), required=True, help="the program")
+    export.add_argument(
+        "--for", dest="consumer", choices=("kohya_ss", "fluxgym", "lora_easy"), required=True, help="the program"
+    )
     export.add_argument("--script", help="the script; default for a full preset name: the first script of its family")
     export.add_argument(
         "--output",
         type=Path,
         metavar="PATH",
-        help="with --for kohya_ss: a file, a folder, or the GUI's folder, where the file is in its list of presets; "
-        "default: the current folder",
+        help="a file, a folder, or the kohya_ss GUI's folder, where the file is in its list of presets; default: the current "
+        "folder. With --for lora_easy, a file that was saved there keeps its other entries",
     )
     show = actions.add_parser("show", help="show every key of a preset with its value and reason")
     show.add_argument("names", nargs="+", metavar="NAME", help="presets, stacked in this order")
@@ -97,8 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(_path(arguments.name))
     elif arguments.action == "export" and arguments.consumer == "fluxgym":
         if arguments.output is not None:
-            raise UserError("--output is for --for kohya_ss; the lines for fluxgym are printed")
+            raise UserError("--output is for the other programs; the lines for fluxgym are printed")
         _print_for_fluxgym(arguments.names, arguments.script or families.BY_NAME["flux"].lora)
+    elif arguments.action == "export" and arguments.consumer == "lora_easy":
+        _write_for_lora_easy(arguments.names, arguments.script or _script(arguments.names), arguments.output or Path())
     elif arguments.action == "export":
         _export(arguments.names, arguments.script or _script(arguments.names), arguments.output or Path())
     else:
@@ -304,6 +308,36 @@ def _print_for_fluxgym(names: Sequence[str], script: str) -> None:
     )
     if presets.assumed:
         note(f"the preset assumes {quoted(option_words(presets.assumed))}; change that in the script, too")
+
+
+def _write_for_lora_easy(names: Sequence[str], script: str, output: Path) -> None:
+    """Write presets as a file that LoRA_Easy_Training_Scripts loads, or into one that was saved there, and print how."""
+    presets = CommandLine(Path(script), [part for name in names for part in ("--preset", name)], os.environ, automatic).presets
+    values = {key: value.value for key, value in presets.values.items()}
+    family = families.of(script, values)
+    trained = [families.BY_NAME[name] for name in lora_easy_form.FAMILIES]
+    if family not in trained or script != family.lora:
+        scripts = ", ".join(each.lora for each in trained)
+        raise UserError(f"LoRA_Easy_Training_Scripts trains LoRAs with {scripts}, not {' '.join(names)}")
+    applied = presets.label.partition(" (")[0].split(" + ")
+    is_file = output.suffix == ".toml"
+    file = output if is_file else output / f"kohya_ext {' '.join(applied).replace('/', ' ')}.toml"
+    saved = lora_easy_form.read(file) if is_file and file.exists() else {}
+    replace_text(file, lora_easy_form.text(lora_easy_form.form(values, family.name, applied, saved)))
+    print(file)
+    note("In its window, open it with File > Load Toml; kohya_ext must be on there (docs/guis.md).")
+    if not saved:
+        note(
+            "Loading replaces the whole form. To keep your entries, save them with File > Save Toml first, and add that file "
+            "to this command: --output FILE"
+        )
+    left = [key for key, value in presets.values.items() if lora_easy_form.lacks(key)]
+    if left:
+        note(f'set by preset in "Extra Args", which the file fills in: {", ".join(left)}')
+    for key in filter(values.__contains__, lora_easy_form.INEXPRESSIBLE):
+        note(f'left out: {key}={values[key]}; the form has "Warmup Ratio" instead')
+    if presets.assumed:
+        note(f"the preset assumes {quoted(option_words(presets.assumed))}; choose that in the form, too")
 
 
 def _file_of_export(output: Path, name: str, kind: str) -> Path:

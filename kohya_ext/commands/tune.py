@@ -24,6 +24,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.estimate import step_time, tuned
 from kohya_ext.estimate.tuned import Tuned
 from kohya_ext.installed_gpus import driver_version
+from kohya_ext.kernels.triton_package import mismatched_triton
 from kohya_ext.output import Console
 from kohya_ext.planning import automatic
 from kohya_ext.renames import replace_text
@@ -145,6 +146,8 @@ def _tune(request: training_command.Question) -> int:
     # A preset from the environment would be missing in the printed command line.
     command = request.command.with_environment()
     command = replace(command, environ={name: value for name, value in command.environ.items() if name != "KOHYA_EXT_PRESET"})
+    if (mismatch := mismatched_triton()) is not None:
+        warn(mismatch)
     tuner = Tuner(request.checkout, command, 60 * minutes, note)
     try:
         tuner.run()

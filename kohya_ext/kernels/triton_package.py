@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -21,8 +21,24 @@ OLDEST = (8, 0)
 FIRST_WITHOUT_OLDER = Version("3.3")
 
 #: Minor release of torch -> the release of Triton that it works with, for builds that do not require one in their metadata.
-#: https://github.com/triton-lang/triton-windows, "PyTorch and Triton"
-_RELEASES = {"2.6": "3.2", "2.7": "3.3", "2.8": "3.4", "2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}
+#: https://github.com/triton-lang/triton-windows, "PyTorch and Triton", and the metadata of PyTorch's builds for Linux
+_RELEASES = {
+    "2.4": "3.0",
+    "2.5": "3.1",
+    "2.6": "3.2",
+    "2.7": "3.3",
+    "2.8": "3.4",
+    "2.9": "3.5",
+    "2.10": "3.6",
+    "2.11": "3.6",
+    "2.12": "3.7",
+    "2.13": "3.7",
+    "2.14": "3.8",
+}
+
+
+#: The package's names on PyPI: PyTorch's own, and the one for Windows.
+_PACKAGES = ("triton", "triton-windows")
 
 
 def missing_triton() -> str | None:
@@ -31,9 +47,28 @@ def missing_triton() -> str | None:
 
     if _triton.has_triton_package():
         return None
-    package, release = "triton-windows" if os.name == "nt" else "triton", _release()
-    command = quoted([sys.executable, "-m", "pip", "install", package + (f"=={release}.*" if release else "")])
-    return f"Triton is not installed; run: {command}"
+    return f"Triton is not installed; run: {_command(_release())}"
+
+
+def mismatched_triton() -> str | None:
+    """Return that the package's release is not the one that torch works with, and what to type; None if it is."""
+    release, installed = _release(), next(filter(None, map(_version, _PACKAGES)), None)
+    if not release or installed is None or installed.startswith(f"{release}."):
+        return None
+    torch = ".".join(version("torch").split(".")[:2])
+    return f"Triton {installed} is installed, and torch {torch} works with {release}; run: {_command(release)}"
+
+
+def _command(release: str) -> str:
+    package = _PACKAGES[os.name == "nt"] + (f"=={release}.*" if release else "")
+    return quoted([sys.executable, "-m", "pip", "install", package])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def is_missing(device: Any = None) -> bool:

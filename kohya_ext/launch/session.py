@@ -12,6 +12,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from kohya_ext.errors import UserError, first_line
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.launch import accelerate_signals
-from kohya_ext.patching.patch import NOT_IN_RELEASE, Patch, Patcher, moved, registry, takes
+from kohya_ext.patching.patch import NEEDS_TORCH, NOT_IN_RELEASE, Patch, Patcher, moved, registry, takes
 from kohya_ext.patching.training_loop import Program
 from kohya_ext.planning import automatic
 from kohya_ext.run import output_lock, run_record, stop_request
@@ -74,8 +75,10 @@ class Session:
     def _announce(self) -> None:
         for patch in self.patcher.patches.values():
             for option in patch.options:
-                asked_for = self.command.origin(option.name) != "default" and self.command.settings[option] not in (None, False)
-                if asked_for and not self._is_on(patch):
+                if self._is_on(patch) or self.command.settings[option] in (None, False):
+                    continue
+                origin = self.command.origin(option.name)
+                if origin != "default" and not (origin == "preset" and self._needs_torch(patch)):
                     warn(f"--{option.name} does nothing: the patch {patch.name} is off ({self._why_off(patch)})")
         for name in without_secrets(self.command.words)[1]:
             variable = secrets().get(name)
@@ -83,6 +86,8 @@ class Session:
         presets = f"preset {self.command.presets.label}" if self.command.presets.presets else "no preset"
         age = f" ({self.checkout.age})" if self.checkout.age else ""
         note(f"{__version__}, {self.checkout.label}{age}, {presets}, {self._patch_summary()}")
+        for need, patches in self._off_with_this_torch().items():
+            note(f"torch {version('torch')}: {', '.join(patches)} off ({need})")
 
     def _patch_summary(self) -> str:
         """Return the number of patches that are on, and the names of those that an option of this run enables."""
@@ -98,6 +103,19 @@ class Session:
         for what, some in (("with", asked), ("off:", settings.disable_patch), ("left out in part:", dict.fromkeys(failed))):
             words += f", {what} {', '.join(some)}" if some else ""
         return words
+
+    def _off_with_this_torch(self) -> dict[str, list[str]]:
+        """Return {what they need: names} of the patches that are off with the installed torch."""
+        rows: dict[str, list[str]] = {}
+        for patch in self.patcher.patches.values():
+            if need := self._needs_torch(patch):
+                rows.setdefault(need, []).append(patch.name)
+        return rows
+
+    def _needs_torch(self, patch: Patch) -> str:
+        """Return why the installed torch turns a patch off; empty if it does not."""
+        need = NEEDS_TORCH.format(patch.torch)
+        return need if self._why_off(patch) == need else ""
 
     def _why_off(self, patch: Patch) -> str:
         return next(outcome.reason for outcome in self.patcher.outcomes.values() if outcome.patch == patch.name)

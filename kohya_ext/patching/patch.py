@@ -5,11 +5,13 @@ Each patch is one file in ``patches/`` (installed as ``kohya_ext.patches``); thi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal
 
@@ -29,6 +31,9 @@ TRAINING_LOOP = "training_loop"
 
 NOT_IN_RELEASE = "not in this release of sd-scripts"
 """The reason for a target that a checkout does not have."""
+
+NEEDS_TORCH = "needs torch {} or newer"
+"""The reason for a patch that is off with the installed torch."""
 
 _START = "prepare_accelerator"
 
@@ -118,6 +123,8 @@ class Patch:
     """Its options. Flags, variables, keys and tables of options are derived from them."""
     until: str | None = None
     """The release of sd-scripts that no longer needs it."""
+    torch: str | None = None
+    """The oldest release of torch that it is tested with. It is off with an older one."""
     wanted: Callable[[Settings], bool] = lambda settings: True
     """Raises UserError for settings that cannot work together."""
     problems: Callable[[str, Any, Settings], Iterable[str]] = lambda script, args, settings: ()
@@ -306,12 +313,14 @@ class Patcher:
             return "disabled by the user"
         if not patch.wanted(self.settings):
             return "not enabled"
+        if patch.torch is not None and is_older_torch(patch.torch):
+            return NEEDS_TORCH.format(patch.torch)
         if self.checkout is None:
             return None
         from packaging.version import Version
 
-        version = self.checkout.version
-        if patch.until is not None and version is not None and Version(version) >= Version(patch.until):
+        theirs = self.checkout.version
+        if patch.until is not None and theirs is not None and Version(theirs) >= Version(patch.until):
             return f"included in sd-scripts since v{patch.until}"
         if patch not in self.engine and not self.checkout.can_be_patched(self.settings.allow_unknown_version):
             return f"{self.checkout.label} has an unknown layout"
@@ -398,6 +407,18 @@ class Patcher:
             if self.settings.strict:
                 stop(f"{message}; remove --strict to run without the patch")
             warn(f"{message}; running the original code")
+
+
+@functools.cache
+def is_older_torch(release: str) -> bool:
+    """Return whether the installed torch is older than a release; does not import it."""
+    from packaging.version import Version
+
+    try:
+        installed = Version(version("torch"))
+    except PackageNotFoundError:
+        return False
+    return Version(installed.base_version) < Version(release)
 
 
 def _stage(patch: Patch) -> Stage:

@@ -44,10 +44,8 @@ class StepValues:
 
     def read_norm(self, gradients: Sequence[Any]) -> float:
         """Return the recorded norm, or that of ``gradients`` if none was recorded."""
-        import torch
-
         if not self.has_norm:
-            self.record_norm(torch.nn.utils.get_total_norm(gradients))
+            self.record_norm(_total_norm(gradients))
         self._read()
         assert self._norm is not None
         return self._norm
@@ -66,6 +64,14 @@ class StepValues:
         loss, self._last_loss = self._last_loss, None
         if loss is not None and loss.device.type != "cpu" and not self._unread_losses:
             loss.data = torch.tensor(self._losses[-1], dtype=loss.dtype).reshape(loss.shape)
+
+
+def _total_norm(gradients: Sequence[Any]) -> Any:
+    import torch
+
+    if hasattr(torch.nn.utils, "get_total_norm"):  # since torch 2.6
+        return torch.nn.utils.get_total_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
 
 
 def _on_host(values: Sequence[Any]) -> list[float]:

@@ -9,7 +9,6 @@ batches have been loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -68,11 +67,6 @@ def set_steps(loader: Any, saved: list[int | None] | None) -> None:
 def inexact(loader: Any, workers: int, persistent: bool) -> Iterator[str]:
     """Yield what a resumed run cannot repeat."""
     subsets = [subset for dataset in _datasets(loader) for subset in getattr(dataset, "subsets", ())]
-    if not workers and any(getattr(subset, "shuffle_caption", False) for subset in subsets) and _rich_draws():
-        yield (
-            "rich 14.1 draws a random number for some logged lines, so captions are shuffled differently after the next saved "
-            "state; use --max_data_loader_n_workers 1"
-        )
     if workers and any(getattr(subset, "token_warmup_step", 0) for subset in subsets):
         yield (
             "--token_warmup_step with data loader workers: they read the step count at a time that differs between runs; use "
@@ -80,13 +74,6 @@ def inexact(loader: Any, workers: int, persistent: bool) -> Iterator[str]:
         )
     if persistent and any(getattr(dataset, "train_inpainting", False) for dataset in _datasets(loader)):
         yield "--train_inpainting with --persistent_data_loader_workers: the random state of the masks is lost with the workers"
-
-
-def _rich_draws() -> bool:
-    try:
-        return version("rich").startswith("14.1.")
-    except PackageNotFoundError:
-        return False
 
 
 def _datasets(loader: Any) -> list[Any]:

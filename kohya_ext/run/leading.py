@@ -19,6 +19,7 @@ from typing import Any
 
 from kohya_ext.patching.training_loop import TrainingCallback
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.run import log_links
 
 #: What the first process publishes instead of a task.
 _CONTINUE, _END = "continue", "end"
@@ -125,12 +126,13 @@ class Leader(TrainingCallback):
                 return
             if task in (_CONTINUE, _END):
                 return
-            before = random.getstate()  # rich draws a random number for each logged line
+            before, links = random.getstate(), log_links.remembered()  # rich draws random numbers for logged lines
             self.is_together = True
             try:
                 self.tasks[task](argument)
             finally:
                 self.is_together = False
+                log_links.remember(links)
                 random.setstate(before)
             if [task, argument] == last:
                 return

@@ -9,7 +9,7 @@ training up to the saved position, and restores the random state of the save. Th
 those of an uninterrupted run.
 
 Skipped batches are still loaded. accelerate loads a batch before it is needed. Without data loader workers it uses random
-numbers of this process, of which saving a state may draw some (rich 14.1 draws one per logged line), so a state also holds the
+numbers of this process, of which saving a state may draw some (:mod:`kohya_ext.run.log_links`), so a state also holds the
 random state from before that batch. With ``--persistent_data_loader_workers`` the workers live across epochs. Each seeds its
 random numbers again after its first batch of an epoch, so the epoch before the position is also drawn without training.
 
@@ -37,7 +37,7 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import UserError
 from kohya_ext.patching.training_loop import TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import data_order, journal, run_record
+from kohya_ext.run import data_order, journal, log_links, run_record
 from kohya_ext.run.atomic_write import final_path
 from kohya_ext.run.loaded_parts import LoadedParts, network_norms
 from kohya_ext.run.output_files import final_models, states
@@ -159,8 +159,8 @@ class Position(TrainingCallback):
     def fix_random_state(self, state: dict[str, Any] | None = None) -> None:
         """Write the given random state, or else the current one, into every state from now on.
 
-        Call it for states that an uninterrupted run does not save. rich 14.1, which sd-scripts pins, draws a random number
-        per logged line, so saving a state changes how captions are shuffled afterwards.
+        Call it for states that an uninterrupted run does not save. rich 14.1, which sd-scripts pins, draws random numbers for
+        logged lines, so saving a state changes how captions are shuffled afterwards.
         """
         self._fixed = state or random_state()
 
@@ -168,10 +168,11 @@ class Position(TrainingCallback):
     def preserving_random_state(self) -> Iterator[None]:
         """Save a state inside this block without affecting the rest of the run."""
         self.fix_random_state()
-        before = random.getstate()
+        before, links = random.getstate(), log_links.remembered()
         try:
             yield
         finally:
+            log_links.remember(links)
             random.setstate(before)
             self._fixed = None
 
@@ -473,7 +474,8 @@ def _host_random_state() -> dict[str, Any]:
 
     state: Any = numpy.random.get_state(legacy=True)
     kind, keys, *rest = state
-    return {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    links = log_links.remembered()
+    return {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state(), "links": links}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
@@ -494,6 +496,8 @@ def _set_host_random_state(state: dict[str, Any]) -> None:
     import numpy
     import torch
 
+    if "links" in state:
+        log_links.remember(state["links"])
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

@@ -60,4 +60,4 @@ def test_other_models_and_files_are_errors(capsys):
     assert main(["presets", "export", "12gb", "--script", "sdxl_train.py", "--for", "fluxgym"]) == 2
     assert "fluxgym trains LoRAs of FLUX" in capsys.readouterr().err
     assert main(["presets", "export", "12gb", "--for", "fluxgym", "--output", "x"]) == 2
-    assert "--output is for --for kohya_ss" in capsys.readouterr().err
+    assert "--output is for the other programs" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from kohya_ext.config.settings import Settings, patch_options
 from kohya_ext.errors import UserError
 from kohya_ext.launch.session import Session
 from kohya_ext.patching.attributes import replaced
-from kohya_ext.patching.patch import Patch, Patcher, Target, apply_needed, moved, registry, takes
+from kohya_ext.patching.patch import Patch, Patcher, Target, apply_needed, is_older_torch, moved, registry, takes
 from kohya_ext.sdscripts.checkouts import Checkout
 
 CHECKOUT = Checkout(Path("sd-scripts"), "0.11.1", "v0.11", "for the test")
@@ -228,6 +228,51 @@ def test_a_patch_is_skipped_from_the_release_that_fixes_upstream(library, until,
     patcher.undo()
     assert (outcome.reason == f"included in sd-scripts since v{until}") or outcome.reason == "undone"
     assert (outcome.reason == "undone") == (status == "applied")
+
+
+@pytest.fixture
+def torch_version(monkeypatch):
+    """A function that sets the version of the installed torch."""
+
+    def set_to(text):
+        monkeypatch.setattr("kohya_ext.patching.patch.version", lambda package: text)
+        monkeypatch.setattr("kohya_ext.launch.session.version", lambda package: text)
+        is_older_torch.cache_clear()
+
+    yield set_to
+    is_older_torch.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        ("2.4.1+cu121", "needs torch 2.6 or newer"),
+        ("2.5.1", "needs torch 2.6 or newer"),
+        ("2.6.0+cu124", "undone"),
+        ("2.6.0a0+git1", "undone"),
+        ("2.14.1", "undone"),
+    ],
+)
+def test_a_patch_is_off_with_a_torch_that_is_too_old(library, torch_version, installed, reason):
+    torch_version(installed)
+    library()
+    patcher = Patcher(make(Target("a_library", "Base.value", double, body="runs"), torch="2.6"), Settings(), CHECKOUT)
+    patcher.arm()
+    patcher.undo()
+    assert (only(patcher).reason, only(patcher).surprise) == (reason, False)
+
+
+def test_what_an_old_torch_turns_off_is_one_line(capsys, torch_version):
+    torch_version("2.4.1+cu121")
+    argv = ["--preset", "10gb-int8", "--cuda_graphs"]
+    Session.start(CHECKOUT, CommandLine(Path("sdxl_train_network.py"), argv, {})).patcher.undo()
+    printed = capsys.readouterr().err
+    (line,) = (line for line in printed.splitlines() if "torch 2.4.1+cu121: " in line)
+    off = {"base_precision", "cuda_graphs", "fast_checkpoint_hooks", "fused_operations", "nonreentrant_checkpointing", "speed"}
+    assert off <= set(re.findall(r"\w+", line))
+    assert line.endswith("off (needs torch 2.6 or newer)")
+    alone = "--cuda_graphs does nothing: the patch cuda_graphs is off (needs torch 2.6 or newer)"  # asked for by the user
+    assert (printed.count(alone), printed.count("(needs torch")) == (1, 2)
 
 
 @pytest.mark.parametrize(

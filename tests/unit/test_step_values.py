@@ -9,7 +9,10 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patching.step_values import StepValues  # noqa: E402
 
 
-def test_losses_and_norm_are_read_once():
+@pytest.mark.parametrize("is_old", [False, True])
+def test_losses_and_norm_are_read_once(monkeypatch, is_old):
+    if is_old:
+        monkeypatch.delattr(torch.nn.utils, "get_total_norm", raising=False)  # as before torch 2.6
     values = StepValues()
     values.record_loss(torch.tensor(0.5, requires_grad=True))
     assert values.read_losses() == [0.5]

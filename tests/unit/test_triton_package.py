@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -41,6 +42,40 @@ def test_the_release_for_torch_is_installed_into_this_environment(monkeypatch, t
     package = "triton-windows" if os.name == "nt" else "triton"
     command = quoted([sys.executable, "-m", "pip", "install", f"{package}{release}"])
     assert triton_package.missing_triton() == f"Triton is not installed; run: {command}"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "packages", "words"),
+    [
+        (
+            "2.7.1+cu128",
+            {"triton-windows": "3.6.0.post25"},
+            "Triton 3.6.0.post25 is installed, and torch 2.7 works with 3.3; run: ",
+        ),
+        ("2.14.1", {"triton": "3.7.0"}, "Triton 3.7.0 is installed, and torch 2.14 works with 3.8; run: "),
+        ("2.7.1+cu128", {"triton-windows": "3.3.1.post19"}, None),
+        ("2.4.1+cu121", {"triton": "3.0.0"}, None),
+        ("2.14.1", {}, None),
+        ("2.99.0", {"triton": "3.0.0"}, None),
+    ],
+)
+def test_another_release_than_torch_works_with_is_a_line(monkeypatch, torch_version, packages, words):
+    def version(package):
+        if package not in {"torch", *packages}:
+            raise PackageNotFoundError(package)
+        return {"torch": torch_version, **packages}[package]
+
+    monkeypatch.setattr(triton_package, "version", version)
+    monkeypatch.setattr(triton_package, "requires", lambda package: None)
+    package = "triton-windows" if os.name == "nt" else "triton"
+    release = {"2.7.1+cu128": "3.3", "2.14.1": "3.8"}.get(torch_version)
+    command = quoted([sys.executable, "-m", "pip", "install", f"{package}=={release}.*"])
+    assert triton_package.mismatched_triton() == (words and words + command)
+
+
+def test_each_release_of_torch_that_is_supported_has_one_of_triton():
+    minors = range(4, 15)
+    assert list(triton_package._RELEASES) == [f"2.{minor}" for minor in minors]
 
 
 def test_all_that_needs_it_is_one_line(capsys):
