@@ -1,7 +1,7 @@
 """Train a LoRA from a folder of images and a checkpoint.
 
 Finds the kind of the model, the preset for this GPU and the number of steps, shows them with the command that they stand for,
-and asks before it starts. Everything after FOLDER can be an option of the script. After a stop, the same command resumes the run.
+and asks before it starts. Everything after FOLDER can be an option of the script. The same command resumes a run that stopped.
 """
 
 from __future__ import annotations
