@@ -143,11 +143,11 @@ def test_doctor_shows_every_patch_applied(checkout, call):
     assert all(status == "applied" or reason for status, reason in statuses.values())
 
 
-def test_estimating_an_unsupported_script_is_an_error_of_one_line(checkout, capsys):
+def test_planning_an_unsupported_script_is_an_error_of_one_line(checkout, capsys):
     training = [script for script in checkout.scripts() if checkouts.is_training_script(checkout.path / script)]
     others = [script for script in training if script not in preset_files.FAMILIES]
     assert len(others) >= 9, "ControlNet, LLLite and textual inversion of each model"
-    for command, script in [*(("estimate", script) for script in others), ("plan", others[0]), ("budget", others[0])]:
+    for command, script in [*(("plan", script) for script in others), ("budget", others[0])]:
         assert main([command, "--sd-scripts", str(checkout.path), script, "--resolution", "512", "--vram", "24"]) == 2
         message = capsys.readouterr().err
         assert message.startswith(

@@ -38,6 +38,7 @@ def read(done):
     return json.loads(done.stdout)
 
 
+@pytest.mark.thorough
 def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(estimate, checkout, tmp_path):
     """Which counts some numbers per layer as GPU memory that optimizers keep on the host, at 512 bytes each."""
     words = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only")
@@ -65,6 +66,7 @@ def test_a_script_without_another_estimate_is_estimated_and_then_known(estimate,
 
 
 @pytest.mark.newest
+@pytest.mark.thorough
 def test_a_script_that_fails_is_named_with_its_own_error(estimate, checkout, tmp_path):
     done = estimate(checkout, "train_textual_inversion.py", "--optimizer_type", "no_such_package.Optimizer")
     assert done.returncode == 2
