@@ -25,8 +25,8 @@ OTHERS = {f"--{name}" for name in (
     "initial_epoch", "validate_every_n_steps", "pretrained_model_name_or_path",
     "deepspeed", "zero_stage", "save_state", "offload_optimizer_device", "offload_param_device", "max_grad_norm",
     "ddp_gradient_as_bucket_view", "command", "dim_from_weights", "lr_scheduler_type",
-    "ae", "network_args", "caption_dropout_rate", "huggingface_repo_id", "huggingface_token", "log_tracker_config", "wandb_api_key",
-    "weighted_captions",
+    "ae", "caption_dropout_rate", "huggingface_repo_id", "huggingface_token", "log_tracker_config", "wandb_api_key",
+    "network_args", "weighted_captions",
     "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "signal",  # SLURM's
     "nnodes", "nproc_per_node", "max-restarts", "rdzv_backend", "rdzv_id", "rdzv_endpoint",  # torchrun's
 )}  # fmt: skip
