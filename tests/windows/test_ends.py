@@ -37,12 +37,12 @@ def run_of_gui(checkout, train, output, gui_options):
     opened = [final.open("rb")]
 
     def open_outputs(process):
-        names = ("tiny-step00000002.safetensors", "tiny-step00000002-state/optimizer.bin")
+        names = ("tiny-step00000004.safetensors", "tiny-step00000004-state/optimizer.bin")
         opened.extend((folder / name).open("rb") for name in names)
 
-    options = gui_options(folder, save_every_n_steps=2, save_last_n_steps=2, save_state=True)
+    options = gui_options(folder, save_every_n_steps=4, save_last_n_steps=2, save_state=True)
     try:
-        return train(checkout, LORA, *options, *STEPS, start="gui", output=folder, at_step=3, act=open_outputs)
+        return train(checkout, LORA, *options, *STEPS, start="gui", output=folder, at_step=5, act=open_outputs)
     finally:
         for file in opened:
             file.close()
@@ -75,7 +75,7 @@ def test_outputs_that_are_open_elsewhere_are_left_and_written_under_another_name
     assert "tiny.safetensors is open in another program and cannot be replaced: saved tiny.2.safetensors instead" in printed
     assert run_of_gui.file.read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert (folder / "tiny.2.safetensors").stat().st_size > 1000
-    state = folder / "tiny-step00000002-state"  # Wine lets a folder be renamed in which a file is open
+    state = folder / "tiny-step00000004-state"  # Wine lets a folder be renamed in which a file is open
     assert (runs_in_wine() and not state.exists()) or resume.state_problem(state) is None
     assert not list(folder.glob("*.partial"))
 
