@@ -136,6 +136,10 @@ def keep(layout, script, row):
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
+#: v0.10's older scripts, whose dry run fails.
+NO_ESTIMATE = ("train_textual_inversion_XTI.py", "sdxl_train_control_net_lllite_old.py")
+
+
 @posix
 @pytest.mark.parametrize(
     "where",
@@ -154,5 +158,5 @@ def test_script(train, call, models, images, where, tmp_path):
     family = families.of(script, {})
     trains = {IDENTICAL: row["upstream"], EXACT: row["SIGKILL"], "stopped": row["SIGTERM"], PASSES: row["check"]}
     assert trains == {IDENTICAL: IDENTICAL, EXACT: EXACT, "stopped": EXACT, PASSES: PASSES}
-    assert row["estimate"] == ("yes" if script not in family.others else "no")
+    assert row["estimate"] == ("yes" if script not in family.others else "no" if script in NO_ESTIMATE else "dry run")
     assert "fails" not in row["preset"]
