@@ -21,7 +21,7 @@ class MeasuredImages:
     """The measures of a folder's images, kept in the user's cache by size, time of the last change and trained size."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what is kept; a damaged file counts as none."""
+        """Read the measures of earlier reviews; a damaged file has none."""
         name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         self._file = cache.folder() / "images" / f"{name}.json"
         self._kept: dict[str, dict[str, Any]] = {}

@@ -100,7 +100,9 @@ def of(script: Path, args: Namespace, looked_at: Callable[[int, int], None]) -> 
         import imagehash  # noqa: F401
     except ImportError as error:
         raise UserError(f"--images needs imagehash ({error}); run `pip install imagehash`") from None
-    folders = [subset for subset in subsets(script, args, Findings()) if subset.folder.is_dir()]
+    # A dataset's file may name a folder several times, for several resolutions.
+    unique = {subset.folder.resolve(): subset for subset in reversed([*subsets(script, args, Findings())])}
+    folders = [subset for subset in reversed(unique.values()) if subset.folder.is_dir()]
     if not folders:
         raise UserError("--images: no folder of images is given, or none of them exists")
     images: list[Image] = []

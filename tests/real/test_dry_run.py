@@ -1,4 +1,4 @@
-"""Dry runs of the real scripts on tiny models: what is known of them, and what they leave behind."""
+"""Dry runs of the real scripts on tiny models: their results, and the files after their end."""
 
 import json
 import os

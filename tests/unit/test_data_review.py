@@ -212,3 +212,14 @@ def test_similarity_is_passed_on():
     assert likeness.duplicates(words) == [[0, 1, 3]]
     assert likeness.duplicates([]) == []
     assert likeness.marked([]) == []
+
+
+def test_a_folder_of_several_resolutions_is_reviewed_once(tmp_path):
+    folder = tmp_path / "data" / "1_x"
+    folder.mkdir(parents=True)
+    next(crops()).save(folder / "a.png")
+    dataset = "[[datasets]]\nresolution = {}\n[[datasets.subsets]]\nimage_dir = {}\n"
+    config = tmp_path / "dataset.toml"
+    config.write_text("".join(dataset.format(side, json.dumps(str(folder))) for side in (128, 96)), encoding="utf-8")
+    result = reviewed(folder, dataset_config=str(config))
+    assert [image.remarks for image in result.images] == [[]]

@@ -72,7 +72,7 @@ def exported(file, *names, script=None):
 def run_files(document, folder):
     """Write the config file and the dataset config that the window and its backend make of a file, as in ae5ce07.
 
-    The window resets all other fields, and writes these for every run. The backend leaves out what is empty. Loading an SDXL
+    The window resets all other fields, and writes these for every run. The backend leaves out empty ones. Loading an SDXL
     file, the window turns off the caching of text encoder outputs.
     """
     flux, tables = bool(document.get("flux_args")), {**document}
