@@ -1,6 +1,6 @@
 """Compare the memory of dry runs with that of the same command lines on a virtual GPU.
 
-    python -m benchmarks.dry_runs [--only TEXT] [--again]
+    python -m benchmarks.dry_runs [--only PATTERN] [--again]
     python -m benchmarks.dry_runs --gate [--only sdxl-lora/] [--again]
 
 Rows are runs that have no other estimate: other scripts, offloaded checkpoints, network modules and optimizers of third
@@ -15,13 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +156,20 @@ def run(checkout: Checkout, command: CommandLine, scratch: Path, given: argparse
     return {name: used[name] for name in ("allocated", "reserved", "failed") if name in used}
 
 
-def gate(checkout: Checkout, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of full_size.json with the errors of the dry run and of the estimate there."""
-    known = json.loads(full_size.OUTPUT.read_text(encoding="utf-8"))["rows"]
-    for name, row in known.items():
-        if only in name and row["used"].get("reserved") and "compile" not in name and "cuda_graphs" not in name:
-            script, *words = shlex.split(row["arguments"])
-            predicted = dry(checkout, CommandLine(checkout.script(script), words, os.environ))
-            compared_row = compared(predicted, {kind: row["used"][kind] for kind in ("allocated", "reserved")})
-            yield name, {**compared_row, "estimate_error_percent": row["error_percent"]}
+def gate(checkout: Checkout, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of full_size.json with the errors of the dry run and of the estimate there."""
+    script, *words = shlex.split(row["arguments"])
+    predicted = dry(checkout, CommandLine(checkout.script(script), words, os.environ))
+    used = {kind: row["used"][kind] for kind in ("allocated", "reserved")}
+    return {**compared(predicted, used), "estimate_error_percent": row["error_percent"]}
+
+
+def in_turn(names: Iterable[str]) -> list[str]:
+    """Return names with one of each family and kind of run in turn, so that a part of them has all kinds."""
+    groups = defaultdict(list)
+    for name in names:
+        groups[re.split("[/:]", name)[0]].append(name)
+    return [name for turn in zip_longest(*groups.values()) for name in turn if name]
 
 
 def main() -> int:
@@ -168,7 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[full_size.launching()]
     )
-    parser.add_argument("--only", default="", help="only rows with this text in their names")
+    parser.add_argument("--only", default="", help="only rows whose names match this expression")
     parser.add_argument("--gate", action="store_true", help="run the rows of full_size.json dry instead")
     parser.add_argument("--again", action="store_true", help="also the rows that are in the output file")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="default: dry_runs.json of the results")
@@ -188,15 +197,19 @@ def main() -> int:
 def _measured(
     given: argparse.Namespace, checkout: Checkout, scratch: Path, document: dict[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    part = "gate" if given.gate else "rows"
     if given.gate:
-        yield from (("gate", name, row) for name, row in gate(checkout, given.only))
-        return
-    for row in ROWS:
-        if given.only in row.name and (given.again or row.name not in document["rows"]):
+        known = json.loads(full_size.OUTPUT.read_text(encoding="utf-8"))["rows"]
+        known = {name: row for name, row in known.items() if row["used"].get("reserved")}
+        measurements: dict[str, Callable[[], dict[str, Any]]] = {name: partial(gate, checkout, known[name]) for name in in_turn(known)}
+    else:
+        measurements = {row.name: partial(measure, row, checkout, scratch, given) for row in ROWS}
+    for name, measurement in measurements.items():
+        if re.search(given.only, name) and (given.again or name not in document[part]):
             try:
-                yield "rows", row.name, measure(row, checkout, scratch, given)
+                yield part, name, measurement()
             except UserError as error:
-                yield "rows", row.name, {"error_percent": {}, "used": {"failed": str(error)}}
+                yield part, name, {"error_percent": {}, "used": {"failed": str(error)}}
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from kohya_ext.estimate.whole_runs import IRRELEVANT
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.introspect import option_names
 
-#: Switches that are turned off: compiled code is left out, and workers would need the GPU in other processes.
+#: Switches that are turned off: models compiled as a whole are left out, and workers would need the GPU in other processes.
 _OFF = (
-    "preflight", "journal", "persistent_data_loader_workers", "auto_data_loader", "torch_compile", "compile",
-    "selective_torch_compile", "cuda_graphs", "xformers",
+    "preflight", "journal", "persistent_data_loader_workers", "auto_data_loader", "torch_compile", "compile", "xformers",
 )  # fmt: skip
+
+#: Options of a run with compiled blocks.
+COMPILED = {"compile_mode": "default", "compile_dynamic": "false"}
 
 #: Micro-steps of a step that is estimated: the first, those that add to its gradients, and the last.
 MICRO_STEPS = 3
@@ -80,9 +82,19 @@ class Arguments:
         return kind.title if kind is not None else ""
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled."""
+        return bool(self.command.settings["selective_torch_compile"])
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether passes are recorded."""
+        return bool(self.command.settings["cuda_graphs"])
+
+    @property
     def left_out(self) -> list[str]:
         """What the user's run does and a dry run does not: ``--torch_compile``."""
-        names = ("sample_prompts", "validation_split", "torch_compile", "compile", "selective_torch_compile", "cuda_graphs")
+        names = ("sample_prompts", "validation_split", "torch_compile", "compile")
         return [f"--{name}" for name in names if self.command.values.get(name)]
 
     def _drop(self) -> None:
@@ -90,6 +102,8 @@ class Arguments:
         self.changes |= {name: None for name in given if name.startswith(IRRELEVANT)}
         self.changes |= {name: False for name in _OFF if given.get(name)}
         self.changes |= {"vram_budget": None, "preflight": False, "journal": False, "speed": "off"}
+        self.changes |= COMPILED if self.is_compiled else {}
+        self.changes |= {"cuda_graphs_always": True} if self.is_recorded else {}  # within the first steps
         if given.get("xformers"):
             has_switch = "sdpa" in option_names(self.command.script or Path())
             self.changes |= {"sdpa": True} if has_switch else {"attn_mode": "torch"}

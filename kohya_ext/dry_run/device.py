@@ -23,11 +23,33 @@ CPU, META, GPU = torch.device("cpu"), torch.device("meta"), torch.device("cuda",
 _to, _numpy = torch.Tensor.to, torch.Tensor.numpy
 _get_data, _set_data = torch._C.TensorBase.data.__get__, torch._C.TensorBase.data.__set__
 _requested_moves = 0  # above 0 while a move that Python asked for runs: "cpu" then means the host
+_in_compiled = 0  # above 0 while compiled code is traced or runs: all of its tensors are on the GPU, and say "cpu" to Python
 
 
 def is_on_gpu(value: object) -> bool:
     """Return whether a value is a tensor in the GPU's memory."""
-    return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"
+    return isinstance(value, FakeTensor) and (_in_compiled > 0 or value.fake_device.type == "cuda")
+
+
+def device_for_python(tensor: FakeTensor) -> torch.device:
+    """Return the device of a tensor for Python: Dynamo traces compiled code as the CPU's, as C++ sees it."""
+    return device_for_cpp(tensor) if _in_compiled or tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+@contextmanager
+def compiled(depth: int = 1) -> Iterator[None]:
+    """Trace and run compiled code inside the block; with ``depth`` 0 again all other code."""
+    global _in_compiled
+    before, _in_compiled = _in_compiled, depth
+    try:
+        yield
+    finally:
+        _in_compiled = before
+
+
+def in_compiled() -> bool:
+    """Return whether compiled code is traced or runs now."""
+    return _in_compiled > 0
 
 
 def fake_tensors(values: Iterable[Any]) -> Iterator[FakeTensor]:
@@ -52,6 +74,8 @@ def routed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     Tensors of the host that meet one of the GPU are moved without a copy, as PyTorch does with a number.
     """
     kwargs = dict(kwargs)
+    if _in_compiled:
+        return kwargs
     tensors = [*fake_tensors(args), *fake_tensors(kwargs.values())]
     gpu = any(map(is_on_gpu, tensors))
     device = kwargs.get("device")
@@ -129,9 +153,12 @@ def _name_autocast() -> None:
             kwargs["dtype"] = torch.float16
         start(self, _for_cpp(device_type), *args, **kwargs)
 
+    def in_force(device_type: str) -> str:
+        return device_type if _in_compiled else _for_cpp(device_type)  # Dynamo sets each device's state as it was
+
     torch.autocast.__init__ = init
-    torch.is_autocast_enabled = lambda device_type="cuda": enabled(_for_cpp(device_type))
-    torch.get_autocast_dtype = lambda device_type: dtype(_for_cpp(device_type))
+    torch.is_autocast_enabled = lambda device_type="cuda": enabled(in_force(device_type))
+    torch.get_autocast_dtype = lambda device_type: dtype(in_force(device_type))
     torch.get_autocast_gpu_dtype = lambda: dtype("cpu")
 
 

@@ -71,7 +71,7 @@ def measure(checkout: Checkout, command: CommandLine) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kohya_ext_dry_run_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         arguments = Arguments(command, workload, folder)
-        _request(checkout, command, workload, arguments.words()).write(folder)
+        _request(checkout, arguments).write(folder)
         _run(arguments)
         if not (folder / RESULT).is_file():
             raise UserError(f"the dry run of {command.name} failed:\n{_end_of_output(folder)}")
@@ -84,16 +84,19 @@ def measure(checkout: Checkout, command: CommandLine) -> dict[str, Any]:
     return {**result, "config": _config(arguments), "versions": versions, "layout": checkout.layout}
 
 
-def _request(checkout: Checkout, command: CommandLine, workload: Workload, words: list[str]) -> Request:
+def _request(checkout: Checkout, arguments: Arguments) -> Request:
+    command, workload = arguments.command, arguments.workload
     settings = command.settings
     return Request(
         sd_scripts=str(checkout.path.resolve()),
         script=command.name,
-        words=words,
+        words=arguments.words(),
         passes=STEPS * workload.micro_steps,
         micro_steps=workload.micro_steps,
         integer=caption_tokens(command, workload.size),
         expandable_segments=bool(settings["expandable_segments"]),
+        compiled=arguments.is_compiled,
+        recorded=arguments.is_recorded,
         eight_bits=settings["base_precision"] is not None,
         kernels=bool(settings["base_precision"] or settings["fused_operations"]),
     )
@@ -143,7 +146,7 @@ def _environment(arguments: Arguments) -> dict[str, str]:
         "PYTHONPATH": environment.python_path(),
         "KOHYA_EXT_CACHE": str(arguments.folder / "cache"),
         "PYTHONUTF8": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # what packages compile runs eager, too
+        **({} if arguments.is_compiled else {"TORCHDYNAMO_DISABLE": "1"}),  # what packages compile runs eager, too
     }
 
 

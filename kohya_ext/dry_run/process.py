@@ -16,10 +16,12 @@ import shutil
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kohya_ext.dry_run.request import RESULT, Request, end
+from kohya_ext.errors import UserError
 
 
 def main(folder: Path) -> None:
@@ -31,6 +33,8 @@ def main(folder: Path) -> None:
         print(f"{request.script} ended before {request.passes} backward passes", file=sys.stderr)
     except SystemExit as stop:
         print("" if isinstance(stop.code, int) else stop.code or "", file=sys.stderr)
+    except UserError as error:
+        print(error, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     end(1)
@@ -48,40 +52,60 @@ def end_with_parent(folder: Path) -> None:
 
 
 def _run(request: Request, folder: Path) -> None:
+    from kohya_ext.dry_run.compiling import compiled_blocks
+    from kohya_ext.estimate.compiled import traceable
+
+    steps = _install(request, folder)
+    mode = steps.tracker.values.mode = traceable() if request.compiled else _fake_tensors()
+    sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
+    with contextlib.ExitStack() as stack:
+        for part in _as_on_gpu(request, steps.tracker, mode):
+            stack.enter_context(part)
+        if request.compiled:
+            steps.check = stack.enter_context(compiled_blocks(mode, steps.tracker))
+        runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
+
+
+def _fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _as_on_gpu(request: Request, tracker: Any, mode: Any) -> Iterator[Any]:
+    """Yield the contexts in which operators run as a GPU's."""
     from kohya_ext.estimate.autocast import EIGHT_BITS, LOWER, cuda_rules
     from kohya_ext.estimate.linear import bias_in_place
     from kohya_ext.estimate.step import bitsandbytes_without_kernels, functions_as_on_cuda
     from kohya_ext.estimate.triton_kernels import counted_kernels
 
-    tracker = _install(request, folder)
-    mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker.values.integer = request.integer
-    kernels = counted_kernels(eight_bits=request.eight_bits) if request.kernels else contextlib.nullcontext()
-    sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
-    rules = cuda_rules((*LOWER, *EIGHT_BITS))
-    with rules, bias_in_place(), functions_as_on_cuda(), bitsandbytes_without_kernels(tracker), mode, tracker, kernels:
-        runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
+    yield from (cuda_rules((*LOWER, *EIGHT_BITS)), bias_in_place(), functions_as_on_cuda())
+    yield from (bitsandbytes_without_kernels(tracker), mode, tracker)
+    if request.kernels:
+        yield counted_kernels(eight_bits=request.eight_bits)
 
 
 def _install(request: Request, folder: Path) -> Any:
-    """Replace what would need a GPU, data or more time; return the tracker of the run."""
-    from kohya_ext.dry_run import cuda_functions, device, weights
+    """Replace what would need a GPU, data or more time; return the steps of the run."""
+    from kohya_ext.dry_run import cuda_functions, device, recording, weights
     from kohya_ext.dry_run.steps import Steps
     from kohya_ext.dry_run.tracking import GpuTracker
 
     tracker = GpuTracker()
+    tracker.values.integer = request.integer
     weights.install()
     device.install()
     cuda_functions.install(tracker.release_unused)
     _run_in_this_thread()
     _keep_the_order_of_images()
     _shorten_captions()
+    if request.recorded:
+        recording.install(tracker)
     if request.eight_bits:
         setattr(importlib.import_module("kohya_ext.quantization.support"), "kernels_obstacle", lambda *_: None)  # noqa: B010
-    Steps(tracker, request, folder / RESULT).install()
-    return tracker
+    steps = Steps(tracker, request, folder / RESULT)
+    steps.install()
+    return steps
 
 
 def _run_in_this_thread() -> None:

@@ -25,6 +25,10 @@ class Request:
     integer: int
     """The value of integers that the script reads from the GPU."""
     expandable_segments: bool
+    compiled: bool
+    """Whether blocks are compiled."""
+    recorded: bool
+    """Whether passes are recorded."""
     eight_bits: bool
     kernels: bool
     """Whether the extension's own kernels run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Steps:
     request: Request
     file: Path
     """The result."""
+    check: Callable[[], None] = lambda: None
+    """Raises UserError if the log is of no use."""
     passes: list[tuple[int, int]] = field(default_factory=list)
     """Events and FLOPs at the beginning of each backward pass."""
     optimizers: dict[int, Any] = field(default_factory=dict)
@@ -43,9 +45,9 @@ class Steps:
         backward, iterate = torch.Tensor.backward, torch.utils.data.DataLoader.__iter__
 
         def run_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs.get("gradient") is not None:  # a loss has none
-                return backward(loss, *args, **kwargs)
-            self._begin_pass()
+            if not args and kwargs.get("gradient") is None:  # a loss has none, and a pass that is recorded has one
+                self._begin_pass()
+            self.tracker.mark_saved()
             with self.tracker.during(BACKWARD):
                 return backward(loss, *args, **kwargs)
 
@@ -60,10 +62,10 @@ class Steps:
     def _begin_pass(self) -> None:
         self.passes.append((len(self.tracker.events), self.tracker.flops))
         if len(self.passes) > self.request.passes:
+            self.check()
             self.file.write_text(json.dumps(self.result()), encoding="utf-8")
             end(0)
         self.tracker.phase = FORWARD
-        self.tracker.mark_saved()
 
     def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer

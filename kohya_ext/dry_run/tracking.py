@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kohya_ext.dry_run.device import GPU, device_for_cpp, fake_tensors, is_on_gpu, routed
-from kohya_ext.estimate import tracker, workspaces
+from kohya_ext.dry_run.device import GPU, device_for_cpp, fake_tensors, in_compiled, is_on_gpu, routed
+from kohya_ext.estimate import tracker
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.tensor_values import Assumptions
-from kohya_ext.estimate.tracker import BACKWARD, DEVICE, WORKSPACE
+from kohya_ext.estimate.tracker import DEVICE
 
 _aten = torch.ops.aten
 
@@ -52,11 +52,13 @@ class GpuTracker(tracker.Tracker):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.run = self._run
+        self.run, self.device = self._run, GPU
 
     __hash__ = tracker.Tracker.__hash__
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if in_compiled():  # results outside of it are on another device
+            return func(*args, **kwargs)
         return self.values.run(func, args, routed(func, args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,24 +67,9 @@ class GpuTracker(tracker.Tracker):
             return device_for_cpp(args[0])
         kwargs = kwargs or {}
         if any(map(is_on_gpu, (*fake_tensors(args), *fake_tensors(kwargs.values())))):
-            return self._on_gpu(func, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
         result = self._run(func, args, kwargs)
         self.record(result, self._kind_of(func, args))
-        return result
-
-    def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        before = self._accumulated(func, args)
-        result = workspaces.laid_out(func, args, kwargs, self._run(func, args, kwargs))
-        self._count(func, args, kwargs, result)
-        if before is not None:
-            self._take_over(before, result)
-        used = self._log_allocated(*workspaces.before(func, args, kwargs))
-        self.record(result, self._kind_of(func, args))
-        used += self._log_allocated(*workspaces.after(func, args, kwargs))
-        self._log_freed(used)
-        if workspaces.uses_cublas(func, args) and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
-            self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8, device=GPU)
-            self._record(self.workspaces[handle], Kind.WORKSPACE)
         return result
 
     def record(self, values: Any, kind: Kind) -> None:

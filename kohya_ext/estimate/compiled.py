@@ -12,7 +12,7 @@ import importlib
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,19 +79,23 @@ def tracing_in(mode: Any) -> Iterator[None]:
 
 
 @contextmanager
-def logging_to(mode: Any, tracker: Tracker) -> Iterator[None]:
+def logging_to(
+    mode: Any, tracker: Tracker, on_gpu: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[Callable[[], None]]:
     """Register the backend inside the block: compiled blocks log to ``tracker`` the tensors that their code allocates.
 
-    Raises UserError after the block if one could not be compiled. It has run eager then, and its log is of no use.
+    Graphs are lowered inside of ``on_gpu``, since they have been moved. Yields a function that raises UserError if a block
+    could not be compiled, as the end of the block does. It has run eager then, and its log is of no use.
     """
     from torch._inductor import compile_fx as inductor
 
     improve, compile_inner = inductor._recursive_joint_graph_passes, inductor.compile_fx_inner
     failures: list[Exception] = []
 
-    def improve_and_move(traced: Any, *args: Any, **kwargs: Any) -> Any:
+    def improve_and_move(lowering: ExitStack, traced: Any, *args: Any, **kwargs: Any) -> Any:
         """Run inductor's passes over forward and backward together, which compute constants, and move the result to the GPU."""
         improved = improve(traced, *args, **kwargs) or traced  # torch 2.6 improves it in place and returns nothing
+        lowering.enter_context(on_gpu())
         with _disable_current_modes():
             fake_gpu.move(improved, mode)
         return improved
@@ -104,12 +108,17 @@ def logging_to(mode: Any, tracker: Tracker) -> Iterator[None]:
             return compile_inner(graph_module, given, **kwargs)
 
     def compile_graph(traced: Any, inputs: Sequence[Any]) -> Any:
-        moving = replaced(inductor, "_recursive_joint_graph_passes", improve_and_move)
-        with _recorded(failures), tracing_in(mode), fake_gpu.present(), moving:
-            return inductor.compile_fx(traced, inputs, inner_compile=inner)
+        with _recorded(failures), tracing_in(mode), fake_gpu.present(), ExitStack() as lowering:
+            moving = partial(improve_and_move, lowering)
+            with replaced(inductor, "_recursive_joint_graph_passes", moving):
+                return inductor.compile_fx(traced, inputs, inner_compile=inner)
 
     with registered_backend(BACKEND, compile_graph):
-        yield
+        yield partial(_check, failures)
+    _check(failures)
+
+
+def _check(failures: Sequence[Exception]) -> None:
     if failures:
         reason = f"{type(failures[0]).__name__}: {failures[0]}".splitlines()[0]
         raise UserError(
@@ -191,7 +200,7 @@ class _Code(types.ModuleType):
     def _empty(self, size: Any, stride: Any, dtype: Any) -> Any:
         tracker = self._tracker
         with tracker.paused():
-            result = torch.empty_strided(size, stride, dtype=dtype)
+            result = torch.empty_strided(size, stride, dtype=dtype, device=tracker.device)
         tracker.record(result, Kind.RECOMPUTED if tracker.phase == BACKWARD and not self._is_backward else Kind.TEMPORARY)
         return result
 

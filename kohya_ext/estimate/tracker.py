@@ -81,6 +81,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """The stream that operators run on."""
     pool: int = 0
     """The pool that tensors are allocated in (:attr:`Event.pool`)."""
+    device: torch.device | None = None
+    """The device of tensors that the tracker creates itself."""
     workspaces: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
     """cuBLAS's workspaces on each stream: of autograd's thread, which runs the backward pass (True), and of the main thread."""
     _paused: bool = False
@@ -176,7 +178,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             used += self._log_allocated(*workspaces.after(func, args, kwargs))
             self._log_freed(used)
         if workspaces.uses_cublas(func, args) and (handle := (self.stream, self.phase == BACKWARD)) not in self.workspaces:
-            self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8)
+            self.workspaces[handle] = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
             self._record(self.workspaces[handle], Kind.WORKSPACE)
         return result
 

@@ -195,7 +195,7 @@ tracker = GpuTracker()
 device.install()
 cuda_functions.install(tracker.release_unused)
 file = Path(sys.argv[1])
-Steps(tracker, Request("", "", [], 3, 1, 0, False, False, False), file).install()
+Steps(tracker, Request("", "", [], 3, 1, 0, *[False] * 5), file).install()
 mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
 with mode, tracker:
     layer = torch.nn.Linear(1024, 1024, bias=False).to("cuda")

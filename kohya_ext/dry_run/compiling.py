@@ -1,0 +1,42 @@
+"""Compiled blocks of a dry run: traced as the CPU's, and logged as inductor's code for a GPU runs (estimate/compiled.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from kohya_ext.dry_run import device
+from kohya_ext.estimate import compiled
+from kohya_ext.estimate.tracker import Tracker
+
+
+@contextmanager
+def compiled_blocks(mode: Any, tracker: Tracker) -> Iterator[Callable[[], None]]:
+    """Compile blocks inside the block, for the rest of the process; yield the check of :func:`compiled.logging_to`."""
+    compile_function = torch.compile
+    torch.compile = lambda function=None, **options: _compiled(compile_function, function, options)
+    FakeTensor.device = property(device.device_for_python)
+    with compiled.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
+        yield check
+
+
+def _compiled(compile_function: Any, function: Any, options: dict[str, Any]) -> Any:
+    """Compile a block. What packages compile, with torch's own backends, runs eager."""
+    if not callable(options.get("backend")):
+        return function if function is not None else lambda decorated: decorated
+    traced = compile_function(function, **options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with device.compiled():
+            result = traced(*args, **kwargs)
+        for value in device.fake_tensors((result,)):
+            value.fake_device = device.GPU
+        return result
+
+    return call
