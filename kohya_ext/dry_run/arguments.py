@@ -128,10 +128,15 @@ class Arguments:
         for option in stand_ins.options(self.kind):
             if not self._exists(option):
                 file = self.folder / "models" / f"{option}.safetensors"
-                stand_ins.write_checkpoint(self.kind, option, file)
+                stand_ins.write_checkpoint(self.kind, option, file, fp8="fp8" in self._name_of(option))
                 self.changes[option], self.missing = str(file), self.kind
         if "vae" not in self.changes and self.command.values.get("vae") and not self._exists("vae"):
             self.changes["vae"] = None  # a repository: the checkpoint has a VAE of the same sizes
+
+    def _name_of(self, option: str) -> str:
+        """Return the name of a missing file, which the user or the preset's author knows; empty without one."""
+        name = self.command.values.get(option) or self.command.presets.assumed.get(option) or ""
+        return Path(str(name)).name
 
     def _exists(self, option: str) -> bool:
         value = self.command.values.get(option)

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kohya_ext.dry_run import device
+from kohya_ext.dry_run.tracking import GpuTracker
 from kohya_ext.estimate import compiled
 from kohya_ext.estimate.tracker import Tracker
 
@@ -21,6 +22,7 @@ def compiled_blocks(mode: Any, tracker: Tracker) -> Iterator[Callable[[], None]]
     compile_function = torch.compile
     torch.compile = lambda function=None, **options: _compiled(compile_function, function, options)
     FakeTensor.device = property(device.device_for_python)
+    GpuTracker.__torch_dispatch__ = torch._disable_dynamo(GpuTracker.__torch_dispatch__)
     with compiled.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
         yield check
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import importlib
 import os
 import runpy
@@ -99,6 +100,7 @@ def _install(request: Request, folder: Path) -> Any:
     _run_in_this_thread()
     _keep_the_order_of_images()
     _shorten_captions()
+    _spare_time()
     if request.recorded:
         recording.install(tracker)
     if request.eight_bits:
@@ -127,6 +129,23 @@ def _keep_the_order_of_images() -> None:
     import torch.utils.data
 
     torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self.data_source)))
+
+
+def _spare_time() -> None:
+    """Leave weights without first values, and the imported modules to no search for unused objects."""
+    import accelerate
+    import torch
+
+    initialize = (name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_"))
+    for name in initialize:
+        setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)
+    create = accelerate.Accelerator.__init__
+
+    def freeze_and_create(*args: Any, **kwargs: Any) -> None:
+        gc.freeze()  # a script loads its models later
+        create(*args, **kwargs)
+
+    accelerate.Accelerator.__init__ = freeze_and_create
 
 
 def _shorten_captions() -> None:

@@ -15,6 +15,7 @@ from kohya_ext.tiny import tokenizers
 #: A file of this package, written by tools/make_checkpoint_headers.py: kind of checkpoint -> option -> tree of its tensors.
 TABLE = "headers.json"
 
+_FLOATS = ("F32", "F16", "BF16")
 _BYTES = {"I64": 8, "I32": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "BOOL": 1}
 
 #: More than a text encoder takes, with one token for each character. HunyuanImage's second text encoder reads the quoted text.
@@ -29,12 +30,13 @@ def options(kind: str) -> list[str]:
     return [*_table().get(kind, {})]
 
 
-def write_checkpoint(kind: str, option: str, file: Path) -> None:
-    """Write the file of an option without weights: it takes no more disk space than its header."""
+def write_checkpoint(kind: str, option: str, file: Path, fp8: bool = False) -> None:
+    """Write the file of an option without weights, or one of fp8: it takes no more disk space than its header."""
     header: dict[str, Any] = {}
     end = 0
     for name, description in _tensors(_table()[kind][option]):
         dtype, *shape = description.split()
+        dtype = "F8_E4M3" if fp8 and dtype in _FLOATS else dtype
         begin, end = end, end + math.prod(map(int, shape)) * _BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": [*map(int, shape)], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

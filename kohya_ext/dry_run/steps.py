@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kohya_ext.dry_run.device import is_on_gpu
+from kohya_ext.dry_run.repetition import repeated
 from kohya_ext.dry_run.request import Request, end
 from kohya_ext.dry_run.tracking import GpuTracker
 from kohya_ext.estimate.allocator import CachingAllocator, ExpandableAllocator, minimum_reserved
@@ -61,11 +62,30 @@ class Steps:
 
     def _begin_pass(self) -> None:
         self.passes.append((len(self.tracker.events), self.tracker.flops))
-        if len(self.passes) > self.request.passes:
+        if len(self.passes) > self.request.passes or self._repeats():
             self.check()
             self.file.write_text(json.dumps(self.result()), encoding="utf-8")
             end(0)
         self.tracker.phase = FORWARD
+
+    def _repeats(self) -> bool:
+        """Add the last step of the log from the one before, instead of running it, if this one repeats itself.
+
+        The first step creates the optimizer's state, and the third one records passes.
+        """
+        steps, micro_steps, tracker = self.request.passes, self.request.micro_steps, self.tracker
+        if self.request.recorded or len(self.passes) <= steps - micro_steps:
+            return False
+        self._name_kinds()
+        (start, flops), end = self.passes[-1 - micro_steps], len(tracker.events)
+        step = repeated(tracker.events, start, len(tracker.kinds))
+        if step is None:
+            return False
+        tracker.kinds += [tracker.kinds[event.storage] for event in tracker.events[start:] if event.bytes > 0]
+        tracker.events += step
+        later = self.passes[-micro_steps:]
+        self.passes += [(end + last - start, 2 * done - flops) for last, done in later]
+        return True
 
     def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer

@@ -61,13 +61,18 @@ class GpuTracker(tracker.Tracker):
             return func(*args, **kwargs)
         return self.values.run(func, args, routed(func, args, kwargs))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return that torch need not pause Dynamo in each call: only :mod:`compiling` lets it run."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and log it if it runs on the GPU."""
         if func is DEVICE:
             return device_for_cpp(args[0])
         kwargs = kwargs or {}
         if any(map(is_on_gpu, (*fake_tensors(args), *fake_tensors(kwargs.values())))):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.log(func, args, kwargs)
         result = self._run(func, args, kwargs)
         self.record(result, self._kind_of(func, args))
         return result

@@ -61,6 +61,8 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
 
     _equal: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     """Results of comparisons for equality."""
+    _templates: dict[torch.device, dict[str, Any]] = field(default_factory=dict)
+    """Device -> the attributes of a tensor there."""
     _added: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     """Integer tensor -> the number that was added to the assumed one."""
     _results: ClassVar[dict[tuple[Any, ...], _Result | str]] = {}
@@ -142,7 +144,14 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
             tensor = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=_META)
             if output.offset is not None:
                 tensor.set_(tensors[0].untyped_storage(), output.offset, output.shape, output.stride)
-        return FakeTensor(self.mode, tensor, output.device)
+        template = self._templates.get(output.device)
+        if template is None:
+            template = self._templates[output.device] = vars(FakeTensor(self.mode, tensor, output.device)).copy()
+        result = torch.Tensor._make_subclass(
+            FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=output.device
+        )
+        vars(result).update(template)  # faster than its constructor
+        return result
 
 
 def _described(result: Any, args: Any, tensors: Sequence[FakeTensor]) -> _Result | str:

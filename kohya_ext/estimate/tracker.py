@@ -166,7 +166,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         """Run an operator and log the storages it returns for the first time."""
         if func is DEVICE:
             return args[0].fake_device
-        kwargs = kwargs or {}
+        return self.log(func, args, kwargs or {})
+
+    def log(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator and log the storages it returns for the first time."""
         accumulated = self._accumulated(func, args)
         result = workspaces.laid_out(func, args, kwargs, self.run(func, args, kwargs))
         self._count(func, args, kwargs, result)
