@@ -201,7 +201,9 @@ def _measured(
     if given.gate:
         known = json.loads(full_size.OUTPUT.read_text(encoding="utf-8"))["rows"]
         known = {name: row for name, row in known.items() if row["used"].get("reserved")}
-        measurements: dict[str, Callable[[], dict[str, Any]]] = {name: partial(gate, checkout, known[name]) for name in in_turn(known)}
+        measurements: dict[str, Callable[[], dict[str, Any]]] = {
+            name: partial(gate, checkout, known[name]) for name in in_turn(known)
+        }
     else:
         measurements = {row.name: partial(measure, row, checkout, scratch, given) for row in ROWS}
     for name, measurement in measurements.items():

@@ -22,7 +22,7 @@ def compiled_blocks(mode: Any, tracker: Tracker) -> Iterator[Callable[[], None]]
     compile_function = torch.compile
     torch.compile = lambda function=None, **options: _compiled(compile_function, function, options)
     FakeTensor.device = property(device.device_for_python)
-    GpuTracker.__torch_dispatch__ = torch._disable_dynamo(GpuTracker.__torch_dispatch__)
+    setattr(GpuTracker, "__torch_dispatch__", torch._disable_dynamo(GpuTracker.__torch_dispatch__))  # noqa: B010
     with compiled.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
         yield check
 

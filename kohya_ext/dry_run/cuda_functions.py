@@ -20,13 +20,13 @@ _PROPERTIES = SimpleNamespace(
 )  # fmt: skip
 
 
-class Event:
+class _Event:
     """An event, or a stream, on which nothing waits."""
 
     cuda_stream, device = 0, GPU
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __enter__(self) -> Event:
+    def __enter__(self) -> _Event:
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -44,8 +44,8 @@ class Event:
     def elapsed_time(self, other: object) -> float:
         return 0.0
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
 
 
 class _Zeros(dict[str, Any]):
@@ -81,15 +81,15 @@ def install(empty_cache: Callable[[], None]) -> None:
         "empty_cache": empty_cache,
         "get_rng_state": _always(state),
         "get_rng_state_all": _always([state]),
-        "current_stream": _always(Event()),
-        "default_stream": _always(Event()),
+        "current_stream": _always(_Event()),
+        "default_stream": _always(_Event()),
         "default_generators": (torch.Generator(),),
         "stream": _always(contextlib.nullcontext()),
         "device": _always(contextlib.nullcontext()),
     }
     for name, value in functions.items():
         setattr(torch.cuda, name, value)
-    torch.Stream = torch.Event = torch.cuda.Stream = torch.cuda.Event = Event
+    torch.Stream = torch.Event = torch.cuda.Stream = torch.cuda.Event = _Event
     _use_kernels_over_lists()
     _scale_no_loss()
 

@@ -103,11 +103,18 @@ def _install(request: Request, folder: Path) -> Any:
     _spare_time()
     if request.recorded:
         recording.install(tracker)
-    if request.eight_bits:
-        setattr(importlib.import_module("kohya_ext.quantization.support"), "kernels_obstacle", lambda *_: None)  # noqa: B010
+    _use_own_kernels(request)
     steps = Steps(tracker, request, folder / RESULT)
     steps.install()
     return steps
+
+
+def _use_own_kernels(request: Request) -> None:
+    """Let the extension run its own kernels, and its own RMS norm: torch composes one for tensors that say "cpu" to C++."""
+    if request.eight_bits:
+        setattr(importlib.import_module("kohya_ext.quantization.support"), "kernels_obstacle", lambda *_: None)  # noqa: B010
+    if request.kernels:
+        setattr(importlib.import_module("kohya_ext.kernels.fused"), "_HAS_RMS_NORM_KERNEL", False)  # noqa: B010
 
 
 def _run_in_this_thread() -> None:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
+
 from kohya_ext.compiling import cuda_recorder, graphs, host_access
-from kohya_ext.dry_run.cuda_functions import Event
 from kohya_ext.dry_run.device import GPU
-from kohya_ext.estimate.tracker import Tracker
+from kohya_ext.dry_run.tracking import GpuTracker
 
 #: The pool and the stream of recordings, as in logs.
 POOL = STREAM = 1
@@ -19,11 +20,11 @@ POOL = STREAM = 1
 _FREE = 2**60
 
 
-def install(tracker: Tracker) -> None:
+def install(tracker: GpuTracker) -> None:
     """Record on no GPU for the rest of the process. Values, which tensors here have none of, are not compared."""
     _Recorder.tracker = tracker
     cuda_recorder.CudaRecorder = _Recorder  # type: ignore[assignment,misc]
-    graphs._host_random_state = lambda _: ()
+    graphs._host_random_state = lambda device: ()
     graphs._difference = lambda *_: 0.0
     host_access.HostAccess._access = lambda *_: None  # type: ignore[method-assign]
 
@@ -31,14 +32,16 @@ def install(tracker: Tracker) -> None:
 class _Recorder:
     """Allocates in the recordings' pool; a replay does nothing."""
 
-    tracker: ClassVar[Tracker]
+    tracker: ClassVar[GpuTracker]
     device, generators = GPU, ()
-    new_event = Event
 
     def __init__(self, device: object) -> None: ...
 
     @staticmethod
     def obstacle(device: object) -> None: ...
+    @staticmethod
+    def new_event() -> Any:
+        return torch.cuda.Event()
 
     @contextmanager
     def in_pool(self) -> Iterator[None]:
@@ -52,8 +55,10 @@ class _Recorder:
 
     @contextmanager
     def record(self) -> Iterator[Any]:
+        kernels = self.tracker.kernels
         with self.in_pool():
             yield SimpleNamespace(replay=lambda: None)
+        self.tracker.recorded_kernels += self.tracker.kernels - kernels
 
     def free_bytes(self) -> int:
         return _FREE

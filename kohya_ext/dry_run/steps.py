@@ -18,6 +18,7 @@ from kohya_ext.dry_run.request import Request, end
 from kohya_ext.dry_run.tracking import GpuTracker
 from kohya_ext.estimate.allocator import CachingAllocator, ExpandableAllocator, minimum_reserved
 from kohya_ext.estimate.events import Kind, peak
+from kohya_ext.estimate.seconds import Work
 from kohya_ext.estimate.tracker import BACKWARD, FORWARD, STEP
 
 #: The phase before the first batch: loading and caching.
@@ -36,6 +37,8 @@ class Steps:
     """Raises UserError if the log is of no use."""
     passes: list[tuple[int, int]] = field(default_factory=list)
     """Events and FLOPs at the beginning of each backward pass."""
+    work: list[Work] = field(default_factory=list)
+    """The kernels before each backward pass, since the one before."""
     optimizers: dict[int, Any] = field(default_factory=dict)
     phases: list[str] = field(default_factory=list)
     """The phases that optimizers have interrupted."""
@@ -62,6 +65,7 @@ class Steps:
 
     def _begin_pass(self) -> None:
         self.passes.append((len(self.tracker.events), self.tracker.flops))
+        self.work.append(self.tracker.take_work())
         if len(self.passes) > self.request.passes or self._repeats():
             self.check()
             self.file.write_text(json.dumps(self.result()), encoding="utf-8")
@@ -106,6 +110,7 @@ class Steps:
             passes.append({"allocated": max(allocator.peaks.values()), "reserved": allocator.most_reserved})
             first = last
         memory = passes[-1]
+        measured = self.request.micro_steps if self.request.recorded else len(self.work) - 1  # before passes are recorded
         tensors = peak(self.tracker.events, self.tracker.kinds)
         trained = {id(each): each.numel() for optimizer in self.optimizers.values() for each in _parameters(optimizer)}
         return {
@@ -115,7 +120,9 @@ class Steps:
             "parts": {kind.value: size for kind, size in tensors.parts.items()}
             | {"rounding": memory["allocated"] - tensors.bytes},
             "phase_peaks": allocator.peaks,
-            "flops": self.passes[-1][1] - self.passes[-1 - self.request.micro_steps][1],
+            "flops": self.passes[measured][1] - self.passes[measured - self.request.micro_steps][1],
+            "work": self.work[measured].as_row(),
+            "recorded_kernels": self.tracker.recorded_kernels,
             "trainable_parameters": sum(trained.values()),
             "trained_tensors": len(trained),
             "passes": passes,

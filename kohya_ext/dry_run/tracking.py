@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kohya_ext.dry_run.device import GPU, device_for_cpp, fake_tensors, in_compiled, is_on_gpu, routed
 from kohya_ext.estimate import tracker
 from kohya_ext.estimate.events import Kind
+from kohya_ext.estimate.seconds import Work
 from kohya_ext.estimate.tensor_values import Assumptions
 from kohya_ext.estimate.tracker import DEVICE
+from kohya_ext.estimate.work import Counter
 
 _aten = torch.ops.aten
+
+_COPIES = frozenset((_aten._to_copy.default, _aten.copy_.default))
 
 #: Operators that a boolean mask may index.
 _INDEXED = frozenset((_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default))
@@ -49,6 +54,9 @@ class GpuTracker(tracker.Tracker):
     """Logs the storages in the GPU's memory. It is the only mode above FakeTensorMode."""
 
     values: Values = field(default_factory=Values)
+    copied: int = 0
+    """Bytes copied between host and GPU since :meth:`take_work`."""
+    recorded_kernels: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +67,16 @@ class GpuTracker(tracker.Tracker):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if in_compiled():  # results outside of it are on another device
             return func(*args, **kwargs)
-        return self.values.run(func, args, routed(func, args, kwargs))
+        kwargs = routed(func, args, kwargs)
+        if func in _COPIES:
+            self._count_copy([*fake_tensors(args)], kwargs.get("device"))
+        return self.values.run(func, args, kwargs)
+
+    def take_work(self) -> Work:
+        """Return the kernels and copies since the last call."""
+        work, copied = self.work, self.copied
+        self.work, self.copied = Counter(), 0
+        return work.work(copied)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -76,6 +93,11 @@ class GpuTracker(tracker.Tracker):
         result = self._run(func, args, kwargs)
         self.record(result, self._kind_of(func, args))
         return result
+
+    def _count_copy(self, tensors: Sequence[Any], device: Any) -> None:
+        places = {is_on_gpu(tensor) for tensor in tensors} | ({device.type == "cuda"} if device is not None else set())
+        if len(places) > 1:
+            self.copied += tensors[-1].numel() * tensors[-1].element_size()
 
     def record(self, values: Any, kind: Kind) -> None:
         """Log the storages on the GPU that are not in the log yet."""

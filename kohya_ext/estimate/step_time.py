@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.estimate import gpus, machine, memory_config
+from kohya_ext.estimate import gpus, machine
 from kohya_ext.estimate import seconds as model
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.result import Estimate
@@ -40,11 +40,11 @@ def by_rates(estimate: Estimate, command: CommandLine, gpu: Gpu, constants: Cons
     """Return the same without the correction by runs."""
     if estimate.work is None:
         return None
-    config = memory_config.read(command)[0]
-    if gpu.reason_without_kernels(config.base_precision) is not None:
+    if gpu.reason_without_kernels(command.settings["base_precision"]) is not None:
         return None
-    graphs = memory_config.normalized(config).cuda_graphs and command.settings["vram_budget"] is None
-    return model.predict(Work.from_row(estimate.work), gpu, config.gradient_accumulation_steps, graphs, constants)
+    micro_batches = int(command.values.get("gradient_accumulation_steps") or 1)
+    graphs = estimate.recorded_kernels > 0 and command.settings["vram_budget"] is None
+    return model.predict(Work.from_row(estimate.work), gpu, micro_batches, graphs, constants)
 
 
 def slowness(estimates: Sequence[Estimate], gpu: Gpu) -> list[float]:

@@ -147,9 +147,7 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
         template = self._templates.get(output.device)
         if template is None:
             template = self._templates[output.device] = vars(FakeTensor(self.mode, tensor, output.device)).copy()
-        result = torch.Tensor._make_subclass(
-            FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=output.device
-        )
+        result = torch.Tensor._make_subclass(FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=output.device)
         vars(result).update(template)  # faster than its constructor
         return result
 

@@ -51,6 +51,21 @@ def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(est
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.newest
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "more", [("--base_precision", "int8"), ("--selective_torch_compile",), ("--cuda_graphs", "--selective_torch_compile")]
+)
+def test_8_bits_compiled_blocks_and_recorded_passes_are_run_dry(estimate, checkout, more):
+    words = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only", *more)
+    dry, other = (read(estimate(checkout, *words, *way)) for way in (("--dry_run",), ()))
+    assert dry["flops"] == other["flops"]
+    assert dry["parts"]["weights"] == pytest.approx(other["parts"]["weights"], abs=2**20)
+    assert (dry["recorded_kernels"] > 0) == ("--cuda_graphs" in more)
+    assert dry["recorded_kernels"] == pytest.approx(other["recorded_kernels"], rel=0.1)
+    assert dry["allocated"] == pytest.approx(other["allocated"], rel=0.05)
+
+
 def test_a_script_without_another_estimate_is_estimated_and_then_known(estimate, checkout, models, tmp_path):
     script = "train_textual_inversion.py"
     row = read(estimate(checkout, script))

@@ -12,11 +12,14 @@ import toml
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.dry_run import estimation, stand_ins
 from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
+from kohya_ext.dry_run.repetition import repeated
 from kohya_ext.dry_run.request import REQUEST
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import predict, whole_runs
+from kohya_ext.estimate.events import Event
 from kohya_ext.estimate.memory_config import UnknownRunError
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.estimate.seconds import Work
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.families import FAMILIES
@@ -51,6 +54,34 @@ def test_a_stand_in_has_the_tensors_of_a_checkpoint_and_takes_no_space(tmp_path)
     assert file.stat().st_size > 6e9
     if hasattr(os.stat_result, "st_blocks"):
         assert file.stat().st_blocks * 512 < 1e6
+
+
+def test_a_stand_in_for_a_file_of_fp8_is_of_fp8(tmp_path):
+    """Its name says so: the user's, or the one that a preset for a small GPU assumes."""
+    values = prepared(tmp_path, "flux_train_network.py", "--preset", "flux-lora/8gb").values
+    assert {*read_header(Path(values["t5xxl"])).dtypes.values()} == {"F8_E4M3"}
+    assert {*read_header(Path(values["clip_l"])).dtypes.values()} & {"BF16", "F16", "F32"}
+
+
+def test_compiled_blocks_and_recorded_passes_are_those_of_the_run(tmp_path):
+    words = ("--preset", "sdxl-lora/12gb", "--selective_torch_compile", "--compile_mode", "max-autotune-no-cudagraphs")
+    settings = prepared(tmp_path, "sdxl_train_network.py", *words, "--cuda_graphs").settings
+    assert settings["selective_torch_compile"]
+    assert (settings["compile_mode"], settings["compile_dynamic"]) == ("default", "false")
+    assert settings["cuda_graphs"]
+    assert settings["cuda_graphs_always"]  # within the first steps
+
+
+def test_a_step_is_repeated_with_its_own_storages_in_place_of_those_of_the_one_before():
+    first = [Event(0, 8, "start"), Event(1, 5, "forward")]
+    step = [Event(2, 3, "backward"), Event(1, -5, "backward"), Event(2, -3, "backward"), Event(3, 5, "forward", 1)]
+    assert repeated([*first, *step], len(first), 4) == [
+        Event(4, 3, "backward"), Event(3, -5, "backward"), Event(4, -3, "backward"), Event(5, 5, "forward", 1),
+    ]  # fmt: skip
+
+
+def test_a_step_that_leaves_other_storages_than_it_frees_is_not_repeated():
+    assert repeated([Event(0, 5, "forward"), Event(0, -5, "backward"), Event(1, 6, "forward")], 1, 2) is None
 
 
 def test_missing_models_images_and_output_are_replaced_and_the_rest_is_kept(tmp_path):
@@ -229,6 +260,11 @@ def test_a_training_loop_is_measured_to_the_byte(tmp_path):
     assert result["allocated"] == workspaces + 8 * matrix + 2 * 512
     assert result["flops"] == 2 * 2 * 1024**3
     assert [each["allocated"] for each in result["passes"]][-1] == result["allocated"]
+    assert len(result["passes"]) == 4  # the third step is a repetition
+    work = Work.from_row(result["work"])
+    assert sum(group.flops for group in work.batch) == pytest.approx(result["flops"], rel=1e-3)
+    assert sum(group.count for group in work.optimizer) == 2  # momentum, and the weights' change
+    assert work.copied == pytest.approx(matrix, rel=1e-3)  # the batch
 
 
 def test_a_process_ends_with_its_parent_and_deletes_its_files(tmp_path):
