@@ -121,8 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console()
         console.print(_table(prediction))
         if time is not None and gpu is not None:
-            look_up = partial(cache.find, checkout, disabled_patches=command.settings.disable_patch, timed=True)
-            seconds = [*step_time.lines(time, gpu), *chosen_speed.lines(command, gpu, card or gpu.memory, look_up)]
+            seconds = step_time.lines(time, gpu)
+            if not prediction.by_dry_run:  # the features that --speed chooses are weighed by other estimates
+                look_up = partial(cache.find, checkout, disabled_patches=command.settings.disable_patch, timed=True)
+                seconds += chosen_speed.lines(command, gpu, card or gpu.memory, look_up)
         else:
             seconds = [(gpu.reason_without_kernels(config.base_precision) if gpu is not None else None) or NO_GPU]
         accumulates = config.gradient_accumulation_steps > 1 and config.enable_bucket

@@ -105,12 +105,14 @@ def _request(checkout: Checkout, arguments: Arguments) -> Request:
 def _config(arguments: Arguments) -> dict[str, Any]:
     """Return the part of an estimate's configuration that messages need."""
     command, workload = arguments.command, arguments.workload
+    options = {name: command.settings[name] for name in ("base_precision", "selective_torch_compile") if command.settings[name]}
     names = ("network_module", "network_dim", "network_args", "gradient_checkpointing", "gradient_checkpointing_ratio")
     given = {name: command.values[name] for name in names if command.values.get(name)}
     size = {} if workload.size is None else {"resolution": f"{workload.size[0]},{workload.size[1]}"}
     return {
         "script": command.name,
         **given,
+        **options,
         **size,
         "train_batch_size": workload.batch,
         "gradient_accumulation_steps": workload.micro_steps,

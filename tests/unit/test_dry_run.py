@@ -263,7 +263,7 @@ def test_a_training_loop_is_measured_to_the_byte(tmp_path):
     assert len(result["passes"]) == 4  # the third step is a repetition
     work = Work.from_row(result["work"])
     assert sum(group.flops for group in work.batch) == pytest.approx(result["flops"], rel=1e-3)
-    assert sum(group.count for group in work.optimizer) == 2  # momentum, and the weights' change
+    assert sum(group.count for group in work.optimizer) == 3  # the momentum, scaled and added to, and the weights
     assert work.copied == pytest.approx(matrix, rel=1e-3)  # the batch
 
 
