@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
 from kohya_ext.dry_run.repetition import repeated
 from kohya_ext.dry_run.request import REQUEST
 from kohya_ext.errors import UserError
-from kohya_ext.estimate import predict, whole_runs
+from kohya_ext.estimate import gpus, predict, step_time, whole_runs
 from kohya_ext.estimate.events import Event
 from kohya_ext.estimate.memory_config import UnknownRunError
 from kohya_ext.estimate.result import Estimate
-from kohya_ext.estimate.seconds import Work
+from kohya_ext.estimate.seconds import Kernels, Work
 from kohya_ext.run.safetensors_header import read_header
 from kohya_ext.sdscripts.checkouts import Checkout
 from kohya_ext.sdscripts.families import FAMILIES
@@ -204,6 +205,16 @@ def test_an_estimate_says_that_the_script_was_run_and_what_was_left_out():
     assert f"three steps of {LLLITE}" in lines
     assert "these files are missing: the usual ones of SDXL." in lines
     assert "Not included: --torch_compile." in lines
+
+
+def test_seconds_are_predicted_for_scripts_without_another_estimate():
+    kernels = Work([Kernels("memory", 10, 0.0, 1e10)], [], from_python=10).as_row()
+    gpu = gpus.named("RTX 4090")
+    words = (LLLITE, "--resolution", "512")
+    once = step_time.by_rates(replace(ESTIMATE, work=kernels), command(*words), gpu)
+    twice = step_time.by_rates(replace(ESTIMATE, work=kernels), command(*words, "--gradient_accumulation_steps", 2), gpu)
+    assert once.seconds > 1e10 / gpu.bandwidth
+    assert twice.seconds == pytest.approx(2 * once.seconds)
 
 
 def test_several_gpus_are_refused(checkout):
