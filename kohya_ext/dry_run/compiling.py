@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from kohya_ext.compiling.blocks import RUN
 from kohya_ext.dry_run import device
 from kohya_ext.dry_run.tracking import GpuTracker
+from kohya_ext.errors import UserError
 from kohya_ext.estimate import compiled
 from kohya_ext.estimate.tracker import Tracker
 
@@ -24,7 +26,17 @@ def compiled_blocks(mode: Any, tracker: Tracker) -> Iterator[Callable[[], None]]
     FakeTensor.device = property(device.device_for_python)
     setattr(GpuTracker, "__torch_dispatch__", torch._disable_dynamo(GpuTracker.__torch_dispatch__))  # noqa: B010
     with compiled.logging_to(mode, tracker, lambda: device.compiled(0)) as check:
-        yield check
+        yield lambda: _check(check)
+
+
+def _check(check: Callable[[], None]) -> None:
+    """Raise UserError if a block has run eager, because it could not be traced or compiled."""
+    check()
+    reason = next((block.eager_because for block in RUN.blocks.values() if block.eager_because), None)
+    if reason is not None:
+        raise UserError(
+            f"compiled blocks cannot be estimated for this run ({reason}); estimate without --selective_torch_compile"
+        )
 
 
 def _compiled(compile_function: Any, function: Any, options: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ code of a script and its libraries sees tensors on a GPU. Everything here replac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -148,6 +149,7 @@ def _name_autocast() -> None:
     """Let autocast for "cuda" be the CPU's, which follows CUDA's rules inside :func:`estimate.autocast.cuda_rules`."""
     start, enabled, dtype = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
+    @functools.wraps(start)  # Dynamo reads its parameters
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda" and not args and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float16

@@ -54,7 +54,8 @@ def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(est
 @pytest.mark.newest
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "more", [("--base_precision", "int8"), ("--selective_torch_compile",), ("--cuda_graphs", "--selective_torch_compile")]
+    "more",
+    [("--selective_torch_compile",), ("--base_precision", "int8", "--selective_torch_compile"), ("--cuda_graphs",)],
 )
 def test_8_bits_compiled_blocks_and_recorded_passes_are_run_dry(estimate, checkout, more):
     words = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only", *more)
