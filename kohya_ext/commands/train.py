@@ -17,7 +17,7 @@ from rich.table import Table
 from kohya_ext.commands import report as report_command
 from kohya_ext.config.command_line import quoted
 from kohya_ext.config.quiet_parser import QuietParser
-from kohya_ext.config.settings import flags
+from kohya_ext.config.settings import flags, negated_flags
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, machine, step_time
@@ -51,6 +51,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", default=unset, help="for the LoRA and its states; default: output"
     )
+    parser.add_argument(
+        *negated_flags("validation"),
+        action="store_true",
+        default=unset,
+        dest="unvalidated",
+        help="train on all images, and never stop early",
+    )
     parser.add_argument("--yes", action="store_true", default=unset, help="start without a question")
     parser.add_argument(
         *flags("sd_scripts"), type=Path, metavar="FOLDER", default=unset, help="use this checkout instead of searching for one"
@@ -66,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = own.get("name") or folder.resolve().name
     output = own.get("output") or Path("output")
     checkout = find_or_fetch(own.get("sd_scripts"), FAMILIES[0].lora)
-    planned = from_folder.of(folder, own["model"], output, name, checkout.script, words, automatic)
+    validates = "unvalidated" not in own
+    planned = from_folder.of(folder, own["model"], output, name, checkout.script, words, automatic, validates)
     chosen = ["--sd-scripts", str(checkout.path)] if "sd_scripts" in own else []
     launched = ["-m", "kohya_ext", *chosen, planned.command.name, *planned.command.argv]
     _show(Console(), planned, checkout, launched)
@@ -104,6 +112,11 @@ def _show(console: Console, planned: FolderRun, checkout: Checkout, words: list[
         each = f"each image {int(steps) * planned.batch / images.count:.0f} times"
         rule = f" (the rule: {from_folder.PER_IMAGE} times, {from_folder.LEAST:,} to {from_folder.MOST:,} images in all)"
         table.add_row("steps", f"{steps:,}: {each}{rule if planned.by_rule else ''}")
+    if values.get("validation_split") and values.get("early_stopping"):
+        rule = f"{images.held_out} images are held out" if "validation_split" not in words else "images are held out"
+        patience = f"stops after {values['early_stopping']} validations without an improvement"
+        table.add_row("validation", f"{rule}, every {values.get('validate_every_n_epochs', 1)} epochs; {patience}")
+        table.add_row("", "the model with the lowest loss is kept; --no-validation trains on all images")
     for row in _predicted(planned, checkout, int(steps or 0)):
         table.add_row(*row)
     table.add_row("result", f"{values.get('output_dir')}/{values.get('output_name')}.safetensors")

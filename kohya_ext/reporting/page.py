@@ -22,6 +22,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.reporting.charts import charts
 from kohya_ext.reporting.history import History, number
 from kohya_ext.reporting.thumbnails import Thumbnails
+from kohya_ext.run.evaluations import Evaluation
 from kohya_ext.run.step_times import format_duration
 from kohya_ext.units import format_size, gigabytes
 
@@ -155,6 +156,13 @@ def _run(label: str, index: int, run: History, now: float) -> Row:
         "sample_prompts": run.training.get("sample_prompts") or [],
         "samples": [_sample(line) for line in run.samples()],
         "files": files,
+        "overfitting": _overfitting(run),
+        "bands": [
+            {"timesteps": name, "losses": [each.bands.get(name) for each in (found[0], found[-1])]} for name in found[-1].bands
+        ]
+        if (found := run.evaluations())
+        else [],
+        "best": str(best[0]) if (best := run.best_file()) is not None else "",
         "problems": [problem for file in files for problem in file["problems"]],
         "skips": [_skip(line) for line in run.of_kind("skip")[-_SKIPS:]],
         "events": [_event(line) for line in run.events if line.get("kind") != "sample"][-_EVENTS:],
@@ -184,6 +192,9 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
         details += [f"means of {loss['smoothing']} steps"] if loss["smoothing"] > 1 else []
         yield {"label": "Loss", "value": f"{loss['smoothed']:.4g}", "of": "", "details": details, "share": None}
 
+    if found := run.evaluations():
+        yield _validation_tile(run, found)
+
     seconds = summary["seconds_per_step"]
     if seconds["median"] is not None:
         details = (
@@ -205,6 +216,24 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
         yield {"label": "Peak GPU memory", "value": format_size(peak), "of": "", "details": details, "share": None}
     elif (resident := (run.end or {}).get("memory", {}).get("host_resident")) is not None:
         yield {"label": "Peak host memory", "value": format_size(resident), "of": "", "details": [], "share": None}
+
+
+def _validation_tile(run: History, found: Sequence[Evaluation]) -> Row:
+    lowest, latest = min(found, key=lambda each: each.loss), found[-1]
+    details = [f"lowest, at step {lowest.step:,}"]
+    details += [f"{latest.loss:.4g} at step {latest.step:,}"] if latest is not lowest else []
+    details += [f"standard error {lowest.error:.2g}"] if lowest.error is not None else []
+    details += [] if lowest.held_out else ["of training images: measures memorisation only partly"]
+    return {"label": "Validation loss", "value": f"{lowest.loss:.4g}", "of": "", "details": details, "share": None}
+
+
+def _overfitting(run: History) -> str:
+    """Return a sentence on when over-fitting began and which file to use; empty if it did not."""
+    began, best = run.overfitting(), run.best_file()
+    if began is None:
+        return ""
+    advice = f"best saved file: {best[0].name} of step {best[1].step:,}" if best is not None else "no model of a validated step"
+    return f"Since step {began.step:,} the validation loss rises while the training loss falls; {advice}."
 
 
 def _against(actual: float, predicted: float, text: str) -> str:

@@ -705,3 +705,24 @@ def test_browser_reloads_a_live_report(browser, full, report, tmp_path, monkeypa
     monkeypatch.setattr(command, "time", clock(sleep))
     report(file, "--live")
     assert loads == ["5", "9"]
+
+
+def validation(step, losses, **changes):
+    line = {"kind": "validation", "time": 1100.0 + step, "step": step, "epoch": 1, "losses": losses, "held_out": True}
+    return {**line, "loss": sum(losses) / len(losses), "error": 0.1, "bands": {"0-250": losses[0]}, **changes}
+
+
+def test_the_step_where_over_fitting_began_is_marked_and_the_best_file_named(write, report):
+    turned = [validation(step, [loss, loss + 1]) for step, loss in ((20, 1.0), (40, 0.7), (60, 0.8), (80, 0.9), (100, 1.0))]
+    saves = [{"kind": "save", "time": 1150.0, "step": step, "file": f"/x/cat-{step}.safetensors"} for step in (40, 80)]
+    text = report(write(start(), training(), *steps(1, 100), *turned, *saves, end()))
+    assert "Since step 40 the validation loss rises while the training loss falls" in text
+    assert "best saved file: cat-40.safetensors of step 40" in text
+    loss = chart_data(text)["loss"]
+    assert {"name": "over-fitting", "steps": [40]} in loss["marks"]
+    assert loss["tables"][1] == [[20, 40, 60, 80, 100], [1.5, 1.2, 1.3, 1.4, 1.5]]
+    assert text.count("lowest validation loss</span>") == 1
+
+    falling = report(write(start(), training(), *steps(1, 100), *turned[:2], *saves, end()))
+    assert "over-fitting" not in falling.partition("<body")[2].replace("m-over-fitting", "").partition("<script")[0]
+    assert not [mark for mark in chart_data(falling)["loss"]["marks"] if mark["name"] == "over-fitting"]
