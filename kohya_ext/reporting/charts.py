@@ -152,8 +152,8 @@ def _loss(runs: Runs) -> Chart:
         chart.add(run.steps, both if windows[0] > 1 else [("loss", "line", 0, run.losses)])
     chart.scale([("", run.steps, run.losses)])
     chart.marks = list(_marks(run))
-    if found := run.evaluations():
-        chart.add([each.step for each in found], [("validation", "line", 1, [each.loss for each in found])])
+    if measured := run.evaluations():
+        chart.add([each.step for each in measured], [("validation", "line", 1, [each.loss for each in measured])])
         if (began := run.overfitting()) is not None:
             chart.marks.append({"name": OVERFITTING, "steps": [began.step]})
     return chart

@@ -158,9 +158,10 @@ def _run(label: str, index: int, run: History, now: float) -> Row:
         "files": files,
         "overfitting": _overfitting(run),
         "bands": [
-            {"timesteps": name, "losses": [each.bands.get(name) for each in (found[0], found[-1])]} for name in found[-1].bands
+            {"timesteps": name, "losses": [each.bands.get(name) for each in (validations[0], validations[-1])]}
+            for name in validations[-1].bands
         ]
-        if (found := run.evaluations())
+        if (validations := run.evaluations())
         else [],
         "best": str(best[0]) if (best := run.best_file()) is not None else "",
         "problems": [problem for file in files for problem in file["problems"]],
@@ -192,8 +193,8 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
         details += [f"means of {loss['smoothing']} steps"] if loss["smoothing"] > 1 else []
         yield {"label": "Loss", "value": f"{loss['smoothed']:.4g}", "of": "", "details": details, "share": None}
 
-    if found := run.evaluations():
-        yield _validation_tile(run, found)
+    if validations := run.evaluations():
+        yield _validation_tile(run, validations)
 
     seconds = summary["seconds_per_step"]
     if seconds["median"] is not None:
@@ -218,8 +219,8 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
         yield {"label": "Peak host memory", "value": format_size(resident), "of": "", "details": [], "share": None}
 
 
-def _validation_tile(run: History, found: Sequence[Evaluation]) -> Row:
-    lowest, latest = min(found, key=lambda each: each.loss), found[-1]
+def _validation_tile(run: History, validations: Sequence[Evaluation]) -> Row:
+    lowest, latest = min(validations, key=lambda each: each.loss), validations[-1]
     details = [f"lowest, at step {lowest.step:,}"]
     details += [f"{latest.loss:.4g} at step {latest.step:,}"] if latest is not lowest else []
     details += [f"standard error {lowest.error:.2g}"] if lowest.error is not None else []

@@ -103,7 +103,7 @@ def evaluation(step: int, epoch: int, samples: Sequence[Sample], held_out: bool)
 
 def of_lines(lines: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
     """Return the evaluations of a journal's lines in order. Of a step that a resume has repeated, the last one counts."""
-    found: dict[int, Evaluation] = {}
+    by_step: dict[int, Evaluation] = {}
     for line in lines:
         losses, step = line.get("losses"), line.get("step")
         if (
@@ -113,17 +113,17 @@ def of_lines(lines: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
             and step is not None
         ):
             bands = line.get("bands") or {}
-            found[step] = Evaluation(step, line.get("epoch") or 0, tuple(losses), bands, bool(line.get("held_out")))
-    return [found[step] for step in sorted(found)]
+            by_step[step] = Evaluation(step, line.get("epoch") or 0, tuple(losses), bands, bool(line.get("held_out")))
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """Return the last evaluation that was better than the best one before by more than the standard error; None without any."""
-    found: Evaluation | None = None
+    chosen: Evaluation | None = None
     for each in evaluations:
-        if found is None or is_better(each, found):
-            found = each
-    return found
+        if chosen is None or is_better(each, chosen):
+            chosen = each
+    return chosen
 
 
 def is_better(each: Evaluation, other: Evaluation) -> bool:

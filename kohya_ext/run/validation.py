@@ -88,12 +88,12 @@ class Validation(TrainingCallback):
         if frame is None:
             return
         loop = variables(frame)
-        found = evaluations.evaluation(loop[_STEP], loop["epoch"] + 1, samples, self.held_out)
-        if found is None or (self.evaluation is not None and self.evaluation.step == found.step):  # after step and epoch
+        measured = evaluations.evaluation(loop[_STEP], loop["epoch"] + 1, samples, self.held_out)
+        if measured is None or (self.evaluation is not None and self.evaluation.step == measured.step):  # after step and epoch
             return
-        note(f"step {found.step}: {found.text(self.evaluation)}")
-        self.evaluation = found
-        validated(found)
+        note(f"step {measured.step}: {measured.text(self.evaluation)}")
+        self.evaluation = measured
+        validated(measured)
 
     def _set_seed(self) -> None:
         import torch
@@ -105,11 +105,11 @@ class Validation(TrainingCallback):
 
 def _once(parts: Iterable[list[Sample]]) -> list[Sample]:
     """Return the samples of all processes; those of a batch that several have measured only once."""
-    found: list[Sample] = []
+    measured: list[Sample] = []
     for part in parts:
-        known = {each.batch for each in found}
-        found += [each for each in part if each.batch not in known]
-    return found
+        known = {each.batch for each in measured}
+        measured += [each for each in part if each.batch not in known]
+    return measured
 
 
 def paths(images: Any) -> set[str]:

@@ -29,13 +29,13 @@ def test_training_is_the_same_and_the_best_model_is_kept(checkout, train, script
     assert run.tensors.keys() == other.tensors.keys()
     assert all(torch.equal(tensor, run.tensors[name]) for name, tensor in other.tensors.items())
     assert "measures memorisation only partly" in run.output
-    found = validations(run.folder)
-    assert [each.step for each in found] == [2, 4]
-    assert [len(each.losses) for each in found] == [4, 4]
-    assert not found[0].held_out
-    assert found[0].bands
-    assert found[0].loss != found[1].loss
-    best = evaluations.best(found)
+    measured = validations(run.folder)
+    assert [each.step for each in measured] == [2, 4]
+    assert [len(each.losses) for each in measured] == [4, 4]
+    assert not measured[0].held_out
+    assert measured[0].bands
+    assert measured[0].loss != measured[1].loss
+    best = evaluations.best(measured)
     assert [file.name for file in run.folder.glob("*-best-*")] == [f"{OUTPUT_NAME}-best-step{best.step:08d}.safetensors"]
 
 
@@ -47,15 +47,15 @@ def test_a_run_stops_early_and_stays_stopped(checkout, train, script):
     words += ("--optimizer_type", "SGDNesterov")  # AdamW takes a step of the learning rate, however small the gradient
     run = train(checkout, script, *words)
     assert run.code == 0, run.output[-4000:]
-    found = validations(run.folder)
-    assert len(found) >= 3
-    assert found[0].held_out
-    assert len({each.losses for each in found}) == 1, "the losses of the same weights differ"
+    measured = validations(run.folder)
+    assert len(measured) >= 3
+    assert measured[0].held_out
+    assert len({each.losses for each in measured}) == 1, "the losses of the same weights differ"
     assert "early stopping: no validation since step 2 was better" in run.output
     assert "to resume" not in run.output
     (state,) = run.folder.glob("*-state")
     again = train(checkout, script, *words, output=run.folder)
     assert again.code == 0, again.output[-4000:]
     assert "nothing left to train: no validation since step 2" in again.output
-    assert validations(run.folder) == found
+    assert validations(run.folder) == measured
     assert [path.name for path in run.folder.glob("*-state")] == [state.name]

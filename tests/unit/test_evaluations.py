@@ -31,11 +31,11 @@ def test_samples_are_averaged_by_batch_and_by_band():
     samples = [
         Sample(batch, timestep, batch + timestep / 1000) for batch in (0, 2) for timestep in (200.0, 400.0, 600.0, 1000.0)
     ]
-    found = evaluations.evaluation(30, 2, samples, held_out=True)
-    assert found.losses == pytest.approx((0.55, 2.55))
-    assert found.loss == pytest.approx(1.55)
-    assert found.error == pytest.approx(1.0)  # two values that differ by 2: 2 / sqrt(2) / sqrt(2)
-    assert dict(found.bands) == pytest.approx({"0-250": 1.2, "250-500": 1.4, "500-750": 1.6, "750-1000": 2.0})
+    measured = evaluations.evaluation(30, 2, samples, held_out=True)
+    assert measured.losses == pytest.approx((0.55, 2.55))
+    assert measured.loss == pytest.approx(1.55)
+    assert measured.error == pytest.approx(1.0)  # two values that differ by 2: 2 / sqrt(2) / sqrt(2)
+    assert dict(measured.bands) == pytest.approx({"0-250": 1.2, "250-500": 1.4, "500-750": 1.6, "750-1000": 2.0})
     assert evaluations.evaluation(30, 2, [*samples, Sample(3, None, math.nan)], held_out=True) is None
     assert evaluations.evaluation(30, 2, [], held_out=True) is None
 
@@ -62,9 +62,12 @@ def test_patience_counts_evaluations_without_an_improvement_beyond_the_noise():
 
 
 def test_journal_lines_give_the_same_evaluations_and_a_repeated_step_counts_once():
-    found = run([1.0, 0.9, 0.8])
-    lines = [{"kind": "validation", "step": each.step, **each.line()} for each in (found[0], found[1], found[1], found[2])]
-    assert evaluations.of_lines([{"kind": "save", "step": 5}, *lines]) == found
+    measured = run([1.0, 0.9, 0.8])
+    lines = [
+        {"kind": "validation", "step": each.step, **each.line()}
+        for each in (measured[0], measured[1], measured[1], measured[2])
+    ]
+    assert evaluations.of_lines([{"kind": "save", "step": 5}, *lines]) == measured
     assert evaluations.of_lines([{"kind": "validation", "step": 10, "loss": 1.0}]) == []  # of an earlier version
 
 
