@@ -1,7 +1,8 @@
 """Train a LoRA from a folder of images and a checkpoint.
 
 Finds the kind of the model, the preset for this GPU and the number of steps, shows them with the command that they stand for,
-and asks before it starts. Everything after FOLDER can be an option of the script. The same command resumes a run that stopped.
+and asks before it starts. Ends with a report and a judgement of the LoRA. Everything after FOLDER can be an option of the
+script. The same command resumes a run that stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kohya_ext.commands import inspect
 from kohya_ext.commands import report as report_command
 from kohya_ext.config.command_line import quoted
 from kohya_ext.config.quiet_parser import QuietParser
@@ -28,6 +30,7 @@ from kohya_ext.planning import automatic, from_folder
 from kohya_ext.planning.from_folder import FolderRun
 from kohya_ext.planning.plan import normalized_config
 from kohya_ext.renames import replace_text
+from kohya_ext.reporting import file_training
 from kohya_ext.run.journal import SUFFIX
 from kohya_ext.run.step_times import format_duration
 from kohya_ext.sdscripts.checkouts import Checkout, find_or_fetch
@@ -87,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         code = process.wait()
     if code == 0:
         _report(output / f"{name}{SUFFIX}")
+        _judge(output / f"{name}{SUFFIX}", own["model"])
     return code if code >= 0 else 128 - code
 
 
@@ -168,3 +172,15 @@ def _report(journal: Path) -> None:
         note(f"report on the run: {report_command.write(journal)}")
     except UserError as error:
         warn(f"no report on the run: {error}")
+
+
+def _judge(journal: Path, base: Path) -> None:
+    """Print the judgement of the model with the lowest validation loss, or else of the newest one."""
+    try:
+        if (file := file_training.chosen_file(journal)) is None:
+            return
+        report, judged = inspect.judged_file(file, base, journal)
+    except (UserError, ValueError) as error:
+        warn(f"no judgement of the LoRA: {error}")
+        return
+    note(f"judgement: {judged.text(report)}")
