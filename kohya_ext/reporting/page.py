@@ -43,8 +43,8 @@ _BLOCKS = 8
 _SMALLEST_SHARE = 0.0005
 """Parts of the time below this share are left out."""
 
-_SAMPLE_NUMBER = re.compile(r"_(\d{2,})_\d{14}(_-?\d+)?$")
-"""The number of the prompt in the name of a sample, before its date."""
+_SAMPLE_NUMBER = re.compile(r"_(\d{2,})_\d{14}(?:_(-?\d+))?$")
+"""The number of the prompt in the name of a sample, before its date, and its seed after it if the prompt has one."""
 
 _ORIGINS = ("command line", "environment", "config file", "preset")
 
@@ -89,7 +89,7 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
         differences=list(_differences(runs)) if len(rows) > 1 else [],
         charts=drawn,
         chart_data={key: asdict(chart) for key, chart in drawn.items()},
-        prompts=_by_prompt(rows),
+        grid=_sample_grid(rows),
     )
     return text
 
@@ -322,20 +322,26 @@ def _dicts(values: object) -> list[Row]:
 def _sample(line: Mapping[str, Any]) -> Row:
     file = str(line.get("file"))
     match = _SAMPLE_NUMBER.search(PurePath(file).stem)
-    return {"file": file, "step": line.get("step"), "prompt": int(match.group(1)) if match else 0, "url": None}
+    prompt, seed = (int(match[1]), match[2]) if match else (0, None)
+    return {"file": file, "step": line.get("step"), "prompt": prompt, "seed": seed, "url": None}
 
 
-def _by_prompt(rows: Sequence[Row]) -> list[Row]:
-    """Return for each prompt its text and each run's samples."""
-    numbers = sorted({sample["prompt"] for row in rows for sample in row["samples"]})
-    return [
+def _sample_grid(rows: Sequence[Row]) -> Row:
+    """Return the grid of samples: a column for each step, and for each prompt a row for each run."""
+    samples = [sample for row in rows for sample in row["samples"]]
+    steps = sorted({sample["step"] for sample in samples}, key=lambda step: (step is not None, step))
+    lines = [
         {
             "number": prompt,
             "text": next((row["sample_prompts"][prompt] for row in rows if prompt < len(row["sample_prompts"])), ""),
-            "runs": [{"run": row, "samples": [each for each in row["samples"] if each["prompt"] == prompt]} for row in rows],
+            "run": row,
+            "cells": [[each for each in own if each["step"] == step] for step in steps],
         }
-        for prompt in numbers
+        for prompt in sorted({sample["prompt"] for sample in samples})
+        for row in rows
+        if (own := [each for each in row["samples"] if each["prompt"] == prompt])
     ]
+    return {"steps": steps, "rows": lines, "has_seeds": all(sample["seed"] for sample in samples)}
 
 
 def _evenly(samples: Sequence[Row], most: int) -> list[Row]:

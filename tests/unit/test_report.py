@@ -131,7 +131,7 @@ def images(tmp_path):
 
     def make(name, size=(640, 400)):
         file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         pil.new("RGB", size, "red").save(file)
         return str(file)
 
@@ -339,6 +339,21 @@ def test_samples_are_inlined_by_prompt_and_step(write, report, images):
     from PIL import Image
 
     assert Image.open(io.BytesIO(content)).size == (320, 200)
+
+
+def test_samples_of_a_step_share_a_column_and_missing_ones_leave_a_gap(write, report, images):
+    def lines(run, *places):
+        names = [f"{run}/sample/cat_{step:06d}_{prompt:02d}_20261122120000{seed}.png" for prompt, step, seed in places]
+        return [sample(images(name), step) for name, (_, step, _) in zip(names, places, strict=True)]
+
+    cat = write(start(), training(), *steps(1, 1), *lines("a", (0, 50, "_1"), (0, 100, "_1"), (1, 100, "_7")))
+    dog = write(start("dog", time=2000.0), training(), *steps(1, 1), *lines("b", (0, 100, "_1")), name="dog")
+    rows = re.findall(r"<tr>\s*<th>(.*?)</th>(.*?)</tr>", report(cat, dog).partition('class="grid"')[2], re.DOTALL)
+    cells = [[re.findall(r"step (\d+)<", cell) for cell in row.split("<td>")[1:]] for _, row in rows[:3]]
+    assert cells == [[["50"], ["100"]], [[], ["100"]], [[], ["100"]]]
+    assert "without a seed" not in report(cat)
+    random_noise = write(start("x"), training(), *lines("c", (0, 50, ""), (0, 100, "")), name="x")
+    assert "A prompt without a seed has other noise at each step" in report(random_noise)
 
 
 def test_many_samples_are_thinned_out_and_the_file_stays_small(write, report, images):
