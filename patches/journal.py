@@ -60,9 +60,6 @@ _CAPTION = 300
 _FOLDERS, _TAGS, _PROMPTS = 100, 30, 50
 """Largest numbers of folders, tags and prompts to write."""
 
-_STOPPED = (129, 130, 143, 149)
-"""Exit codes of a run that the user has stopped."""
-
 
 @dataclass
 class _Recorder(TrainingCallback):
@@ -153,7 +150,7 @@ class _Recorder(TrainingCallback):
             out_of_memory = any(line["kind"] == "out_of_memory" for line in self.journal.log.events)
             return "out of memory" if out_of_memory else "failed", self.failure, 1
         if stopper is not None and stopped and code != 0:
-            return "stopped" if stopper.code in _STOPPED else "failed", stopped, stopper.code
+            return "stopped" if stopper.code in stop_request.STOPPED else "failed", stopped, stopper.code
         if code or (code is None and (total is None or self.step < total)):
             return "failed", "it ended before its last step" if code is None else f"exit code {code}", code
         return "finished", stopped, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from kohya_ext.errors import UserError
@@ -18,8 +18,8 @@ def of_file(file: Path, metadata: Mapping[str, str], journal: Path | None = None
     Raises UserError if ``journal`` cannot be read.
     """
     journals = [journal] if journal is not None else sorted(file.parent.glob(f"*{SUFFIX}"))
-    runs = [run for each in journals for run in _runs(each, needed=journal is not None)]
-    for run in sorted(runs, key=lambda run: run.time, reverse=True):
+    written = [run for each in journals for run in (runs(each) if journal is not None else _readable(each))]
+    for run in sorted(written, key=lambda run: run.time, reverse=True):
         step = _step(run, file, metadata, is_named=journal is not None)
         if step is not None:
             return _training(run, step)
@@ -31,24 +31,26 @@ def chosen_file(journal: Path) -> Path | None:
 
     Raises UserError if the journal cannot be read.
     """
-    runs = list(_runs(journal, needed=True))
-    if not runs:
+    newest = max(runs(journal), key=lambda run: run.time, default=None)
+    if newest is None:
         return None
-    newest = max(runs, key=lambda run: run.time)
     best = newest.best_file()
     saved = [Path(str(line.get("file"))) for line in reversed(newest.of_kind("save"))]
     return next((file for file in ([best[0]] if best is not None else []) + saved if file.is_file()), None)
 
 
-def _runs(journal: Path, needed: bool) -> Iterator[History]:
+def runs(journal: Path) -> list[History]:
+    """Return the runs of a journal. Raises UserError if it cannot be read."""
     reader = JournalReader(journal, History)
+    reader.update()
+    return [run for run in reader.runs.values() if isinstance(run, History)]
+
+
+def _readable(journal: Path) -> list[History]:
     try:
-        reader.update()
+        return runs(journal)
     except UserError:
-        if needed:
-            raise
-        return
-    yield from (run for run in reader.runs.values() if isinstance(run, History))
+        return []
 
 
 def _step(run: History, file: Path, metadata: Mapping[str, str], is_named: bool) -> int | None:

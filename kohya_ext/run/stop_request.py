@@ -32,6 +32,9 @@ from kohya_ext.run.last_step import last_step
 from kohya_ext.run.output_files import output_name, rolling_state
 from kohya_ext.run.state_size import state_bytes
 
+#: Exit codes of a run that the user has stopped.
+STOPPED = (129, 130, 143, 149)
+
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
 

@@ -94,7 +94,7 @@ def test_no_image_is_held_out_on_request_and_by_a_release_that_cannot(checkout, 
     assert "early_stopping" not in planned(checkout, folder, model("SDXL")).command.values
     (checkout.path / "train_network.py").write_text('parser.add_argument("--validation_split")')
     words = ("--preset", "12gb")
-    run = from_folder.of(folder, model("SDXL"), tmp_path, "cat", checkout.script, words, automatic, validates=False)
+    run = from_folder.of(folder, model("SDXL"), tmp_path, "cat", checkout.script, words, automatic, held_out=0)
     assert "early_stopping" not in run.command.values
 
 

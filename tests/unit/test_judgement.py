@@ -196,7 +196,7 @@ def test_a_best_model_that_early_stopping_has_removed_is_not_the_best(tmp_path):
     journal(tmp_path, [0.7, 0.8, 0.9, 0.95])
     file = tmp_path / "cat.journal.jsonl"
     file.write_text(file.read_text().replace("cat-20.", "cat-best-step00000020.").replace("cat-40.", "cat-best-step00000040."))
-    (run,) = file_training._runs(file, needed=True)
+    (run,) = file_training.runs(file)
     assert run.best_file()[0].name == "cat-best-step00000040.safetensors"
 
 
