@@ -157,12 +157,7 @@ def _run(label: str, index: int, run: History, now: float) -> Row:
         "samples": [_sample(line) for line in run.samples()],
         "files": files,
         "overfitting": _overfitting(run),
-        "bands": [
-            {"timesteps": name, "losses": [each.bands.get(name) for each in (validations[0], validations[-1])]}
-            for name in validations[-1].bands
-        ]
-        if (validations := run.evaluations())
-        else [],
+        "bands": _bands(run.evaluations()),
         "best": str(best[0]) if (best := run.best_file()) is not None else "",
         "problems": [problem for file in files for problem in file["problems"]],
         "skips": [_skip(line) for line in run.of_kind("skip")[-_SKIPS:]],
@@ -226,6 +221,14 @@ def _validation_tile(run: History, validations: Sequence[Evaluation]) -> Row:
     details += [f"standard error {lowest.error:.2g}"] if lowest.error is not None else []
     details += [] if lowest.held_out else ["of training images: measures memorisation only partly"]
     return {"label": "Validation loss", "value": f"{lowest.loss:.4g}", "of": "", "details": details, "share": None}
+
+
+def _bands(validations: Sequence[Evaluation]) -> list[Row]:
+    """Return the losses by timesteps: of the first validation, of that with the lowest loss, and of the last one."""
+    if not validations:
+        return []
+    shown = (validations[0], min(validations, key=lambda each: each.loss), validations[-1])
+    return [{"timesteps": name, "losses": [each.bands.get(name) for each in shown]} for name in shown[0].bands]
 
 
 def _overfitting(run: History) -> str:
