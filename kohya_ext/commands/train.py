@@ -198,7 +198,9 @@ def _show(console: Console, planned: FolderRun, checkout: Checkout, words: list[
     if values.get("validation_split") and values.get("early_stopping"):
         rule = f"{round(images.count * float(values['validation_split']))} images are held out"
         patience = f"stops after {values['early_stopping']} validations without an improvement"
-        table.add_row("validation", f"{rule}, every {values.get('validate_every_n_epochs', 1)} epochs; {patience}")
+        every = int(values.get("validate_every_n_epochs") or 1)
+        often = "after each epoch" if every == 1 else f"every {every} epochs"
+        table.add_row("validation", f"{rule}, measured {often}; {patience}")
         table.add_row("", "the model with the lowest loss is kept; --no-validation trains on all images")
     for row in _predicted(planned, checkout, int(steps or 0)):
         table.add_row(*row)

@@ -71,7 +71,7 @@ def _cells(row: Row, best: Evaluation | None) -> list[str]:
     if lowest is not None and best is not None:
         loss, step = f"{lowest.loss:.4g}", str(lowest.step)
         change, error = lowest.change_from(best)
-        above = "" if lowest is best else f"{change / best.loss:.1%} ± {error / best.loss:.1%}"
+        above = "" if lowest == best else f"{change / best.loss:.1%} ± {error / best.loss:.1%}"
     smoothed = run.smoothed_loss()
     training = "" if smoothed is None else f"{smoothed:.4g}"
     return [str(run.step), loss, step, above, training, run.status(time.time()).lower()]

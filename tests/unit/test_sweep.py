@@ -1,5 +1,6 @@
 """`train FOLDER --try`: the runs, which of them are left to train, and their comparison."""
 
+import io
 import json
 
 import pytest
@@ -57,7 +58,7 @@ def write_journal(file, losses, status="finished", steps=300):
 
 
 def shown(rows):
-    console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=150, record=True, file=io.StringIO())
     console.print(sweep.table(rows))
     return console.export_text()
 
@@ -72,6 +73,7 @@ def test_runs_are_ranked_by_their_lowest_validation(tmp_path):
     assert [row.name for row in sweep.ranked(rows)] == ["b", "c", "a", "d", "e"]
     text = shown(rows)
     assert "12.5% ± 0.0%" in text
+    assert text.count("±") == 2, "the best one has no difference from itself"
     assert "not begun" in text
     assert sweep.verdict(rows) == "best: b, with a validation loss of 0.8005 at step 100"
     assert sweep.verdict(rows[3:]) == "no run was validated, so the runs cannot be compared"
