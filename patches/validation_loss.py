@@ -91,6 +91,8 @@ class _FullValidation(Validation):
     loop: CodeType = field(kw_only=True)
     """The script's training function."""
     step_loss: StepLoss = field(kw_only=True)
+    training: Any = field(kw_only=True)
+    """The dataset group of the training images."""
     _failed: bool = field(default=False, init=False)
 
     def on_loss(self, recorder: Any, epoch: int) -> None:
@@ -194,6 +196,9 @@ def _nothing() -> None:
 _NO_LOOP = "this script has no loop in which its loss can be computed for other images"
 _CONTROL_NET = "upstream cannot split images with conditioning images"
 
+_IS_ADDED = "kohya_ext_added"
+"""Attribute of a dataset group that upstream's run lacks."""
+
 _FEW = 8
 """Number of training images whose loss is measured where none are held out."""
 
@@ -238,11 +243,14 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Fu
     if getattr(args, "deepspeed", False):
         _refuse(option, "DeepSpeed is not supported")
         return None
-    held_out = paths(images).isdisjoint(paths(local["train_dataset_group"]))
+    training = local["train_dataset_group"]
+    held_out = paths(images).isdisjoint(paths(training))
     which = "images with repeats" if held_out else "training images (measures memorisation only partly)"
     note(f"validation: {images.num_train_images} {which}, {len(images)} batches, {_TIMESTEPS} timesteps each")
     seed = next(each for each in (settings[VALIDATION_SEED], args.seed, 0) if each is not None)
-    return _FullValidation(args, accelerator, images, held_out, seed, settings=settings, loop=frame.f_code, step_loss=loss)
+    return _FullValidation(
+        args, accelerator, images, held_out, seed, settings=settings, loop=frame.f_code, step_loss=loss, training=training
+    )
 
 
 def _option(settings: Settings) -> str | None:
@@ -321,7 +329,11 @@ def _some_of(training: Any, settings: Settings) -> Any:
         keys = random.Random(settings[VALIDATION_SEED] or 0).sample(keys, min(each, len(keys)))
         if keys:
             chosen.append(_copied(data_set, keys))
-    return type(training)(chosen) if chosen else None
+    if not chosen:
+        return None
+    group = type(training)(chosen)
+    setattr(group, _IS_ADDED, True)
+    return group
 
 
 def _copied(data_set: Any, keys: Sequence[str]) -> Any:
@@ -357,12 +369,11 @@ def _cache(original: Any, settings: Settings) -> Any:
 
     @wraps(original)
     def cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        validation = current(Validation)
-        if validation is not None and self is validation.images and not validation.held_out:  # called by a LoRA script
+        if hasattr(self, _IS_ADDED):  # a LoRA script caches it
             with preserved_random_state():
                 return original(self, *args, **kwargs)
         result = original(self, *args, **kwargs)
-        if isinstance(validation, _FullValidation) and self is not validation.images:
+        if (validation := current(_FullValidation)) is not None and self is validation.training:
             with preserved_random_state():
                 original(validation.images, *args, **kwargs)
         return result

@@ -38,12 +38,16 @@ class Validation(TrainingCallback):
     seed: int
     evaluation: Evaluation | None = None
     """The last one."""
-    _samples: list[Sample] = field(default_factory=list)
+    _losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(Number of the batch, number of the timestep) -> loss."""
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+    """The same -> timestep, which is the same in every validation; read in the first one."""
+    _copied: Any = None
+    """The timesteps of the loss that is computed, or a copy on its way from the GPU."""
     _batch: int | None = None
     """Number of the current batch; None outside of a validation."""
     _count: int = 0
     """Number of timesteps that were measured of the current batch."""
-    _timestep: float | None = None
 
     def begin(self) -> None:
         """Begin a validation."""
@@ -52,13 +56,13 @@ class Validation(TrainingCallback):
         self.images.set_current_step(self.args.max_train_steps)  # captions as at the end of their warmup
         with preserved_random_state():
             self.images.set_current_epoch(1)
-        self._samples = []
+        self._losses = {}
 
     def load(self, index: int) -> Any:
         """Return a batch, and begin to measure it."""
         from accelerate.utils import send_to_device
 
-        self._batch, self._count, self._timestep = index, 0, None
+        self._batch, self._count = index, 0
         self._set_seed()
         batch = send_to_device(self.images[index], self.accelerator.device)
         self._set_seed()  # of the noise, also where loading draws nothing because latents are cached
@@ -66,20 +70,24 @@ class Validation(TrainingCallback):
 
     def record_timesteps(self, timesteps: Any) -> None:
         """Record the timesteps of the current batch, before its loss is known. Does nothing outside of a validation."""
-        if self._batch is not None:
-            self._timestep = float(timesteps.float().mean())
+        if self._batch is not None and (self._batch, self._count) not in self._known:
+            self._copied = timesteps.detach().to("cpu", non_blocking=timesteps.is_cuda)
 
     def record_loss(self, loss: float) -> None:
         """Record a loss of the current batch. Does nothing outside of a validation."""
         if self._batch is None:
             return
-        self._samples.append(Sample(self._batch, self._timestep, loss))
+        if self._copied is not None:  # complete, because the loss has been read since
+            self._known[self._batch, self._count] = float(self._copied.float().mean())
+            self._copied = None
+        self._losses[self._batch, self._count] = loss
         self._count += 1
         self._set_seed()
 
     def finish(self, together: bool) -> None:
         """End a validation, and hand its evaluation to all callbacks. ``together``: each process has measured some batches."""
-        self._batch, samples = None, self._samples
+        self._batch = None
+        samples = [Sample(place[0], self._known.get(place), loss) for place, loss in self._losses.items()]
         if together and self.accelerator.num_processes > 1:
             from accelerate.utils import gather_object
 

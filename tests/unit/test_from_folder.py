@@ -155,7 +155,7 @@ def test_a_folder_without_images_and_a_missing_model_are_errors(checkout, tmp_pa
         planned(checkout, images(tmp_path / "cats", 0), model("SDXL"))
     with pytest.raises(UserError, match="is not a folder of images"):
         planned(checkout, tmp_path / "dogs", model("SDXL"))
-    with pytest.raises(UserError, match="missing.safetensors: .+; give a checkpoint"):
+    with pytest.raises(UserError, match=r"missing.safetensors: .+; give a checkpoint"):
         planned(checkout, images(tmp_path / "cats", 1), tmp_path / "missing.safetensors")
     images(tmp_path / "cats" / "2_more", 1)
     with pytest.raises(UserError, match="move them into one or the other"):
