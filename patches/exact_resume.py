@@ -99,6 +99,7 @@ def _load_state(original: Any, settings: Settings) -> Any:
                     f"cannot resume exactly from {folder}: {problem}; resume from another state, or add --inexact_resume to "
                     "continue with different random numbers"
                 )
+        resume.allow_numpy_states()
         result = original(self, *args, **kwargs)
         if current is not None and folder is not None:
             current.keep_loaded(Path(folder))

@@ -19,6 +19,7 @@ state; see :meth:`Position.resume_without_loader`.
 
 from __future__ import annotations
 
+import _codecs
 import contextlib
 import ctypes
 import itertools
@@ -658,14 +659,30 @@ def random_state_problem(folder: Path, process: int) -> str | None:
     """Return why a state's random state cannot be restored, or None. accelerate only logs a failure and trains on."""
     if (folder / FILE).is_file():
         return None  # the position file holds the random state
-    from accelerate.utils import load
+    import torch
 
+    allow_numpy_states()
     file = folder / f"random_states_{process}.pkl"
     try:
-        missing = {"random_state", "numpy_random_seed", "torch_manual_seed"} - load(str(file)).keys()
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        missing = {"random_state", "numpy_random_seed", "torch_manual_seed"} - saved.keys()
     except Exception as error:  # a damaged pickle can raise anything
         return f"{file.name} cannot be read ({type(error).__name__}: {error})"
     return f"{file.name} has no {', '.join(sorted(missing))}" if missing else None
+
+
+def allow_numpy_states() -> None:
+    """Let ``torch.load`` read the random states that accelerate pickles.
+
+    PyTorch 2.6 and newer refuse numpy's types. accelerate before 1.1 does not allow them, so it loads no random state, and ends
+    with ``KeyError: 'step'``.
+    """
+    import numpy
+    import torch
+
+    seeds: Any = numpy.empty(0, numpy.uint32)
+    reconstruct = seeds.__reduce__()[0]  # numpy 1 and 2 have it in different modules
+    torch.serialization.add_safe_globals([reconstruct, numpy.ndarray, numpy.dtype, type(seeds.dtype), _codecs.encode])
 
 
 def position() -> Position | None:

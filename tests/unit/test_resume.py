@@ -5,13 +5,16 @@ import random
 import sys
 import zipfile
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from kohya_ext.config.settings import Settings
 from kohya_ext.errors import UserError
 from kohya_ext.run import resume, run_record
 from kohya_ext.run.atomic_write import folders_elsewhere
+from patches import exact_resume
 
 
 def write_state(folder, name, age, without=(), truncated=()):
@@ -243,6 +246,23 @@ def test_damaged_random_state_alone_can_be_resumed_with_other_random_numbers(tmp
     with pytest.raises(UserError, match="or add --inexact_resume to resume with other random numbers, or remove --resume"):
         resume.state_to_resume(tmp_path, "cat", run)
     assert resume.state_to_resume(tmp_path, "cat", run, inexact=True) == tmp_path / "cat-rolling00000009-state"
+
+
+def test_random_state_is_loaded_by_an_accelerate_that_does_not_allow_numpy(torch, tmp_path):
+    """accelerate before 1.1, as LoRA_Easy_Training_Scripts has it with PyTorch 2.6: it ends with ``KeyError: 'step'``."""
+    import numpy
+
+    saved = {"step": 3, "random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
+    torch.save({**saved, "numpy_random_seed": numpy.random.get_state()}, tmp_path / "random_states_0.pkl")
+    (tmp_path / resume.FILE).touch()
+    torch.serialization.clear_safe_globals()
+    loaded = []
+
+    def load_state(accelerator, folder):
+        loaded.append(torch.load(Path(folder) / "random_states_0.pkl", weights_only=True)["step"])
+
+    exact_resume._load_state(load_state, Settings())(SimpleNamespace(process_index=0), str(tmp_path))
+    assert loaded == [3]
 
 
 def test_stale_states_are_of_other_runs_or_later_steps(tmp_path):
