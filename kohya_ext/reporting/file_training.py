@@ -69,4 +69,5 @@ def _training(run: History, step: int) -> Training | None:
         return None
     best = run.best_file()
     lowest = min(known, key=lambda each: each.loss)
-    return Training(step, before[-1], known[0], lowest, best[0].name if best is not None else "")
+    name = best[0].name if best is not None else ""
+    return Training(step, before[-1], known[0], lowest, run.overfitting(), name)

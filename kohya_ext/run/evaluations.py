@@ -21,11 +21,11 @@ _BANDS = (250, 500, 750, 1000)
 _RISE = 0.01
 """Smallest rise of the validation loss, relative, that counts as over-fitting."""
 
-_SURE = 2
-"""Standard errors of a rise that counts as over-fitting."""
+_SURE, _JUMPS = 2, 3
+"""Standard errors, and standard deviations of the jumps between evaluations, of a rise that counts as over-fitting."""
 
-_LATEST = 3
-"""Number of latest evaluations that must all have risen."""
+_WINDOW, _SHARE = 3, 8
+"""Number of evaluations that are averaged to find where validation turned, and at least this part of all."""
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,30 @@ def without_improvement(evaluations: Sequence[Evaluation]) -> int:
 
 
 def overfitting(evaluations: Sequence[Evaluation], steps: Sequence[int], losses: Sequence[float]) -> Evaluation | None:
-    """Return the evaluation at which over-fitting began: the lowest one, if validation rises after it while training falls.
+    """Return the evaluation at which over-fitting began: where validation was lowest, if it rises since while training falls.
 
-    ``steps`` and ``losses`` are those of training. None without held-out images.
+    ``steps`` and ``losses`` are those of training. Evaluations also differ because the weights move to and fro, so means of
+    several are compared, and a rise must be larger than their error. None without held-out images.
     """
-    lowest = min(evaluations, key=lambda each: each.loss, default=None)
-    if lowest is None or not lowest.held_out:
+    window = max(_WINDOW, len(evaluations) // _SHARE)
+    means = [
+        statistics.fmean(each.loss for each in evaluations[at : at + window]) for at in range(len(evaluations) - window + 1)
+    ]
+    turn = min(range(len(means)), key=means.__getitem__, default=0)
+    if len(means) - turn < window or not evaluations[0].held_out:
         return None
-    after = [each for each in evaluations if each.step > lowest.step]
-    latest = after[-_LATEST:]
-    risen = (_has_risen(each, lowest) for each in latest)
-    return lowest if len(latest) == _LATEST and all(risen) and _falls(steps, losses, lowest.step) else None
+    rise, needed = means[-1] - means[turn], _JUMPS * _deviation(evaluations) * math.sqrt(2 / window)
+    lowest = min(evaluations[max(turn - 1, 0) : turn + window], key=lambda each: each.loss)
+    _, error = evaluations[-1].change_from(lowest)
+    certain = rise > max(needed, _SURE * error, _RISE * means[turn])
+    return lowest if certain and _falls(steps, losses, lowest.step) else None
 
 
-def _has_risen(each: Evaluation, lowest: Evaluation) -> bool:
-    change, error = each.change_from(lowest)
-    return change > max(_SURE * error, _RISE * lowest.loss)
+def _deviation(evaluations: Sequence[Evaluation]) -> float:
+    """Return the standard deviation of single losses around a curve, from their second differences."""
+    losses = [each.loss for each in evaluations]
+    bends = [before - 2 * loss + after for before, loss, after in zip(losses, losses[1:], losses[2:], strict=False)]
+    return math.sqrt(statistics.fmean(bend**2 for bend in bends) / 6)
 
 
 def _falls(steps: Sequence[int], losses: Sequence[float], since: int) -> bool:

@@ -83,6 +83,8 @@ class Training:
     """The validation at the file's step, or the last one before it."""
     first: Evaluation
     lowest: Evaluation
+    began: Evaluation | None
+    """The validation at which over-fitting began; None if it did not."""
     best_file: str
     """The saved file with the lowest validation loss; empty if it is not known."""
 
@@ -93,10 +95,8 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """Whether the file was trained beyond the lowest loss of held-out images."""
-        change, error = self.evaluation.change_from(self.lowest)
-        later = self.evaluation.step > self.lowest.step
-        return later and self.lowest.held_out and self.rise > _RISE and change > 2 * error
+        """Whether the file was trained beyond the step at which over-fitting began."""
+        return self.began is not None and self.evaluation.step > self.began.step and self.rise > _RISE
 
 
 @dataclass

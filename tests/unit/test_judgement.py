@@ -160,6 +160,7 @@ def test_query_key_and_value_of_open_clip_are_thirds_of_one_weight(base):
 def journal(tmp_path, losses):
     """Write the journal of a run that saved cat-STEP.safetensors at steps 20, 40, ... with these validation losses."""
     lines = [{"kind": "start", "time": 1.0, "run": "cat", "name": "cat"}]
+    lines += [{"kind": "step", "time": 1.0, "step": step, "loss": 1 / step} for step in range(1, 20 * len(losses) + 1)]
     for step, loss in zip(range(20, 20 * len(losses) + 1, 20), losses, strict=True):
         lines.append({"kind": "save", "time": 1.0 + step, "step": step, "file": str(tmp_path / f"cat-{step}.safetensors")})
         both = {"loss": loss, "losses": [loss - 0.1, loss + 0.1], "held_out": True}
@@ -168,16 +169,16 @@ def journal(tmp_path, losses):
 
 
 def test_a_file_after_the_lowest_validation_is_over_trained(tmp_path, base, capsys):
-    journal(tmp_path, [1.0, 0.8, 0.7, 0.75, 0.8])
-    for step in (60, 100):
+    journal(tmp_path, [1.0, 0.8, 0.7, 0.72, 0.74, 0.77, 0.8])
+    for step in (60, 140):
         save_file(lora(), tmp_path / f"cat-{step}.safetensors")
     words = ["--against", str(base)]
     assert main(["inspect", str(tmp_path / "cat-60.safetensors"), *words, "--strict"]) == 0
     assert "0.7, -30.0% since step 20: it is not over-trained" in capsys.readouterr().out.replace("\n", " ")
-    assert main(["inspect", str(tmp_path / "cat-100.safetensors"), *words]) == 0
+    assert main(["inspect", str(tmp_path / "cat-140.safetensors"), *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "14.3% above the lowest at step 60: it is over-trained; use cat-60.safetensors" in printed
-    assert main(["inspect", str(tmp_path / "cat-100.safetensors"), *words, "--strict"]) == 1
+    assert main(["inspect", str(tmp_path / "cat-140.safetensors"), *words, "--strict"]) == 1
     assert "over-trained: its validation loss is 14.3% above the lowest" in capsys.readouterr().out
 
 
