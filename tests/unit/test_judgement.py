@@ -169,16 +169,16 @@ def journal(tmp_path, losses):
 
 
 def test_a_file_after_the_lowest_validation_is_over_trained(tmp_path, base, capsys):
-    journal(tmp_path, [1.0, 0.8, 0.7, 0.72, 0.74, 0.77, 0.8])
-    for step in (60, 140):
+    journal(tmp_path, [1.0, 0.8, 0.72, 0.7, 0.71, 0.73, 0.75, 0.77, 0.8])
+    for step in (80, 180):
         save_file(lora(), tmp_path / f"cat-{step}.safetensors")
     words = ["--against", str(base)]
-    assert main(["inspect", str(tmp_path / "cat-60.safetensors"), *words, "--strict"]) == 0
+    assert main(["inspect", str(tmp_path / "cat-80.safetensors"), *words, "--strict"]) == 0
     assert "0.7, -30.0% since step 20: it is not over-trained" in capsys.readouterr().out.replace("\n", " ")
-    assert main(["inspect", str(tmp_path / "cat-140.safetensors"), *words]) == 0
+    assert main(["inspect", str(tmp_path / "cat-180.safetensors"), *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "14.3% above the lowest at step 60: it is over-trained; use cat-60.safetensors" in printed
-    assert main(["inspect", str(tmp_path / "cat-140.safetensors"), *words, "--strict"]) == 1
+    assert "14.3% above the lowest at step 80: it is over-trained; use cat-80.safetensors" in printed
+    assert main(["inspect", str(tmp_path / "cat-180.safetensors"), *words, "--strict"]) == 1
     assert "over-trained: its validation loss is 14.3% above the lowest" in capsys.readouterr().out
 
 
