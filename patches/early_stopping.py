@@ -137,6 +137,7 @@ PATCH = Patch(
     held_to="the same steps of a run without it",
     idea="https://github.com/Akegarasu/lora-scripts/issues/705",
     wanted=lambda settings: settings[EARLY_STOPPING] is not None,
+    only_trains=True,
     stage=Stage.GUARD,
     on_start=_start,
 )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from kohya_ext.config.settings import flags, fraction
+from kohya_ext.config.settings import fraction
 from kohya_ext.console import progress
 from kohya_ext.errors import UserError
 from kohya_ext.output import Console
@@ -48,7 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--journal", type=Path, metavar="FILE", help="journal of the file's run, for --against; default: one in its folder"
     )
     parser.add_argument(
-        *flags("max_change"),
+        "--max_change",
+        "--max-change",
         type=fraction,
         metavar="SHARE",
         help="with --against, fail if a block moved by more than this share of its weights' norm, such as 0.2",

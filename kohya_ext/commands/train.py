@@ -21,7 +21,7 @@ from kohya_ext.commands import inspect
 from kohya_ext.commands import report as report_command
 from kohya_ext.config.command_line import quoted
 from kohya_ext.config.quiet_parser import QuietParser
-from kohya_ext.config.settings import count, flags, negated_flags
+from kohya_ext.config.settings import count, flags
 from kohya_ext.console import note, warn
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import cache, machine, step_time
@@ -59,7 +59,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="FOLDER", default=unset, help="for the LoRA and its states; default: output"
     )
     parser.add_argument(
-        *negated_flags("validation"),
+        "--no-validation",
         action="store_true",
         default=unset,
         dest="unvalidated",
