@@ -59,3 +59,13 @@ def test_a_run_stops_early_and_stays_stopped(checkout, train, script):
     assert "nothing left to train: no validation since step 2" in again.output
     assert validations(run.folder) == measured
     assert [path.name for path in run.folder.glob("*-state")] == [state.name]
+
+
+@pytest.mark.slow
+def test_processes_share_the_batches_and_agree(checkout, train):
+    run = train(checkout, LORA, *PATIENT, "--validation_split", "0.5", "--max_data_loader_n_workers", "0", ranks=2)
+    assert run.code == 0, run.output[-4000:]
+    measured = validations(run.folder)
+    assert [(each.step, len(each.losses)) for each in measured] == [(2, 2), (4, 2)]
+    best = evaluations.best(measured)
+    assert [file.name for file in run.folder.glob("*-best-*")] == [f"{OUTPUT_NAME}-best-step{best.step:08d}.safetensors"]
