@@ -21,10 +21,10 @@ _BANDS = (250, 500, 750, 1000)
 _RISE = 0.01
 """Smallest rise of the validation loss, relative, that counts as over-fitting."""
 
-_SURE, _JUMPS = 2, 5
+_SURE, _JUMPS = 2, 4
 """Standard errors, and standard deviations of the jumps between evaluations, of a rise that counts as over-fitting.
 
-The second is large because the lowest of many means is compared: at most 3% of plateaus of 18 to 90 evaluations are marked.
+The second is large because the lowest of many means is compared: at most 7% of plateaus of 18 to 90 evaluations are marked.
 """
 
 _NORMAL_MEDIAN = statistics.NormalDist().inv_cdf(0.75)
