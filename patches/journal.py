@@ -33,7 +33,8 @@ from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
 from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, data_sets, observe, program
 from kohya_ext.patching.types import Accelerator, DataSet
 from kohya_ext.preflight import abbreviated
-from kohya_ext.run import journal, rank_reports, ranks, resume, run_record, step_times, stop_request
+from kohya_ext.run import evaluations, journal, rank_reports, ranks, resume, run_record, step_times, stop_request
+from kohya_ext.run.evaluations import Evaluation
 from kohya_ext.run.journal import Journal
 from kohya_ext.run.journal_reader import RunLog, process_start
 from kohya_ext.run.output_files import output_name
@@ -58,9 +59,6 @@ _CAPTION = 300
 
 _FOLDERS, _TAGS, _PROMPTS = 100, 30, 50
 """Largest numbers of folders, tags and prompts to write."""
-
-_STOPPED = (129, 130, 143, 149)
-"""Exit codes of a run that the user has stopped."""
 
 
 @dataclass
@@ -145,16 +143,17 @@ class _Recorder(TrainingCallback):
     def _outcome(self) -> tuple[str, str, int | None]:
         """Return status, reason and exit code of this process; the code is None if it is not known."""
         code, stopper, total = journal.exit_code(), stop_request.stopper(), self.journal.log.total
+        stopped = stopper.reason if stopper is not None else ""
         if self.failure == KeyboardInterrupt.__name__:
             return "stopped", self.failure, 130
         if self.failure:
             out_of_memory = any(line["kind"] == "out_of_memory" for line in self.journal.log.events)
             return "out of memory" if out_of_memory else "failed", self.failure, 1
-        if stopper is not None and stopper.reason and code != 0:
-            return "stopped" if stopper.code in _STOPPED else "failed", stopper.reason, stopper.code
+        if stopper is not None and stopped and code != 0:
+            return "stopped" if stopper.code in stop_request.STOPPED else "failed", stopped, stopper.code
         if code or (code is None and (total is None or self.step < total)):
             return "failed", "it ended before its last step" if code is None else f"exit code {code}", code
-        return "finished", "", 0
+        return "finished", stopped, 0
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -231,6 +230,10 @@ class _Recorder(TrainingCallback):
             self._skipped = accelerator.optimizer_step_was_skipped or self.journal.log.skipped > self._skips
             self._skips = self.journal.log.skipped
             self._complete = True
+
+    def after_validation(self, evaluation: Evaluation) -> None:
+        """Write the line of a validation."""
+        self.journal.write(evaluations.KIND, **evaluation.line())
 
     def current_step(self, added: int = 0) -> int:
         """Return the step count of saved states, or else this process's own with the steps ``added`` since its last line."""

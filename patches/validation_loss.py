@@ -11,6 +11,7 @@ images; this patch uses ``--seed``. It also splits images of a metadata file (``
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 from argparse import Namespace
@@ -25,9 +26,9 @@ from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import first_line
 from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.step_loss import StepLoss, callers, local_names, step_loss, variables
-from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
+from kohya_ext.patching.training_loop import Stage, current
 from kohya_ext.patching.types import Accelerator
-from kohya_ext.run import journal, resume
+from kohya_ext.run.validation import Validation, paths, preserved_random_state
 from kohya_ext.sdscripts.families import trains_control_net
 
 _TIMESTEPS = 4
@@ -85,19 +86,13 @@ MAX_VALIDATION_STEPS = Option[int | None](
 
 
 @dataclass
-class _Validation(TrainingCallback):
-    args: Namespace
-    accelerator: Accelerator
-    settings: Settings
-    loop: CodeType
+class _FullValidation(Validation):
+    settings: Settings = field(kw_only=True)
+    loop: CodeType = field(kw_only=True)
     """The script's training function."""
-    step_loss: StepLoss
-    training: Any
+    step_loss: StepLoss = field(kw_only=True)
+    training: Any = field(kw_only=True)
     """The dataset group of the training images."""
-    images: Any
-    """The dataset group of the validation images."""
-    loader: Any = None
-    """The loader of the validation batches; None before the first validation."""
     _failed: bool = field(default=False, init=False)
 
     def on_loss(self, recorder: Any, epoch: int) -> None:
@@ -127,8 +122,6 @@ class _Validation(TrainingCallback):
         loss = self.loss(of_loop)
         if loss is None:
             return
-        journal.event("validation", loss=loss, epoch=epoch + 1)
-        note(f"step {step}: validation loss {loss:.4g}")
         divergence = loss - recorder.moving_average
         for kind in kinds if self.accelerator.is_main_process else ():
             values = {f"loss/validation/{kind}_average": loss, f"loss/validation/{kind}_divergence": divergence}
@@ -139,41 +132,27 @@ class _Validation(TrainingCallback):
     def loss(self, variables: dict[str, Any]) -> float | None:
         """Return the mean loss of the validation batches; None without any."""
         import torch
-        from accelerate.utils import send_to_device
         from tqdm import tqdm
 
         losses: list[float] = []
-        with _preserving_random_state(), self._evaluating(variables), torch.no_grad():
-            count = len(self._prepared_loader())
-            if (limit := self.settings[MAX_VALIDATION_STEPS]) is not None:
-                count = min(count, limit)
+        with preserved_random_state(), self._evaluating(variables), torch.no_grad():
+            self.begin()
+            count, limit = len(self.images), self.settings[MAX_VALIDATION_STEPS]
+            count = count if limit is None else min(count, limit)
             timesteps = self._timesteps(variables)
-            seed = self.settings[VALIDATION_SEED]
-            _set_seed(next(each for each in (seed, self.args.seed, 0) if each is not None))
             hidden = not self.accelerator.is_main_process
             with tqdm(total=count * len(timesteps), desc="validation steps", leave=False, disable=hidden) as bar:
-                for _, batch in zip(range(count), self.loader, strict=False):
-                    batch = send_to_device(batch, self.accelerator.device)
+                for index in range(count):
+                    batch = self.load(index)
                     for timestep in timesteps:
                         self.args.min_timestep = self.args.max_timestep = timestep  # as upstream's LoRA scripts do
                         losses.append(self.step_loss.of(variables, batch).item())
+                        self.record_loss(losses[-1])
                         self._restore_swapped_blocks()
                         bar.update()
                         bar.set_postfix(val_avg_loss=sum(losses) / len(losses))
+            self.finish(together=False)
         return sum(losses) / len(losses) if losses else None
-
-    def _prepared_loader(self) -> Any:
-        """Return the loader of the validation batches, which are the same in every validation."""
-        from torch.utils.data import DataLoader
-
-        if self.loader is None:
-            self.images.set_current_strategies()
-            self.images.set_max_train_steps(self.args.max_train_steps)
-            self.images.set_current_step(self.args.max_train_steps)  # captions as at the end of their warmup
-            self.images.set_current_epoch(1)
-            # Without workers, which would be started for every validation.
-            self.loader = DataLoader(self.images, batch_size=1, collate_fn=lambda examples: examples[0], num_workers=0)
-        return self.loader
 
     def _timesteps(self, variables: dict[str, Any]) -> list[int]:
         import numpy
@@ -214,24 +193,14 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _set_seed(seed: int) -> None:
-    import torch
-
-    torch.manual_seed(seed)
-    random.seed(seed)
-
-
-@contextlib.contextmanager
-def _preserving_random_state() -> Iterator[None]:
-    state = resume.random_state()
-    try:
-        yield
-    finally:
-        resume.set_random_state(state)
-
-
 _NO_LOOP = "this script has no loop in which its loss can be computed for other images"
 _CONTROL_NET = "upstream cannot split images with conditioning images"
+
+_IS_ADDED = "kohya_ext_added"
+"""Attribute of a dataset group that upstream's run lacks."""
+
+_FEW = 8
+"""Number of training images whose loss is measured where none are held out."""
 
 
 # --- patch -----------------------------------------------------------------------------------------------------------
@@ -250,10 +219,10 @@ def _validates_itself(function: CodeType) -> bool:
     return "val_dataloader" in local_names(function)
 
 
-def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Validation | None:
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _FullValidation | None:
     global _split_by_datasets
-    asked = settings[VALIDATION_SPLIT] > 0
-    split, _split_by_datasets = asked or _split_by_datasets, False
+    option = _option(settings)
+    split, _split_by_datasets = option is not None or _split_by_datasets, False
     if not split:
         return None
     frame = _training_frame()
@@ -261,54 +230,79 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Va
         return None
     local = variables(frame) if frame is not None else {}
     images = local.get("val_dataset_group")
-    if images is None and not asked:
+    if images is None and option is None:
         return None
     loss = step_loss(frame.f_code) if frame is not None and "loss_recorder" in local_names(frame.f_code) else None
     if frame is None or loss is None:
-        _refuse(asked, _NO_LOOP)
+        _refuse(option, _NO_LOOP)
         return None
     if images is None or not len(images):
         splits = "val_dataset_group" in local
-        _refuse(asked, "the fraction is less than one image" if splits else "this sd-scripts does not split datasets")
+        _refuse(option, "the fraction is less than one image" if splits else "this sd-scripts does not split datasets")
         return None
     if getattr(args, "deepspeed", False):
-        _refuse(asked, "DeepSpeed is not supported")
+        _refuse(option, "DeepSpeed is not supported")
         return None
-    note(f"validation: {images.num_train_images} images with repeats, {len(images)} batches, {_TIMESTEPS} timesteps each")
-    return _Validation(args, accelerator, settings, frame.f_code, loss, local["train_dataset_group"], images)
+    training = local["train_dataset_group"]
+    held_out = paths(images).isdisjoint(paths(training))
+    which = "images with repeats" if held_out else "training images (measures memorisation only partly)"
+    note(f"validation: {images.num_train_images} {which}, {len(images)} batches, {_TIMESTEPS} timesteps each")
+    seed = next(each for each in (settings[VALIDATION_SEED], args.seed, 0) if each is not None)
+    return _FullValidation(
+        args, accelerator, images, held_out, seed, settings=settings, loop=frame.f_code, step_loss=loss, training=training
+    )
+
+
+def _option(settings: Settings) -> str | None:
+    """Return the option that asks for a validation, if any."""
+    asked = {"validation_split": settings[VALIDATION_SPLIT] > 0, "early_stopping": settings["early_stopping"] is not None}
+    return next((f"--{name}" for name, is_asked in asked.items() if is_asked), None)
 
 
 def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
-    if settings[VALIDATION_SPLIT] > 0:
+    if (option := _option(settings)) is not None:
         reason = _CONTROL_NET if trains_control_net(script) else _NO_LOOP if "textual_inversion" in script else None
         if reason is not None:
-            yield f"--validation_split: {reason}; remove the option"
+            yield f"{option}: {reason}; remove the option"
 
 
-def _refuse(asked: bool, reason: str) -> None:
-    """Stop at the option --validation_split; warn about a dataset's own ``validation_split``, which upstream ignores."""
-    if asked:
-        stop(f"--validation_split: {reason}; remove the option")
+def _refuse(option: str | None, reason: str) -> None:
+    """Stop at an option; warn about a dataset's own ``validation_split``, which upstream ignores."""
+    if option is not None:
+        stop(f"{option}: {reason}; remove the option")
     warn(f"no validation loss: {reason}; remove validation_split from the dataset's configuration")
 
 
 def _generate(original: Any, settings: Settings) -> Any:
-    """Return a function that also splits datasets with metadata files, and never draws two splits of one dataset."""
+    """Return a function that also splits datasets with metadata files, and never draws two splits of one dataset.
+
+    Without a split, --early_stopping validates some of the training images.
+    """
 
     @wraps(original)
     def generate_dataset_group_by_blueprint(dataset_group_blueprint: Any) -> Any:
+        groups = split(dataset_group_blueprint)
+        if _training_frame() is None or settings["early_stopping"] is None or not isinstance(groups, tuple):
+            return groups
+        training, images = groups
+        return training, images if images is not None and len(images) else _some_of(training, settings)
+
+    def split(dataset_group_blueprint: Any) -> Any:
         frame = _training_frame()
         rows = [row for row in dataset_group_blueprint.datasets if 0.0 < getattr(row.params, "validation_split", 0.0) <= 1.0]
-        if frame is None or _validates_itself(frame.f_code) or not rows:
+        itself = frame is not None and _validates_itself(frame.f_code)
+        if frame is None or not rows or (itself and settings["early_stopping"] is None):
             return original(dataset_group_blueprint)
         global _split_by_datasets
-        _split_by_datasets = True
+        _split_by_datasets = not itself
         if any(row.is_controlnet for row in rows):
-            _refuse(settings[VALIDATION_SPLIT] > 0, _CONTROL_NET)
+            _refuse("--validation_split" if settings[VALIDATION_SPLIT] > 0 else None, _CONTROL_NET)
             return original(dataset_group_blueprint)
         for row in rows:
             if row.params.validation_seed is None:
                 row.params.validation_seed = variables(frame)["args"].seed or 0
+        if itself:
+            return original(dataset_group_blueprint)
         training, images = original(dataset_group_blueprint)
         of_training = (
             each for row, each in zip(dataset_group_blueprint.datasets, training.datasets, strict=True) if row in rows
@@ -327,26 +321,60 @@ def _generate(original: Any, settings: Settings) -> Any:
     return generate_dataset_group_by_blueprint
 
 
+def _some_of(training: Any, settings: Settings) -> Any:
+    """Return a group of a few training images, each in a batch of its own; None if a dataset is of an unknown kind."""
+    chosen, each = [], max(_FEW // len(training.datasets), 1)
+    for data_set in training.datasets:
+        keys = sorted(key for key, image in getattr(data_set, "image_data", {}).items() if not image.is_reg)
+        keys = random.Random(settings[VALIDATION_SEED] or 0).sample(keys, min(each, len(keys)))
+        if keys:
+            chosen.append(_copied(data_set, keys))
+    if not chosen:
+        return None
+    group = type(training)(chosen)
+    setattr(group, _IS_ADDED, True)
+    return group
+
+
+def _copied(data_set: Any, keys: Sequence[str]) -> Any:
+    """Return a dataset of some of the images of another one, once each."""
+    copied = copy.copy(data_set)
+    copied.image_data = {key: copy.copy(data_set.image_data[key]) for key in keys}
+    copied.image_to_subset = {key: data_set.image_to_subset[key] for key in keys}
+    for image in copied.image_data.values():
+        image.num_repeats = 1
+    copied.num_train_images, copied.batch_size = len(keys), 1
+    _make_buckets(copied)
+    return copied
+
+
 def _remove(data_set: Any, keys: Iterable[str]) -> None:
     """Remove images from a dataset, which then has the buckets of one without them."""
     for key in keys:
         data_set.num_train_images -= data_set.image_data.pop(key).num_repeats
         del data_set.image_to_subset[key]
+    _make_buckets(data_set)
+
+
+def _make_buckets(data_set: Any) -> None:
+    """Sort the images of a dataset into buckets, without random numbers of the run."""
     seed, data_set.seed, data_set.bucket_manager = data_set.seed, 0, None
-    with _preserving_random_state():
+    with preserved_random_state():
         data_set.make_buckets()
     data_set.seed = seed
 
 
 def _cache(original: Any, settings: Settings) -> Any:
-    """Return a method of the dataset group that also caches the validation images."""
+    """Return a method of the dataset group that also caches the validation images, without random numbers of the run."""
 
     @wraps(original)
     def cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, _IS_ADDED):  # a LoRA script caches it
+            with preserved_random_state():
+                return original(self, *args, **kwargs)
         result = original(self, *args, **kwargs)
-        validation = current(_Validation)
-        if validation is not None and self is validation.training:
-            with _preserving_random_state():
+        if (validation := current(_FullValidation)) is not None and self is validation.training:
+            with preserved_random_state():
                 original(validation.images, *args, **kwargs)
         return result
 
@@ -357,7 +385,7 @@ def _add(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def add(self: Any, *, epoch: int, step: int, loss: float) -> None:
         original(self, epoch=epoch, step=step, loss=loss)
-        if (validation := current(_Validation)) is not None:
+        if (validation := current(_FullValidation)) is not None:
             validation.on_loss(self, epoch)
 
     return add

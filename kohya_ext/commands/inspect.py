@@ -1,4 +1,4 @@
-"""Describe a LoRA or a checkpoint, or how two files differ.
+"""Describe a LoRA or a checkpoint, how two files differ, or judge a file against its base model.
 
 Reads safetensors files and files of torch.save (.ckpt, .pt), tensor by tensor. The exit code is 1 if a file is damaged, has
 values that are not finite, or does not change the model.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from kohya_ext.config.settings import fraction
 from kohya_ext.console import progress
 from kohya_ext.errors import UserError
 from kohya_ext.output import Console
@@ -27,6 +28,7 @@ from kohya_ext.units import format_size
 
 if TYPE_CHECKING:
     from kohya_ext.weights.comparison import Comparison, Difference
+    from kohya_ext.weights.judgement import Block, Judgement
     from kohya_ext.weights.report import Report
 
 _NAMES = 3
@@ -39,6 +41,22 @@ _IN_EVERY_RUN = re.compile(r"_hash$|_hash_|^sshs_|session_id|_at$|\.date$")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a LoRA or a checkpoint; two files are compared")
+    parser.add_argument(
+        "--against", type=Path, metavar="BASE", help="judge the file: how far it moves the weights of this model"
+    )
+    parser.add_argument(
+        "--journal", type=Path, metavar="FILE", help="journal of the file's run, for --against; default: one in its folder"
+    )
+    parser.add_argument(
+        "--max_change",
+        "--max-change",
+        type=fraction,
+        metavar="SHARE",
+        help="with --against, fail if a block moved by more than this share of its weights' norm, such as 0.2",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="with --against, also fail for outliers and for an over-trained file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with every module and all metadata")
 
 
@@ -49,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if len(arguments.files) > 2:
         raise UserError(f"inspect compares at most two files, not {len(arguments.files)}")
+    if arguments.against is not None:
+        return _judge(arguments)
     try:
         with ExitStack() as opened, progress(f"reading {' and '.join(path.name for path in arguments.files)}"):
             files = [opened.enter_context(TensorFile(path)) for path in arguments.files]
@@ -65,6 +85,79 @@ def run(arguments: argparse.Namespace) -> int:
         for line in _lines(reports, compared):
             console.print(line)
     return 1 if any(each.problems for each in reports) else 0
+
+
+def _judge(arguments: argparse.Namespace) -> int:
+    """Judge a file; return 1 if it fails."""
+    if len(arguments.files) > 1:
+        raise UserError("--against judges one file")
+    (path,) = arguments.files
+    try:
+        report, judged = judged_file(path, arguments.against, arguments.journal)
+    except ValueError as problem:
+        return _unreadable(str(problem), arguments.json)
+    failures = _failures(report, judged, arguments.max_change, arguments.strict)
+    if arguments.json:
+        data = {"judgement": judged.text(report), "failures": failures, **asdict(judged), "file": _as_json(report)}
+        print(json.dumps(finite(data), indent=1))
+    else:
+        console = Console(highlight=False)
+        console.print(f"[bold]{escape(path.name)}[/]  {escape(report.summary())}")
+        console.print(_block_table(judged.blocks))
+        console.print(escape(judged.text(report)))
+        for failure in failures:
+            console.print(f"[bold red]error[/]  {escape(failure)}")
+    return 1 if failures else 0
+
+
+def judged_file(path: Path, base: Path, journal: Path | None = None) -> tuple[Report, Judgement]:
+    """Describe and judge a file. Raises UserError if a file cannot be opened, ValueError for a damaged one."""
+    from kohya_ext.reporting import file_training
+    from kohya_ext.weights import judgement, report
+    from kohya_ext.weights.tensor_file import TensorFile
+
+    try:
+        with TensorFile(path) as file, TensorFile(base) as model, progress(f"comparing {path.name} with {base.name}"):
+            described = report.describe(file)
+            training = file_training.of_file(path, file.metadata, journal)
+            return described, judgement.judge(file, model, described, training)
+    except OSError as problem:
+        raise UserError(f"{problem.filename or path} cannot be read: {problem.strerror or problem}") from None
+
+
+def _failures(report: Report, judged: Judgement, max_change: float | None, strict: bool) -> list[str]:
+    failures = [*report.problems, *judged.problems]
+    moved = judged.largest
+    if max_change is not None and moved is not None and moved.relative > max_change:
+        failures.append(f"{moved.component} {moved.label} moved by {moved.relative:.2%}, more than --max_change {max_change:g}")
+    if strict and judged.outliers:
+        failures.append(f"{len(judged.outliers):,} modules moved much farther than the others")
+    if strict and judged.training is not None and judged.training.is_over:
+        failures.append(f"over-trained: its validation loss is {judged.training.rise:.1%} above the lowest")
+    return failures
+
+
+def _block_table(blocks: Sequence[Block]) -> Table:
+    """Return a row for each kind of block: how far all of its blocks moved, and which one moved farthest."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("part")
+    for title in ("modules", "least", "most", "most in"):
+        table.add_column(title, justify="right")
+    families: dict[tuple[str, str], list[Block]] = {}
+    for block in blocks:
+        families.setdefault((block.component, block.family), []).append(block)
+    for (component, family), members in families.items():
+        members.sort(key=lambda block: block.relative)
+        indices = sorted(block.index for block in members if block.index is not None)
+        where = members[-1].label if len(members) > 1 else ""
+        cells = (
+            f"{sum(block.count for block in members):,}",
+            f"{members[0].relative:.2%}",
+            f"{members[-1].relative:.2%}",
+            where,
+        )
+        table.add_row(escape(_part(component, family, indices)), *map(escape, cells))
+    return table
 
 
 def _unreadable(problem: str, as_json: bool) -> int:

@@ -69,11 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write(journal: Path) -> Path:
-    """Write the report on the newest run of a journal into its folder; return the file. Raises UserError without a run."""
+def write(*journals: Path, output: Path | None = None) -> Path:
+    """Write the report on the newest run of each journal, by default into its folder; return the file.
+
+    Raises UserError without a run.
+    """
     readers: dict[Path, JournalReader] = {}
-    runs = _read([journal], readers, every=False)
-    file = _default_file(runs, readers)
+    runs = _read(journals, readers, every=False)
+    file = output or _default_file(runs, readers)
     _write(file, page.html(runs, Thumbnails(), time.time(), None))
     return file.resolve()
 

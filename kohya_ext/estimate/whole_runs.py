@@ -21,7 +21,7 @@ METHOD = 1
 IRRELEVANT = (
     "save_", "sample_", "huggingface_", "wandb_", "log_", "logging_dir", "resume", "validat", "max_validation", "journal",
     "notify", "profile_steps", "report", "stop_file", "fallback_dir", "on_oom", "base_precision_cache", "max_train_epochs",
-    "reg_data_dir", "debug_dataset",
+    "reg_data_dir", "debug_dataset", "early_stopping",
 )  # fmt: skip
 
 #: Others, which a dry run replaces.

@@ -114,6 +114,9 @@ class TrainingCallback:
         """Return the batches of one pass over a prepared loader of other data, by default those of ``batches()``."""
         return batches()
 
+    def after_validation(self, evaluation: Any) -> None:
+        """Run after a validation: a :class:`kohya_ext.run.evaluations.Evaluation`, in every process."""
+
     def on_state_save(self, folder: Path) -> None:
         """Write to a saved state's folder before accelerate writes its files. Called in every process."""
 
@@ -492,6 +495,12 @@ def observe(kind: type[C], action: Callable[[C], object]) -> None:
     """Call an action of a callback of a class, if there is one; a failure is handled as in its own methods."""
     if _current is not None and (callback := _current.callback(kind)) is not None:
         _current.guarded(callback, lambda: action(callback), lambda: None)
+
+
+def validated(evaluation: Any) -> None:
+    """Call ``after_validation`` of all callbacks."""
+    if _current is not None:
+        _current._each("after_validation", evaluation)
 
 
 def callbacks() -> Sequence[TrainingCallback]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,18 @@ from kohya_ext.sdscripts.families import Checkpoint, Family
 PER_IMAGE, LEAST, MOST = 100, 1000, 6000
 """Times that each image is trained, and limits of all images together: a usual LoRA of a subject takes 1,500 to 3,000."""
 
+HELD_OUT_FROM, HELD_OUT_SHARE, HELD_OUT_MOST = 20, 0.1, 16
+"""Number of images from which some are held out for the validation, their share, and their largest number."""
+
+_COMPARED, _COMPARED_FROM = 2, 8
+"""Number of images that are held out of runs that are compared, and from how many."""
+
+_VALIDATIONS, PATIENCE = 20, 5
+"""About how often a run is validated, and after how many validations without an improvement it stops."""
+
 _CAPTIONS = (".txt", ".caption")
+
+_SPLIT = "validation_split"
 
 _MINUTES = 10
 """Minutes between two saved states: the most that a kill loses."""
@@ -39,6 +50,18 @@ class Images:
     """Extension of caption files -> images that have one."""
     has_classes: bool
     """Whether they are in subfolders named by repeats and class."""
+    with_repeats: int
+    """The number of images of an epoch."""
+
+    @property
+    def held_out(self) -> int:
+        """The number of images to hold out; 0 for too few images."""
+        return min(round(self.count * HELD_OUT_SHARE), HELD_OUT_MOST) if self.count >= HELD_OUT_FROM else 0
+
+    @property
+    def compared(self) -> int:
+        """The number of images to hold out of runs that are compared, which can be fewer; 0 for too few images."""
+        return self.held_out or (_COMPARED if self.count >= _COMPARED_FROM else 0)
 
     @property
     def extension(self) -> str:
@@ -73,8 +96,13 @@ def of(
     script: Callable[[str], Path],
     words: Sequence[str],
     automatic: Callable[[CommandLine, int], str],
+    held_out: int | None = None,
+    trigger: str | None = None,
 ) -> FolderRun:
     """Return the run that trains a LoRA; ``words`` are more arguments, which come last.
+
+    ``held_out``: number of images for the validation; None follows the rule. ``trigger``: the caption of images without one; by
+    default the name.
 
     ``script`` finds a script by its name, ``automatic`` the preset for a GPU. Raises UserError for a folder without images, and
     for a model that is unknown or needs files that the words do not name.
@@ -82,7 +110,7 @@ def of(
     images = images_in(folder)
     family, kind = recognized(model)
     _check_files(family, model, words)
-    dataset = None if images.has_classes else (output / f"{name}.dataset.toml", _dataset(images, name))
+    dataset = None if images.has_classes else (output / f"{name}.dataset.toml", _dataset(images, trigger or name))
     option = {} if kind.option is None else dict([kind.option])
     options: dict[str, Any] = {
         MODEL: str(model),
@@ -101,7 +129,32 @@ def of(
     if {"max_train_steps", "max_train_epochs"}.isdisjoint(own.given):
         steps = math.ceil(min(max(PER_IMAGE * images.count, LEAST), MOST) / run.batch)
         run = FolderRun(images, kind, command.with_({"max_train_steps": steps}), dataset, by_rule=True)
+    held_out = images.held_out if held_out is None else held_out
+    if held_out and _can_validate(own.script):
+        run = replace(run, command=_validated(run, held_out))
     return run
+
+
+def _can_validate(script: Path | None) -> bool:
+    """Return whether the LoRA scripts of a release hold images out."""
+    try:
+        return script is not None and _SPLIT in (script.parent / "train_network.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def _validated(run: FolderRun, held_out: int) -> CommandLine:
+    """Return the command that also holds images out, validates now and then, and stops early; what is given stays."""
+    images, values = run.images, run.command.values
+    per_epoch = max(images.with_repeats * (images.count - held_out) / images.count / run.batch, 1.0)
+    epochs = values.get("max_train_epochs") or int(values.get("max_train_steps", 0)) / per_epoch
+    options = {
+        _SPLIT: round(held_out / images.count, 4),
+        "validation_seed": 1,  # the same images after a resume
+        "validate_every_n_epochs": max(round(float(epochs) / _VALIDATIONS), 1),
+        "early_stopping": PATIENCE,
+    }
+    return run.command.with_({name: value for name, value in options.items() if name not in run.command.given})
 
 
 def images_in(folder: Path) -> Images:
@@ -117,7 +170,8 @@ def images_in(folder: Path) -> Images:
     if not files:
         raise UserError(f"{folder} has no images")
     captions = Counter(extension for file in files for extension in _CAPTIONS if file.with_suffix(extension).is_file())
-    return Images(folder, len(files), captions, not direct)
+    with_repeats = len(direct) or sum(repeats_of(path.name) * len(images_of(path)) for path in classes)
+    return Images(folder, len(files), captions, not direct, with_repeats)
 
 
 def recognized(model: Path) -> tuple[Family, Checkpoint]:

@@ -20,6 +20,9 @@ SPANS = 1200
 MARKED = {"save": "saved", "state": "saved", "resume": "resumed", "skip": "skipped", "spill": "spilled", "stop": "stopped"}
 """Kinds of events below the charts, and their names there."""
 
+OVERFITTING = "over-fitting"
+"""Name of the mark at which validation begins to rise while training falls."""
+
 _MARKS = 400
 """Largest number of events of a kind below a chart."""
 
@@ -149,6 +152,10 @@ def _loss(runs: Runs) -> Chart:
         chart.add(run.steps, both if windows[0] > 1 else [("loss", "line", 0, run.losses)])
     chart.scale([("", run.steps, run.losses)])
     chart.marks = list(_marks(run))
+    if measured := run.evaluations():
+        chart.add([each.step for each in measured], [("validation", "line", 1, [each.loss for each in measured])])
+        if (began := run.overfitting()) is not None:
+            chart.marks.append({"name": OVERFITTING, "steps": [began.step]})
     return chart
 
 

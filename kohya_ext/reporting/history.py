@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kohya_ext.run import evaluations
+from kohya_ext.run.evaluations import Evaluation
 from kohya_ext.run.journal_reader import RunLog
+
+BEST = "-best-step"
+"""Part of the name of a best model of --early_stopping, of which only the latest is kept."""
 
 MEMORY = ("reserved", "peak_allocated", "allocated")
 """The columns of memory in bytes."""
@@ -84,6 +89,27 @@ class History(RunLog):
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of some kinds."""
         return [line for line in self.events if line.get("kind") in kinds]
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return the validations in order."""
+        return evaluations.of_lines(self.of_kind(evaluations.KIND))
+
+    def overfitting(self) -> Evaluation | None:
+        """Return the validation at which over-fitting began; None if it did not."""
+        return evaluations.overfitting(self.evaluations(), self.steps, self.losses)
+
+    def best_file(self) -> tuple[Path, Evaluation] | None:
+        """Return the saved model with the lowest validation loss of its step, and that; None if no step has both.
+
+        A best model of --early_stopping that has been removed since is left out.
+        """
+        losses = {each.step: each for each in self.evaluations()}
+        lines = self.of_kind("save")
+        latest = max((number(line.get("step"), 0.0) for line in lines if BEST in str(line.get("file"))), default=0.0)
+        kept = [line for line in lines if BEST not in str(line.get("file")) or line.get("step") == latest]
+        saved = {line.get("step"): str(line.get("file")) for line in kept}
+        both = [(Path(saved[step]), each) for step, each in losses.items() if step in saved]
+        return min(both, key=lambda pair: pair[1].loss, default=None)
 
     def samples(self) -> list[dict[str, Any]]:
         """Return the ``sample`` events in the order of their steps; a file that was written twice counts once."""

@@ -4,7 +4,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const plots = new Map();
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const marks = { saved: "good", skipped: "bad", spilled: "bad", resumed: "accent", stopped: "warn" };
+  const marks = { saved: "good", skipped: "bad", spilled: "bad", resumed: "accent", stopped: "warn", "over-fitting": "warn" };
   const font = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
 
   const short = (value) => {

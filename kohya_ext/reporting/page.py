@@ -22,6 +22,7 @@ from kohya_ext.errors import UserError
 from kohya_ext.reporting.charts import charts
 from kohya_ext.reporting.history import History, number
 from kohya_ext.reporting.thumbnails import Thumbnails
+from kohya_ext.run.evaluations import Evaluation
 from kohya_ext.run.step_times import format_duration
 from kohya_ext.units import format_size, gigabytes
 
@@ -42,8 +43,8 @@ _BLOCKS = 8
 _SMALLEST_SHARE = 0.0005
 """Parts of the time below this share are left out."""
 
-_SAMPLE_NUMBER = re.compile(r"_(\d{2,})_\d{14}(_-?\d+)?$")
-"""The number of the prompt in the name of a sample, before its date."""
+_SAMPLE_NUMBER = re.compile(r"_(\d{2,})_\d{14}(?:_(-?\d+))?$")
+"""The number of the prompt in the name of a sample, before its date, and its seed after it if the prompt has one."""
 
 _ORIGINS = ("command line", "environment", "config file", "preset")
 
@@ -88,7 +89,7 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
         differences=list(_differences(runs)) if len(rows) > 1 else [],
         charts=drawn,
         chart_data={key: asdict(chart) for key, chart in drawn.items()},
-        prompts=_by_prompt(rows),
+        grid=_sample_grid(rows),
     )
     return text
 
@@ -155,6 +156,9 @@ def _run(label: str, index: int, run: History, now: float) -> Row:
         "sample_prompts": run.training.get("sample_prompts") or [],
         "samples": [_sample(line) for line in run.samples()],
         "files": files,
+        "overfitting": _overfitting(run),
+        "bands": _bands(run.evaluations()),
+        "best": str(best[0]) if (best := run.best_file()) is not None else "",
         "problems": [problem for file in files for problem in file["problems"]],
         "skips": [_skip(line) for line in run.of_kind("skip")[-_SKIPS:]],
         "events": [_event(line) for line in run.events if line.get("kind") != "sample"][-_EVENTS:],
@@ -184,6 +188,9 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
         details += [f"means of {loss['smoothing']} steps"] if loss["smoothing"] > 1 else []
         yield {"label": "Loss", "value": f"{loss['smoothed']:.4g}", "of": "", "details": details, "share": None}
 
+    if validations := run.evaluations():
+        yield _validation_tile(run, validations)
+
     seconds = summary["seconds_per_step"]
     if seconds["median"] is not None:
         details = (
@@ -205,6 +212,32 @@ def _tiles(run: History, summary: Row) -> Iterator[Row]:
         yield {"label": "Peak GPU memory", "value": format_size(peak), "of": "", "details": details, "share": None}
     elif (resident := (run.end or {}).get("memory", {}).get("host_resident")) is not None:
         yield {"label": "Peak host memory", "value": format_size(resident), "of": "", "details": [], "share": None}
+
+
+def _validation_tile(run: History, validations: Sequence[Evaluation]) -> Row:
+    lowest, latest = min(validations, key=lambda each: each.loss), validations[-1]
+    details = [f"lowest, at step {lowest.step:,}"]
+    details += [f"{latest.loss:.4g} at step {latest.step:,}"] if latest is not lowest else []
+    details += [f"standard error {lowest.error:.2g}"] if lowest.error is not None else []
+    details += [] if lowest.held_out else ["of training images: measures memorisation only partly"]
+    return {"label": "Validation loss", "value": f"{lowest.loss:.4g}", "of": "", "details": details, "share": None}
+
+
+def _bands(validations: Sequence[Evaluation]) -> list[Row]:
+    """Return the losses by timesteps: of the first validation, of that with the lowest loss, and of the last one."""
+    if not validations:
+        return []
+    shown = (validations[0], min(validations, key=lambda each: each.loss), validations[-1])
+    return [{"timesteps": name, "losses": [each.bands.get(name) for each in shown]} for name in shown[0].bands]
+
+
+def _overfitting(run: History) -> str:
+    """Return a sentence on when over-fitting began and which file to use; empty if it did not."""
+    began, best = run.overfitting(), run.best_file()
+    if began is None:
+        return ""
+    advice = f"best saved file: {best[0].name} of step {best[1].step:,}" if best is not None else "no model of a validated step"
+    return f"Since step {began.step:,} the validation loss rises while the training loss falls; {advice}."
 
 
 def _against(actual: float, predicted: float, text: str) -> str:
@@ -292,20 +325,26 @@ def _dicts(values: object) -> list[Row]:
 def _sample(line: Mapping[str, Any]) -> Row:
     file = str(line.get("file"))
     match = _SAMPLE_NUMBER.search(PurePath(file).stem)
-    return {"file": file, "step": line.get("step"), "prompt": int(match.group(1)) if match else 0, "url": None}
+    prompt, seed = (int(match[1]), match[2]) if match else (0, None)
+    return {"file": file, "step": line.get("step"), "prompt": prompt, "seed": seed, "url": None}
 
 
-def _by_prompt(rows: Sequence[Row]) -> list[Row]:
-    """Return for each prompt its text and each run's samples."""
-    numbers = sorted({sample["prompt"] for row in rows for sample in row["samples"]})
-    return [
+def _sample_grid(rows: Sequence[Row]) -> Row:
+    """Return the grid of samples: a column for each step, and for each prompt a row for each run."""
+    samples = [sample for row in rows for sample in row["samples"]]
+    steps = sorted({sample["step"] for sample in samples}, key=lambda step: (step is not None, step))
+    lines = [
         {
             "number": prompt,
             "text": next((row["sample_prompts"][prompt] for row in rows if prompt < len(row["sample_prompts"])), ""),
-            "runs": [{"run": row, "samples": [each for each in row["samples"] if each["prompt"] == prompt]} for row in rows],
+            "run": row,
+            "cells": [[each for each in own if each["step"] == step] for step in steps],
         }
-        for prompt in numbers
+        for prompt in sorted({sample["prompt"] for sample in samples})
+        for row in rows
+        if (own := [each for each in row["samples"] if each["prompt"] == prompt])
     ]
+    return {"steps": steps, "rows": lines, "has_seeds": all(sample["seed"] for sample in samples)}
 
 
 def _evenly(samples: Sequence[Row], most: int) -> list[Row]:

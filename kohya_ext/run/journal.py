@@ -11,7 +11,7 @@ Every line has ``kind`` and ``time`` (seconds since 1970). The kinds:
 - ``step``: an optimizer step;
 - ``ranks``: memory and times of all processes of the run, twice a minute;
 - ``save``, ``state``, ``sample``, ``stop``, ``skip``, ``out_of_memory``, ``spill``, ``resume``, ``warning``: events;
-- ``validation``: the mean loss of the images of --validation_split in a fine-tuning script;
+- ``validation``: the losses of the validation images, see :mod:`kohya_ext.run.evaluations`;
 - ``profile``: where the time of the steps of --profile_steps goes;
 - ``check``: the newest model, with ``file``, ``problems`` and ``summary``;
 - ``end``: status, reason and exit code.

@@ -32,6 +32,9 @@ from kohya_ext.run.last_step import last_step
 from kohya_ext.run.output_files import output_name, rolling_state
 from kohya_ext.run.state_size import state_bytes
 
+#: Exit codes of a run that the user has stopped.
+STOPPED = (129, 130, 143, 149)
+
 #: The exit code of a run that was stopped by the stop file, the same as for Ctrl-C.
 _STOP_FILE_CODE = 128 + int(signal.SIGINT)
 
@@ -65,6 +68,7 @@ class Stopper(TrainingCallback):
     reason: str = ""
     """Reason for the stop, for messages; empty while none was requested."""
     code: int = 0
+    """The exit code; 0 for a stop that completes the run."""
     process: int = field(default_factory=os.getpid)
     timed_states: bool = True
     """Whether the run saves its state every some minutes."""
@@ -203,10 +207,10 @@ class Stopper(TrainingCallback):
             self.request(f"stop file {self.file.name}", _STOP_FILE_CODE)
 
     def _is_requested(self, accelerator: Accelerator) -> bool:
-        code = ranks.largest(accelerator, self.code)
-        if code:
-            self.request("another process of this run was stopped", code)
-        return bool(code)
+        requested = ranks.largest(accelerator, self.code + 1 if self.reason else 0)  # a planned stop has code 0
+        if requested:
+            self.request("another process of this run was stopped", requested - 1)
+        return bool(requested)
 
     def _exit(self, accelerator: Accelerator) -> None:
         accelerator.wait_for_everyone()
@@ -219,7 +223,8 @@ class Stopper(TrainingCallback):
             else:
                 saved = sorted(state.parent.glob(f"{state.name.removesuffix('-state')}*"))  # model, EMA weights, state
                 note(f"stopped ({self.reason}); saved {' and '.join(map(str, saved))}")
-                note(f"to resume: {restart_line({'resume': str(state)})}")
+                if self.code:
+                    note(f"to resume: {restart_line({'resume': str(state)})}")
         accelerator.end_training()
         raise SystemExit(self.code)
 

@@ -79,7 +79,7 @@ def compare(first: TensorFile, second: TensorFile) -> Comparison:
     pairs = {key: (first.metadata.get(key), second.metadata.get(key)) for key in keys}
     result.metadata = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     groups: dict[tuple[str, str], Difference] = {}
-    both = [_by_path(each or file.specs) for each, file in zip(adapted, (first, second), strict=True)]
+    both = [by_path(each or file.specs) for each, file in zip(adapted, (first, second), strict=True)]
     result.only_first = [name for key, name in both[0].items() if key not in both[1]]
     result.only_second = [name for key, name in both[1].items() if key not in both[0]]
     for key in [key for key in both[0] if key in both[1]]:
@@ -99,7 +99,7 @@ def compare(first: TensorFile, second: TensorFile) -> Comparison:
     return result
 
 
-def _by_path(modules: Mapping[str, object]) -> dict[tuple[str, str, str], str]:
+def by_path(modules: Mapping[str, object]) -> dict[tuple[str, str, str], str]:
     """Return (component, family, path) -> name, which is the same for sd-scripts' and ComfyUI's names of a module."""
     places = sorted(names.places(modules).items(), key=lambda item: item[1].order)
     return {(place.component, place.family, place.path): name for name, place in places}
@@ -148,11 +148,12 @@ def _compare_tensors(first: TensorFile, second: TensorFile, name: str, other: st
         result.reshaped[name] = (str(list(shapes[0])), str(list(shapes[1])))
         return None
     squares = [0.0, 0.0, 0.0]
-    for ours, theirs in _chunk_pairs(first, second, name, other):
+    for ours, theirs in chunk_pairs(first, second, name, other):
         for index, chunk in enumerate((ours, theirs, ours - theirs)):
             squares[index] += float(torch.linalg.vector_norm(chunk)) ** 2
     return (squares[0], squares[1], squares[2]) if all(map(math.isfinite, squares)) else None
 
 
-def _chunk_pairs(first: TensorFile, second: TensorFile, name: str, other: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def chunk_pairs(first: TensorFile, second: TensorFile, name: str, other: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the values of two tensors of the same size, piece by piece, as float32."""
     yield from zip(first.chunks(name), second.chunks(other), strict=True)

@@ -20,6 +20,9 @@ from kohya_ext.weights.tensor_file import TensorFile
 _EXAMPLES = 3
 """Number of tensors or modules to name in a message."""
 
+_LIMIT = 65504.0
+"""The largest number of float16."""
+
 _NETWORKS = {"dylora": "DyLoRA", "lora_fa": "LoRA-FA"}
 """End of ``ss_network_module`` -> networks whose tensors have a LoRA's names."""
 
@@ -95,6 +98,8 @@ class Report:
     """Empty for a checkpoint."""
     not_finite: dict[str, int] = field(default_factory=dict)
     """Tensor -> number of values that are not finite."""
+    saturated: list[str] = field(default_factory=list)
+    """Tensors in float16 with a value at its limit."""
     incomplete: list[str] = field(default_factory=list)
     """Modules that lack a tensor, or whose tensors do not fit together."""
     problems: list[str] = field(default_factory=list)
@@ -157,6 +162,7 @@ def describe(file: TensorFile, norms: bool = True) -> Report:
     )
     report.metadata, report.run = file.metadata, training_metadata.describe(file.metadata)
     report.not_finite = {name: each.not_finite for name, each in values.items() if each.not_finite}
+    report.saturated = [name for name, each in values.items() if file.specs[name].dtype == "float16" and each.largest == _LIMIT]
     if modules:
         places = names.places(modules)
         report.modules = [
@@ -323,6 +329,11 @@ def _storage(file: Path) -> list[str]:
 
 def _notes(report: Report) -> list[str]:
     notes = []
+    if report.saturated:
+        notes.append(
+            f"{len(report.saturated):,} tensors have values at the limit of float16 "
+            f"({abbreviated(report.saturated, _EXAMPLES)}), which may have been larger; save in bf16"
+        )
     unmoved = report.unmoved() if any(module.moved for module in report.modules) else []
     for component in report.components():
         members = sum(module.place.component == component for module in report.modules)

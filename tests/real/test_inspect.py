@@ -2,7 +2,8 @@
 
 import pytest
 
-from kohya_ext.weights import deltas, names, report
+from kohya_ext.preflight.model_files import MODEL
+from kohya_ext.weights import deltas, judgement, names, report
 from kohya_ext.weights.tensor_file import TensorFile
 
 torch = pytest.importorskip("torch")
@@ -68,6 +69,34 @@ def test_files_of_the_scripts(checkout, upstream, script, component, kind):
     }
     if kind == "LoRA":
         assert result.run["trained"].startswith("4 of 4 steps, ")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("script", "family"),
+    [
+        (LORA, "sdxl"),
+        ("train_network.py", "sd15"),
+        pytest.param("flux_train_network.py", "flux", marks=pytest.mark.slow),
+        pytest.param("sd3_train_network.py", "sd3", marks=pytest.mark.slow),
+        pytest.param("lumina_train_network.py", "lumina", marks=pytest.mark.slow),
+        pytest.param("hunyuan_image_train_network.py", "hunyuan-image", marks=pytest.mark.slow),
+        pytest.param("anima_train_network.py", "anima", marks=pytest.mark.slow),
+        pytest.param("sdxl_train.py", "sdxl", marks=pytest.mark.slow),
+    ],
+)
+def test_files_of_the_scripts_are_judged_against_their_base(checkout, upstream, models, script, family):
+    run = upstream(checkout, script)
+    assert run.code == 0, run.output[-3000:]
+    base = models(family).files[MODEL]
+    with TensorFile(run.file) as file, TensorFile(base) as model:
+        described = report.describe(file)
+        result = judgement.judge(file, model, described)
+    assert result.problems == []
+    # The text encoders of FLUX and others are files of their own.
+    apart = {module for module in result.unmatched if module.startswith(("lora_te", "logit_scale"))}
+    assert set(result.unmatched) == (set() if family in ("sdxl", "sd15") else apart)
+    assert 0 < result.largest.relative < 0.5
 
 
 def state(module, prefix="lora_unet_x"):

@@ -72,6 +72,32 @@ def test_epochs_of_the_user_replace_steps(checkout, tmp_path, model):
     assert "max_train_steps" not in run.command.values
 
 
+@pytest.mark.parametrize(
+    ("count", "words", "expected"),
+    [
+        (19, (), None),
+        (20, (), (0.1, 6, 5)),  # 2,000 steps are 111 epochs of 18 images
+        (500, (), (0.032, 1, 5)),  # 16 of 500
+        (20, ("--validation_split", "0.3", "--early_stopping", "2"), (0.3, 6, 2)),
+        (20, ("--max_train_epochs", "60"), (0.1, 3, 5)),
+    ],
+)
+def test_some_of_enough_images_are_held_out(checkout, tmp_path, model, count, words, expected):
+    (checkout.path / "train_network.py").write_text('parser.add_argument("--validation_split")')
+    values = planned(checkout, images(tmp_path / "cats", count), model("SDXL"), *words).command.values
+    names = ("validation_split", "validate_every_n_epochs", "early_stopping")
+    assert tuple(values.get(name) for name in names) == (expected or (None,) * 3)
+
+
+def test_no_image_is_held_out_on_request_and_by_a_release_that_cannot(checkout, tmp_path, model):
+    folder = images(tmp_path / "cats", 40)
+    assert "early_stopping" not in planned(checkout, folder, model("SDXL")).command.values
+    (checkout.path / "train_network.py").write_text('parser.add_argument("--validation_split")')
+    words = ("--preset", "12gb")
+    run = from_folder.of(folder, model("SDXL"), tmp_path, "cat", checkout.script, words, automatic, held_out=0)
+    assert "early_stopping" not in run.command.values
+
+
 def test_images_without_captions_get_the_name(checkout, tmp_path, model):
     file, text = planned(checkout, images(tmp_path / "cats", 5), model("SDXL")).dataset
     assert file == tmp_path / "output" / "cat.dataset.toml"
@@ -129,7 +155,7 @@ def test_a_folder_without_images_and_a_missing_model_are_errors(checkout, tmp_pa
         planned(checkout, images(tmp_path / "cats", 0), model("SDXL"))
     with pytest.raises(UserError, match="is not a folder of images"):
         planned(checkout, tmp_path / "dogs", model("SDXL"))
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match=r"missing.safetensors: .+; give a checkpoint"):
         planned(checkout, images(tmp_path / "cats", 1), tmp_path / "missing.safetensors")
     images(tmp_path / "cats" / "2_more", 1)
     with pytest.raises(UserError, match="move them into one or the other"):

@@ -475,10 +475,10 @@ def test_watch_only_reads(write, watch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [(129, "stopped"), (130, "stopped"), (143, "stopped"), (149, "stopped"), (3, "failed")]
+    ("code", "status"), [(129, "stopped"), (130, "stopped"), (143, "stopped"), (149, "stopped"), (3, "failed"), (0, "finished")]
 )
 def test_a_run_that_the_user_has_ended_is_stopped_and_has_not_failed(monkeypatch, code, status):
-    """A closed terminal, Ctrl-C, SIGTERM or a closed window, Ctrl-Break; and the NaN guard."""
+    """A closed terminal, Ctrl-C, SIGTERM or a closed window, Ctrl-Break; the NaN guard; and early stopping."""
     from kohya_ext.patches import journal as patch
 
     monkeypatch.setattr(patch.stop_request, "stopper", lambda: SimpleNamespace(reason="why", code=code))

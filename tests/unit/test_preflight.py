@@ -879,6 +879,7 @@ def test_networks_that_do_not_know_the_family_are_an_error(script, module, fails
         ("train_textual_inversion.py", {"ema": True}, {}, "--ema supports networks (LoRA)"),
         ("train_control_net.py", {"validation_split": 0.1}, {}, "--validation_split: upstream cannot split"),
         ("train_controlnet.py", {"validation_split": 0.1}, {}, "--validation_split: upstream cannot split"),
+        ("train_textual_inversion.py", {"early_stopping": 3}, {}, "--early_stopping: this script has no loop"),
         ("sdxl_train.py", {"ema": True}, {"optimizer_type": "AdamWScheduleFree"}, "--ema does not support schedule-free"),
         ("sdxl_train.py", {"ema": True, "validation_split": 0.1}, {}, None),
         ("train_control_net.py", {"ema": True, "disable_patch": ("ema",)}, {}, None),
@@ -886,7 +887,8 @@ def test_networks_that_do_not_know_the_family_are_an_error(script, module, fails
 )
 def test_runs_that_a_patch_cannot_take_part_in_are_an_error(script, settings, args, expected):
     findings = preflight.inspect(Path(script), Namespace(**args), Settings(**settings))
-    errors = [error for error in findings.errors if "--ema" in error or "--validation_split" in error]
+    names = ("--ema", "--validation_split", "--early_stopping")
+    errors = [error for error in findings.errors if any(name in error for name in names)]
     assert [expected in error for error in errors] == [True] * (expected is not None)
 
 

@@ -131,7 +131,7 @@ def images(tmp_path):
 
     def make(name, size=(640, 400)):
         file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         pil.new("RGB", size, "red").save(file)
         return str(file)
 
@@ -339,6 +339,21 @@ def test_samples_are_inlined_by_prompt_and_step(write, report, images):
     from PIL import Image
 
     assert Image.open(io.BytesIO(content)).size == (320, 200)
+
+
+def test_samples_of_a_step_share_a_column_and_missing_ones_leave_a_gap(write, report, images):
+    def lines(run, *places):
+        names = [f"{run}/sample/cat_{step:06d}_{prompt:02d}_20261122120000{seed}.png" for prompt, step, seed in places]
+        return [sample(images(name), step) for name, (_, step, _) in zip(names, places, strict=True)]
+
+    cat = write(start(), training(), *steps(1, 1), *lines("a", (0, 50, "_1"), (0, 100, "_1"), (1, 100, "_7")))
+    dog = write(start("dog", time=2000.0), training(), *steps(1, 1), *lines("b", (0, 100, "_1")), name="dog")
+    rows = re.findall(r"<tr>\s*<th>(.*?)</th>(.*?)</tr>", report(cat, dog).partition('class="grid"')[2], re.DOTALL)
+    cells = [[re.findall(r"step (\d+)<", cell) for cell in row.split("<td>")[1:]] for _, row in rows[:3]]
+    assert cells == [[["50"], ["100"]], [[], ["100"]], [[], ["100"]]]
+    assert "without a seed" not in report(cat)
+    random_noise = write(start("x"), training(), *lines("c", (0, 50, ""), (0, 100, "")), name="x")
+    assert "A prompt without a seed has other noise at each step" in report(random_noise)
 
 
 def test_many_samples_are_thinned_out_and_the_file_stays_small(write, report, images):
@@ -705,3 +720,25 @@ def test_browser_reloads_a_live_report(browser, full, report, tmp_path, monkeypa
     monkeypatch.setattr(command, "time", clock(sleep))
     report(file, "--live")
     assert loads == ["5", "9"]
+
+
+def validation(step, losses, **changes):
+    line = {"kind": "validation", "time": 1100.0 + step, "step": step, "epoch": 1, "losses": losses, "held_out": True}
+    return {**line, "loss": sum(losses) / len(losses), "error": 0.1, "bands": {"0-250": losses[0]}, **changes}
+
+
+def test_the_step_where_over_fitting_began_is_marked_and_the_best_file_named(write, report):
+    means = dict(zip(range(10, 101, 10), [0.9, 0.8, 0.72, 0.7, 0.72, 0.75, 0.79, 0.83, 0.88, 0.93], strict=True))
+    turned = [validation(step, [mean, mean + 1]) for step, mean in means.items()]
+    saves = [{"kind": "save", "time": 1150.0, "step": step, "file": f"/x/cat-{step}.safetensors"} for step in (40, 80)]
+    text = report(write(start(), training(), *steps(1, 100), *turned, *saves, end()))
+    assert "Since step 40 the validation loss rises while the training loss falls" in text
+    assert "best saved file: cat-40.safetensors of step 40" in text
+    loss = chart_data(text)["loss"]
+    assert {"name": "over-fitting", "steps": [40]} in loss["marks"]
+    assert loss["tables"][1] == [[*means], [round(mean + 0.5, 5) for mean in means.values()]]
+    assert text.count("lowest validation loss</span>") == 1
+
+    falling = report(write(start(), training(), *steps(1, 100), *turned[:2], *saves, end()))
+    assert "over-fitting" not in falling.partition("<body")[2].replace("m-over-fitting", "").partition("<script")[0]
+    assert not [mark for mark in chart_data(falling)["loss"]["marks"] if mark["name"] == "over-fitting"]

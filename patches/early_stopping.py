@@ -1,0 +1,143 @@
+"""Stop when the validation loss no longer improves, and keep the model with the lowest one.
+
+After each validation that is better than the best one before by more than its standard error, the model is saved as
+``NAME-best-stepN`` with the script's own statements, and the earlier best one is removed. After some validations without one
+the run stops as after Ctrl-C, with exit code 0. The evaluations are part of each state, so a resumed run counts on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kohya_ext.config.settings import Option, Settings, count
+from kohya_ext.console import note, warn
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.step_loss import callers
+from kohya_ext.patching.step_save import step_save
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
+from kohya_ext.patching.types import Accelerator
+from kohya_ext.renames import unlink
+from kohya_ext.run import evaluations, resume, stop_request
+from kohya_ext.run.atomic_write import final_path
+from kohya_ext.run.evaluations import Evaluation
+from kohya_ext.run.output_files import output_name
+from kohya_ext.run.validation import Validation, preserved_random_state
+
+EARLY_STOPPING = Option[int | None](
+    "early_stopping",
+    None,
+    count,
+    "stop after this many validations without an improvement, and keep the best model; without --validation_split a few "
+    "training images are validated",
+    metavar="PATIENCE",
+)
+
+FILE = "kohya_ext_evaluations.json"
+"""The file in a state's folder."""
+
+
+@dataclass
+class _EarlyStopping(TrainingCallback):
+    args: Namespace
+    accelerator: Accelerator
+    patience: int
+    evaluations: list[Evaluation] = field(default_factory=list)
+    _new_states: list[Path] = field(default_factory=list)
+    """States that were saved after this step, before its validation."""
+    _checked: bool = False
+
+    def before_batch(self, accelerator: Accelerator) -> None:
+        """Forget the states of the last step."""
+        self._new_states.clear()
+        if not self._checked:
+            self._checked = True
+            if current(Validation) is None:
+                warn("--early_stopping has no effect: this run validates nothing")
+
+    def after_validation(self, evaluation: Evaluation) -> None:
+        """Save the model if it is the best, and request a stop if none was for long."""
+        self.evaluations = [each for each in self.evaluations if each.step < evaluation.step] + [evaluation]
+        if self.accelerator.is_main_process:
+            if evaluations.best(self.evaluations) is evaluation:
+                self._save(evaluation)
+            for state in filter(Path.is_dir, self._new_states):
+                self._write(state)
+        if self._is_over() and (stopper := stop_request.stopper()) is not None:
+            note(f"early stopping: {self._reason()}; saving the model and the state")
+            stopper.request(f"early stopping: {self._reason()}", 0)
+
+    def _is_over(self) -> bool:
+        return evaluations.without_improvement(self.evaluations) >= self.patience
+
+    def _reason(self) -> str:
+        best = evaluations.best(self.evaluations)
+        assert best is not None
+        return f"no validation since step {best.step} was better than its loss of {best.loss:.4g}"
+
+    def _save(self, evaluation: Evaluation) -> None:
+        """Save the model, and then remove the best one before."""
+        save = next(filter(None, map(step_save, callers(sys._getframe(1)))), None)
+        if save is None:
+            return
+        name, prefix = self.args.output_name, f"{output_name(self.args)}-best"
+        position = resume.position()
+        preserving = position.preserving_random_state() if position is not None else contextlib.nullcontext()
+        self.args.output_name = prefix
+        try:
+            with preserved_random_state(), preserving:
+                save.run(evaluation.step, self.args, self.accelerator, as_file=save.saves_folders)
+        finally:
+            self.args.output_name = name
+        for before in self.evaluations[:-1]:
+            for file in Path(self.args.output_dir).glob(f"{glob.escape(prefix)}-step{before.step:08d}*"):
+                with contextlib.suppress(OSError):  # on Windows another program may have it open
+                    unlink(file)
+
+    def on_state_save(self, folder: Path) -> None:
+        """Write the evaluations into the state."""
+        if self.accelerator.is_main_process:
+            self._write(folder)
+            self._new_states.append(final_path(folder))
+
+    def _write(self, folder: Path) -> None:
+        lines = [{"step": each.step, **each.line()} for each in self.evaluations]
+        (folder / FILE).write_text(json.dumps(lines), encoding="utf-8")
+
+    def on_state_load(self, folder: Path) -> None:
+        """Read the evaluations from the state; end a run that has stopped early."""
+        file = folder / FILE
+        if not file.is_file():
+            return
+        self.evaluations = evaluations.of_lines(json.loads(file.read_text(encoding="utf-8")))
+        if self._is_over():
+            note(f"nothing left to train: {self._reason()}; to train on, increase --early_stopping or remove it")
+            if (stopper := stop_request.stopper()) is not None:
+                stopper.request(f"early stopping: {self._reason()}", 0)
+            raise SystemExit(0)
+
+
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _EarlyStopping:
+    patience = settings[EARLY_STOPPING]
+    assert patience is not None
+    return _EarlyStopping(args, accelerator, patience)
+
+
+PATCH = Patch(
+    name="early_stopping",
+    summary="--early_stopping: keep the model with the lowest validation loss, and stop when it no longer improves",
+    targets=(),
+    options=(EARLY_STOPPING,),
+    exactness="exact",
+    held_to="the same steps of a run without it",
+    idea="https://github.com/Akegarasu/lora-scripts/issues/705",
+    wanted=lambda settings: settings[EARLY_STOPPING] is not None,
+    only_trains=True,
+    stage=Stage.GUARD,
+    on_start=_start,
+)
