@@ -55,15 +55,13 @@ def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(est
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "more",
-    [("--selective_torch_compile",), ("--base_precision", "int8", "--selective_torch_compile"), ("--cuda_graphs",)],
+    [("--selective_torch_compile",), ("--base_precision", "int8")],
 )
-def test_8_bits_compiled_blocks_and_recorded_passes_are_run_dry(estimate, checkout, more):
+def test_8_bits_and_compiled_blocks_are_run_dry(estimate, checkout, more):
     words = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only", *more)
     dry, other = (read(estimate(checkout, *words, *way)) for way in (("--dry_run",), ()))
     assert dry["flops"] == pytest.approx(other["flops"], rel=0.02)
     assert dry["parts"]["weights"] == pytest.approx(other["parts"]["weights"], abs=2**20)
-    assert (dry["recorded_kernels"] > 0) == ("--cuda_graphs" in more)
-    assert dry["recorded_kernels"] == pytest.approx(other["recorded_kernels"], rel=0.1)
     assert dry["allocated"] == pytest.approx(other["allocated"], rel=0.05)
 
 
