@@ -274,51 +274,51 @@ def _refuse(option: str | None, reason: str) -> None:
 
 
 def _generate(original: Any, settings: Settings) -> Any:
-    """Return a function that also splits datasets with metadata files, and never draws two splits of one dataset.
-
-    Without a split, --early_stopping validates some of the training images.
-    """
+    """Return a function that validates some of the training images with --early_stopping, where none are held out."""
 
     @wraps(original)
     def generate_dataset_group_by_blueprint(dataset_group_blueprint: Any) -> Any:
-        groups = split(dataset_group_blueprint)
+        groups = _split(original, dataset_group_blueprint, settings)
         if _training_frame() is None or settings["early_stopping"] is None or not isinstance(groups, tuple):
             return groups
         training, images = groups
         return training, images if images is not None and len(images) else _some_of(training, settings)
 
-    def split(dataset_group_blueprint: Any) -> Any:
-        frame = _training_frame()
-        rows = [row for row in dataset_group_blueprint.datasets if 0.0 < getattr(row.params, "validation_split", 0.0) <= 1.0]
-        itself = frame is not None and _validates_itself(frame.f_code)
-        if frame is None or not rows or (itself and settings["early_stopping"] is None):
-            return original(dataset_group_blueprint)
-        global _split_by_datasets
-        _split_by_datasets = not itself
-        if any(row.is_controlnet for row in rows):
-            _refuse("--validation_split" if settings[VALIDATION_SPLIT] > 0 else None, _CONTROL_NET)
-            return original(dataset_group_blueprint)
-        for row in rows:
-            if row.params.validation_seed is None:
-                row.params.validation_seed = variables(frame)["args"].seed or 0
-        if itself:
-            return original(dataset_group_blueprint)
-        training, images = original(dataset_group_blueprint)
-        of_training = (
-            each for row, each in zip(dataset_group_blueprint.datasets, training.datasets, strict=True) if row in rows
-        )
-        for row, trained, validated in zip(rows, of_training, images.datasets, strict=True):
-            if not row.is_dreambooth:
-                keys = list(trained.image_data)
-                chosen = set(
-                    random.Random(row.params.validation_seed).sample(keys, round(len(keys) * row.params.validation_split))
-                )
-                _remove(trained, chosen)
-                _remove(validated, set(keys) - chosen)
-        group = type(training)
-        return group(training.datasets), group(images.datasets)
-
     return generate_dataset_group_by_blueprint
+
+
+def _split(original: Any, blueprint: Any, settings: Settings) -> Any:
+    """Call upstream's function; also split datasets with metadata files, and never draw two splits of one dataset."""
+    global _split_by_datasets
+    frame = _training_frame()
+    rows = [row for row in blueprint.datasets if 0.0 < getattr(row.params, "validation_split", 0.0) <= 1.0]
+    itself = frame is not None and _validates_itself(frame.f_code)
+    if frame is None or not rows or (itself and settings["early_stopping"] is None):
+        return original(blueprint)
+    _split_by_datasets = not itself
+    if any(row.is_controlnet for row in rows):
+        _refuse("--validation_split" if settings[VALIDATION_SPLIT] > 0 else None, _CONTROL_NET)
+        return original(blueprint)
+    for row in rows:
+        if row.params.validation_seed is None:
+            row.params.validation_seed = variables(frame)["args"].seed or 0
+    groups = original(blueprint)
+    return groups if itself else _with_metadata_files(groups, blueprint, rows)
+
+
+def _with_metadata_files(groups: Any, blueprint: Any, rows: Sequence[Any]) -> Any:
+    """Return the groups of training and validation images, the datasets with metadata files split."""
+    training, images = groups
+    of_training = (each for row, each in zip(blueprint.datasets, training.datasets, strict=True) if row in rows)
+    for row, trained, validated in zip(rows, of_training, images.datasets, strict=True):
+        if not row.is_dreambooth:
+            keys = list(trained.image_data)
+            count = round(len(keys) * row.params.validation_split)
+            chosen = set(random.Random(row.params.validation_seed).sample(keys, count))
+            _remove(trained, chosen)
+            _remove(validated, set(keys) - chosen)
+    group = type(training)
+    return group(training.datasets), group(images.datasets)
 
 
 def _some_of(training: Any, settings: Settings) -> Any:

@@ -1,4 +1,4 @@
-"""Describe a LoRA or a checkpoint, how two files differ, or judge a file against its base model.
+"""Describe a LoRA or a checkpoint, compare two, or judge one.
 
 Reads safetensors files and files of torch.save (.ckpt, .pt), tensor by tensor. The exit code is 1 if a file is damaged, has
 values that are not finite, or does not change the model.

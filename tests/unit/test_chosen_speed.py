@@ -28,7 +28,8 @@ def known(kernels=10_000, fused=6_000, recorded=0, missing=()):
             return None
         count = fused if config.fused_operations else kernels
         work = Work([Kernels("memory", count, 0, count * 1e6)], [], from_python=count).as_row()
-        return asdict(replace(BASE, reserved=BASE.reserved + recorded * config.cuda_graphs, work=work))
+        reserved = BASE.reserved + recorded * config.cuda_graphs
+        return asdict(replace(BASE, reserved=reserved, work=work, recorded_kernels=count * config.cuda_graphs))
 
     return look_up
 

@@ -128,8 +128,8 @@ def test_inspect_describes_a_file_or_reports_an_error(folder, content, as_json):
     file = folder / "cat.safetensors"
     file.write_bytes(content)
     with contextlib.redirect_stdout(output := io.StringIO()):
-        answer(inspect.run, Namespace(files=[file], json=as_json))
-        answer(inspect.run, Namespace(files=[file, file], json=as_json))
+        answer(inspect.run, Namespace(files=[file], against=None, json=as_json))
+        answer(inspect.run, Namespace(files=[file, file], against=None, json=as_json))
     assert printable(output.getvalue(), lines=True) == output.getvalue()
     output.getvalue().encode()
     answer(scaled_checkpoints.stored_weights, file)
@@ -156,7 +156,7 @@ def test_an_invalid_header_is_one_error(tmp_path, content, capsys):
     (tmp_path / "cat.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"^cat\.safetensors is (not a safetensors file|damaged: |truncated: )"):
         read_header(tmp_path / "cat.safetensors")
-    assert inspect.run(Namespace(files=[tmp_path / "cat.safetensors"], json=False)) == 1
+    assert inspect.run(Namespace(files=[tmp_path / "cat.safetensors"], against=None, json=False)) == 1
     assert capsys.readouterr().out.startswith("error  cat.safetensors is ")
 
 
@@ -170,7 +170,7 @@ def test_metadata_with_odd_numbers_is_described(tmp_path, capsys):
     }
     text = f'{{"__metadata__":{json.dumps(metadata)},"a":{row([1], 0, 4)}}}'
     (tmp_path / "cat.safetensors").write_bytes(framed(text, struct.pack("<f", 1.0)))
-    assert inspect.run(Namespace(files=[tmp_path / "cat.safetensors"], json=False)) == 0
+    assert inspect.run(Namespace(files=[tmp_path / "cat.safetensors"], against=None, json=False)) == 0
     output = capsys.readouterr().out
     assert r"\x1b]0;owned[/red]" in output  # rich leaves out the bell
     assert r"\x1b[2J (3)" in output
@@ -182,7 +182,7 @@ def test_metadata_with_odd_numbers_is_described(tmp_path, capsys):
 def test_files_of_torch_save(folder, value):
     file = folder / "cat.pt"
     torch.save(value, file)
-    assert inspect.run(Namespace(files=[file], json=True)) in (0, 1)
+    assert inspect.run(Namespace(files=[file], against=None, json=True)) in (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_files_of_torch_save(folder, value):
 )
 def test_tensors_that_are_not_read(tmp_path, value, capsys):
     torch.save(value, tmp_path / "cat.pt")
-    assert inspect.run(Namespace(files=[tmp_path / "cat.pt"], json=False)) == 1
+    assert inspect.run(Namespace(files=[tmp_path / "cat.pt"], against=None, json=False)) == 1
     assert capsys.readouterr().out.startswith("error  cat.pt")
 
 
