@@ -144,7 +144,7 @@ def _can_validate(script: Path | None) -> bool:
 
 
 def _validated(run: FolderRun, held_out: int) -> CommandLine:
-    """Return the command that also holds images out, validates now and then, and stops early; what is given stays."""
+    """Return the command that also holds images out, validates now and then, and stops early; given options stay."""
     images, values = run.images, run.command.values
     per_epoch = max(images.with_repeats * (images.count - held_out) / images.count / run.batch, 1.0)
     epochs = values.get("max_train_epochs") or int(values.get("max_train_steps", 0)) / per_epoch
