@@ -66,6 +66,9 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="train on all images, and never stop early",
     )
     parser.add_argument(
+        "--no-samples", action="store_true", default=unset, dest="unsampled", help="make no samples after training"
+    )
+    parser.add_argument(
         "--steps", type=_count, metavar="N", default=unset, help="number of optimizer steps: the script's --max_train_steps"
     )
     parser.add_argument(
@@ -124,6 +127,8 @@ class _Run:
         """Train in another process; return the exit code, 128 and the signal's number after a signal."""
         if self.planned.dataset is not None:
             _write(*self.planned.dataset)
+        if self.planned.prompts is not None and not self.planned.prompts[0].exists():  # the user may have edited it
+            _write(*self.planned.prompts)
         process = subprocess.Popen([sys.executable, *self.words])
         with pass_signals_on(process):
             code = process.wait()
@@ -140,6 +145,8 @@ def _run(folder: Path, own: dict[str, Any], words: list[str], trial: Trial, chec
         held_out = from_folder.images_in(folder).compared if held_out is None else 0
     words = [*words, *(["--max_train_steps", str(own["steps"])] if "steps" in own else []), *trial.words]
     planned = from_folder.of(folder, own["model"], output, name, checkout.script, words, automatic, held_out, trigger)
+    if not trial.name and "unsampled" not in own:
+        planned = from_folder.sampled(planned, output / f"{name}.prompts.txt", trigger)
     chosen = ["--sd-scripts", str(checkout.path)] if "sd_scripts" in own else []
     launched = ["-m", "kohya_ext", *chosen, planned.command.name, *planned.command.argv]
     return _Run(trial, planned, output / f"{name}{SUFFIX}", launched)
@@ -202,6 +209,8 @@ def _show(console: Console, planned: FolderRun, checkout: Checkout, words: list[
         often = "after each epoch" if every == 1 else f"every {every} epochs"
         table.add_row("validation", f"{rule}, measured {often}; {patience}")
         table.add_row("", "the model with the lowest loss is kept; --no-validation trains on all images")
+    if planned.prompts is not None:
+        table.add_row("samples", "after training, with the LoRA off, at half and at full strength; Ctrl-C leaves them out")
     for row in _predicted(planned, checkout, int(steps or 0)):
         table.add_row(*row)
     table.add_row("result", f"{values.get('output_dir')}/{values.get('output_name')}.safetensors")

@@ -117,6 +117,9 @@ class TrainingCallback:
     def after_validation(self, evaluation: Any) -> None:
         """Run after a validation: a :class:`kohya_ext.run.evaluations.Evaluation`, in every process."""
 
+    def after_training(self) -> None:
+        """Run once when the script has trained all steps, or a stop has completed the run. Its last model is saved."""
+
     def on_state_save(self, folder: Path) -> None:
         """Write to a saved state's folder before accelerate writes its files. Called in every process."""
 
@@ -266,6 +269,10 @@ class TrainingRun:
             self.problem = problem
             self._last("on_exception", problem)
 
+    def after_training(self) -> None:
+        """Call all callbacks; a failure of one is a warning, because everything is saved."""
+        self._last("after_training")
+
     def on_exit(self) -> None:
         """Call all callbacks, the last stage first."""
         self._last("on_exit", reverse=True)
@@ -385,12 +392,17 @@ class TrainingLoop:
         @wraps(original)
         def train(*args: Any, **kwargs: Any) -> Any:
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
             except BaseException as problem:
                 run = self.run
-                if run is not None and not isinstance(problem, SystemExit) and self._may_be_caught(sys._getframe(1)):
+                if run is not None and isinstance(problem, SystemExit) and problem.code == 0:
+                    run.after_training()
+                elif run is not None and not isinstance(problem, SystemExit) and self._may_be_caught(sys._getframe(1)):
                     run.on_exception(problem)
                 raise
+            if self.run is not None:
+                self.run.after_training()
+            return result
 
         return train
 

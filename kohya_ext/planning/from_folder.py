@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,12 @@ _COMPARED, _COMPARED_FROM = 2, 8
 _VALIDATIONS, PATIENCE = 20, 5
 """About how often a run is validated, and after how many validations without an improvement it stops."""
 
+_SAMPLER_STEPS, _MULTIPLIERS = 20, "0,0.5,1"
+"""Of the samples after training, which take the time of some 80 training steps."""
+
+_OTHER = "a photograph of a landscape"
+"""The prompt that shows what a LoRA changes elsewhere, if a caption is the trigger word alone."""
+
 _CAPTIONS = (".txt", ".caption")
 
 _SPLIT = "validation_split"
@@ -52,6 +59,8 @@ class Images:
     """Whether they are in subfolders named by repeats and class."""
     with_repeats: int
     """The number of images of an epoch."""
+    caption: str = ""
+    """The first line of the first caption."""
 
     @property
     def held_out(self) -> int:
@@ -80,6 +89,8 @@ class FolderRun:
     """The file of the training set that is to be written, and its text; None for a folder of classes."""
     by_rule: bool = False
     """Whether the number of steps is not the user's."""
+    prompts: tuple[Path, str] | None = None
+    """The file of the prompts to sample after training, and its text; None for none, or those of the user."""
 
     @property
     def batch(self) -> int:
@@ -135,6 +146,29 @@ def of(
     return run
 
 
+def sampled(run: FolderRun, file: Path, trigger: str) -> FolderRun:
+    """Return the run that samples after training, with prompts that are to be written to a file; given prompts stay."""
+    if not {"sample_prompts", "sample_multipliers"}.isdisjoint(run.command.given):
+        return run
+    caption = _plain(run.images.caption) or _plain(trigger)
+    width, _, height = str(run.command.values.get("resolution") or 512).partition(",")
+    size = f"--w {width.strip()} --h {(height or width).strip()} --s {_SAMPLER_STEPS} --d 1"
+    lines = (f"{caption} {size}", f"{_without(caption, trigger) or _OTHER} {size}")
+    command = run.command.with_({"sample_prompts": str(file), "sample_multipliers": _MULTIPLIERS})
+    return replace(run, command=command, prompts=(file, "".join(f"{line}\n" for line in dict.fromkeys(lines))))
+
+
+def _plain(text: str) -> str:
+    """Return the part of a text that a line of prompts can have: no options, no comment."""
+    return text.partition(" --")[0].lstrip("#").strip()
+
+
+def _without(caption: str, trigger: str) -> str:
+    """Return a caption without its trigger word."""
+    tags = (re.sub(rf"(?i)\b{re.escape(trigger)}\b", "", tag).strip() for tag in caption.split(","))
+    return ", ".join(filter(None, tags))
+
+
 def _can_validate(script: Path | None) -> bool:
     """Return whether the LoRA scripts of a release hold images out."""
     try:
@@ -171,7 +205,17 @@ def images_in(folder: Path) -> Images:
         raise UserError(f"{folder} has no images")
     captions = Counter(extension for file in files for extension in _CAPTIONS if file.with_suffix(extension).is_file())
     with_repeats = len(direct) or sum(repeats_of(path.name) * len(images_of(path)) for path in classes)
-    return Images(folder, len(files), captions, not direct, with_repeats)
+    caption = next(filter(None, map(_caption, files)), "")
+    return Images(folder, len(files), captions, not direct, with_repeats, caption)
+
+
+def _caption(image: Path) -> str:
+    """Return the first line of an image's caption; empty without one."""
+    file = next((file for file in map(image.with_suffix, _CAPTIONS) if file.is_file()), None)
+    if file is None:
+        return ""
+    with file.open(encoding="utf-8", errors="replace") as text:
+        return text.readline(10_000).strip()
 
 
 def recognized(model: Path) -> tuple[Family, Checkpoint]:

@@ -23,6 +23,7 @@ from kohya_ext.reporting.charts import charts
 from kohya_ext.reporting.history import History, number
 from kohya_ext.reporting.thumbnails import Thumbnails
 from kohya_ext.run.evaluations import Evaluation
+from kohya_ext.run.output_files import MULTIPLIER
 from kohya_ext.run.step_times import format_duration
 from kohya_ext.units import format_size, gigabytes
 
@@ -45,6 +46,9 @@ _SMALLEST_SHARE = 0.0005
 
 _SAMPLE_NUMBER = re.compile(r"_(\d{2,})_\d{14}(?:_(-?\d+))?$")
 """The number of the prompt in the name of a sample, before its date, and its seed after it if the prompt has one."""
+
+_MULTIPLIER = re.compile(rf"{MULTIPLIER}(-?[\d.]+(?:e[-+]\d+)?)_(?:e?\d+)_\d{{2,}}_\d{{14}}")
+"""The multiplier in the name of a sample of --sample_multipliers."""
 
 _ORIGINS = ("command line", "environment", "config file", "preset")
 
@@ -324,37 +328,56 @@ def _dicts(values: object) -> list[Row]:
 
 def _sample(line: Mapping[str, Any]) -> Row:
     file = str(line.get("file"))
-    match = _SAMPLE_NUMBER.search(PurePath(file).stem)
+    name = PurePath(file).stem
+    match, final = _SAMPLE_NUMBER.search(name), _MULTIPLIER.search(name)
     prompt, seed = (int(match[1]), match[2]) if match else (0, None)
-    return {"file": file, "step": line.get("step"), "prompt": prompt, "seed": seed, "url": None}
+    multiplier = float(final[1]) if final else None
+    words = (
+        f"step {line.get('step')}" if multiplier is None else f"multiplier {multiplier:g}" if multiplier else "without the LoRA"
+    )
+    return {
+        "file": file,
+        "step": line.get("step"),
+        "multiplier": multiplier,
+        "words": words,
+        "prompt": prompt,
+        "seed": seed,
+        "url": None,
+    }
 
 
 def _sample_grid(rows: Sequence[Row]) -> Row:
-    """Return the grid of samples: a column for each step, and for each prompt a row for each run."""
+    """Return the grid of samples: a column for each step and final multiplier, and for each prompt a row for each run."""
     samples = [sample for row in rows for sample in row["samples"]]
-    steps = sorted({sample["step"] for sample in samples}, key=lambda step: (step is not None, step))
+    columns = sorted(set(map(_column, samples)), key=lambda column: [(value is not None, value) for value in column])
     lines = [
         {
             "number": prompt,
             "text": next((row["sample_prompts"][prompt] for row in rows if prompt < len(row["sample_prompts"])), ""),
             "run": row,
-            "cells": [[each for each in own if each["step"] == step] for step in steps],
+            "cells": [[each for each in own if _column(each) == column] for column in columns],
         }
         for prompt in sorted({sample["prompt"] for sample in samples})
         for row in rows
         if (own := [each for each in row["samples"] if each["prompt"] == prompt])
     ]
-    return {"steps": steps, "rows": lines, "has_seeds": all(sample["seed"] for sample in samples)}
+    return {"columns": columns, "rows": lines, "has_seeds": all(sample["seed"] for sample in samples)}
+
+
+def _column(sample: Row) -> tuple[float | None, int | None]:
+    """Return (multiplier, step); samples of the same multiplier share a column, those during training have none."""
+    return sample["multiplier"], sample["step"] if sample["multiplier"] is None else None
 
 
 def _evenly(samples: Sequence[Row], most: int) -> list[Row]:
-    """Return the samples of evenly spaced steps with the first and the last, about ``most`` of them."""
-    steps = list(dict.fromkeys(sample["step"] for sample in samples))
+    """Return the samples of evenly spaced columns with the first and the last, about ``most`` of them."""
+    columns = list(dict.fromkeys(map(_column, samples)))
     if len(samples) <= most:
         return list(samples)
-    count = max(most * len(steps) // len(samples), 2)
-    kept = {steps[index * (len(steps) - 1) // (count - 1)] for index in range(count)}
-    return [sample for sample in samples if sample["step"] in kept][:most]
+    others, final = ([column for column in columns if (column[0] is None) is trains] for trains in (True, False))
+    count = max(most * len(columns) // len(samples) - len(final), 2)
+    kept = {others[index * (len(others) - 1) // (count - 1)] for index in range(count)} if others else set()
+    return [sample for sample in samples if _column(sample) in kept.union(final)][:most]
 
 
 def _files(run: History) -> Iterator[Row]:

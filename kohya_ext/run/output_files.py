@@ -14,6 +14,9 @@ from pathlib import Path
 ROLLING = "rolling"
 """Precedes the step in the names of the states of --save_state_every_n_minutes."""
 
+MULTIPLIER = "-multiplier-"
+"""Precedes the multiplier in the names of the samples of --sample_multipliers."""
+
 DEFAULT_NAME = "last"
 """Upstream's name for the final model without --output_name."""
 

@@ -74,6 +74,8 @@ class Stopper(TrainingCallback):
     """Whether the run saves its state every some minutes."""
     stepping: bool = False
     """Whether the first step has begun. Before that there is nothing to save."""
+    left_out: str = ""
+    """What a signal leaves out when all steps are trained and saved; empty before."""
     states: list[Path] = field(default_factory=list)
     """The states that were saved in this process, in order."""
     states_before: int = 0
@@ -117,6 +119,9 @@ class Stopper(TrainingCallback):
         name, code, keys = signal.Signals(number).name, 128 + number, _KEYS.get(signal.Signals(number))
         if keys is not None:
             signal.signal(number, signal.SIG_DFL)
+        if self.left_out:
+            note_at_once(f"{name}: the model is saved; leaving out {self.left_out}")
+            raise SystemExit(0)
         if not self.stepping:
             note_at_once(f"{name}: stopping before the first step; nothing to save")
             # Record it too, because a bare ``except:`` in upstream (around git, for example) can swallow SystemExit.
@@ -129,7 +134,7 @@ class Stopper(TrainingCallback):
 
     def on_closing(self, event: str) -> None:
         """Save in this thread before Windows ends the process, in :data:`console_events.SECONDS`."""
-        if not self.stepping:
+        if not self.stepping or self.left_out:
             return
         seconds = console_events.SECONDS
         until = time.monotonic() + seconds

@@ -53,4 +53,7 @@ def test_the_same_command_resumes_after_a_stop(checkout, models, tmp_path):
     assert f"resuming from {state}" in printed
     assert (output / "cat.safetensors").stat().st_size > 1000
     assert (output / "cat.report.html").is_file()
+    assert {file.name.split("_")[0] for file in (output / "sample").iterdir()} == {
+        f"cat-multiplier-{x}" for x in ("0", "0.5", "1")
+    }
     assert "judgement: cat.safetensors changes the weights of the U-Net by" in printed

@@ -112,6 +112,28 @@ def test_the_most_common_captions_are_used(checkout, tmp_path, model):
     assert 'caption_extension = ".caption"' in text
 
 
+@pytest.mark.parametrize(
+    ("caption", "lines"),
+    [
+        ("cat, on a sofa --n dog", ["cat, on a sofa", "on a sofa"]),
+        ("# a Cat", ["a Cat", "a"]),
+        ("cat", ["cat", "a photograph of a landscape"]),
+        ("on a sofa", ["on a sofa"]),
+    ],
+)
+def test_samples_after_training_have_a_prompt_without_the_trigger(checkout, tmp_path, model, caption, lines):
+    folder = images(tmp_path / "cats", 3, ".txt")
+    (folder / "0.txt").write_text(caption)
+    run = planned(checkout, folder, model("SDXL"), "--resolution", "768,512")
+    _, text = from_folder.sampled(run, tmp_path / "cat.prompts.txt", "cat").prompts
+    assert text.splitlines() == [f"{line} --w 768 --h 512 --s 20 --d 1" for line in lines]
+
+
+def test_prompts_of_the_user_stay(checkout, tmp_path, model):
+    run = planned(checkout, images(tmp_path / "cats", 3), model("SDXL"), "--sample_prompts", "mine.txt")
+    assert from_folder.sampled(run, tmp_path / "cat.prompts.txt", "cat") is run
+
+
 def test_folders_with_repeats_stay_as_they_are(checkout, tmp_path, model):
     images(tmp_path / "data" / "10_cat", 4, ".txt")
     images(tmp_path / "data" / "1_cats", 8, ".txt")

@@ -880,6 +880,14 @@ def test_networks_that_do_not_know_the_family_are_an_error(script, module, fails
         ("train_control_net.py", {"validation_split": 0.1}, {}, "--validation_split: upstream cannot split"),
         ("train_controlnet.py", {"validation_split": 0.1}, {}, "--validation_split: upstream cannot split"),
         ("train_textual_inversion.py", {"early_stopping": 3}, {}, "--early_stopping: this script has no loop"),
+        (
+            "sdxl_train.py",
+            {"sample_multipliers": (0.0,)},
+            {"sample_prompts": "a.txt"},
+            "--sample_multipliers has no effect: sdxl",
+        ),
+        ("train_network.py", {"sample_multipliers": (0.0,)}, {}, "--sample_multipliers has no effect without --sample_prompts"),
+        ("train_network.py", {"sample_multipliers": (0.0,)}, {"sample_prompts": "a.txt"}, None),
         ("sdxl_train.py", {"ema": True}, {"optimizer_type": "AdamWScheduleFree"}, "--ema does not support schedule-free"),
         ("sdxl_train.py", {"ema": True, "validation_split": 0.1}, {}, None),
         ("train_control_net.py", {"ema": True, "disable_patch": ("ema",)}, {}, None),
@@ -887,7 +895,7 @@ def test_networks_that_do_not_know_the_family_are_an_error(script, module, fails
 )
 def test_runs_that_a_patch_cannot_take_part_in_are_an_error(script, settings, args, expected):
     findings = preflight.inspect(Path(script), Namespace(**args), Settings(**settings))
-    names = ("--ema", "--validation_split", "--early_stopping")
+    names = ("--ema", "--validation_split", "--early_stopping", "--sample_multipliers")
     errors = [error for error in findings.errors if any(name in error for name in names)]
     assert [expected in error for error in errors] == [True] * (expected is not None)
 

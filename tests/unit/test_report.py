@@ -356,6 +356,15 @@ def test_samples_of_a_step_share_a_column_and_missing_ones_leave_a_gap(write, re
     assert "A prompt without a seed has other noise at each step" in report(random_noise)
 
 
+def test_samples_after_training_follow_with_their_multiplier(write, report, images):
+    names = [f"sample/cat_e{step:06d}_00_20261122120000_1.png" for step in range(1, 71)]
+    names += [f"sample/cat-multiplier-{value}_000070_00_20261122120000_1.png" for value in ("0", "0.5", "1")]
+    lines = [sample(images(name), min(step, 70)) for step, name in enumerate(names, 1)]
+    shown = re.findall(r"<figcaption>([^<]+)<", report(write(start(), training(), *steps(1, 70), *lines)))
+    assert len(shown) == 60
+    assert shown[-4:] == ["step 70", "without the LoRA", "multiplier 0.5", "multiplier 1"]
+
+
 def test_many_samples_are_thinned_out_and_the_file_stays_small(write, report, images):
     pil = pytest.importorskip("PIL.Image")
     noise = images("sample/cat_000001_00_20261122120000.png")

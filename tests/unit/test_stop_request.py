@@ -1,6 +1,7 @@
 """What stops a run: the end of its launcher, and Windows, which leaves time for a save in another thread while a step runs."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -95,6 +96,17 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path, capfd):
     stopper.on_closing("the console window was closed")
     assert not stopper.reason
     assert capfd.readouterr().err == ""
+
+
+def test_after_training_a_signal_leaves_out_the_rest(tmp_path, capfd):
+    stopper = stop_request.Stopper(Namespace(), SimpleNamespace(), tmp_path / "stop", 0, stepping=True)
+    stopper.left_out = "the remaining samples"
+    with pytest.raises(SystemExit) as end:
+        stopper.on_signal(int(signal.SIGTERM), None)
+    assert end.value.code == 0
+    assert "the model is saved; leaving out the remaining samples" in capfd.readouterr().err
+    stopper.on_closing("the console window was closed")
+    assert not stopper.reason
 
 
 LAUNCHER = """
