@@ -16,6 +16,7 @@ from kohya_ext.console import note
 from kohya_ext.errors import UserError
 from kohya_ext.reporting import page
 from kohya_ext.reporting.history import History
+from kohya_ext.reporting.similarity import ImageModel
 from kohya_ext.reporting.thumbnails import Thumbnails
 from kohya_ext.run.atomic_write import WriteError, write_atomically
 from kohya_ext.run.journal import SUFFIX
@@ -42,13 +43,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="report on all runs of each folder and journal")
     parser.add_argument("--live", action="store_true", help="rewrite the report while a run trains")
+    parser.add_argument(
+        "--image_model",
+        type=lambda folder: ImageModel(Path(folder)),
+        metavar="FOLDER",
+        help="compare samples with the run's images by this vision model of transformers, such as CLIP or DINOv2",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: NAME.report.html in the folder of the journal")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report, with ``--live`` until no run trains; return 0. Raises UserError without a run or Jinja2."""
+    """Write the report, with ``--live`` until no run trains; return 0.
+
+    Raises UserError without a run, Jinja2 or the given image model.
+    """
     if arguments.output is not None and arguments.output.suffix.lower() not in _SUFFIXES:
         raise UserError(f"--output {arguments.output}: the name must end in .html")
+    if arguments.image_model is not None:
+        arguments.image_model.load()
     readers: dict[Path, JournalReader] = {}
     thumbnails = Thumbnails()
     shown = False
@@ -59,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             now = time.time()
             live = arguments.live and any(run.status(now) == "RUNNING" for run in runs)
             file = arguments.output or _default_file(runs, readers)
-            _write(file, page.html(runs, thumbnails, now, _REFRESH if live else None))
+            _write(file, page.html(runs, thumbnails, now, _REFRESH if live else None, arguments.image_model))
             if not shown:
                 note(f"report: {file.resolve()}" + ("; Ctrl-C ends the report, not the run" if live else ""))
             shown = True

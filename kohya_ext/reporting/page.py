@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from kohya_ext import __version__
 from kohya_ext.errors import UserError
 from kohya_ext.reporting.charts import charts
 from kohya_ext.reporting.history import History, number
+from kohya_ext.reporting.similarity import ImageModel, references
 from kohya_ext.reporting.thumbnails import Thumbnails
 from kohya_ext.run.evaluations import Evaluation
 from kohya_ext.run.output_files import MULTIPLIER
@@ -55,10 +57,17 @@ _ORIGINS = ("command line", "environment", "config file", "preset")
 Row = dict[str, Any]
 
 
-def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: float | None = None) -> str:
+def html(
+    runs: Sequence[History],
+    thumbnails: Thumbnails,
+    now: float,
+    refresh: float | None = None,
+    image_model: ImageModel | None = None,
+) -> str:
     """Return the report on runs at a time in seconds since 1970; a browser reloads it every ``refresh`` seconds.
 
-    Adds missing images to ``thumbnails``. Raises UserError without Jinja2.
+    With an ``image_model`` samples are compared with the images of their run. Adds missing images to ``thumbnails``. Raises
+    UserError without Jinja2, and for an image model that cannot be loaded.
     """
     try:
         import jinja2
@@ -79,6 +88,8 @@ def html(runs: Sequence[History], thumbnails: Thumbnails, now: float, refresh: f
     labels = _labels(runs)
     rows = [_run(label, index, run, now) for index, (label, run) in enumerate(zip(labels, runs, strict=True))]
     _add_images(rows, thumbnails)
+    for row in rows:
+        row["similarity"] = [] if image_model is None else list(_similarities(row, image_model))
     drawn = {key: chart for key, chart in charts(list(zip(labels, runs, strict=True))).items() if chart.curves}
     text: str = environment.get_template("page.html").render(
         styles=_text("uplot/uPlot.min.css") + styles(),
@@ -109,6 +120,18 @@ def _add_images(rows: Sequence[Row], thumbnails: Thumbnails) -> None:
         thumbnails.add(dict.fromkeys(Path(image["file"]) for image in some), edge)
         for image in some:
             image["url"] = thumbnails.get(Path(image["file"]), edge)
+
+
+def _similarities(run: Row, model: ImageModel) -> Iterator[Row]:
+    """Yield for each column of samples how similar they are to the images: to all of them, and to the nearest one."""
+    images = references(run["folders"])
+    columns: dict[str, list[list[float]]] = {}
+    for sample in run["samples"]:
+        if images and (values := model.similarities(Path(sample["file"]), images)):
+            columns.setdefault(sample["words"], []).append(values)
+    for words, rows in columns.items():
+        mean, nearest = statistics.fmean(map(statistics.fmean, rows)), statistics.fmean(map(max, rows))
+        yield {"words": words, "samples": len(rows), "mean": mean, "nearest": nearest}
 
 
 def styles() -> str:

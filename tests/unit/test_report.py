@@ -13,6 +13,7 @@ import shutil
 import socket
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,10 +130,10 @@ def words(text):
 def images(tmp_path):
     pil = pytest.importorskip("PIL.Image")
 
-    def make(name, size=(640, 400)):
+    def make(name, size=(640, 400), colour="red"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        pil.new("RGB", size, "red").save(file)
+        pil.new("RGB", size, colour).save(file)
         return str(file)
 
     return make
@@ -363,6 +364,41 @@ def test_samples_after_training_follow_with_their_multiplier(write, report, imag
     shown = re.findall(r"<figcaption>([^<]+)<", report(write(start(), training(), *steps(1, 70), *lines)))
     assert len(shown) == 60
     assert shown[-4:] == ["step 70", "without the LoRA", "multiplier 0.5", "multiplier 1"]
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "DINOv2"])
+def test_samples_are_compared_with_the_images_of_the_run(write, report, images, tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 14, "patch_size": 7}
+    if kind == "CLIP":
+        model = transformers.CLIPModel(
+            transformers.CLIPConfig(vision_config={**size, "intermediate_size": 8}, projection_dim=4)
+        )
+        processor = transformers.CLIPImageProcessor(size={"shortest_edge": 14}, crop_size=14)
+    else:
+        model = transformers.Dinov2Model(transformers.Dinov2Config(**size))
+        processor = transformers.BitImageProcessor(size={"shortest_edge": 14}, crop_size=14)
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    trained, other, damaged = images("data/a.png"), images("sample/b.png", colour=(200, 30, 90)), images("data/c.png")
+    Path(damaged).write_bytes(b"damaged")
+    copied = str(shutil.copy(trained, tmp_path / "sample" / "a.png"))
+    usual = {"repeats": 1, "images": 2, "captioned": 2, "caption": ""}
+    folders = [{**usual, "folder": str(tmp_path / name), "regularization": name == "sample"} for name in ("data", "sample")]
+    facts = training(folders=folders)
+    file = write(start(), facts, *steps(1, 2), sample(copied, 1), sample(other, 2), sample(damaged, 2))
+    text = words(report(file, "--image_model", str(tmp_path / "model")))
+    (mean, nearest), (low, _) = re.findall(r"step \d 1 (\d\.\d{3}) (\d\.\d{3})", text.partition("Similarity of samples")[2])
+    assert mean == nearest == "1.000"
+    assert float(low) < 1
+    assert "Similarity" not in report(file)
+
+
+def test_a_folder_without_an_image_model_is_an_error(write, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    assert main(["report", str(write(start())), "--image_model", str(tmp_path)]) == 2
+    assert "give the folder of an image model of transformers" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.html"))
 
 
 def test_many_samples_are_thinned_out_and_the_file_stays_small(write, report, images):
