@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 image = pytest.importorskip("PIL.Image")
 
 SDXL, FLUX = "sdxl_train_network.py", "flux_train_network.py"
-# Upstream's sampling fails with the tiny models of HunyuanImage (its VAE gets latents in bf16) and Lumina (Gemma is not a list).
+# Upstream cannot sample the tiny models of HunyuanImage (its VAE gets latents in bf16) and Lumina (Gemma is not a list).
 OTHERS = ("train_network.py", "sd3_train_network.py", "anima_train_network.py")
 
 #: Large enough to change the pixels of a sample.
