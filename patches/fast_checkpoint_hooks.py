@@ -174,12 +174,12 @@ _BODIES = known_bodies(
         "64dcd818aa55": "2.8 to 2.9",
         "68d1850b444d": "2.10 to 2.11",
         "dfd6205b9eb7": "2.12 to 2.13",
-        "d2168ea3fb52": "2.14",
+        "d2168ea3fb52": "2.14 to 2.15",
     },
     helpers={
-        "_CheckpointFrame": dict.fromkeys(("1596492033aa", "dc9c1edf4403", "07ff98697405"), "2.6 to 2.14"),
+        "_CheckpointFrame": dict.fromkeys(("1596492033aa", "dc9c1edf4403", "07ff98697405"), "2.6 to 2.15"),
         "_recomputation_hook": dict.fromkeys(
-            ("d843c10e1c41", "a8228041f1fd", "6662c813f700", "3526423dfbad", "fd390b8f6114"), "2.6 to 2.14"
+            ("d843c10e1c41", "a8228041f1fd", "6662c813f700", "3526423dfbad", "fd390b8f6114"), "2.6 to 2.15"
         ),
     },
     package="torch",

@@ -399,7 +399,7 @@ PATCH = Patch(
             "CheckpointFunction",
             _with_weights_as_inputs,
             _expect_known_parameters,
-            body=known_bodies({"fee6063a9fc0": "2.6 to 2.14"}, package="torch"),
+            body=known_bodies({"fee6063a9fc0": "2.6 to 2.15"}, package="torch"),
         ),
     ),
     torch="2.6",
