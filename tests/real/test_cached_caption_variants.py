@@ -48,7 +48,7 @@ def caption_of(index):
 @pytest.fixture
 def data(tmp_path):
     """A folder of images in two buckets, with captions of six tags."""
-    dataset.write(tmp_path / "data", 4, 64)
+    dataset.write(tmp_path / "data", 4, 128)
     folder = tmp_path / "data" / dataset.CLASS
     for index, file in enumerate(sorted(folder.glob("*.txt"))):
         file.write_text(caption_of(index), encoding="utf-8")
