@@ -6,10 +6,12 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from functools import partial
 from multiprocessing import Value
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,9 +72,9 @@ class Library:
     def group(self, *subsets, **dataset_options):
         """Return a group of one dataset, made as the scripts make it."""
         rows = [DEFAULTS | ({} if "metadata_file" in subset else TEXT) | subset for subset in subsets]
-        made = {**BUCKETS, "batch_size": 2, **dataset_options, "subsets": rows}
+        row = {**BUCKETS, "batch_size": 2, **dataset_options, "subsets": rows}
         sanitizer = self.config.ConfigSanitizer(True, True, False, True)
-        blueprint = self.config.BlueprintGenerator(sanitizer).generate({"datasets": [made]}, SimpleNamespace())
+        blueprint = self.config.BlueprintGenerator(sanitizer).generate({"datasets": [row]}, SimpleNamespace())
         random.seed(0)
         # v0.10 looks for cached latents of images in metadata files.
         with replaced(self.base.LatentsCachingStrategy, "_strategy", self.latents):
@@ -131,7 +133,7 @@ def texts_of(batch):
 def epochs(run, group, count, workers=0):
     """Return the texts of each batch of some epochs, loaded as by the scripts."""
     epoch, step = Value("i", 0), Value("i", 0)
-    collate = vars_of(group)["collator_class"](epoch, step, group if workers == 0 else None)
+    collate = sys.modules[type(group).__module__].collator_class(epoch, step, group if workers == 0 else None)
     torch.manual_seed(0)
     loader = torch.utils.data.DataLoader(group, batch_size=1, shuffle=True, collate_fn=collate, num_workers=workers)
     texts = []
@@ -141,17 +143,9 @@ def epochs(run, group, count, workers=0):
     return texts
 
 
-def vars_of(group):
-    import sys
-
-    return vars(sys.modules.get("library.dataset_util") or sys.modules[type(group).__module__])
-
-
 @pytest.fixture
 def library(checkout, checkout_module):
     checkout_module("library.train_util")
-    with contextlib.suppress(ModuleNotFoundError):  # v0.11's
-        checkout_module("library.dataset_util")
     return Library(checkout_module, checkout)
 
 
@@ -327,23 +321,13 @@ def test_variants_that_fit_nowhere_stop_the_run_before_they_are_encoded(library,
 # --- the scripts -----------------------------------------------------------------------------------------------------
 
 
-def shuffled_once(library, data, seed):
+def shuffle_files(library, data, seed):
     """Write to the caption files the texts that one variant of each has."""
-    base = library.config.BaseDataset if hasattr(library.config, "BaseDataset") else library_dataset()
     group, _ = library.group({"image_dir": str(data), **SHUFFLED})
-    made = group.datasets[0]
-    assert isinstance(made, base)
-    for info in made.image_data.values():
-        (text,) = caption_variants.variants_of(made, info, 1, seed).texts
+    for info in group.datasets[0].image_data.values():
+        (text,) = caption_variants.variants_of(group.datasets[0], info, 1, seed).texts
         assert text != info.caption
-        file = data / f"{os.path.splitext(os.path.basename(info.absolute_path))[0]}.txt"
-        file.write_text(text, encoding="utf-8")
-
-
-def library_dataset():
-    import sys
-
-    return (sys.modules.get("library.dataset") or sys.modules["library.train_util"]).BaseDataset
+        Path(info.absolute_path).with_suffix(".txt").write_text(text, encoding="utf-8")
 
 
 #: Scripts that can cache text encoder outputs -> their families.
@@ -371,7 +355,7 @@ def test_one_shuffled_variant_trains_like_upstream_on_that_caption(checkout, tra
     assert ours.code == 0, ours.output[-4000:]
     assert f"{OPTION} 1: 4 texts for 4 images take" in ours.output
     assert len([file for file in data.glob("*.npz") if MARK in file.name and "_te" in file.name]) == 4
-    shuffled_once(library, data, 1)
+    shuffle_files(library, data, 1)
     again = train(checkout, script, *cached, family=family)
     assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in ours.tensors.items())
 
