@@ -177,11 +177,11 @@ class ImagesOfBatch(Mapping[str, Image]):
 
 def older_files(paths: Iterable[str]) -> list[str]:
     """Return the files of other texts in the folders of these files of variants, made by the same strategy."""
-    current = {os.path.normcase(path) for path in paths}
-    endings = {_ending(path) for path in current}
-    files = [entry.path for folder in {os.path.dirname(path) for path in current} for entry in os.scandir(folder or ".")]
-    names = ((os.path.normcase(path), path) for path in files)
-    return sorted(path for name, path in names if MARK in name and name not in current and _ending(name) in endings)
+    paths = [*paths]
+    current, endings = {os.path.normcase(path) for path in paths}, {_ending(path) for path in paths}
+    files = (entry.path for folder in {os.path.dirname(path) for path in paths} for entry in os.scandir(folder or "."))
+    others = (path for path in files if MARK in os.path.basename(path) and _ending(path) in endings)
+    return sorted(path for path in others if os.path.normcase(path) not in current)
 
 
 def _ending(path: str) -> str:

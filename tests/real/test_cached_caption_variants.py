@@ -1,6 +1,7 @@
 """--cached_caption_variants: steps take shuffled and dropped captions whose text encoder outputs are cached."""
 
 import contextlib
+import multiprocessing
 import os
 import random
 import re
@@ -26,7 +27,6 @@ from kohya_ext.caching.caption_variants import MARK, ProcessedCaption  # noqa: E
 from kohya_ext.config.settings import Settings  # noqa: E402
 from kohya_ext.patching.attributes import replaced  # noqa: E402
 from kohya_ext.patching.patch import Patcher, registry  # noqa: E402
-from kohya_ext.run.file_index import CACHES  # noqa: E402
 from kohya_ext.tiny import arguments, dataset  # noqa: E402
 from tests.real import caching, starting  # noqa: E402
 
@@ -82,14 +82,14 @@ class Library:
         return groups if isinstance(groups, tuple) else (groups, None)
 
     @contextlib.contextmanager
-    def run(self, count, seed=0, to_disk=False):
+    def run(self, count, seed=0, to_disk=False, delay=0):
         """Patch the library as in a run with this many variants; yield a function that caches a group."""
         settings = Settings(**({"cached_caption_variants": count} if count else {}))
         patcher = self.patcher(settings)
         run = cached_caption_variants._Run(SimpleNamespace())
         run.seed, self.encoded = seed, []
         strategy = self.kind(to_disk, 2, False)
-        strategy.cache_batch_outputs = partial(self._encode, strategy)
+        strategy.cache_batch_outputs = partial(self._encode, strategy, delay)
         patcher.arm()
         try:
             with (
@@ -101,8 +101,9 @@ class Library:
         finally:
             patcher.undo()
 
-    def _encode(self, strategy, tokenize, models, encode, infos):
+    def _encode(self, strategy, delay, tokenize, models, encode, infos):
         for info in infos:
+            time.sleep(delay)
             self.encoded.append(info.caption)
             arrays = {"hidden_state1": characters(info.caption), "hidden_state2": np.ones(5, np.float32), "pool2": np.ones(2)}
             if strategy.cache_to_disk:
@@ -318,6 +319,31 @@ def test_variants_that_fit_nowhere_stop_the_run_before_they_are_encoded(library,
     assert where in printed
 
 
+@pytest.mark.skipif(not starting.FORKS, reason="needs SIGKILL")
+def test_a_kill_while_variants_are_cached_loses_no_file(library, data):
+    def cache(delay):
+        group, _ = library.group({"image_dir": str(data), **SHUFFLED})
+        with library.run(6, to_disk=True, delay=delay) as cache:
+            return set(flat(epochs(cache(group), group, 3)))
+
+    process = multiprocessing.get_context("fork").Process(target=cache, args=(0.1,))
+    process.start()
+    while process.is_alive() and len(list(data.glob(f"*{MARK}*.npz"))) < 5:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    files = {file.name: file.read_bytes() for file in data.glob(f"*{MARK}*.npz")}
+    assert 5 <= len(files) < 20
+
+    texts = cache(0)
+    assert texts
+    now = {file.name: file.read_bytes() for file in data.glob(f"*{MARK}*.npz")}
+    assert files.items() < now.items()
+    assert len(set(library.encoded)) == len(now) - len(files)
+    assert not list(data.glob("*.partial"))
+
+
 # --- the scripts -----------------------------------------------------------------------------------------------------
 
 
@@ -381,29 +407,3 @@ def test_the_number_of_workers_does_not_change_the_file(checkout, train, data):
     options += ("--max_train_steps", "7")
     first, second = (train(checkout, FIRST[0], *options, "--max_data_loader_n_workers", workers) for workers in ("0", "2"))
     assert all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not starting.FORKS, reason="needs SIGKILL")
-def test_a_kill_while_variants_are_cached_loses_no_file(checkout, train, data):
-    options = (*ON_DISK, "--train_data_dir", str(data.parent), "--shuffle_caption", OPTION, "40")
-    killed = []
-
-    def kill(process):
-        while len(list(data.glob(f"*{MARK}*.npz"))) < 10:
-            time.sleep(0.01)
-        os.kill(process, signal.SIGKILL)
-        killed.append({file.name: file.read_bytes() for file in data.glob(f"*{MARK}*.npz")})
-
-    run = train(checkout, FIRST[0], *options, act=kill)
-    assert run.code == -signal.SIGKILL
-    (files,) = killed
-    continued = train(checkout, FIRST[0], *options)
-    assert continued.code == 0, continued.output[-4000:]
-    now = {file.name: file.read_bytes() for file in data.glob(f"*{MARK}*.npz")}
-    assert files.items() < now.items()
-    for file in [*data.glob("*.npz"), *data.glob(CACHES)]:
-        file.unlink()
-    whole = train(checkout, FIRST[0], *options)
-    assert {file.name: file.read_bytes() for file in data.glob(f"*{MARK}*.npz")} == now
-    assert all(torch.equal(tensor, whole.tensors[name]) for name, tensor in continued.tensors.items())
