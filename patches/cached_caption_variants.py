@@ -75,6 +75,8 @@ def _is_cacheable(original: Any, settings: Settings) -> Any:
 
     @wraps(original)
     def is_text_encoder_output_cacheable(self: Any, *args: Any, **kwargs: Any) -> bool:
+        if current(_Run) is None:  # nothing would make variants
+            return bool(original(self, *args, **kwargs))
         with replaced(self, "subsets", [_unchanging(subset) for subset in self.subsets]):
             return bool(original(self, *args, **kwargs))
 
