@@ -71,12 +71,10 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ru
 
 
 def _is_cacheable(original: Any, settings: Settings) -> Any:
-    """Return upstream's check as if nothing but the step count changed captions."""
+    """Return upstream's check as if nothing but the step count changed captions. LoRA scripts call it before the run begins."""
 
     @wraps(original)
     def is_text_encoder_output_cacheable(self: Any, *args: Any, **kwargs: Any) -> bool:
-        if current(_Run) is None:  # nothing would make variants
-            return bool(original(self, *args, **kwargs))
         with replaced(self, "subsets", [_unchanging(subset) for subset in self.subsets]):
             return bool(original(self, *args, **kwargs))
 
@@ -92,11 +90,8 @@ def _unchanging(subset: Any) -> Any:
 def _cache(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def new_cache_text_encoder_outputs(self: Any, models: Any, accelerator: Any) -> None:
-        run, datasets = current(_Run), datasets_of(self)
+        run, datasets = current(_Run) or _Run(Namespace()), datasets_of(self)
         cache = partial(original, self, models, accelerator)
-        if run is None:
-            cache()
-            return
         plans = [caption_variants.plan(dataset, settings[CACHED_CAPTION_VARIANTS] or 1, run.seed) for dataset in datasets]
         with contextlib.ExitStack() as stack:
             for dataset, plan in zip(datasets, plans, strict=True):
