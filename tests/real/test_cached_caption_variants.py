@@ -84,8 +84,7 @@ class Library:
     @contextlib.contextmanager
     def run(self, count, seed=0, to_disk=False, delay=0):
         """Patch the library as in a run with this many variants; yield a function that caches a group."""
-        settings = Settings(**({"cached_caption_variants": count} if count else {}))
-        patcher = self.patcher(settings)
+        patcher = self.patcher(Settings(cached_caption_variants=count))
         run = cached_caption_variants._Run(SimpleNamespace())
         run.seed, self.encoded = seed, []
         strategy = self.kind(to_disk, 2, False)
@@ -93,7 +92,6 @@ class Library:
         patcher.arm()
         try:
             with (
-                replaced(cached_caption_variants, "current", lambda kind: run),
                 replaced(self.base.TextEncoderOutputsCachingStrategy, "_strategy", strategy),
                 replaced(self.base.TokenizeStrategy, "_strategy", SimpleNamespace(tokenize=tokenized)),
             ):
@@ -112,9 +110,10 @@ class Library:
                 info.text_encoder_outputs = list(arrays.values())
 
     def _cache(self, run, group):
-        assert group.is_text_encoder_output_cacheable()
+        assert group.is_text_encoder_output_cacheable()  # LoRA scripts ask before the run begins
         group.set_current_strategies()
-        group.new_cache_text_encoder_outputs([], ACCELERATOR)
+        with replaced(cached_caption_variants, "current", lambda kind: run):
+            group.new_cache_text_encoder_outputs([], ACCELERATOR)
         return run
 
 
