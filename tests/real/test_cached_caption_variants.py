@@ -407,15 +407,3 @@ def test_the_number_of_workers_does_not_change_the_file(checkout, train, data):
     options += ("--max_train_steps", "7")
     first, second = (train(checkout, FIRST[0], *options, "--max_data_loader_n_workers", workers) for workers in ("0", "2"))
     assert all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cached", [CACHED, ON_DISK], ids=["memory", "disk"])
-def test_two_processes_share_the_variants(checkout, train, data, cached):
-    """In memory both encode all texts, on disk each encodes every second one."""
-    options = (*cached, "--train_data_dir", str(data.parent), "--shuffle_caption", "--caption_dropout_rate", "0.3", OPTION, "5")
-    runs = [train(checkout, FIRST[0], *options, ranks=2, env={"WRAP_AS_ON_GPUS": "1"}) for _ in range(2)]
-    assert all(torch.equal(tensor, runs[1].tensors[name]) for name, tensor in runs[0].tensors.items())
-    (count,) = re.findall(rf"{OPTION} 5: (\d+) texts for 4 images take", runs[0].output)
-    assert int(count) > 16
-    assert len(list(data.glob(f"*{MARK}*.npz"))) == (int(count) if cached is ON_DISK else 0)
