@@ -11,8 +11,6 @@ The sizes are known before anything is written: from the buckets, and from the o
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import multiprocessing
 import os
 from argparse import Namespace
@@ -21,10 +19,18 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+from kohya_ext.caching.cached_datasets import (
+    bytes_per_value,
+    current_strategy,
+    datasets_of,
+    encoded,
+    in_memory,
+    only,
+    outputs_path,
+)
 from kohya_ext.caching.size_limit import Cache, Division, caches_of, divide, latents_bytes, memory_copies, outputs_bytes
 from kohya_ext.config.settings import Option, Settings
 from kohya_ext.console import note, stop, warn
-from kohya_ext.patching.attributes import replaced
 from kohya_ext.patching.patch import Patch, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current
 from kohya_ext.patching.types import Accelerator
@@ -54,7 +60,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Ru
 def _latents(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def new_cache_latents(self: Any, model: Any, accelerator: Any) -> None:
-        strategy = _strategy("LatentsCachingStrategy")
+        strategy = current_strategy("LatentsCachingStrategy")
         cache = partial(original, self, model, accelerator)
         if strategy is None or not strategy.cache_to_disk:
             cache()
@@ -67,12 +73,12 @@ def _latents(original: Any, settings: Settings) -> Any:
         def path(info: Any) -> str:
             return str(info.latents_npz or strategy.get_latents_npz_path(info.absolute_path, info.image_size))
 
-        datasets = _datasets(self)
+        datasets = datasets_of(self)
         if any(not size(dataset, info, 4) for dataset in datasets for info in dataset.image_data.values()):
             warn(f"--cache_size_limit: the size of latents of {type(strategy).__name__} is not known; all are cached on disk")
             cache()
             return
-        caches = [caches_of(_in_order(data), path, partial(size, data), _width(settings)) for data in datasets]
+        caches = [caches_of(_in_order(data), path, partial(size, data), bytes_per_value(settings)) for data in datasets]
         kept = _divide_and_cache(
             "latents", datasets, caches, strategy, accelerator, settings, cache, "--no-cache_latents to encode each batch"
         )
@@ -87,24 +93,21 @@ def _latents(original: Any, settings: Settings) -> Any:
 def _outputs(original: Any, settings: Settings) -> Any:
     @wraps(original)
     def new_cache_text_encoder_outputs(self: Any, models: Any, accelerator: Any) -> None:
-        strategy = _strategy("TextEncoderOutputsCachingStrategy")
+        strategy = current_strategy("TextEncoderOutputsCachingStrategy")
         cache = partial(original, self, models, accelerator)
-        datasets = _datasets(self)
+        datasets = datasets_of(self)
         images = [info for dataset in datasets for info in dataset.image_data.values()]
-        missing = [info for info in images if not os.path.exists(_outputs_path(strategy, info))] if strategy is not None else []
+        missing = [info for info in images if not os.path.exists(outputs_path(strategy, info))] if strategy is not None else []
         if not missing or not strategy.cache_to_disk:
             cache()
             return
-        example = missing[0]
-        owner = next(dataset for dataset in datasets if example.image_key in dataset.image_data)
-        with _only(datasets, [{example.image_key} if data is owner else set() for data in datasets]), _in_memory(strategy):
-            cache()
-        outputs, example.text_encoder_outputs = example.text_encoder_outputs, None
+        outputs = encoded(missing[0], datasets, strategy, cache)
 
         def size(info: Any, width: int) -> int:
             return outputs_bytes(outputs, width)
 
-        caches = [caches_of(data.image_data, partial(_outputs_path, strategy), size, _width(settings)) for data in datasets]
+        width, path = bytes_per_value(settings), partial(outputs_path, strategy)
+        caches = [caches_of(data.image_data, path, size, width) for data in datasets]
         smaller = "--cache_format safetensors --cache_dtype bf16 to halve them"
         _divide_and_cache("text encoder outputs", datasets, caches, strategy, accelerator, settings, cache, smaller)
 
@@ -131,9 +134,9 @@ def _divide_and_cache(
         cache()
         return []
     _announce(subject, division, limit, accelerator, alternative)
-    with _only(datasets, [division.disk] * len(datasets)):
+    with only(datasets, [division.disk] * len(datasets)):
         cache()
-    with _only(datasets, [division.memory] * len(datasets)), _in_memory(strategy):
+    with only(datasets, [division.memory] * len(datasets)), in_memory(strategy):
         cache()
         return [info for dataset in datasets for info in dataset.image_data.values()]
 
@@ -161,38 +164,6 @@ def _announce(subject: str, division: Division, limit: int, accelerator: Any, al
 def _in_order(dataset: Any) -> dict[str, Any]:
     """Return the images in the order in which upstream encodes them: files for the first ones do not change this order."""
     return dict(sorted(dataset.image_data.items(), key=lambda item: item[1].bucket_reso[0] * item[1].bucket_reso[1]))
-
-
-def _width(settings: Settings) -> int:
-    """Return the bytes of a value in new files."""
-    return 2 if settings["cache_format"] == "safetensors" and settings["cache_dtype"] != "fp32" else 4
-
-
-def _strategy(name: str) -> Any:
-    return getattr(importlib.import_module("library.strategy_base"), name).get_strategy()
-
-
-def _outputs_path(strategy: Any, info: Any) -> str:
-    return str(strategy.get_outputs_npz_path(info.absolute_path))
-
-
-def _datasets(group: Any) -> list[Any]:
-    """Return the datasets whose images are cached; those of ControlNet scripts are in a dataset of their own."""
-    return [getattr(dataset, "dreambooth_dataset_delegate", dataset) for dataset in group.datasets]
-
-
-@contextlib.contextmanager
-def _only(datasets: Sequence[Any], keys: Sequence[set[str]]) -> Any:
-    """Leave only the images with these keys in each dataset inside the block."""
-    with contextlib.ExitStack() as stack:
-        for dataset, some in zip(datasets, keys, strict=True):
-            images = {key: info for key, info in dataset.image_data.items() if key in some}
-            stack.enter_context(replaced(dataset, "image_data", images))
-        yield
-
-
-def _in_memory(strategy: Any) -> Any:
-    return replaced(strategy, "_cache_to_disk", False)
 
 
 PATCH = Patch(

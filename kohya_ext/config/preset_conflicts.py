@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kohya_ext.sdscripts import families, networks
-from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, CONSTRAINTS, Constraint
+from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, CONSTRAINTS, KEEPS_CACHE, VARIANTS, Constraint
 from kohya_ext.sdscripts.families import Family
 
 #: (user's value of an option, values of all other options) -> whether it contradicts the preset.
@@ -55,6 +55,10 @@ def _is_set(value: object, others: Mapping[str, object]) -> bool:
 
 def _trains_text(value: object, others: Mapping[str, object]) -> bool:
     return _is_set(value, others) and not others.get("network_train_unet_only")
+
+
+def _needs_no_cache(value: object, others: Mapping[str, object]) -> bool:
+    return _is_set(value, others) and not others.get(VARIANTS)
 
 
 def _is_off(value: object, others: Mapping[str, object]) -> bool:
@@ -159,7 +163,7 @@ RULES = (
     Rule(CACHED_TEXT, ("train_text_encoder",), _is_set),
     Rule((*CACHED_TEXT, *_UNTRAINED_TEXT), ("network_args",), _trains_t5, lambda family, script: family.t5_tokens > 0),
     Rule(CACHED_TEXT, ("train_t5xxl",), _is_set),
-    Rule(CACHED_TEXT, _CAPTION_DROPOUT, _is_set, lambda family, script: not family.caches_empty_caption),
+    Rule(CACHED_TEXT, _CAPTION_DROPOUT, _needs_no_cache, lambda family, script: not family.caches_empty_caption, KEEPS_CACHE),
     Rule(
         ("enable_bucket",),
         ("resolution",),
@@ -229,8 +233,7 @@ def _conflict(
     for user in users:
         option = rule.contradicting(key, script, filled, user)
         if option is not None:
-            consequence = rule.consequence if isinstance(rule, Rule) else ""
-            return f"{option} = {user[option]}{consequence and f': {consequence}'}"
+            return f"{option} = {user[option]}{rule.consequence and f': {rule.consequence}'}"
     return None
 
 

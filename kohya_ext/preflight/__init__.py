@@ -42,7 +42,7 @@ def inspect(script: Path, args: Namespace, settings: Settings) -> Findings:
         return findings
     checks: dict[str, Callable[[Path, Namespace, Findings], None]] = {
         "packages": packages.check,
-        "arguments": options.check,
+        "arguments": partial(options.check, settings=settings),
         "model files": partial(models.check, settings=settings),
         "Hugging Face Hub": hub.check,
         "training set": partial(data.check, settings=settings),

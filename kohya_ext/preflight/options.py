@@ -16,11 +16,12 @@ from typing import Any
 
 from kohya_ext.compiling.support import ignored_dynamo_backend
 from kohya_ext.config import sample_prompts
+from kohya_ext.config.settings import Settings
 from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.preflight import Findings, deepspeed, given, numbers
 from kohya_ext.sdscripts import families
-from kohya_ext.sdscripts.constraints import CONSTRAINTS, Constraint, Run, is_schedule_free
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, VARIANTS, Constraint, Run, is_schedule_free
 
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
 _DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
@@ -56,11 +57,13 @@ SCHEDULERS = (
 
 _RATES = ("learning_rate", "unet_lr", "text_encoder_lr")
 
+_DEFAULTS = Settings()
+
 _NETWORK = "network"
 """Part of the file name of every script that trains a network."""
 
 
-def check(script: Path, args: Namespace, findings: Findings) -> None:
+def check(script: Path, args: Namespace, findings: Findings, settings: Settings = _DEFAULTS) -> None:
     """Check optimizer, scheduler and network, then the combinations of arguments."""
     _check_optimizer(args, findings)
     _check_rates(args, findings)
@@ -77,7 +80,7 @@ def check(script: Path, args: Namespace, findings: Findings) -> None:
     for option in given(args, *family.ignores(script.name)) if family is not None else ():
         findings.warnings.append(f"{script.name} does not read --{option}, which changes nothing; remove it")
     findings.errors.extend(numbers.problems(script, args))
-    findings.errors.extend(_impossible(script, args))
+    findings.errors.extend(_impossible(script, args, settings))
     findings.errors.extend(deepspeed.problems(script, args))
 
 
@@ -272,13 +275,14 @@ def _broken(constraints: Iterable[Constraint], script: Path, values: Mapping[str
         yield from constraint.problems(Run(script.name, values))
 
 
-def _impossible(script: Path, args: Namespace) -> Iterator[str]:
+def _impossible(script: Path, args: Namespace, settings: Settings = _DEFAULTS) -> Iterator[str]:
     """Yield the problems of the whole run, then of each subset with its own settings from --dataset_config."""
     of_subsets = [constraint for constraint in CONSTRAINTS if constraint.of_subset]
     of_run = [constraint for constraint in CONSTRAINTS if not constraint.of_subset]
-    yield from _broken(of_run, script, vars(args))
+    values = {**vars(args), VARIANTS: settings[VARIANTS]}
+    yield from _broken(of_run, script, values)
     if not getattr(args, "dataset_config", None):
-        yield from _broken(of_subsets, script, vars(args))
+        yield from _broken(of_subsets, script, values)
         return
     try:
         document = read_dataset_config(Path(args.dataset_config))
@@ -286,6 +290,6 @@ def _impossible(script: Path, args: Namespace) -> Iterator[str]:
         return  # reported where the training set is checked
     for subset in subsets(document):
         where = subset.get("image_dir") or subset.get("metadata_file")
-        broken = _broken(of_subsets, script, {**vars(args), **subset})
+        broken = _broken(of_subsets, script, {**values, **subset})
         for problem in (*numbers.problems_in_subset(script, subset), *broken):
             yield f"{args.dataset_config}, {where}: {problem}"

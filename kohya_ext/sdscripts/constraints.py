@@ -19,7 +19,11 @@ CACHED_LATENTS = ("cache_latents", "cache_latents_to_disk")
 #: Options that step the optimizer during the backward pass, so that no gradient is kept.
 FUSED_OPTIMIZERS = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
 
-CHANGING_CAPTIONS = ("shuffle_caption", "token_warmup_step", "caption_tag_dropout_rate")
+CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate")
+
+VARIANTS = "cached_caption_variants"
+"""The extension's option that caches variants of captions, so that these can change although they are cached."""
+
 CHANGING_IMAGES = ("color_aug", "random_crop")
 
 #: Scripts that cast the weights they train to the type of --mixed_precision. PyTorch's gradient scaler refuses fp16 weights,
@@ -83,9 +87,9 @@ class Run:
         return self.trains_network and not trains
 
     @property
-    def caches_empty_caption(self) -> bool:
+    def drops_cached_captions(self) -> bool:
         """Whether captions can be dropped although their outputs are cached."""
-        return self.family is not None and self.family.caches_empty_caption
+        return self.has(VARIANTS) or (self.family is not None and self.family.caches_empty_caption)
 
     @property
     def is_sdxl(self) -> bool:
@@ -174,6 +178,8 @@ class Constraint:
     them; ``other``, the first of ``others`` that is set; and ``run``."""
     of_subset: bool = False
     """Whether a subset of a --dataset_config has its own values."""
+    consequence: str = ""
+    """Follows the user's option where a preset's value is held back."""
 
     def is_broken(self, run: Run) -> bool:
         """Return whether a run's arguments break it."""
@@ -208,23 +214,26 @@ def _excludes(
     because: str,
     when: Condition = lambda run: True,
     of_subset: bool = False,
+    consequence: str = "",
 ) -> Constraint:
     """Return the constraint that options cannot be combined with others."""
     message = f"--{{other}} and --{{option}} cannot be combined: {because}"
-    return Constraint(options, others, lambda run: run.has(*others) and when(run), message, of_subset)
+    return Constraint(options, others, lambda run: run.has(*others) and when(run), message, of_subset, consequence)
 
 
 _BLOCKS, _PRECISION, _SCHEDULE = ("blocks_to_swap",), ("mixed_precision",), ("lr_scheduler", "lr_scheduler_type")
 _UNET_ONLY, _OPTIMIZER, _WARMUP = ("network_train_unet_only",), ("optimizer_type",), ("lr_warmup_steps",)
 _OFFLOADED = ("cpu_offload_checkpointing", "unsloth_offload_checkpointing")
 _IS_FROZEN = "a text encoder whose outputs are cached cannot be trained"
-_IS_FIXED = "the caption is encoded once, so it cannot change"
+_IS_FIXED = f"the caption is encoded once, so it cannot change; --{VARIANTS} 8 caches 8 variants of it"
+KEEPS_CACHE = f"--{VARIANTS} 8 would keep it"
 _NO_WARMUP = "--{option} is an error with --lr_scheduler {run.scheduler}; remove it"
 
 # fmt: off
 CONSTRAINTS: tuple[Constraint, ...] = (
-    _excludes(CHANGING_CAPTIONS, CACHED_TEXT, _IS_FIXED, of_subset=True),
-    _excludes(("caption_dropout_rate",), CACHED_TEXT, _IS_FIXED, lambda run: not run.caches_empty_caption, of_subset=True),
+    _excludes(CHANGING_CAPTIONS, CACHED_TEXT, _IS_FIXED, lambda run: not run.has(VARIANTS), True, KEEPS_CACHE),
+    _excludes(("token_warmup_step",), CACHED_TEXT, "the caption would depend on the step", of_subset=True),
+    _excludes(("caption_dropout_rate",), CACHED_TEXT, _IS_FIXED, lambda run: not run.drops_cached_captions, True, KEEPS_CACHE),
     _excludes(CHANGING_IMAGES, CACHED_LATENTS, "the latents are computed once", of_subset=True),
     _excludes(("weighted_captions",), CACHED_TEXT, "upstream does not support it"),
     Constraint(CACHED_TEXT, (), lambda run: run.freezes_cached_text and not run.has(*_UNET_ONLY),

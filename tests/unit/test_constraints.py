@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from kohya_ext.config import preset_conflicts
+from kohya_ext.config.settings import Settings
 from kohya_ext.planning.memory_savings import Attempt, steps
 from kohya_ext.preflight import options
-from kohya_ext.sdscripts.constraints import CONSTRAINTS, Run, fused_optimizer, newly_broken
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, VARIANTS, Run, fused_optimizer, newly_broken
 
 LORA, FINE_TUNE, FLUX, ANIMA = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py", "anima_train.py"
 ADAFACTOR = {"optimizer_type": "Adafactor", "mixed_precision": "bf16"}
@@ -41,7 +42,31 @@ def test_a_constraint_has_three_readers(script, base, user, change):
     assert key not in preset_conflicts.held_back(script, {**base, **change}, {})
 
     offered = [step.changes for step in steps(Attempt(script, values, lambda key: True))]
-    assert not [changes for changes in offered if key in changes]
+    assert not [changes for changes in offered if key in changes and VARIANTS not in changes]
+
+
+@pytest.mark.parametrize(
+    "user", [{"shuffle_caption": True}, {"caption_tag_dropout_rate": 0.1}, {"caption_dropout_rate": 0.1}], ids=str
+)
+def test_cached_captions_change_with_variants(user):
+    base, cache = {"network_train_unet_only": True}, {"cache_text_encoder_outputs": True}
+    (problem,) = options._impossible(Path(LORA), Namespace(**base, **user, **cache))
+    assert "--cached_caption_variants 8" in problem
+    assert not [*options._impossible(Path(LORA), Namespace(**base, **user, **cache), Settings(cached_caption_variants=8))]
+
+    (reason,) = preset_conflicts.held_back(LORA, {**base, **cache}, user).values()
+    assert "--cached_caption_variants 8 would keep it" in reason.text
+    assert preset_conflicts.held_back(LORA, {**base, **cache}, {**user, VARIANTS: 8}) == {}
+
+    offered = [step.changes for step in steps(Attempt(LORA, {**base, **user}, lambda key: True))]
+    assert {**cache, VARIANTS: 8} in offered
+    given = [step.changes for step in steps(Attempt(LORA, {**base, **user, VARIANTS: 4}, lambda key: True))]
+    assert cache in given
+
+
+def test_token_warm_up_stays_refused():
+    run = Run(LORA, {"token_warmup_step": 10, VARIANTS: 8})
+    assert newly_broken(run, {"cache_text_encoder_outputs": True})
 
 
 def test_a_preset_value_is_kept_where_dropping_it_mends_nothing():

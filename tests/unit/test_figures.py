@@ -75,6 +75,13 @@ def caching() -> Iterator[str]:
     waits = results("data_wait.json")["0.11.1"]["cached latents and texts"]
     before, after = (1e3 * waits[name]["wait"] for name in ("upstream's, 2 workers", "--auto_data_loader, 2 workers"))
     yield f"the wait for a batch falls from {before:.1f} to {after:.1f} ms"
+    # Values of the longest text that the scripts encode by default, as their strategies store them.
+    values = (77 * (768 + 1280) + 1280, 512 * 1024, 256 * 2304, 77 * 2048 + 256 * 4096 + 2048, 512 * 4096 + 768)
+    sizes = dict(
+        zip(("SDXL", "Anima", "Lumina 2", "SD 3", "FLUX"), (f"{4 * count / 1e6:.1f} MB" for count in values), strict=True)
+    )
+    *others, last = (f"{size} for {name}" for name, size in sizes.items())
+    yield f"A text takes {', '.join(others)} and {last}."
 
 
 def speed() -> Iterator[str]:

@@ -30,6 +30,11 @@ def held_back(script, *argv):
         (LORA, "24gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
         (LORA, "12gb", "--no-network_train_unet_only", {"cache_text_encoder_outputs"}),
         (LORA, "12gb", "--shuffle_caption", {"cache_text_encoder_outputs"}),
+        (LORA, "12gb", "--shuffle_caption --caption_tag_dropout_rate 0.1 --cached_caption_variants 8", set()),
+        (LORA, "12gb", "--caption_dropout_rate 0.1 --cached_caption_variants 8", set()),
+        (LORA, "12gb", "--caption_dropout_every_n_epochs 3 --cached_caption_variants 8", set()),
+        (LORA, "12gb", "--token_warmup_step 100 --cached_caption_variants 8", {"cache_text_encoder_outputs"}),
+        (LORA, "12gb", "--weighted_captions --cached_caption_variants 8", {"cache_text_encoder_outputs"}),
         (LORA, "12gb", "--no-shuffle_caption", set()),
         (LORA, "12gb", "--caption_dropout_rate 0.1", {"cache_text_encoder_outputs"}),
         ("anima_train_network.py", "12gb", "--caption_dropout_rate 0.1", set()),
@@ -159,8 +164,8 @@ def test_summary_lists_set_and_skipped_values():
     run = CommandLine(Path(LORA), ["--preset", "12gb", "--shuffle_caption"], {})
     line = summary("12gb", {"sdpa": True, "network_dim": 16, "cache_latents": False}, run.presets.held_back)
     assert line == (
-        "preset 12gb set sdpa, network_dim=16; skipped cache_text_encoder_outputs (shuffle_caption = True)"
-        ". The run needs more memory than the preset is designed for"
+        "preset 12gb set sdpa, network_dim=16; skipped cache_text_encoder_outputs (shuffle_caption = True: "
+        "--cached_caption_variants 8 would keep it). The run needs more memory than the preset is designed for"
     )
     assert summary("12gb", {"sdpa": True}, {}) == "preset 12gb set sdpa"
 
