@@ -18,7 +18,7 @@ _REFERENCES = 64
 """Largest number of training images that samples are compared with."""
 
 _BATCH = 8
-"""Images that are embedded at once."""
+"""Number of images that are embedded together."""
 
 
 @dataclass

@@ -95,7 +95,7 @@ def run(models, tmp_path_factory):
 
 
 def test_a_run_that_overfits_is_marked_where_validation_turned(checkout, train, run):
-    history = run(checkout, train, split=0.8, steps=1600)
+    history = run(checkout, train, split=0.8, steps=2400)
     validations = history.evaluations()
     print([(each.step, round(each.loss, 4)) for each in validations])
     assert len(validations[0].losses) == 16

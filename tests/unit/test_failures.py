@@ -308,7 +308,7 @@ def test_the_traceback_of_a_script_comes_first(checkout, tmp_path):
 # --- observers -------------------------------------------------------------------------------------------------------
 
 
-OBSERVERS = ("journal", "notify", "progress_memory", "spill_watch", "step_times", "tracker_values")
+OBSERVERS = ("journal", "notify", "progress_memory", "sample_multipliers", "spill_watch", "step_times", "tracker_values")
 
 
 def broken(*args, **kwargs):
