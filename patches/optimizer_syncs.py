@@ -7,6 +7,7 @@ Meanwhile the CPU launches nothing, so the GPU idles between two parameters.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -28,17 +29,29 @@ def _facts() -> Mapping[str, object]:
 
 # --- bitsandbytes ----------------------------------------------------------------------------------------------------
 
-#: The function that waits, in the module of bitsandbytes' optimizers.
+#: The function that waits, in the module of bitsandbytes' optimizers since 0.47. Before, they call torch.cuda.synchronize.
 _WAIT = "sync_gpu"
+
+
+class _Instead:
+    """An object with some attributes of its own and all others of another object."""
+
+    def __init__(self, other: Any, **own: Any) -> None:
+        vars(self).update(own, _other=other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
 
 
 def _find_unknown(original: Any) -> str | None:
     unknown = takes("self", "closure", exactly=True)(original)
-    return unknown or (None if hasattr(sys.modules[original.__module__], _WAIT) else f"its module has no {_WAIT}")
+    waits = hasattr(sys.modules[original.__module__], _WAIT) or "synchronize" in inspect.unwrap(original).__code__.co_names
+    return unknown or (None if waits else f"it calls neither {_WAIT} nor torch.cuda.synchronize")
 
 
 def _wait_for_paged_state(original: Callable[..., Any], settings: Settings) -> Any:
     module = sys.modules[original.__module__]
+    without = (_WAIT, lambda tensor: None) if hasattr(module, _WAIT) else ("torch", _without_waits(module.torch))
 
     @wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
@@ -46,10 +59,15 @@ def _wait_for_paged_state(original: Callable[..., Any], settings: Settings) -> A
         if self.is_paged:
             return original(self, closure)
         _steps += 1
-        with replaced(module, _WAIT, lambda tensor: None):
+        with replaced(module, *without):
             return original(self, closure)
 
     return step
+
+
+def _without_waits(torch: Any) -> _Instead:
+    """Return PyTorch for bitsandbytes' module alone, since other threads, such as one that copies a state, must wait."""
+    return _Instead(torch, cuda=_Instead(torch.cuda, synchronize=lambda: None))
 
 
 # --- Prodigy ---------------------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ _ENVIRONMENTS = (
 
 #: Where they keep their copy of sd-scripts.
 _COPIES = (
-    *("sd-scripts", "sd_scripts", "backend/sd_scripts", "vendor/sd-scripts", "scripts/stable", "scripts/dev", ""),
-    *("Next-Trainer/vendor/sd-scripts", "Next-Trainer/scripts/stable"),
+    *("sd-scripts", "sd_scripts", "backend/sd_scripts", "vendor/sd-scripts", "scripts/sd-scripts", "scripts/stable"),
+    *("scripts/dev", "", "Next-Trainer/vendor/sd-scripts", "Next-Trainer/scripts/stable"),
 )
 
 #: Where StabilityMatrix keeps its packages, each with an environment of its own.

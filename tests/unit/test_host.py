@@ -145,6 +145,8 @@ LAYOUTS = {
     "lora-scripts, portable": (["python/python.exe"], "scripts/stable"),
     "lora-scripts-next": (["../python_embeded/python.exe"], "vendor/sd-scripts"),
     "lora-scripts-next, the portable folder": (["python_embeded/python.exe"], "Next-Trainer/vendor/sd-scripts"),
+    "lora-scripts-anima": (["venv/bin/python"], "vendor/sd-scripts"),
+    "LoRA-Forge": ([".venv/bin/python"], "scripts/sd-scripts"),
     "a notebook": (["venv/bin/python"], ""),
 }
 

@@ -1,5 +1,8 @@
 """optimizer_syncs: the weights of bitsandbytes and Prodigy, and how often their steps wait."""
 
+import sys
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -104,3 +107,59 @@ def test_bitsandbytes_waits_only_for_paged_state(patcher, monkeypatch, name):
     assert equal(run(), expected)
     assert before >= STEPS * 3
     assert len(waits) == (before if is_paged else 0)
+
+
+def step_before_0_47(self, closure=None):
+    """Update each parameter, and wait after it, as bitsandbytes 0.44 to 0.46 do."""
+    for group_index, group in enumerate(self.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                if len(self.state[parameter]) == 0:
+                    self.init_state(group, parameter, group_index, index)
+                self.update_step(group, parameter, group_index, index)
+                torch.cuda.synchronize()
+
+
+@pytest.fixture
+def use_step(monkeypatch):
+    """Let bitsandbytes' optimizers have a step, as in a release without sync_gpu."""
+    pytest.importorskip("bitsandbytes")
+    module = sys.modules["bitsandbytes.optim.optimizer"]
+
+    def use(function):
+        step = types.FunctionType(function.__code__, vars(module), "step", (None,))
+        step.__module__ = module.__name__
+        monkeypatch.setattr(module.Optimizer8bit, "step", torch.no_grad()(step))
+        return module.Optimizer8bit
+
+    monkeypatch.delattr(module, "sync_gpu")
+    return use
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_bitsandbytes_before_0_47_waits_only_for_paged_state(patcher, monkeypatch, use_step, is_paged):
+    """lora-scripts-next pins 0.46.0, and sd-scripts pinned 0.44.0 until 2025."""
+    use_step(step_before_0_47)
+    waits = []
+    kind = sys.modules["bitsandbytes.optim"].AdamW8bit
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+
+    def run():
+        waits.clear()
+        return train(kind, is_paged=is_paged, lr=1e-3)
+
+    expected = run()
+    before = len(waits)
+    patcher.arm()
+    assert equal(run(), expected)
+    assert before >= STEPS * 3
+    assert len(waits) == (before if is_paged else 0)
+    torch.cuda.synchronize()
+    assert waits, "outside the step PyTorch waits as before"
+
+
+def test_bitsandbytes_that_waits_in_another_way_is_left_alone(patcher, use_step):
+    kind = use_step(lambda self, closure=None: self)
+    before = kind.step
+    patcher.arm()
+    assert kind.step is before
