@@ -110,7 +110,7 @@ def test_explain_shows_the_origin_of_every_value(checkout, call, tmp_path):
 def test_check_says_what_a_preset_leaves_out(checkout, call, tmp_path):
     argv = ("sdxl_train_network.py", "--preset", "12gb", "--shuffle_caption", "--network_dim", "64")
     done = call("-m", "kohya_ext", "check", "--sd-scripts", checkout.path, *argv, folder=tmp_path)
-    skipped = "skipped network_alpha (network_dim = 64); cache_text_encoder_outputs (shuffle_caption = True)"
+    skipped = "skipped network_alpha (network_dim = 64); cache_text_encoder_outputs (shuffle_caption = True: "
     assert skipped in done.stderr, done.stderr[-4000:]
     assert "The run needs more memory than the preset is designed for" in done.stderr
 
