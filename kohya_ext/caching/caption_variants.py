@@ -90,7 +90,7 @@ def variants_of(dataset: Any, image: Image, count: int, seed: int) -> Variants:
 
 @dataclass
 class Plan:
-    """What is encoded for a dataset."""
+    """The images and texts to encode for a dataset."""
 
     images: dict[str, Image]
     """The images whose captions are not processed, then one image for each text, all by key."""
