@@ -22,7 +22,7 @@ from tests.real.test_losing_nothing import same, send  # noqa: E402
 pytestmark = pytest.mark.slow
 
 #: Commit -> the patches that its code leaves alone in these scripts (docs/releases.md).
-LEFT_ALONE = {"5a18a03f": {"skip_gradient_norms"}, "966e9d7f": {"fused_operations"}, "d24d7338": {"fused_operations"}}
+LEFT_ALONE = {"5a18a03f": {"skip_gradient_norms"}}
 
 SCRIPTS = {"sdxl_train_network.py": "16gb", "flux_train_network.py": "24gb", "train_network.py": "12gb"}
 
