@@ -148,7 +148,7 @@ class Arguments:
         has_classes = not by_metadata and not self._has_conditions()
         images = folder / f"{self._repeats}_sks" if has_classes else folder
         self._draw(images)
-        self.changes["train_data_dir"] = str(folder)
+        self.changes |= {"train_data_dir": str(folder), "caption_extension": stand_ins.CAPTION_EXTENSION}
         if by_metadata:
             self.changes |= {"in_json": self._write_metadata(images), "dataset_repeats": self._repeats}
         elif not has_classes:
@@ -165,6 +165,8 @@ class Arguments:
         subset |= {"image_dir": str(images), "num_repeats": self._repeats, "is_reg": False}
         if "metadata_file" in subset:
             subset["metadata_file"] = self._write_metadata(images)
+        else:
+            subset["caption_extension"] = stand_ins.CAPTION_EXTENSION
         if "conditioning_data_dir" in subset or self._has_conditions():
             subset["conditioning_data_dir"] = str(images)
         kept = {name: value for name, value in dataset.items() if not name.startswith("validation")}

@@ -21,6 +21,8 @@ _BYTES = {"I64": 8, "I32": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "BOOL
 #: More than a text encoder takes, with one token for each character. HunyuanImage's second text encoder reads the quoted text.
 CAPTION = 'a sign with the words "' + "sks style " * 20 + '" on ' + "a wall " * 100
 
+CAPTION_EXTENSION = ".txt"
+
 #: Tokens of CLIP's vocabulary, to whose number textual inversion resizes the embedding.
 _CLIP_TOKENS = 49408
 
@@ -54,7 +56,7 @@ def write_images(folder: Path, size: tuple[int, int], count: int) -> None:
     folder.mkdir(parents=True)
     for index in range(count):
         Image.new("RGB", size).save(folder / f"{index}.png", compress_level=1)
-        (folder / f"{index}.txt").write_text(CAPTION, encoding="utf-8")
+        (folder / f"{index}{CAPTION_EXTENSION}").write_text(CAPTION, encoding="utf-8")
 
 
 def write_tokenizers(folder: Path) -> None:

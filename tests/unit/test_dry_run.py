@@ -103,6 +103,7 @@ def test_missing_models_images_and_output_are_replaced_and_the_rest_is_kept(tmp_
     from PIL import Image
 
     assert [Image.open(image).size for image in images] == [(512, 768)] * 2
+    assert all(image.with_suffix(values["caption_extension"]).is_file() for image in images)
 
 
 @pytest.mark.parametrize(("script", "option"), [(LLLITE, "conditioning_data_dir"), ("fine_tune.py", "in_json")])
@@ -124,7 +125,7 @@ def test_a_config_file_is_copied_without_what_a_dry_run_leaves_out(tmp_path):
 
 def test_of_a_dataset_file_the_largest_batch_is_kept_with_the_options_of_its_images(tmp_path):
     file = tmp_path / "mine.toml"
-    subset = {"image_dir": "mine", "caption_dropout_rate": 0.1, "num_repeats": 7}
+    subset = {"image_dir": "mine", "caption_dropout_rate": 0.1, "num_repeats": 7, "caption_extension": ".caption"}
     sets = [{"resolution": 512, "batch_size": 4}, {"resolution": 1024, "batch_size": 2, "subsets": [subset]}]
     file.write_text(toml.dumps({"general": {"flip_aug": True}, "datasets": sets}))
     (tmp_path / "run").mkdir()
@@ -134,7 +135,10 @@ def test_of_a_dataset_file_the_largest_batch_is_kept_with_the_options_of_its_ima
     (only,) = written["datasets"]
     assert (only["resolution"], only["batch_size"]) == (1024, 2)
     assert only["subsets"][0]["caption_dropout_rate"] == 0.1
-    assert len([*Path(only["subsets"][0]["image_dir"]).glob("*.png")]) == 2
+    (written,) = only["subsets"]
+    images = [*Path(written["image_dir"]).glob("*.png")]
+    assert len(images) == 2
+    assert all(image.with_suffix(written["caption_extension"]).is_file() for image in images)
 
 
 def test_without_a_resolution_there_is_no_dry_run():
