@@ -26,6 +26,9 @@ _OFF = (
     "preflight", "journal", "persistent_data_loader_workers", "auto_data_loader", "torch_compile", "compile", "xformers",
 )  # fmt: skip
 
+_SAMPLING = "sample_"
+"""The beginning of the options for sample images."""
+
 #: Options of a run with compiled blocks.
 COMPILED = {"compile_mode": "default", "compile_dynamic": "false"}
 
@@ -67,6 +70,7 @@ class Arguments:
         self._drop()
         self._run_a_few_steps()
         self._name_models()
+        self._sample()
         if self.workload.size is None:
             self._write_prompts()
         elif self.command.values.get("dataset_config"):
@@ -94,7 +98,7 @@ class Arguments:
     @property
     def left_out(self) -> list[str]:
         """What the user's run does and a dry run does not: ``--torch_compile``."""
-        names = ("sample_prompts", "validation_split", "torch_compile", "compile")
+        names = ("validation_split", "torch_compile", "compile")
         return [f"--{name}" for name in names if self.command.values.get(name)]
 
     def _drop(self) -> None:
@@ -119,6 +123,23 @@ class Arguments:
             "gradient_accumulation_steps": self.workload.micro_steps,
             "max_data_loader_n_workers": 0,
         }
+
+    @property
+    def sample(self) -> str | None:
+        """Width and height of the largest image that the script samples, "1024,1024"; None without sampling."""
+        if families.of(self.command.name, self.command.values) is None:
+            return None
+        return memory_config.largest_sample(memory_config.any_script(self.command))
+
+    def _sample(self) -> None:
+        """Sample the largest image after each step. The first two steps of denoising are as large as all."""
+        self.changes |= {name: None for name in self.command.values if name.startswith(_SAMPLING)}
+        if self.sample is not None:
+            width, height = self.sample.split(",")
+            prompt = self._write("prompts.txt", f"{stand_ins.CAPTION} --w {width} --h {height} --s 2 --d 1")
+            self.changes |= {"sample_prompts": prompt, "sample_every_n_steps": 1}
+            # Without that patch an image that fails ends the run.
+            self.changes["disable_patch"] = ",".join((*self.command.settings.disable_patch, "sampling_failures"))
 
     def _name_models(self) -> None:
         """Keep the user's files, and name stand-ins for those that are missing."""

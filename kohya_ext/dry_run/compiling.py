@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kohya_ext.compiling.blocks import RUN
@@ -16,6 +17,11 @@ from kohya_ext.dry_run.tracking import GpuTracker
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import compiled
 from kohya_ext.estimate.tracker import Tracker
+
+
+def prepare() -> None:
+    """Make Dynamo's table of torch's functions, which must not have one object twice, before any of them is replaced."""
+    get_torch_obj_rule_map()
 
 
 @contextmanager

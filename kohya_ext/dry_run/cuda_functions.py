@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kohya_ext.dry_run.device import GPU
@@ -73,7 +72,6 @@ _IGNORED = (
 
 def install(empty_cache: Callable[[], None]) -> None:
     """Replace the functions for the rest of the process; ``empty_cache`` runs for ``torch.cuda.empty_cache``."""
-    get_torch_obj_rule_map()  # Dynamo's table of torch's functions, which must not have one object twice
     state = torch.zeros(16, dtype=torch.uint8)
     functions = {
         **{name: _always(value) for name, value in _ANSWERS.items()},

@@ -21,7 +21,7 @@ from kohya_ext.estimate.tracker import DEVICE
 
 CPU, META, GPU = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 
-_to, _numpy = torch.Tensor.to, torch.Tensor.numpy
+_to, _numpy, _numbers = torch.Tensor.to, torch.Tensor.numpy, torch.FloatTensor
 _get_data, _set_data = torch._C.TensorBase.data.__get__, torch._C.TensorBase.data.__set__
 _requested_moves = 0  # above 0 while a move that Python asked for runs: "cpu" then means the host
 _in_compiled = 0  # above 0 while compiled code is traced or runs: all of its tensors are on the GPU, and say "cpu" to Python
@@ -77,6 +77,8 @@ def routed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = dict(kwargs)
     if _in_compiled:
         return kwargs
+    if "generator" in kwargs:
+        kwargs["generator"] = None
     tensors = [*fake_tensors(args), *fake_tensors(kwargs.values())]
     gpu = any(map(is_on_gpu, tensors))
     device = kwargs.get("device")
@@ -108,6 +110,21 @@ def install() -> None:
     torch.Tensor.is_cuda = property(lambda self: self.device.type == "cuda")
     torch.Tensor.data = property(_get_data, _replace_data)
     torch.nn.Module._apply = _apply
+    torch.Generator, torch.FloatTensor = _Generator, _FloatTensor
+
+
+class _Generator(torch.Generator):  # type: ignore[misc]  # torch is not followed
+    """A generator of random numbers on the host, whatever the device: nothing is drawn from it."""
+
+    def __new__(cls, device: object = None) -> _Generator:
+        return super().__new__(cls, "cpu")  # type: ignore[no-any-return]
+
+
+class _FloatTensor(torch.Tensor):  # type: ignore[misc]  # torch is not followed
+    """The old constructor of a tensor from numbers, which reads those that are tensors."""
+
+    def __new__(cls, *args: Any) -> torch.Tensor:
+        return _numbers(*([float(value) for value in each] if isinstance(each, list) else each for each in args))
 
 
 def _tell_devices() -> None:

@@ -94,6 +94,7 @@ def _request(checkout: Checkout, arguments: Arguments) -> Request:
         passes=STEPS * workload.micro_steps,
         micro_steps=workload.micro_steps,
         integer=caption_tokens(command, workload.size),
+        sampled=arguments.sample is not None,
         expandable_segments=bool(settings["expandable_segments"]),
         compiled=arguments.is_compiled,
         recorded=arguments.is_recorded,

@@ -53,21 +53,24 @@ def end_with_parent(folder: Path) -> None:
 
 
 def _run(request: Request, folder: Path) -> None:
-    from kohya_ext.dry_run.compiling import compiled_blocks
-    from kohya_ext.estimate.compiled import traceable
-
     steps = _install(request, folder)
-    mode = steps.tracker.values.mode = traceable() if request.compiled else _fake_tensors()
+    mode = steps.tracker.values.mode = _fake_tensors(request.compiled)
     sys.argv = ["kohya_ext", "--sd-scripts", request.sd_scripts, request.script, *request.words]
     with contextlib.ExitStack() as stack:
         for part in _as_on_gpu(request, steps.tracker, mode):
             stack.enter_context(part)
         if request.compiled:
+            from kohya_ext.dry_run.compiling import compiled_blocks
+
             steps.check = stack.enter_context(compiled_blocks(mode, steps.tracker))
         runpy.run_module("kohya_ext", run_name="__main__", alter_sys=True)
 
 
-def _fake_tensors() -> Any:
+def _fake_tensors(compiled: bool) -> Any:
+    if compiled:
+        from kohya_ext.estimate.compiled import traceable
+
+        return traceable()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -94,6 +97,10 @@ def _install(request: Request, folder: Path) -> Any:
 
     tracker = GpuTracker()
     tracker.values.integer = request.integer
+    if request.compiled:
+        from kohya_ext.dry_run import compiling
+
+        compiling.prepare()
     weights.install()
     device.install()
     cuda_functions.install(tracker.release_unused)

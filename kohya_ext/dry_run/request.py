@@ -24,6 +24,8 @@ class Request:
     """Backward passes of a step."""
     integer: int
     """The value of integers that the script reads from the GPU."""
+    sampled: bool
+    """Whether images are sampled after each step."""
     expandable_segments: bool
     compiled: bool
     """Whether blocks are compiled."""

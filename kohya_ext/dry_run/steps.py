@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -21,8 +22,8 @@ from kohya_ext.estimate.events import Kind, peak
 from kohya_ext.estimate.seconds import Work
 from kohya_ext.estimate.tracker import BACKWARD, FORWARD, STEP
 
-#: The phase before the first batch: loading and caching.
-START = "start"
+#: The phases before the first batch, which loads and caches, and between steps.
+START, SAMPLING = "start", "sampling"
 
 
 @dataclass
@@ -60,8 +61,19 @@ class Steps:
             return iterate(loader)
 
         torch.Tensor.backward, torch.utils.data.DataLoader.__iter__ = run_backward, begin_batches
+        if self.request.sampled:
+            self._name_sampling()
         register_optimizer_step_pre_hook(self._begin_step)
         register_optimizer_step_post_hook(self._end_step)
+
+    def _name_sampling(self) -> None:
+        accumulate = accelerate.Accelerator.accumulate
+
+        def begin_batch(*args: Any, **kwargs: Any) -> Any:
+            self.tracker.phase = FORWARD
+            return accumulate(*args, **kwargs)
+
+        accelerate.Accelerator.accumulate = begin_batch
 
     def _begin_pass(self) -> None:
         self.passes.append((len(self.tracker.events), self.tracker.flops))
@@ -98,7 +110,8 @@ class Steps:
         self._mark((parameter.grad for parameter in _parameters(optimizer)), Kind.GRADIENT)
 
     def _end_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.tracker.phase = self.phases.pop()
+        phase = self.phases.pop()
+        self.tracker.phase = SAMPLING if self.request.sampled and phase == FORWARD else phase
 
     def result(self) -> dict[str, Any]:
         """Return the fields of an :class:`Estimate`, and the peaks after each pass."""

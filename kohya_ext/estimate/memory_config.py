@@ -324,7 +324,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         ema_device=defaults.ema_device,
         # The transformers' scripts always load models into host memory.
         lowram=config.lowram and config.family.unet,
-        sample_prompts=_largest_sample(config),
+        sample_prompts=largest_sample(config),
         sample_every_n_steps=None,
         sample_every_n_epochs=None,
         sample_at_first=False,
@@ -392,8 +392,8 @@ def _is_fp8(name: str | None) -> bool:
         return "fp8" in Path(name).name
 
 
-def _largest_sample(config: MemoryConfig) -> str | None:
-    """Return width and height of the largest image that the run samples; None without sampling."""
+def largest_sample(config: MemoryConfig) -> str | None:
+    """Return width and height of the largest image that the run samples, "1024,1024"; None without sampling."""
     if not _samples(config):
         return None
     assert config.sample_prompts is not None, "sampling needs prompts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -88,7 +89,7 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
                 return args[0] in self._equal
             return 1.0 if dtype.is_floating_point else self.integer + self._added.get(args[0], 0)
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
-            return torch.zeros(1, args[0].dim(), dtype=torch.long)
+            return torch.tensor([[0] * args[0].dim()])  # with its value, which a schedule reads
         result = self._reuse(func, args, kwargs)
         if func in _EQUALITY or (func is torch.ops.aten.all.default and args[0] in self._equal):
             self._equal[result] = True
@@ -106,6 +107,8 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
             return func(*args, **kwargs)
         if not tensors and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not self.mode:
             return func(*args, **kwargs)
+        if tensors and _returns_nothing(func):
+            return None
         whole = tuple(key)
         known = self._results.get(whole)
         if known is None or known is VARIES:
@@ -150,6 +153,12 @@ class Assumptions(TorchDispatchMode):  # type: ignore[misc]  # torch is not foll
         result = torch.Tensor._make_subclass(FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=output.device)
         vars(result).update(template)  # faster than its constructor
         return result
+
+
+@functools.cache
+def _returns_nothing(func: Any) -> bool:
+    """Return whether an operator only writes to its arguments, as those over lists do, which take FakeTensorMode seconds."""
+    return not func._schema.returns
 
 
 def _described(result: Any, args: Any, tensors: Sequence[FakeTensor]) -> _Result | str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ def _geglu_backward(gradient: Any, halves: Any, out: Any, *_: Any, **__: Any) ->
     _operators.geglu_backward(gradient, halves, out)
 
 
+@dataclass(frozen=True)
+class _Kernel:
+    """An operator in place of a Triton kernel, which Dynamo would ask a driver to compile."""
+
+    operator: Callable[..., None]
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.operator
+
+
 @contextmanager
 def counted_kernels(eight_bits: bool) -> Iterator[None]:
     """Run operators in place of the kernels inside the block, as a GPU would run these.
@@ -86,15 +97,18 @@ def counted_kernels(eight_bits: bool) -> Iterator[None]:
     from kohya_ext.kernels import fused, gates
     from kohya_ext.quantization import kernels
 
-    run = (
-        *((kernels._quantize_rows, _quantize_rows), (kernels._transpose, _transpose), (kernels._multiply, _multiply)),
-        *((gates._forward, _geglu), (gates._backward, _geglu_backward)),
+    launched: tuple[tuple[Any, str, Any], ...] = (
+        (kernels, "_quantize_rows", _quantize_rows),
+        (kernels, "_transpose", _transpose),
+        (kernels, "_multiply", _multiply),
+        (gates, "_forward", _geglu),
+        (gates, "_backward", _geglu_backward),
     )
     with ExitStack() as stack:
         stack.enter_context(replaced(fused, "gate_kernels", lambda *_: gates))
         # The matrix of one fake mode is not valid in another.
         stack.enter_context(replaced(rotation, "_matrices", {}))
         stack.enter_context(replaced(kernels, "tiles", lambda *_: kernels.TILES))
-        for kernel, operator in run:
-            stack.enter_context(replaced(kernel, "run", operator))
+        for module, name, operator in launched:
+            stack.enter_context(replaced(module, name, _Kernel(operator)))
         yield

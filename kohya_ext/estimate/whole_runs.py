@@ -15,11 +15,11 @@ from kohya_ext.estimate.result import Estimate
 from kohya_ext.sdscripts.checkouts import Checkout
 
 #: Bump when dry runs change, to invalidate cached estimates.
-METHOD = 2
+METHOD = 3
 
 #: Beginnings of the names of options that three steps without output do not depend on.
 IRRELEVANT = (
-    "save_", "sample_", "huggingface_", "wandb_", "log_", "logging_dir", "resume", "validat", "max_validation", "journal",
+    "save_", "huggingface_", "wandb_", "log_", "logging_dir", "resume", "validat", "max_validation", "journal",
     "notify", "profile_steps", "report", "stop_file", "fallback_dir", "on_oom", "base_precision_cache", "max_train_epochs",
     "reg_data_dir", "debug_dataset", "early_stopping",
 )  # fmt: skip

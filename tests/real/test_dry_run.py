@@ -55,7 +55,10 @@ def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(est
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "more",
-    [("--selective_torch_compile",), ("--base_precision", "int8")],
+    [
+        ("--selective_torch_compile",),
+        ("--base_precision", "int8"),
+    ],
 )
 def test_8_bits_and_compiled_blocks_are_run_dry(estimate, checkout, more):
     words = ("sdxl_train_network.py", "--cache_text_encoder_outputs", "--network_train_unet_only", *more)
@@ -63,6 +66,16 @@ def test_8_bits_and_compiled_blocks_are_run_dry(estimate, checkout, more):
     assert dry["flops"] == pytest.approx(other["flops"], rel=0.02)
     assert dry["parts"]["weights"] == pytest.approx(other["parts"]["weights"], abs=2**20)
     assert dry["allocated"] == pytest.approx(other["allocated"], rel=0.05)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py"])
+def test_sample_images_are_sampled(estimate, checkout, tmp_path, script):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("sks --w 512 --h 512")  # as large as all of a tiny model's step
+    words = ("--cache_text_encoder_outputs", "--network_train_unet_only", "--sample_prompts", prompts, "--sample_at_first")
+    dry, other = (read(estimate(checkout, script, *words, *way))["phase_peaks"] for way in (("--dry_run",), ()))
+    assert dry["sampling"] == pytest.approx(other["sampling"], rel=0.05)
 
 
 def test_a_script_without_another_estimate_is_estimated_and_then_known(estimate, checkout, models, tmp_path):

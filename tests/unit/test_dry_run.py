@@ -106,6 +106,21 @@ def test_missing_models_images_and_output_are_replaced_and_the_rest_is_kept(tmp_
     assert all(image.with_suffix(values["caption_extension"]).is_file() for image in images)
 
 
+@pytest.mark.parametrize("interval", [("--sample_at_first",), ("--sample_every_n_steps", "500"), ()])
+def test_the_largest_image_is_sampled_after_each_step_if_the_run_samples_any(tmp_path, interval):
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("a cat --w 512 --h 768 --s 40\na dog --w 640 --h 640 --s 20\n")
+    words = ("--resolution", "512", "--sample_prompts", prompts, *interval, "--disable_patch", "ema")
+    values = prepared(tmp_path, "sdxl_train_network.py", *words).values
+    if not interval:
+        assert not {"sample_prompts", "sample_every_n_steps"} & values.keys()
+        return
+    assert values["sample_every_n_steps"] == 1
+    assert "--w 640 --h 640 --s 2 " in Path(values["sample_prompts"]).read_text()
+    assert "sampling_failures" in values["disable_patch"]  # an image that fails must not be left out
+    assert "ema" in values["disable_patch"]
+
+
 @pytest.mark.parametrize(("script", "option"), [(LLLITE, "conditioning_data_dir"), ("fine_tune.py", "in_json")])
 def test_scripts_get_their_kind_of_training_set(tmp_path, script, option):
     values = prepared(tmp_path, script, "--resolution", "512").values
@@ -241,7 +256,7 @@ tracker = GpuTracker()
 device.install()
 cuda_functions.install(tracker.release_unused)
 file = Path(sys.argv[1])
-Steps(tracker, Request("", "", [], 3, 1, 0, *[False] * 5), file).install()
+Steps(tracker, Request("", "", [], 3, 1, 0, *[False] * 6), file).install()
 mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
 with mode, tracker:
     layer = torch.nn.Linear(1024, 1024, bias=False).to("cuda")
