@@ -33,7 +33,8 @@ from typing import Any
 from benchmarks import command_lines, results, sparse_checkpoints
 from benchmarks.processes import last_line
 from kohya_ext.config import preset_files
-from kohya_ext.config.command_line import LAUNCHED, CommandLine, option_words
+from kohya_ext.config.command_line import CommandLine, option_words
+from kohya_ext.dry_run import several_processes
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import gpus, memory_config, models, predict
 from kohya_ext.estimate.step import fake_tensors
@@ -252,18 +253,8 @@ def run(
 
 def several(row: Row, checkout: Checkout) -> dict[str, str]:
     """Return the environment variables of the first of a row's processes; none for a single one without DeepSpeed."""
-    processes = CommandLine(checkout.script(row.script), row.arguments, {}).settings.num_processes or 1
-    if processes == 1:
-        return {}
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        LAUNCHED: "1",
-    }
+    settings = CommandLine(checkout.script(row.script), row.arguments, {}).settings
+    return several_processes.variables(settings.num_processes or 1)
 
 
 def run_worker(

@@ -12,7 +12,6 @@ which takes no space until it is read. The virtual GPU computes no values, so no
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -29,6 +28,7 @@ import wrapt
 from torch._dynamo.utils import counters
 
 import virtual_gpu
+from kohya_ext.dry_run import several_processes
 from kohya_ext.estimate.memory_config import HUNYUAN_CAPTION_TOKENS
 from kohya_ext.gpu import peak_memory
 from virtual_gpu import integers
@@ -38,8 +38,6 @@ LARGE = 2**16
 
 #: Innermost lines of code, outside torch, by which allocations are grouped.
 LINES = 3
-
-_store: Any = None
 
 
 def main() -> None:
@@ -53,7 +51,8 @@ def main() -> None:
     skip_checkpoint_hashes()
     shorten_captions()
     if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        pretend(processes)
+        several_processes.pretend(processes)
+        leave_offloaded_state_empty()
     if tokens:
         integers.assume(tokens)
     steps = end_after(passes)
@@ -95,40 +94,6 @@ def leave_host_memory_empty() -> None:
         return to(self, *args, **kwargs)
 
     torch.Tensor.to = empty
-
-
-def pretend(processes: int) -> None:
-    """Let this process be the first of several that do not exist: PyTorch's "fake" communication copies nothing.
-
-    What DistributedDataParallel and DeepSpeed allocate does not depend on what they receive.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group(backend="fake", rank=0, world_size=processes, store=FakeStore())
-    global _store  # of the messages of patches
-    _store = torch.distributed.TCPStore("127.0.0.1", 0, None, True)
-    os.environ["MASTER_PORT"] = str(_store.port)
-    distributed = torch.nn.parallel.distributed
-    # DistributedDataParallel compares the shapes of all processes, and reduces with a future that has no result here.
-    distributed._verify_param_shape_across_processes = lambda *_, **__: None
-    create = distributed.DistributedDataParallel.__init__
-
-    def create_and_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        # With it, the buckets are not planned again after the first step, from numbers that come back as zeros.
-        create(self, *args, **{**kwargs, "find_unused_parameters": True})
-        self.register_comm_hook(None, lambda _, bucket: bucket_as_future(bucket))  # PyTorch checks annotations
-
-    distributed.DistributedDataParallel.__init__ = create_and_hook
-    # The state of random numbers that the processes share would come back as zeros.
-    setattr(importlib.import_module("accelerate.utils.random"), "synchronize_rng_state", _ignore)  # noqa: B010
-    leave_offloaded_state_empty()
-
-
-def bucket_as_future(bucket: Any) -> Any:
-    """Return a bucket of gradients as if it were reduced."""
-    future: Any = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def leave_offloaded_state_empty() -> None:

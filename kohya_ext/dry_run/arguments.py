@@ -29,6 +29,9 @@ _OFF = (
 _SAMPLING = "sample_"
 """The beginning of the options for sample images."""
 
+#: Patches that a dry run turns off.
+SAMPLING_FAILURES, SAFE_STOP = "sampling_failures", "safe_stop"
+
 #: Options of a run with compiled blocks.
 COMPILED = {"compile_mode": "default", "compile_dynamic": "false"}
 
@@ -71,6 +74,7 @@ class Arguments:
         self._run_a_few_steps()
         self._name_models()
         self._sample()
+        self._disable_patches()
         if self.workload.size is None:
             self._write_prompts()
         elif self.command.values.get("dataset_config"):
@@ -96,6 +100,11 @@ class Arguments:
         return bool(self.command.settings["cuda_graphs"])
 
     @property
+    def processes(self) -> int:
+        """The number of processes, which have one GPU each."""
+        return self.command.settings.num_processes or 1
+
+    @property
     def left_out(self) -> list[str]:
         """What the user's run does and a dry run does not: ``--torch_compile``."""
         names = ("validation_split", "torch_compile", "compile")
@@ -114,6 +123,12 @@ class Arguments:
         if config is not None:
             kept = {name: value for name, value in config.values.items() if self.changes.get(name, value) is not None}
             self.changes["config_file"] = self._write("config.toml", toml.dumps(kept))
+
+    def _disable_patches(self) -> None:
+        """Let an image that fails end the run, and leave out the agreement on a stop: no other process answers."""
+        more = (*([SAMPLING_FAILURES] if self.sample is not None else []), *([SAFE_STOP] if self.processes > 1 else []))
+        if more:
+            self.changes["disable_patch"] = ",".join((*self.command.settings.disable_patch, *more))
 
     def _run_a_few_steps(self) -> None:
         self.changes |= {
@@ -138,8 +153,6 @@ class Arguments:
             width, height = self.sample.split(",")
             prompt = self._write("prompts.txt", f"{stand_ins.CAPTION} --w {width} --h {height} --s 2 --d 1")
             self.changes |= {"sample_prompts": prompt, "sample_every_n_steps": 1}
-            # Without that patch an image that fails ends the run.
-            self.changes["disable_patch"] = ",".join((*self.command.settings.disable_patch, "sampling_failures"))
 
     def _name_models(self) -> None:
         """Keep the user's files, and name stand-ins for those that are missing."""

@@ -24,6 +24,7 @@ CPU, META, GPU = torch.device("cpu"), torch.device("meta"), torch.device("cuda",
 _to, _numpy, _numbers = torch.Tensor.to, torch.Tensor.numpy, torch.FloatTensor
 _get_data, _set_data = torch._C.TensorBase.data.__get__, torch._C.TensorBase.data.__set__
 _requested_moves = 0  # above 0 while a move that Python asked for runs: "cpu" then means the host
+_creating_on_gpu = False  # whether C++ makes tensors from nothing for the GPU now
 _in_compiled = 0  # above 0 while compiled code is traced or runs: all of its tensors are on the GPU, and say "cpu" to Python
 
 
@@ -46,6 +47,22 @@ def compiled(depth: int = 1) -> Iterator[None]:
         yield
     finally:
         _in_compiled = before
+
+
+@contextmanager
+def creating_on_gpu() -> Iterator[None]:
+    """Create tensors of C++ code that has none to go by on the GPU inside the block."""
+    global _creating_on_gpu
+    _creating_on_gpu = True
+    try:
+        yield
+    finally:
+        _creating_on_gpu = False
+
+
+def is_creating_on_gpu() -> bool:
+    """Return whether C++ code creates tensors on the GPU now."""
+    return _creating_on_gpu
 
 
 def in_compiled() -> bool:
@@ -85,7 +102,7 @@ def routed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if device is not None and device.type == "cuda":
         kwargs["device"] = GPU
     elif device is not None and device.type == "cpu" and not _requested_moves:
-        if gpu or (not tensors and torch._C._current_autograd_node() is not None):
+        if gpu or (not tensors and (_creating_on_gpu or torch._C._current_autograd_node() is not None)):
             kwargs["device"] = GPU
     elif device is None and gpu and "copy" not in func._schema.name:
         for tensor in tensors:

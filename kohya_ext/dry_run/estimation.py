@@ -14,6 +14,7 @@ from kohya_ext import __version__
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.settings import options
 from kohya_ext.console import progress
+from kohya_ext.dry_run import several_processes
 from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
 from kohya_ext.dry_run.request import RESULT, Request
 from kohya_ext.errors import UserError
@@ -33,7 +34,6 @@ _LINES = 3
 _UNSUPPORTED = {
     "deepspeed": "remove it",
     "vram_budget": "remove it",
-    "multi_gpu": "remove it; each process of DistributedDataParallel needs the gradients once more",
 }
 
 
@@ -58,8 +58,8 @@ def _check_supported(command: CommandLine) -> None:
     for name, advice in _UNSUPPORTED.items():
         if command.values.get(name):
             raise UserError(f"--{name} cannot be estimated for this run of {command.name}; {advice}")
-    if (command.settings.num_processes or 1) > 1:
-        raise UserError(f"{command.name} on several GPUs cannot be estimated for this run; remove --num_processes")
+    if command.values.get("multi_gpu") and not command.settings.num_processes:
+        raise UserError("--multi_gpu starts as many processes as there are GPUs; give --num_processes 2 to estimate that many")
 
 
 def measure(checkout: Checkout, command: CommandLine) -> dict[str, Any]:
@@ -93,6 +93,7 @@ def _request(checkout: Checkout, arguments: Arguments) -> Request:
         words=arguments.words(),
         passes=STEPS * workload.micro_steps,
         micro_steps=workload.micro_steps,
+        processes=arguments.processes,
         integer=caption_tokens(command, workload.size),
         sampled=arguments.sample is not None,
         expandable_segments=bool(settings["expandable_segments"]),
@@ -117,6 +118,7 @@ def _config(arguments: Arguments) -> dict[str, Any]:
         **size,
         "train_batch_size": workload.batch,
         "gradient_accumulation_steps": workload.micro_steps,
+        "num_processes": arguments.processes,
         "left_out": arguments.left_out,
         "missing": arguments.missing,
     }
@@ -146,6 +148,7 @@ def _environment(arguments: Arguments) -> dict[str, str]:
     return {
         **kept,
         **environment.variables(arguments.folder / "tokenizers"),
+        **several_processes.variables(arguments.processes),
         "PYTHONPATH": environment.python_path(),
         "KOHYA_EXT_CACHE": str(arguments.folder / "cache"),
         "PYTHONUTF8": "1",

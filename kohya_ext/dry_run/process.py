@@ -91,7 +91,7 @@ def _as_on_gpu(request: Request, tracker: Any, mode: Any) -> Iterator[Any]:
 
 def _install(request: Request, folder: Path) -> Any:
     """Replace what would need a GPU, data or more time; return the steps of the run."""
-    from kohya_ext.dry_run import cuda_functions, device, recording, weights
+    from kohya_ext.dry_run import cuda_functions, device, recording, several_processes, weights
     from kohya_ext.dry_run.steps import Steps
     from kohya_ext.dry_run.tracking import GpuTracker
 
@@ -104,6 +104,8 @@ def _install(request: Request, folder: Path) -> Any:
     weights.install()
     device.install()
     cuda_functions.install(tracker.release_unused)
+    if request.processes > 1:
+        several_processes.pretend(request.processes)
     _run_in_this_thread()
     _keep_the_order_of_images()
     _shorten_captions()

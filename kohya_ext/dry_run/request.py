@@ -22,6 +22,8 @@ class Request:
     """Backward passes before the run ends."""
     micro_steps: int
     """Backward passes of a step."""
+    processes: int
+    """Processes of the run, of which this is the first."""
     integer: int
     """The value of integers that the script reads from the GPU."""
     sampled: bool

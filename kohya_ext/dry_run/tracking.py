@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kohya_ext.dry_run.device import GPU, device_for_cpp, fake_tensors, in_compiled, is_on_gpu, routed
+from kohya_ext.dry_run.device import GPU, device_for_cpp, fake_tensors, in_compiled, is_creating_on_gpu, is_on_gpu, routed
 from kohya_ext.estimate import tracker
 from kohya_ext.estimate.events import Kind
 from kohya_ext.estimate.seconds import Work
@@ -93,6 +93,9 @@ class GpuTracker(tracker.Tracker):
         result = self._run(func, args, kwargs)
         self.record(result, self._kind_of(func, args))
         return result
+
+    def _kind_of(self, func: Any, args: Any) -> Kind:
+        return Kind.BUCKET if is_creating_on_gpu() else super()._kind_of(func, args)
 
     def _count_copy(self, tensors: Sequence[Any], device: Any) -> None:
         places = {is_on_gpu(tensor) for tensor in tensors} | ({device.type == "cuda"} if device is not None else set())

@@ -78,6 +78,14 @@ def test_sample_images_are_sampled(estimate, checkout, tmp_path, script):
     assert dry["sampling"] == pytest.approx(other["sampling"], rel=0.05)
 
 
+@pytest.mark.newest
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", ["sdxl_train.py", "sdxl_train_network.py"])
+def test_the_first_of_two_processes_has_buckets_for_its_gradients(estimate, checkout, script):
+    dry = read(estimate(checkout, script, "--num_processes", "2", "--dry_run"))
+    assert dry["parts"]["communication buffers"] == pytest.approx(4 * dry["trainable_parameters"], rel=0.01)
+
+
 def test_a_script_without_another_estimate_is_estimated_and_then_known(estimate, checkout, models, tmp_path):
     script = "train_textual_inversion.py"
     row = read(estimate(checkout, script))

@@ -236,9 +236,15 @@ def test_seconds_are_predicted_for_scripts_without_another_estimate():
     assert twice.seconds == pytest.approx(2 * once.seconds)
 
 
-def test_several_gpus_are_refused(checkout):
-    with pytest.raises(UserError, match="num_processes"):
-        estimation.estimate(checkout, command(LLLITE, "--resolution", "512", "--num_processes", "2"))
+def test_as_many_processes_as_gpus_are_refused(checkout):
+    with pytest.raises(UserError, match="--num_processes 2"):
+        estimation.estimate(checkout, command(LLLITE, "--resolution", "512", "--multi_gpu"))
+
+
+def test_several_processes_agree_on_nothing(tmp_path):
+    """The integer that they exchange would come back as a length of captions."""
+    values = prepared(tmp_path, "sdxl_train.py", "--resolution", "512", "--num_processes", "2").values
+    assert values["disable_patch"] == ("safe_stop",)
 
 
 #: A linear layer of 1024 x 1024 in fp32, a batch of 1024, and SGD with momentum, for three steps.
@@ -256,7 +262,7 @@ tracker = GpuTracker()
 device.install()
 cuda_functions.install(tracker.release_unused)
 file = Path(sys.argv[1])
-Steps(tracker, Request("", "", [], 3, 1, 0, *[False] * 6), file).install()
+Steps(tracker, Request("", "", [], 3, 1, 1, 0, *[False] * 6), file).install()
 mode = tracker.values.mode = FakeTensorMode(allow_non_fake_inputs=True)
 with mode, tracker:
     layer = torch.nn.Linear(1024, 1024, bias=False).to("cuda")
