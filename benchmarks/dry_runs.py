@@ -3,11 +3,11 @@
     python -m benchmarks.dry_runs [--only PATTERN] [--again]
     python -m benchmarks.dry_runs --gate [--only sdxl-lora/] [--again]
 
-Rows are runs that have no other estimate: other scripts, offloaded checkpoints, network modules and optimizers of third
-parties, and a fork. Models, images and arguments are those of the dry run (kohya_ext/dry_run/arguments.py), so both have the
-same words. A row takes one to five minutes and 2 to 6 GB of host memory. LyCORIS must be installed for its row. With ``--gate``
-the rows of full_size.json are run dry, and compared with what they used there. Rows in the output file are left out, unless
-``--again`` is given.
+Rows are runs that have no other estimate (other scripts, offloaded checkpoints, network modules and optimizers of third
+parties, and a fork), and runs with sample images and with several processes. Models, images and arguments are those of the dry
+run (kohya_ext/dry_run/arguments.py), so both have the same words. A row takes one to five minutes and 2 to 6 GB of host memory.
+LyCORIS must be installed for its row. With ``--gate`` the rows of full_size.json are run dry, and compared with what they used
+there. Rows in the output file are left out, unless ``--again`` is given.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks import full_size, results
 from kohya_ext.config.command_line import CommandLine
-from kohya_ext.dry_run import estimation
+from kohya_ext.dry_run import estimation, several_processes
 from kohya_ext.dry_run.arguments import Arguments, Workload, caption_tokens
 from kohya_ext.errors import UserError
 from kohya_ext.sdscripts import families
@@ -47,6 +47,7 @@ _COMMON = "--mixed_precision bf16 --gradient_checkpointing --cache_latents --tra
 _SDXL = f"{_COMMON} --sdpa --no_half_vae --resolution 1024"
 _SD15 = f"{_COMMON} --sdpa --resolution 512"
 _INVERSION = "--token_string sks --init_word a --num_vectors_per_token 4 --optimizer_type AdamW8bit"
+_SAMPLES = "--sample_prompts benchmarks/third_party/prompts.txt --sample_every_n_steps 1"
 _LORA = "--network_train_unet_only --cache_text_encoder_outputs"
 
 
@@ -97,6 +98,10 @@ ROWS = (
         "--network_module bottleneck_network --optimizer_type AdamW"),
     Row("optimizer of a third party, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 64 "
         "--optimizer_type three_averages.ThreeAverages"),
+    Row("sample images, SDXL", f"sdxl_train_network.py --preset sdxl-lora/12gb {_SAMPLES}"),
+    Row("sample images, Anima", f"anima_train_network.py --preset anima-lora/12gb {_SAMPLES}"),
+    Row("two processes, fine-tune of SDXL", "sdxl_train.py --preset sdxl-finetune/base --full_bf16 --num_processes 2"),
+    Row("two processes, LoRA of SDXL", "sdxl_train_network.py --preset sdxl-lora/16gb --num_processes 2"),
     Row("a fork's script, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 16 "
         "--optimizer_type AdamW8bit", _KEPT),
 )  # fmt: skip
@@ -150,9 +155,9 @@ def run(checkout: Checkout, command: CommandLine, scratch: Path, given: argparse
     tokens = caption_tokens(command, workload.size) if reads else 0
     worker = ["benchmarks.full_size_worker", str(passes), str(tokens), "0"]
     words = ["--sd-scripts", str(checkout.path), command.name, *words]
-    used = full_size.run_worker(
-        given, folder, full_size.LARGE_CARD, worker, words, environment.variables(folder / "tokenizers"), passes
-    )
+    processes = several_processes.variables(command.settings.num_processes or 1)
+    variables = environment.variables(folder / "tokenizers") | processes
+    used = full_size.run_worker(given, folder, full_size.LARGE_CARD, worker, words, variables, passes)
     return {name: used[name] for name in ("allocated", "reserved", "failed") if name in used}
 
 
