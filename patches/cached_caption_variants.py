@@ -218,7 +218,7 @@ PATCH = Patch(
     exactness="close",
     held_to="training with cached outputs of the same texts, bit for bit; without a cache, other texts of the same processing",
     idea="https://github.com/ostris/ai-toolkit",
-    stage=Stage.FUSE,
+    stage=Stage.CHOOSE,  # outside of output_preservation, which caches the class captions of its variants
     problems=_problems,
     on_start=_start,
 )

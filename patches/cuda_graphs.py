@@ -28,6 +28,7 @@ from kohya_ext.console import note
 from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, trained_weights
 from kohya_ext.patching.types import Accelerator
+from kohya_ext.sdscripts.constraints import PRESERVATION
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.sdscripts.fingerprints import known_bodies
 from kohya_ext.speed import hang, switches
@@ -218,6 +219,8 @@ def _reason_not_to_record(args: Namespace, accelerator: Accelerator, settings: S
         return reason
     if settings["vram_budget"]:
         return "--vram_budget is not supported"
+    if settings[PRESERVATION] is not None:
+        return f"--{PRESERVATION} runs the model three times in a step, twice of them with gradients"
     if settings["selective_torch_compile"] and (mode := settings["compile_mode"]) in ("reduce-overhead", "max-autotune"):
         return f"--compile_mode {mode} uses CUDA graphs itself; use default or max-autotune-no-cudagraphs"
     if accelerator.device.type != "cuda" or not torch.cuda.is_available():

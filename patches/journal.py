@@ -30,7 +30,8 @@ from kohya_ext.estimate import predict
 from kohya_ext.gpu.peak_memory import before_reset as peaks_before
 from kohya_ext.gpu.peak_memory import peak_memory
 from kohya_ext.patching.patch import Patch, Target, moved, summary, takes
-from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, data_sets, observe, program
+from kohya_ext.patching.step_values import StepValues
+from kohya_ext.patching.training_loop import Program, Stage, TrainingCallback, data_sets, observe, program, step_values
 from kohya_ext.patching.types import Accelerator, DataSet
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run import evaluations, journal, rank_reports, ranks, resume, run_record, step_times, stop_request
@@ -80,6 +81,8 @@ class _Recorder(TrainingCallback):
     losses: list[float] = field(default_factory=list)
     """Losses of the current step's micro-batches."""
     learning_rates: list[float] = field(default_factory=list)
+    values: StepValues = field(default_factory=StepValues)
+    """Other values of the step."""
     _complete: bool = False
     """Whether the optimizer has stepped since the last line."""
     _awaits_loss: bool = False
@@ -229,6 +232,7 @@ class _Recorder(TrainingCallback):
             self.epoch = self.epoch if (position := resume.position()) is None else position.epoch + 1
             self._skipped = accelerator.optimizer_step_was_skipped or self.journal.log.skipped > self._skips
             self._skips = self.journal.log.skipped
+            self.values = step_values()
             self._complete = True
 
     def after_validation(self, evaluation: Evaluation) -> None:
@@ -268,6 +272,7 @@ class _Recorder(TrainingCallback):
             epoch=self.epoch,
             loss=math.fsum(self.losses) / len(self.losses) if several else next(iter(self.losses), None),
             **({"losses": self.losses} if several else {}),
+            **self.values.means(),
             learning_rates=self.learning_rates,
             seconds=round(self._step + self._data, 6),
             data=round(self._data, 6),

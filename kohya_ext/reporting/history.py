@@ -11,6 +11,7 @@ from typing import Any
 
 from kohya_ext.run import evaluations
 from kohya_ext.run.evaluations import Evaluation
+from kohya_ext.run.journal_lines import PRESERVATION_LOSS
 from kohya_ext.run.journal_reader import RunLog
 
 BEST = "-best-step"
@@ -30,6 +31,8 @@ class History(RunLog):
     """The ``start`` line of each process."""
     data: array[float] = field(default_factory=lambda: array("d"))
     """Seconds in which each step has waited for images."""
+    preservation: array[float] = field(default_factory=lambda: array("d"))
+    """The loss of --output_preservation of each step."""
     memory: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in MEMORY})
     """Bytes by name of :data:`MEMORY`."""
     learning_rates: list[tuple[float, ...]] = field(default_factory=list)
@@ -68,9 +71,10 @@ class History(RunLog):
         index = len(self.steps) - 1
         if index < len(self.data):  # resumed from a state before the last step
             del self.learning_rates[index:]
-            for column in (self.data, *self.memory.values()):
+            for column in (self.data, self.preservation, *self.memory.values()):
                 del column[index:]
         self.data.append(number(line.get("data")))
+        self.preservation.append(number(line.get(PRESERVATION_LOSS)))
         for name, sizes in self.memory.items():
             sizes.append(number(line.get(name)))
         rates = line.get("learning_rates")

@@ -12,6 +12,9 @@ from typing import Any
 
 from kohya_ext.console import printable
 
+PRESERVATION_LOSS = "preservation_loss"
+"""The key of a step's loss of --output_preservation."""
+
 MAX_BYTES = 2**20
 """The longest line that is read. A run with hundreds of folders and settings writes lines of about 100 kB."""
 
@@ -173,7 +176,7 @@ _SHAPES: Mapping[str, Shape] = {
     **dict.fromkeys(("reason", "problem", "captions_problem", "summary", "verdict", "table", "trace"), _text),
     **dict.fromkeys(("step", "steps", "epoch", "epochs", "pid", "processes", "first", "last", "bytes"), _count),
     **dict.fromkeys(("reserved", "allocated", "peak_reserved", "peak_allocated", "images_with_repeats"), _count),
-    **dict.fromkeys(("loss", "error", "seconds", "data", "outside", "process_started"), _number),
+    **dict.fromkeys(("loss", "error", "seconds", "data", "outside", "process_started", PRESERVATION_LOSS), _number),
     **dict.fromkeys(("losses", "learning_rates"), _list(_number)),
     **dict.fromkeys(("problems", "advice", "sample_prompts"), _list(_name)),
     "code": _code,

@@ -24,6 +24,9 @@ CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate")
 VARIANTS = "cached_caption_variants"
 """The extension's option that caches variants of captions, so that these can change although they are cached."""
 
+PRESERVATION = "output_preservation"
+"""The extension's option that holds a LoRA's output on class captions to the base model's."""
+
 CHANGING_IMAGES = ("color_aug", "random_crop")
 
 #: Scripts that cast the weights they train to the type of --mixed_precision. PyTorch's gradient scaler refuses fp16 weights,
@@ -274,6 +277,9 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                "--{option} needs --v_parameterization"),
     _excludes(("v_parameterization",), ("v_pred_like_loss",), "the model predicts v already"),
     _excludes(("pretrained_model_name_or_path",), ("v2",), "SDXL has no v2", lambda run: run.is_sdxl),
+    Constraint((PRESERVATION,), (), lambda run: not run.trains_network,
+               "--{option} works with the scripts that train LoRAs, not with {run.script}; remove it"),
+    _excludes((PRESERVATION,), ("deepspeed",), "DeepSpeed's engine counts every backward pass"),
     Constraint(("network_module",), (), lambda run: run.network in _DETECTING and not run.is_detected,
                "--{option} {run.network} fails in {run.script}, because it supports SDXL and Anima only; use "
                "lycoris.kohya with --network_args algo=loha or algo=lokr"),

@@ -1,0 +1,121 @@
+"""--output_preservation: the LoRA's output on class captions is held to the base model's."""
+
+import dataclasses
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kohya_ext.tiny import arguments  # noqa: E402
+
+FAMILIES = {family: script for script, families in arguments.SCRIPTS.items() for family in families if "_network" in script}
+OPTION = ("--output_preservation", "sks=person")
+UNET_ONLY = ("--network_train_unet_only",)
+CACHED = (*UNET_ONLY, "--cache_text_encoder_outputs")
+ON_DISK = (*CACHED, "--cache_text_encoder_outputs_to_disk")
+
+#: The LoRA's output differs from the base model's from the second step on.
+SGD = ("--optimizer_type", "SGD", "--learning_rate", "1", "--max_grad_norm", "0", "--max_train_steps", "2")
+STRONG = ("--output_preservation_multiplier", "10")
+
+#: A script that computes both losses in upstream's step with one backward pass, without the extension.
+REFERENCE = """
+import importlib, random, sys
+
+sys.path[0] = {checkout!r}
+import torch
+
+script = importlib.import_module({module!r})
+base = importlib.import_module("train_network").NetworkTrainer
+kind = next(each for each in vars(script).values() if isinstance(each, type) and issubclass(each, base) and each is not base) \\
+    if {module!r} != "train_network" else base
+
+
+def states():
+    return torch.get_rng_state(), random.getstate()
+
+
+def restore(kept):
+    torch.set_rng_state(kept[0])
+    random.setstate(kept[1])
+
+
+class Trainer(kind):
+    def process_batch(self, batch, text_encoders, *rest, **kwargs):
+        self.began = states()  # upstream leaves T5's dropout on unless its outputs are cached
+        for encoder in text_encoders if {cached} else ():
+            encoder.eval()
+        self.tokens = rest[9].tokenize([caption.replace("sks", "person") for caption in batch["captions"]])
+        encoders = self.get_models_for_text_encoding(rest[7], rest[6], text_encoders)
+        self.encode = lambda: rest[8].encode_tokens(rest[9], encoders, self.tokens)
+        return super().process_batch(batch, text_encoders, *rest, **kwargs) + {multiplier} * self.preservation
+
+    def get_noise_pred_and_target(self, args, accelerator, scheduler, latents, batch, texts, unet, network, *rest, **kwargs):
+        def predict(multiplier, is_train):
+            restore(self.began)
+            network.set_multiplier(multiplier)
+            with torch.set_grad_enabled(is_train):
+                return kind.get_noise_pred_and_target(
+                    self, args, accelerator, scheduler, latents, batch, self.encode(), unet, network, *rest, is_train=is_train
+                )[0]
+
+        before = states()
+        prior = predict(0.0, False)
+        self.preservation = ((predict(1.0, True) - prior) ** 2).mean()
+        restore(before)
+        return super().get_noise_pred_and_target(
+            args, accelerator, scheduler, latents, batch, texts, unet, network, *rest, **kwargs
+        )
+
+
+parser = script.setup_parser()
+Trainer().train(parser.parse_args())
+"""
+
+
+@pytest.fixture
+def reference(train, tmp_path):
+    """Return a function that trains with the hand-written loss."""
+
+    def run(checkout, script, *more, multiplier=10, cached=False, **options):
+        module = script.removesuffix(".py")
+        source = REFERENCE.format(checkout=str(checkout.path), module=module, multiplier=multiplier, cached=cached)
+        (tmp_path / script).write_text(source, encoding="utf-8")
+        return train(dataclasses.replace(checkout, path=tmp_path), script, *more, start="plain", **options)
+
+    return run
+
+
+def lines(run):
+    """Return the lines of the steps in a run's journal."""
+    journal = (run.folder / f"{arguments.OUTPUT_NAME}.journal.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, journal.splitlines()) if line["kind"] == "step"]
+
+
+def distance(first, second):
+    """Return the Euclidean distance of two runs' weights."""
+    assert first.tensors.keys() == second.tensors.keys()
+    return sum((first.tensors[name].double() - second.tensors[name].double()).square().sum() for name in first.tensors) ** 0.5
+
+
+CASES = [(family, texts) for family in FAMILIES for texts in ("encoded", "cached", "on disk")]
+
+
+@pytest.mark.parametrize(
+    ("family", "texts"),
+    [
+        pytest.param(*case, marks=() if case in (("sdxl", "encoded"), ("flux", "cached")) else pytest.mark.thorough)
+        for case in CASES
+        if case[0] != "hunyuan-image" and case != ("sd15", "cached") and case != ("sd15", "on disk")
+    ],
+)
+def test_a_step_adds_the_gradient_of_the_preservation_loss(checkout, train, reference, family, texts):
+    """The reference encodes class captions in each step, and computes the gradient of the sum of both losses."""
+    script, options = FAMILIES[family], {"encoded": (), "cached": CACHED, "on disk": ON_DISK}[texts]
+    ours = train(checkout, script, *OPTION, *STRONG, *SGD, *options, family=family)
+    expected = reference(checkout, script, *SGD, *options[:1], cached=bool(options), family=family)
+    assert distance(ours, expected) < 1e-5
+    first, second = lines(ours)
+    assert first["preservation_loss"] == 0
+    assert second["preservation_loss"] > 1e-5
