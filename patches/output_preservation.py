@@ -125,18 +125,18 @@ class _Preservation(TrainingCallback):
 
     def _prediction(self, method: Callable[..., Any], given: Mapping[str, Any], is_train: bool) -> Any:
         """Return the model's prediction on the class captions of a batch."""
-        predict, found = self.trainer.get_noise_pred_and_target, []
+        predict, predictions = self.trainer.get_noise_pred_and_target, []
 
         @wraps(predict)
         def kept(*args: Any, **kwargs: Any) -> Any:
             result = predict(*args, **kwargs)
-            found.append(result[0])
+            predictions.append(result[0])
             return result
 
         batch = self._class_batch(given["batch"], given["tokenize_strategy"])
         with replaced(self.trainer, "get_noise_pred_and_target", kept):
             method(**{**given, "batch": batch, "is_train": is_train})
-        return found.pop()
+        return predictions.pop()
 
     def _class_batch(self, batch: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
         """Return a copy of a batch with class captions, their tokens, and their cached outputs if there are any."""

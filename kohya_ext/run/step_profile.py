@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kohya_ext.compiling.support import reason_not_to_compile, reason_not_to_record
+from kohya_ext.sdscripts.constraints import PRESERVATION
 from kohya_ext.units import format_size
 
 Kind = Literal[
@@ -556,7 +557,8 @@ def _can_be_compiled(options: Mapping[str, Any]) -> bool:
 
 
 def _can_be_recorded(options: Mapping[str, Any]) -> bool:
-    return not _is_set(options, "vram_budget") and reason_not_to_record(Namespace(**options)) is None
+    is_set = any(_is_set(options, name) for name in ("vram_budget", PRESERVATION))
+    return not is_set and reason_not_to_record(Namespace(**options)) is None
 
 
 def _host_advice(summary: Summary, options: Mapping[str, Any]) -> Iterator[str]:

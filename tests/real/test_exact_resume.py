@@ -16,6 +16,7 @@ WORKERS = ("--max_data_loader_n_workers", "2")
 TIMED = ("--save_state_every_n_minutes", "0", "--save_last_n_timed_states", "99")
 VARIED = ("--cache_text_encoder_outputs", "--network_train_unet_only", *WORDS, "--caption_dropout_rate", "0.3")
 VARIANTS = (*VARIED, "--cached_caption_variants", "5")
+PRESERVED = ("--output_preservation", "sks=person", "--network_dropout", "0.1")
 SCHEDULE = ("--lr_scheduler", "cosine", "--lr_warmup_steps", "1")
 FUSED = (*SCHEDULE, "--max_grad_norm", "0", "--save_every_n_steps", "2", "--save_state", "--max_train_steps", "4")
 END_OF_EPOCH, IN_THE_SECOND, AFTER_TWO = "tiny-000001-state", "tiny-step00000011-state", "tiny-step00000002-state"
@@ -36,6 +37,12 @@ CASES = {
     "cached caption variants of FLUX": (
         "flux_train_network.py",
         (*VARIANTS, "--cache_text_encoder_outputs_to_disk", *EPOCHS, *MIDDLE),
+        (END_OF_EPOCH, IN_THE_SECOND),
+    ),
+    "output preservation": (LORA, (*PRESERVED, *WORDS, *EPOCHS, *MIDDLE), (END_OF_EPOCH, IN_THE_SECOND)),
+    "output preservation of cached variants of FLUX": (
+        "flux_train_network.py",
+        (*PRESERVED, *VARIANTS, "--cache_text_encoder_outputs_to_disk", *EPOCHS, *MIDDLE, *WORKERS),
         (END_OF_EPOCH, IN_THE_SECOND),
     ),
     "schedule-free": (

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from kohya_ext.tiny import arguments  # noqa: E402
 
 FAMILIES = {family: script for script, families in arguments.SCRIPTS.items() for family in families if "_network" in script}
+LORA = "sdxl_train_network.py"
 OPTION = ("--output_preservation", "sks=person")
 UNET_ONLY = ("--network_train_unet_only",)
 CACHED = (*UNET_ONLY, "--cache_text_encoder_outputs")
@@ -119,3 +120,90 @@ def test_a_step_adds_the_gradient_of_the_preservation_loss(checkout, train, refe
     first, second = lines(ours)
     assert first["preservation_loss"] == 0
     assert second["preservation_loss"] > 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_multiplier_of_0_changes_nothing(checkout, train, family):
+    script, options = FAMILIES[family], ON_DISK if family == "hunyuan-image" else ()
+    ours = train(checkout, script, *OPTION, "--output_preservation_multiplier", "0", *options, family=family)
+    without = train(checkout, script, *options, family=family)
+    assert distance(ours, without) == 0
+    assert [line["loss"] for line in lines(ours)] == [line["loss"] for line in lines(without)]
+    assert lines(ours)[-1]["preservation_loss"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("texts", [(), CACHED], ids=["encoded", "cached"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--gradient_accumulation_steps", "2", "--train_batch_size", "2"),
+        ("--network_dropout", "0.3"),
+        ("--mixed_precision", "bf16"),
+        ("--no-gradient_checkpointing",),
+        ("--max_data_loader_n_workers", "2"),
+    ],
+    ids=lambda options: " ".join(options[-2:]),
+)
+def test_other_options_keep_the_gradient(checkout, train, reference, options, texts):
+    options = (*options, *texts[:1])
+    ours = train(checkout, LORA, *OPTION, *STRONG, *SGD, *options, *texts[1:])
+    expected = reference(
+        checkout, LORA, *SGD, *[word for word in options if word != "--no-gradient_checkpointing"], cached=bool(texts)
+    )
+    assert distance(ours, expected) < (0.02 if "bf16" in options else 1e-5)
+    assert lines(ours)[-1]["preservation_loss"] > 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_two_processes_add_the_same_gradient(checkout, train, reference, family):
+    script = FAMILIES[family]
+    ours = train(checkout, script, *OPTION, *STRONG, *SGD, family=family, ranks=2)
+    assert distance(ours, reference(checkout, script, *SGD, family=family, ranks=2)) < 1e-5
+    assert lines(ours)[-1]["preservation_loss"] > 1e-5
+
+
+@pytest.mark.thorough
+def test_the_lora_leaves_the_output_on_the_class_as_it_was(checkout, train):
+    """With a multiplier of 0 the loss is measured, and nothing is preserved."""
+    strong = (*CACHED, "--learning_rate", "1e-2", "--max_train_steps", "30")
+    losses = {}
+    for multiplier in ("0", "1"):
+        run = train(checkout, LORA, *OPTION, "--output_preservation_multiplier", multiplier, *strong)
+        losses[multiplier] = sum(line["preservation_loss"] for line in lines(run)[-10:])
+    assert losses["1"] < 0.5 * losses["0"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("flux", ("--blocks_to_swap", "1")),
+        ("flux", ("--base_precision", "int8")),
+        ("sdxl", ("--base_precision", "int8")),
+        ("sdxl", ("--selective_torch_compile",)),
+        ("sdxl", ("--network_module", "networks.oft")),
+        ("sdxl", ("--network_module", "networks.dylora", "--network_args", "unit=2")),
+        ("sdxl", ("--cached_caption_variants", "3", "--shuffle_caption", "--caption_dropout_rate", "0.3", *ON_DISK)),
+        ("flux", ("--cache_text_encoder_outputs",)),  # CLIP is trained
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_other_features_work_with_it(checkout, train, family, options):
+    script, multiplier = FAMILIES[family], ("--output_preservation_multiplier", "0")
+    ours = train(checkout, script, *OPTION, *multiplier, *options, family=family)
+    assert distance(ours, train(checkout, script, *options, family=family)) == 0
+    strong = train(checkout, script, *OPTION, *STRONG, *options, family=family)
+    assert distance(ours, strong) > 0
+    assert "failed" not in strong.output
+    assert lines(strong)[-1]["preservation_loss"] > 0
+
+
+@pytest.mark.thorough
+def test_a_trigger_that_no_caption_contains_ends_the_run(checkout, train):
+    run = train(checkout, LORA, "--output_preservation", "skz=person")
+    assert run.code == 2
+    assert "no caption contains the trigger 'skz'; correct it, or the captions" in run.output
+    assert not run.file.exists()

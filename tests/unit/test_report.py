@@ -216,6 +216,13 @@ def test_charts_have_the_journals_values(write, report):
     assert data["memory"]["tables"][0][1][0] == 10.0
 
 
+def test_the_loss_of_output_preservation_is_a_curve_of_its_own(write, report):
+    lines = [start(), training(), *steps(1, 4), *steps(3, 5, preservation_loss=0.25), *steps(6, 6, preservation_loss=None)]
+    loss = chart_data(report(write(*lines)))["loss"]
+    assert [curve["label"] for curve in loss["curves"]] == ["loss", "preservation"]
+    assert loss["tables"][1] == [[1, 2, 3, 4, 5, 6], [None, None, 0.25, 0.25, 0.25, None]]
+
+
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
