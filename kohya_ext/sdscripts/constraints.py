@@ -279,6 +279,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     _excludes(("pretrained_model_name_or_path",), ("v2",), "SDXL has no v2", lambda run: run.is_sdxl),
     Constraint((PRESERVATION,), (), lambda run: not run.trains_network,
                "--{option} works with the scripts that train LoRAs, not with {run.script}; remove it"),
+    Constraint((PRESERVATION,), ("network_module",), lambda run: run.network == "networks.dylora",
+               "--{option} cannot be combined with networks.dylora, which ignores its multiplier and so cannot be left out"),
     _excludes((PRESERVATION,), ("deepspeed",), "DeepSpeed's engine counts every backward pass"),
     Constraint(("network_module",), (), lambda run: run.network in _DETECTING and not run.is_detected,
                "--{option} {run.network} fails in {run.script}, because it supports SDXL and Anima only; use "

@@ -132,6 +132,7 @@ def test_captions_without_the_trigger_are_counted_and_none_with_it_is_an_error(c
         ("sdxl_train.py", {}, "works with the scripts that train LoRAs, not with sdxl_train.py"),
         ("sdxl_train_control_net.py", {}, "works with the scripts that train LoRAs"),
         ("train_leco.py", {}, "works with the scripts that train LoRAs"),
+        (LORA, {"network_module": "networks.dylora"}, "networks.dylora, which ignores its multiplier"),
         (LORA, {"deepspeed": True}, "--deepspeed and --output_preservation cannot be combined"),
     ],
 )
