@@ -407,3 +407,20 @@ def test_the_number_of_workers_does_not_change_the_file(checkout, train, data):
     options += ("--max_train_steps", "7")
     first, second = (train(checkout, FIRST[0], *options, "--max_data_loader_n_workers", workers) for workers in ("0", "2"))
     assert all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", [FIRST[0], "flux_train_network.py"])
+def test_two_processes_take_the_variants(checkout, train, library, data, script):
+    """Each process caches a part of the texts. With one variant the texts are known."""
+    where = (*ON_DISK, "--train_data_dir", str(data.parent), "--max_train_steps", "2")
+    shuffle = ("--shuffle_caption", "--keep_tokens", "1", OPTION)
+    several = train(checkout, script, *where, *shuffle, "3", ranks=2)
+    again = train(checkout, script, *where, *shuffle, "3", ranks=2)
+    assert "all cached before" in again.output
+    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in several.tensors.items())
+    ours = train(checkout, script, *where, *shuffle, "1", ranks=2)
+    assert not all(torch.equal(tensor, ours.tensors[name]) for name, tensor in several.tensors.items())
+    shuffle_files(library, data, 1)
+    upstream = train(checkout, script, *where, ranks=2)
+    assert all(torch.equal(tensor, upstream.tensors[name]) for name, tensor in ours.tensors.items())

@@ -18,9 +18,20 @@ TINY = (
 )
 
 
-@pytest.mark.newest
+#: Moment -> what is printed then, or the number of finished steps; and the exit code.
+MOMENTS = {"caching": (b"caching latents", 143), "a step": (3, 143), "sampling": (b"sampling with the multipliers", 0)}
+
+
+def is_reached(moment, printed):
+    """Return whether a run that has printed this has reached a moment."""
+    if isinstance(moment, bytes):
+        return moment in printed
+    return any(int(step) >= moment for step in PROGRESS.findall(printed))
+
+
 @pytest.mark.thorough
-def test_the_same_command_resumes_after_a_stop(checkout, models, tmp_path):
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_same_command_continues_after_a_stop(checkout, models, tmp_path, moment):
     tiny = models("sdxl")
     dataset.write(tmp_path / "images", 4, 128)
     (folder,) = (path for path in (tmp_path / "images").iterdir() if path.is_dir())
@@ -29,6 +40,7 @@ def test_the_same_command_resumes_after_a_stop(checkout, models, tmp_path):
     words = [*own, "--sd-scripts", str(checkout.path), *TINY, "--tokenizer_cache_dir", str(tiny.tokenizers)]
 
     def train(stop_at=None):
+        """Return the exit code and the output of a run, which is stopped at a moment."""
         process = subprocess.Popen(
             [sys.executable, "-m", "kohya_ext", "train", str(folder), *words],
             env={**os.environ, **environment.variables(tiny.tokenizers)},
@@ -39,18 +51,26 @@ def test_the_same_command_resumes_after_a_stop(checkout, models, tmp_path):
         printed = b""
         while chunk := os.read(process.stdout.fileno(), 65536):
             printed += chunk
-            if stop_at is not None and any(int(step) >= stop_at for step in PROGRESS.findall(printed)):
+            if stop_at is not None and is_reached(stop_at, printed):
                 process.send_signal(signal.SIGTERM)
                 stop_at = None
         return process.wait(), printed.decode(errors="replace")
 
-    code, printed = train(stop_at=3)
-    assert code == 143, printed[-3000:]
-    (state,) = output.glob("*-state")
-    assert resume.state_problem(state) is None
+    at, expected = MOMENTS[moment]
+    code, printed = train(at)
+    assert code == expected, printed[-3000:]
+    states, model = [*output.glob("*-state")], output / "cat.safetensors"
+    saved = model.read_bytes() if model.is_file() else b""
+    assert ([resume.state_problem(state) for state in states], bool(saved)) == (
+        [None] * (moment == "a step"),
+        moment == "sampling",
+    )
+
     code, printed = train()
     assert code == 0, printed[-3000:]
-    assert f"resuming from {state}" in printed
+    assert [state for state in states if f"resuming from {state}" not in printed] == []
+    if saved:  # all was trained: the command trains once more, and keeps the file
+        assert (output / "cat.previous.safetensors").read_bytes() == saved
     assert (output / "cat.safetensors").stat().st_size > 1000
     assert (output / "cat.report.html").is_file()
     assert {file.name.split("_")[0] for file in (output / "sample").iterdir()} == {
