@@ -258,5 +258,6 @@ PATCH = Patch(
     idea="https://github.com/ostris/ai-toolkit",
     stage=Stage.FUSE,
     problems=_problems,
+    only_trains=True,  # `tune` records the losses of the step's own passes
     on_start=_start,
 )

@@ -1,4 +1,4 @@
-"""Options that add no work to a step: it waits, launches and holds as much as upstream's, on the virtual GPU."""
+"""Options that add no work to a step: it waits, launches and holds as much as without them, on the virtual GPU."""
 
 import pytest
 
@@ -20,18 +20,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_costs_what_upstreams_does(checkout, train_on_gpu, tmp_path, name):
+def test_a_step_costs_what_it_does_without_them(checkout, train_on_gpu, tmp_path, name):
     script, options, added = CASES[name]
     if name == "sample multipliers":
         (tmp_path / "prompts.txt").write_text("sks style --w 64 --h 64 --s 1 --d 1", encoding="utf-8")
         options = (*options, "--sample_prompts", str(tmp_path / "prompts.txt"))
-    upstream, ours = train_on_gpu(checkout, script, *options, extension=False), train_on_gpu(checkout, script, *options, *added)
-    costs = [(step.syncs, step.launches, step.bytes) for step in ours.later_steps]
-    theirs = [(step.syncs, step.launches, step.bytes) for step in upstream.later_steps]
-    print(name, costs, theirs)
-    assert all(
-        more <= usual for step, other in zip(costs, theirs, strict=True) for more, usual in zip(step, other, strict=True)
-    )
-    assert max(value for step in ours.later_steps for value in step.own_syncs.values()) <= 1  # the step's loss, read once
+    without, ours = train_on_gpu(checkout, script, *options), train_on_gpu(checkout, script, *options, *added)
+    costs, usual = ([(step.syncs, step.launches, step.bytes) for step in run.later_steps] for run in (ours, without))
+    print(name, costs, usual)
+    assert costs == usual
     assert "failed" not in ours.output
     assert ("sampling with the multipliers 0, 1" in ours.output) == (name == "sample multipliers")

@@ -896,6 +896,7 @@ _NETWORK = {"network_module": "networks.lora"}
             "--compile_mode max-autotune uses CUDA graphs itself",
         ),
         (_NETWORK, {}, {"vram_budget": "8GB"}, "--vram_budget is not supported"),
+        (_NETWORK, {}, {"output_preservation": "sks=person"}, "--output_preservation runs the model three times in a step"),
     ],
 )
 def test_patch_stands_aside_with_a_line(args, run, settings, reason, capsys):

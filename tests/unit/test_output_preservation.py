@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kohya_ext.patches import output_preservation
+from kohya_ext.patches import output_preservation, speed
 
 from kohya_ext.caching import caption_variants, class_captions
 from kohya_ext.caching.class_captions import ClassWord, Recorded, images_of, outputs_of
@@ -141,6 +141,13 @@ def test_runs_without_it_are_refused(script, given, problem):
     assert [each for each in problems if "output_preservation" in each and (problem is None or problem in each)] == problems[:1]
     assert bool(problems) == (problem is not None)
     assert not [*options._impossible(Path(script), Namespace(**given), Settings())]
+
+
+def test_the_trial_of_speed_stands_aside():
+    accelerator = SimpleNamespace(num_processes=1)
+    for given, expected in (({}, None), ({"output_preservation": "sks=person"}, "--output_preservation runs the model three")):
+        reason = speed._reason_not_to_choose(Namespace(), accelerator, Settings(speed="auto", **given))
+        assert reason == expected or reason.startswith(expected)
 
 
 def test_own_datasets_are_refused():

@@ -260,7 +260,14 @@ def test_host_limit_names_graphs_only_where_they_apply():
     assert "60%" in result.sentence
     assert "--train_batch_size 4" in "\n".join(result.advice)
     lora["speed"] = "off"
-    for without in ({"blocks_to_swap": 10}, {"network_module": None}, {"cuda_graphs": True}, {"torch_compile": True}):
+    preserved = {"output_preservation": "sks=person"}
+    for without in (
+        {"blocks_to_swap": 10},
+        {"network_module": None},
+        {"cuda_graphs": True},
+        {"torch_compile": True},
+        preserved,
+    ):
         assert "--cuda_graphs" not in options_of(verdict(summary, {**lora, **without}).advice)
     dylora = {**lora, "network_module": "networks.dylora"}
     assert options_of(verdict(summary, dylora).advice) == ["--fused_operations", "--train_batch_size"]
