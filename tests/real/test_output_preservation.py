@@ -207,6 +207,14 @@ def test_other_features_work_with_it(checkout, train, family, options):
 
 
 @pytest.mark.thorough
+def test_a_step_whose_preservation_is_not_finite_is_skipped(checkout, train):
+    run = train(checkout, LORA, *OPTION, *SGD, "--output_preservation_multiplier", "3e38")
+    assert "step 2 skipped: loss or gradient is not finite" in run.output
+    one_step = train(checkout, LORA, *SGD, "--max_train_steps", "1")
+    assert distance(run, one_step) == 0
+
+
+@pytest.mark.thorough
 def test_a_trigger_that_no_caption_contains_ends_the_run(checkout, train):
     run = train(checkout, LORA, "--output_preservation", "skz=person")
     assert run.code == 2
