@@ -157,7 +157,7 @@ def test_other_options_keep_the_gradient(checkout, train, reference, options, te
         checkout, LORA, *SGD, *[word for word in options if word != "--no-gradient_checkpointing"], cached=bool(texts)
     )
     assert distance(ours, expected) < (0.02 if "bf16" in options else 1e-5)
-    assert lines(ours)[-1]["preservation_loss"] > 1e-5
+    assert lines(ours)[-1]["preservation_loss"] > 1e-6
 
 
 @pytest.mark.thorough
@@ -169,7 +169,7 @@ def test_two_processes_add_the_same_gradient(checkout, train, reference, family)
     )
     expected = reference(checkout, script, *SGD, family=family, ranks=2, env={"WRAP_AS_ON_GPUS": "1"})
     assert distance(ours, expected) < 1e-5
-    assert lines(ours)[-1]["preservation_loss"] > 1e-5
+    assert lines(ours)[-1]["preservation_loss"] > 1e-6
 
 
 @pytest.mark.thorough
