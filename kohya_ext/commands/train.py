@@ -96,6 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
     _show(Console(), runs[0].planned, checkout, runs[0].words)
     if own.get("choices"):
         print(f"and {len(runs) - 1} more runs, one after another: {', '.join(run.trial.name for run in runs[1:])}")
+    elif sweep.is_finished(runs[0].journal, runs[0].steps):
+        name = runs[0].planned.command.values.get("output_name")
+        note(
+            f"{name}.safetensors is complete: this trains once more from the first step, and keeps the file as "
+            f"{name}.previous.safetensors; another --name leaves it alone"
+        )
     if not own.get("yes") and not _is_confirmed():
         return 0
     if own.get("choices"):

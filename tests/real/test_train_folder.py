@@ -69,6 +69,7 @@ def test_the_same_command_continues_after_a_stop(checkout, models, tmp_path, mom
     code, printed = train()
     assert code == 0, printed[-3000:]
     assert [state for state in states if f"resuming from {state}" not in printed] == []
+    assert ("cat.safetensors is complete" in printed) == bool(saved)
     if saved:  # all was trained: the command trains once more, and keeps the file
         assert (output / "cat.previous.safetensors").read_bytes() == saved
     assert (output / "cat.safetensors").stat().st_size > 1000
