@@ -73,5 +73,6 @@ PATCH = Patch(
     idea="https://github.com/kohya-ss/sd-scripts/issues/582",
     stage=Stage.STOP,
     on_start=_start,
+    in_dry_runs=False,  # the integer that the processes exchange would come back as a length of captions
     only_trains=True,
 )

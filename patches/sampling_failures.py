@@ -200,5 +200,6 @@ PATCH = Patch(
     held_to="the same run without the patch, when no sample and no validation fails; otherwise the run without them",
     idea="https://github.com/kohya-ss/sd-scripts/issues/1999",
     stage=Stage.VALIDATE,
+    in_dry_runs=False,
     on_start=_start,
 )

@@ -18,6 +18,7 @@ from kohya_ext.dry_run import stand_ins
 from kohya_ext.errors import UserError
 from kohya_ext.estimate import memory_config
 from kohya_ext.estimate.whole_runs import IRRELEVANT
+from kohya_ext.patching.patch import registry
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.introspect import option_names
 
@@ -28,9 +29,6 @@ _OFF = (
 
 _SAMPLING = "sample_"
 """The beginning of the options for sample images."""
-
-#: Patches that a dry run turns off.
-SAMPLING_FAILURES, SAFE_STOP = "sampling_failures", "safe_stop"
 
 #: Options of a run with compiled blocks.
 COMPILED = {"compile_mode": "default", "compile_dynamic": "false"}
@@ -125,10 +123,9 @@ class Arguments:
             self.changes["config_file"] = self._write("config.toml", toml.dumps(kept))
 
     def _disable_patches(self) -> None:
-        """Let an image that fails end the run, and leave out the agreement on a stop: no other process answers."""
-        more = (*([SAMPLING_FAILURES] if self.sample is not None else []), *([SAFE_STOP] if self.processes > 1 else []))
-        if more:
-            self.changes["disable_patch"] = ",".join((*self.command.settings.disable_patch, *more))
+        off = (name for name, patch in registry().items() if not patch.in_dry_runs)
+        names = (*self.command.settings.disable_patch, *off)
+        self.changes["disable_patch"] = "*" if "*" in names else ",".join(names)
 
     def _run_a_few_steps(self) -> None:
         self.changes |= {

@@ -139,6 +139,8 @@ class Patch:
     """Reverts changes of its replacements to objects of the run."""
     observes: bool = False
     """Whether a failure of its callback is a warning and never ends the run, because it only observes the run."""
+    in_dry_runs: bool = True
+    """Whether dry runs have it: not if it hides a failure, or asks the other processes, which do not exist there."""
     only_trains: bool = False
     """Whether it is off in processes of `tune`, which train nothing: it writes something of the run, or handles signals."""
     freezes: Callable[[Any], Iterator[Any]] | None = None

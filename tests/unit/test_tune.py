@@ -429,6 +429,8 @@ def test_a_process_that_hangs_is_ended_with_its_own_processes(tmp_path, monkeypa
 def test_an_interrupt_lets_the_process_end(tmp_path, monkeypatch):
     """The process ends as after Ctrl-C, because the parent asks for it by a file."""
     program = (
+        # A shell starts background jobs, such as these tests, without SIGINT.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from kohya_ext.tuning import task; import time, pathlib; t = task.current(); task.watch_parent(t)\n"
         "try: pathlib.Path(t.folder, 'started').touch(); time.sleep(600)\n"
         "except KeyboardInterrupt: pathlib.Path(t.folder, 'ended').touch()"
