@@ -103,13 +103,22 @@ def distance(first, second):
     return sum((first.tensors[name].double() - second.tensors[name].double()).square().sum() for name in first.tensors) ** 0.5
 
 
+VARIANTS = ("--cached_caption_variants", "3", "--shuffle_caption", "--caption_dropout_rate", "0.3", *ON_DISK)
+
+
+def _thorough(is_wanted):
+    return pytest.mark.thorough if is_wanted else pytest.mark.slow
+
+
 CASES = [(family, texts) for family in FAMILIES for texts in ("encoded", "cached", "on disk")]
+DEFAULT, THOROUGH = (("sdxl", "encoded"), ("flux", "cached")), (("sd3", "cached"), ("anima", "encoded"), ("lumina", "on disk"))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("family", "texts"),
     [
-        pytest.param(*case, marks=() if case in (("sdxl", "encoded"), ("flux", "cached")) else pytest.mark.thorough)
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.thorough if case in THOROUGH else pytest.mark.slow)
         for case in CASES
         if case[0] != "hunyuan-image" and case != ("sd15", "cached") and case != ("sd15", "on disk")
     ],
@@ -126,8 +135,8 @@ def test_a_step_adds_the_gradient_of_the_preservation_loss(checkout, train, refe
     assert second["preservation_loss"] > 1e-5
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.newest
+@pytest.mark.parametrize("family", [pytest.param(each, marks=_thorough(each == "sdxl")) for each in FAMILIES])
 def test_a_multiplier_of_0_changes_nothing(checkout, train, family):
     script, options = FAMILIES[family], ON_DISK if family == "hunyuan-image" else ()
     ours = train(checkout, script, *OPTION, "--output_preservation_multiplier", "0", *options, family=family)
@@ -137,7 +146,7 @@ def test_a_multiplier_of_0_changes_nothing(checkout, train, family):
     assert lines(ours)[-1]["preservation_loss"] > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", [(), CACHED], ids=["encoded", "cached"])
 @pytest.mark.parametrize(
     "options",
@@ -160,8 +169,8 @@ def test_other_options_keep_the_gradient(checkout, train, reference, options, te
     assert lines(ours)[-1]["preservation_loss"] > 1e-6
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.newest
+@pytest.mark.parametrize("family", [pytest.param(each, marks=_thorough(each == "flux")) for each in ("sdxl", "flux")])
 def test_two_processes_add_the_same_gradient(checkout, train, reference, family):
     script = FAMILIES[family]
     ours = train(
@@ -172,6 +181,7 @@ def test_two_processes_add_the_same_gradient(checkout, train, reference, family)
     assert lines(ours)[-1]["preservation_loss"] > 1e-6
 
 
+@pytest.mark.newest
 @pytest.mark.thorough
 def test_the_lora_leaves_the_output_on_the_class_as_it_was(checkout, train):
     """With a multiplier of 0 the loss is measured, and nothing is preserved."""
@@ -183,16 +193,16 @@ def test_the_lora_leaves_the_output_on_the_class_as_it_was(checkout, train):
     assert losses["1"] < 0.5 * losses["0"]
 
 
-@pytest.mark.thorough
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("flux", ("--base_precision", "int8")),
-        ("sdxl", ("--base_precision", "int8")),
-        ("sdxl", ("--selective_torch_compile",)),
-        ("sdxl", ("--network_module", "networks.oft")),
-        ("sdxl", ("--cached_caption_variants", "3", "--shuffle_caption", "--caption_dropout_rate", "0.3", *ON_DISK)),
-        ("flux", ("--cache_text_encoder_outputs",)),  # CLIP is trained
+        pytest.param("flux", ("--base_precision", "int8"), marks=pytest.mark.thorough),
+        pytest.param("sdxl", ("--base_precision", "int8"), marks=pytest.mark.slow),
+        pytest.param("sdxl", ("--selective_torch_compile",), marks=pytest.mark.slow),
+        pytest.param("sdxl", ("--network_module", "networks.oft"), marks=pytest.mark.slow),
+        pytest.param("sdxl", VARIANTS, marks=pytest.mark.thorough),
+        pytest.param("flux", ("--cache_text_encoder_outputs",), marks=pytest.mark.slow),  # CLIP is trained
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )
@@ -206,6 +216,7 @@ def test_other_features_work_with_it(checkout, train, family, options):
     assert lines(strong)[-1]["preservation_loss"] > 0
 
 
+@pytest.mark.newest
 @pytest.mark.thorough
 def test_a_step_whose_preservation_is_not_finite_is_skipped(checkout, train):
     run = train(checkout, LORA, *OPTION, *SGD, "--output_preservation_multiplier", "3e38")
@@ -214,6 +225,7 @@ def test_a_step_whose_preservation_is_not_finite_is_skipped(checkout, train):
     assert distance(run, one_step) == 0
 
 
+@pytest.mark.newest
 @pytest.mark.thorough
 def test_a_trigger_that_no_caption_contains_ends_the_run(checkout, train):
     run = train(checkout, LORA, "--output_preservation", "skz=person")
