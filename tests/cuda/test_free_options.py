@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.newest]
 
 LORA, FLUX = "sdxl_train_network.py", "flux_train_network.py"
 BF16 = ("--mixed_precision", "bf16")

@@ -6,7 +6,7 @@ from kohya_ext.tiny import arguments
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.newest]
 
 OPTION = ("--output_preservation", "sks=person")
 USUAL = ("--mixed_precision", "bf16", "--speed", "off")  # the self-test of --speed resets the peak

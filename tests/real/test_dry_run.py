@@ -38,6 +38,7 @@ def read(done):
     return json.loads(done.stdout)
 
 
+@pytest.mark.newest
 @pytest.mark.thorough
 def test_a_dry_run_of_a_lora_has_the_weights_and_flops_of_the_other_estimate(estimate, checkout, tmp_path):
     """Which counts some numbers per layer as GPU memory that optimizers keep on the host, at 512 bytes each."""
@@ -68,8 +69,14 @@ def test_8_bits_and_compiled_blocks_are_run_dry(estimate, checkout, more):
     assert dry["allocated"] == pytest.approx(other["allocated"], rel=0.05)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("script", ["sdxl_train_network.py", "flux_train_network.py"])
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("sdxl_train_network.py", marks=pytest.mark.slow),
+        pytest.param("flux_train_network.py", marks=pytest.mark.thorough),
+    ],
+)
 def test_sample_images_are_sampled(estimate, checkout, tmp_path, script):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("sks --w 512 --h 512")  # as large as all of a tiny model's step

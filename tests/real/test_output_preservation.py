@@ -181,8 +181,7 @@ def test_two_processes_add_the_same_gradient(checkout, train, reference, family)
     assert lines(ours)[-1]["preservation_loss"] > 1e-6
 
 
-@pytest.mark.newest
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_lora_leaves_the_output_on_the_class_as_it_was(checkout, train):
     """With a multiplier of 0 the loss is measured, and nothing is preserved."""
     strong = (*CACHED, "--learning_rate", "1e-2", "--max_train_steps", "30")
