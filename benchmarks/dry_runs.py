@@ -48,7 +48,6 @@ _SDXL = f"{_COMMON} --sdpa --no_half_vae --resolution 1024"
 _SD15 = f"{_COMMON} --sdpa --resolution 512"
 _INVERSION = "--token_string sks --init_word a --num_vectors_per_token 4 --optimizer_type AdamW8bit"
 _SAMPLES = "--sample_prompts benchmarks/third_party/prompts.txt --sample_every_n_steps 1"
-_LORA = "--network_train_unet_only --cache_text_encoder_outputs"
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,6 @@ ROWS = (
     Row("LECO SDXL", "sdxl_train_leco.py --network_module networks.lora --network_dim 8 --mixed_precision bf16 --sdpa "
         "--gradient_checkpointing --optimizer_type AdamW8bit --learning_rate 1e-4"),
     Row("DreamBooth SD 1.5", f"train_db.py {_SD15} --optimizer_type AdamW8bit --stop_text_encoder_training 100"),
-    Row("checkpoints offloaded, FLUX", f"flux_train_network.py --preset flux-lora/base --gradient_checkpointing "
-        f"--cpu_offload_checkpointing {_LORA}"),
-    Row("checkpoints offloaded, Anima", "anima_train_network.py --preset anima-lora/base --gradient_checkpointing "
-        "--cpu_offload_checkpointing"),
     Row("checkpoints offloaded by blocks, Anima", "anima_train_network.py --preset anima-lora/base --gradient_checkpointing "
         "--unsloth_offload_checkpointing"),
     Row("LyCORIS LoKr, SD 1.5", f"train_network.py {_SD15} --network_module lycoris.kohya --network_dim 16 --network_alpha 8 "

@@ -123,10 +123,11 @@ def memory() -> Iterator[str]:
     yield f"predicts {cache.shipped(memory_config.normalized(config))['flops'] / 1e12:.1f} TFLOP per step"
     near, spread, rows, _ = preset_accuracy()
     yield f"{rows} configurations at full size | {near} within 0.1%; the others, all HunyuanImage, {spread} above"
-    dry = [each["error_percent"] for each in results("dry_runs.json")["rows"].values()]
-    assert all(abs(error) < 0.5 for each in dry for error in each.values())
-    worst = math.ceil(10 * max(abs(each["reserved"]) for each in dry)) / 10
-    yield f"dry runs of {len(dry)} command lines without another estimate | all within {worst}%"
+    dry = {name: each["error_percent"] for name, each in results("dry_runs.json")["rows"].items()}
+    above = math.ceil(10 * dry["LLLite Anima"]["reserved"]) / 10
+    others = [each for name, each in dry.items() if name != "LLLite Anima"]
+    worst = math.ceil(10 * max(abs(error) for each in others for error in each.values())) / 10
+    yield f"dry runs of {len(dry)} command lines | LLLite of Anima {above}% above, all others within {worst}%"
     line = next(text for text in EVIDENCE.split("\n- ") if text.startswith("On an H100, predicted and measured GB"))
     pairs = re.findall(r"([\d.]+) and\s+([\d.]+)(?= reserved|;|,\s+\d|$|\s+\(|\.)", line)
     assert len(pairs) == 12  # allocated and reserved memory of six runs
