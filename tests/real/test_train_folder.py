@@ -18,7 +18,7 @@ TINY = (
 )
 
 
-#: Moment -> what is printed then, or the number of finished steps; and the exit code.
+#: Moment -> its output, or the number of finished steps; and the exit code.
 MOMENTS = {"caching": (b"caching latents", 143), "a step": (3, 143), "sampling": (b"sampling with the multipliers", 0)}
 
 
