@@ -126,6 +126,7 @@ def memory() -> Iterator[str]:
     dry = {name: each["error_percent"] for name, each in results("dry_runs.json")["rows"].items()}
     above = math.ceil(10 * dry["LLLite Anima"]["reserved"]) / 10
     others = [each for name, each in dry.items() if name != "LLLite Anima"]
+    assert all(abs(error) < 0.5 for each in others for error in each.values())
     worst = math.ceil(10 * max(abs(error) for each in others for error in each.values())) / 10
     yield f"dry runs of {len(dry)} command lines | LLLite of Anima {above}% above, all others within {worst}%"
     line = next(text for text in EVIDENCE.split("\n- ") if text.startswith("On an H100, predicted and measured GB"))
