@@ -55,7 +55,9 @@ class GpuTracker(tracker.Tracker):
 
     values: Values = field(default_factory=Values)
     copied: int = 0
-    """Bytes copied between host and GPU since :meth:`take_work`."""
+    """Bytes copied to the GPU since :meth:`take_work`."""
+    returned: int = 0
+    """The same to the host."""
     recorded_kernels: int = 0
 
     def __post_init__(self) -> None:
@@ -74,9 +76,9 @@ class GpuTracker(tracker.Tracker):
 
     def take_work(self) -> Work:
         """Return the kernels and copies since the last call."""
-        work, copied = self.work, self.copied
-        self.work, self.copied = Counter(), 0
-        return work.work(copied)
+        work, copied, returned = self.work, self.copied, self.returned
+        self.work, self.copied, self.returned = Counter(), 0, 0
+        return work.work(copied, returned)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -98,9 +100,10 @@ class GpuTracker(tracker.Tracker):
         return Kind.BUCKET if is_creating_on_gpu() else super()._kind_of(func, args)
 
     def _count_copy(self, tensors: Sequence[Any], device: Any) -> None:
-        places = {is_on_gpu(tensor) for tensor in tensors} | ({device.type == "cuda"} if device is not None else set())
-        if len(places) > 1:
-            self.copied += tensors[-1].numel() * tensors[-1].element_size()
+        source, to_gpu = tensors[-1], is_on_gpu(tensors[0]) if device is None else device.type == "cuda"
+        if to_gpu != is_on_gpu(source):
+            size = source.numel() * source.element_size()
+            self.copied, self.returned = self.copied + to_gpu * size, self.returned + (not to_gpu) * size
 
     def record(self, values: Any, kind: Kind) -> None:
         """Log the storages on the GPU that are not in the log yet."""

@@ -165,6 +165,8 @@ class MemoryConfig:
     ema_device: str = "cpu"
     base_precision: str | None = None
     """The 8-bit format of the frozen base, ``int8`` or ``fp8``; None for 16 or 32 bits."""
+    one_way_block_swap: bool | None = None
+    """False if frozen blocks are copied in both directions; once normalized, None without swapped blocks and for others."""
     num_processes: int | None = None
     """Processes of the run, one for each GPU. Once normalized, None for one, and 2 for any other number without DeepSpeed."""
 
@@ -261,6 +263,9 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
     return _config(values, command)
 
 
+_ONE_WAY = "one_way_block_swap"
+
+
 def _config(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
     known = {**command.presets.assumed, **{name: value for name, value in values.items() if value is not None}}
     given = {name: known[name] for name in _fields() if name in known}
@@ -270,6 +275,8 @@ def _config(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
         elif isinstance(value, Path):
             given[name] = str(value)
     own = {name: value for name in own_fields() if (value := command.settings[name]) is not None}
+    if {"*", _ONE_WAY} & set(command.settings.disable_patch) or (command.settings["speed"] == "off" and _ONE_WAY not in own):
+        own[_ONE_WAY] = False
     return MemoryConfig(command.name, **given, **own)
 
 
@@ -320,6 +327,7 @@ def normalized(config: MemoryConfig) -> MemoryConfig:
         selective_torch_compile=compiled,
         cuda_graphs=config.cuda_graphs and lora and _is_recorded(config),
         **_parallel(config),
+        one_way_block_swap=False if config.one_way_block_swap is False and lora and config.blocks_to_swap else None,
         ema=config.ema and config.ema_device == "gpu",
         ema_device=defaults.ema_device,
         # The transformers' scripts always load models into host memory.

@@ -45,7 +45,9 @@ class Work:
     """Kernels of ``batch`` that forward and recomputation launch operator by operator. Autograd's engine and compiled code
     launch the others, at less cost to the host."""
     copied: float = 0
-    """Bytes that one micro-batch copies between host and GPU: swapped blocks."""
+    """Bytes that one micro-batch copies from the host to the GPU: swapped blocks."""
+    returned: float = 0
+    """Bytes that it copies back. Without any, the host's memory is page-locked (patches/one_way_block_swap.py)."""
     waits: int = 0
     """How often the optimizer makes the host wait for the GPU."""
 
@@ -56,7 +58,8 @@ class Work:
             name: [[group.kind, group.count, _rounded(group.flops / 1e9), _rounded(group.bytes / 1e6)] for group in groups]
             for name, groups in parts.items()
         }
-        return {**rows, "from_python": self.from_python, "copied": _rounded(self.copied / 1e6), "waits": self.waits}
+        copies = {name: _rounded(size / 1e6) for name, size in (("copied", self.copied), ("returned", self.returned))}
+        return {**rows, "from_python": self.from_python, **copies, "waits": self.waits}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Work:
@@ -65,7 +68,7 @@ class Work:
             [Kernels(kind, count, flops * 1e9, size * 1e6) for kind, count, flops, size in row[name]]
             for name in ("batch", "optimizer")
         )
-        return cls(batch, optimizer, row["from_python"], row["copied"] * 1e6, row["waits"])
+        return cls(batch, optimizer, row["from_python"], row["copied"] * 1e6, row["returned"] * 1e6, row["waits"])
 
 
 def _rounded(value: float) -> float:
@@ -129,6 +132,10 @@ class Constants:
     """Seconds of a wait for the GPU in the optimizer: until the host knows, and until the GPU has work again."""
     windows_wait: float = 340e-6
     """The same under Windows, whose driver collects launches before it gives them to the GPU."""
+    pageable_to_gpu: float = 7.3e9
+    """Bytes per second from memory of the host that is not page-locked: an H100's host (benchmarks/results/gpu_rates.json)."""
+    pageable_to_host: float = 12.5e9
+    """The same in the other direction."""
     replay: float = 10e-3
     """Seconds of the host for one micro-batch with CUDA graphs."""
     power: float = 4.0
@@ -167,11 +174,18 @@ def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, 
     updates = sum(group.count for group in work.optimizer)
     waits = work.waits * (constants.windows_wait if gpu.host == WINDOWS else constants.wait)
     host = gpu.launch * (micro_batches * batch + constants.optimizer_launch * updates)
-    parts["bus"] = micro_batches * work.copied / gpu.bus
+    parts["bus"] = micro_batches * bus_seconds(work, gpu.bus, constants)
     parts["host"] = host + waits
     together = (parts["arithmetic"] + parts["memory"], host, parts["bus"])
     seconds = sum(part**constants.power for part in together) ** (1 / constants.power) + waits
     return Prediction(seconds, parts, _factor((together[0], parts["host"], parts["bus"]), gpu, constants.power))
+
+
+def bus_seconds(work: Work, bus: float, constants: Constants = CONSTANTS) -> float:
+    """Return the seconds that a micro-batch's copies take by themselves, on a bus of so many bytes per second."""
+    if not work.returned:
+        return work.copied / bus
+    return work.copied / min(bus, constants.pageable_to_gpu) + work.returned / min(bus, constants.pageable_to_host)
 
 
 def by_kind(work: Work, gpu: Gpu, micro_batches: int = 1, constants: Constants = CONSTANTS) -> dict[str, float]:

@@ -180,7 +180,8 @@ def measure(
             start = allocate_resident(training, tracker)
             tracker.work = Counter()
             flops, kept = run_step(training, tracker)
-            work = tracker.work.work(_copied_bytes(training))
+            copied = _copied_bytes(training)
+            work = tracker.work.work(copied, copied if _returns_blocks(config) else 0)
             events = [*tracker.events[:start], *_replacing(tracker.events[start:], kept)]
             training.earlier.clear()
             between = {SAMPLING: _log_sampling(training, tracker)} if config.sample_prompts else {}
@@ -774,12 +775,17 @@ def _cast_in_gpu_memory(training: Training, tracker: Tracker) -> None:
 
 
 def _copied_bytes(training: Training) -> int:
-    """Return the bytes that a micro-step copies over the bus for swapped blocks.
+    """Return the bytes that a micro-step copies to the GPU for swapped blocks.
 
-    One block leaves and another replaces it, in forward and again in backward (custom_offloading_utils.py).
+    One block replaces another, in forward and again in backward (custom_offloading_utils.py).
     """
     blocks = training.models.blocks(training.config.blocks_to_swap or 0)
-    return 4 * sum(int(weight.nbytes) for weight in _weights(blocks))
+    return 2 * sum(int(weight.nbytes) for weight in _weights(blocks))
+
+
+def _returns_blocks(config: MemoryConfig) -> bool:
+    """Return whether blocks that leave the GPU are copied to the host: trained ones, and those of upstream's own swap."""
+    return not config.trains_network or config.one_way_block_swap is False
 
 
 def _weights(blocks: Iterable[Any]) -> list[torch.Tensor]:

@@ -112,8 +112,8 @@ class Counter:
         """Add a wait of the host for the GPU."""
         self._waits += 1
 
-    def work(self, copied: int = 0) -> Work:
-        """Return the counts so far. ``copied`` is the number of bytes that a micro-batch copies between host and GPU."""
+    def work(self, copied: int = 0, returned: int = 0) -> Work:
+        """Return the counts so far, with the bytes that a micro-batch copies to the GPU and back to the host."""
 
         def part(optimizer: bool) -> tuple[Kernels, ...]:
             return tuple(
@@ -122,7 +122,7 @@ class Counter:
                 if at == optimizer
             )
 
-        return Work(part(False), part(True), self._from_python, copied, self._waits)
+        return Work(part(False), part(True), self._from_python, copied, returned, self._waits)
 
 
 def multi_tensor_launches(lists: Sequence[Sequence[Any]]) -> int:

@@ -19,6 +19,7 @@ from kohya_ext.estimate import cache, memory_config, predict, step_time, tuned
 from kohya_ext.estimate.gpus import Gpu
 from kohya_ext.estimate.memory_config import MemoryConfig
 from kohya_ext.estimate.result import Estimate
+from kohya_ext.estimate.seconds import Work, bus_seconds
 from kohya_ext.estimate.tuned import Tuned
 from kohya_ext.installed_gpus import first_gpu
 from kohya_ext.planning.memory_savings import MEMORY_SAVINGS, Attempt, Changes, MemorySaving, Step, after, steps
@@ -420,10 +421,7 @@ _BUS = 25e9
 
 
 def _copy_cost(answer: Estimate, estimates: Sequence[Estimate]) -> str:
-    """Return the amount that block swap copies, as text; empty without it, or without an estimate of the model with no swap.
-
-    One block leaves and another replaces it, in forward and again in backward (custom_offloading_utils.py).
-    """
+    """Return the amount that block swap copies, as text; empty without it, or without an estimate of the model with no swap."""
     precision = ("fp8_base", "fp8_scaled", "full_bf16", "mixed_precision")
     unswapped = [
         estimate.parts["weights"]
@@ -432,12 +430,14 @@ def _copy_cost(answer: Estimate, estimates: Sequence[Estimate]) -> str:
         and "weights" in estimate.parts
         and all(estimate.config.get(name) == answer.config.get(name) for name in precision)
     ]
-    if not unswapped or not answer.config.get("blocks_to_swap") or "weights" not in answer.parts:
+    if not unswapped or not answer.config.get("blocks_to_swap") or "weights" not in answer.parts or answer.work is None:
         return ""
-    size = max(unswapped) - answer.parts["weights"]
+    whole, work = max(unswapped), Work.from_row(answer.work)
+    size = whole - answer.parts["weights"]
+    kept = size if work.returned else min(2 * size, whole)  # also those that come in the place of the swapped ones
     return (
-        f"{gigabytes(size)} GB of weights are in host memory; every batch copies {gigabytes(4 * size)} GB over the bus, "
-        f"{4 * size / _BUS:.1f} s at 25 GB/s minus the overlap with computation"
+        f"{gigabytes(kept)} GB of weights are in host memory; every batch copies {gigabytes(work.copied + work.returned)} GB "
+        f"over the bus, {bus_seconds(work, _BUS):.1f} s on PCIe 4.0 x16 minus the overlap with computation"
     )
 
 

@@ -100,10 +100,39 @@ def selective_torch_compile(device: torch.device) -> None:
     _compare(result, expected, f"a compiled block in {dtype}")
 
 
+def one_way_block_swap(device: torch.device) -> None:
+    """Run a stack of layers of which two have memory on the GPU, so that each takes that of the one before the last."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from kohya_ext.patching.swapped_blocks import OneWaySwap, PageLock
+
+    blocks = [torch.nn.Linear(2048, 2048, bias=False, device=device).requires_grad_(False) for _ in range(5)]
+    # Copies take longer than the product of few rows, and less time than that of many.
+    inputs = [torch.randn(rows, 2048, device=device) for rows in (1, 64, 16384)]
+    expected = [torch.nn.Sequential(*blocks)(x) for x in inputs]
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        swap = OneWaySwap(device, torch.cuda.Stream(device), executor, PageLock(2**30))
+        for index, block in enumerate(blocks):
+            swap.keep(block, on_host=index >= 2)
+        arrivals: dict[int, Any] = {}
+        for _ in range(10):
+            for x, reference in zip(inputs, expected, strict=True):
+                for index, block in enumerate(blocks):
+                    if index in arrivals:
+                        swap.wait(arrivals.pop(index))
+                    x = block(x)
+                    following = (index + 2) % len(blocks)
+                    arrivals[following] = swap.submit(block, blocks[following])
+                if not torch.equal(x, reference):
+                    raise WrongResultError("a stack of swapped layers differs from the same layers on the GPU")
+        swap.drain()
+
+
 TESTS: Mapping[str, Callable[[torch.device], None]] = {
     "cuda_graphs": cuda_graphs,
     "fused_operations": fused_operations,
     "selective_torch_compile": selective_torch_compile,
+    "one_way_block_swap": one_way_block_swap,
 }
 
 

@@ -40,6 +40,8 @@ class Step:
     """The launches in replays of CUDA graphs, which cost the host next to nothing."""
     syncs: int
     """The number of times that the host waits for the GPU."""
+    bytes_to_device: int
+    bytes_to_host: int
     bytes: int
     """Bytes of the tensors that exist at its end."""
     random_state: str

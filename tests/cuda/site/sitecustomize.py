@@ -29,7 +29,7 @@ INTEGERS = int(os.environ.get("SPY_INTEGERS", 0))
 #: The step whose calls are traced: the second one, because the first also sets up what later steps reuse.
 TRACED = 2
 
-COUNTERS = ("launches", "launches_in_graphs", "syncs")
+COUNTERS = ("launches", "launches_in_graphs", "syncs", "bytes_to_device", "bytes_to_host")
 
 ROOT = str(Path(shrink.__file__).parents[2]) + os.sep
 

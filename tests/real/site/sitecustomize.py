@@ -218,6 +218,26 @@ def replay_on_cpu(module):
     module.CudaRecorder = CpuRecorder
 
 
+def swap_on_cpu(module):
+    """Let the patch take a CPU for a GPU, with streams whose copies are early or late."""
+    import torch
+
+    from tests.streams import Now, Streams, to_device
+
+    module._is_possible = lambda device: True
+    module.proof.problems = lambda machine, names, start, report: dict.fromkeys(names)
+    module.proof.machine = lambda device: {}
+    begin = module._Swaps._begin
+
+    def with_streams(self, offloader, blocks):
+        sys.modules["library.custom_offloading_utils"].weighs_to_device = to_device
+        offloader.device, offloader.thread_pool = torch.device("cpu:0"), Now()
+        return begin(self, offloader, blocks)
+
+    module._Swaps._begin = with_streams
+    Streams(os.environ["SWAP_ON_CPU"] == "late").install()
+
+
 def break_profiler(module):
     def fail(self):
         raise RuntimeError("no profiler here")
@@ -398,6 +418,8 @@ if "SPY_COLLECTIVES" in os.environ:
 if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(replay_on_cpu, "kohya_ext.compiling.cuda_recorder")
     wrapt.register_post_import_hook(skip_self_test, "kohya_ext.speed.proof")
+if "SWAP_ON_CPU" in os.environ:
+    wrapt.register_post_import_hook(swap_on_cpu, "kohya_ext.patches.one_way_block_swap")
 if "TRIAL_CHOOSES" in os.environ:
     wrapt.register_post_import_hook(decide_trial, "kohya_ext.speed.trial")
 if "LOSES_GPU" in os.environ:
