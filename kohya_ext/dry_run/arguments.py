@@ -113,6 +113,7 @@ class Arguments:
         self.changes |= {name: None for name in given if name.startswith(IRRELEVANT)}
         self.changes |= {name: False for name in _OFF if given.get(name)}
         self.changes |= {"vram_budget": None, "preflight": False, "journal": False, "speed": "off"}
+        self.changes |= {"one_way_block_swap": memory_config.swaps_one_way(self.command.settings)}
         self.changes |= COMPILED if self.is_compiled else {}
         self.changes |= {"cuda_graphs_always": True} if self.is_recorded else {}  # within the first steps
         if given.get("xformers"):

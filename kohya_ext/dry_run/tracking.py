@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,6 @@ from kohya_ext.estimate.tracker import DEVICE
 from kohya_ext.estimate.work import Counter
 
 _aten = torch.ops.aten
-
-_COPIES = frozenset((_aten._to_copy.default, _aten.copy_.default))
 
 #: Operators that a boolean mask may index.
 _INDEXED = frozenset((_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default))
@@ -70,8 +67,10 @@ class GpuTracker(tracker.Tracker):
         if in_compiled():  # results outside of it are on another device
             return func(*args, **kwargs)
         kwargs = routed(func, args, kwargs)
-        if func in _COPIES:
-            self._count_copy([*fake_tensors(args)], kwargs.get("device"))
+        if func is _aten.copy_.default:
+            self._count_copy(args[1], is_on_gpu(args[0]))
+        elif func is _aten._to_copy.default and (device := kwargs.get("device")) is not None:
+            self._count_copy(args[0], device.type == "cuda")
         return self.values.run(func, args, kwargs)
 
     def take_work(self) -> Work:
@@ -99,11 +98,10 @@ class GpuTracker(tracker.Tracker):
     def _kind_of(self, func: Any, args: Any) -> Kind:
         return Kind.BUCKET if is_creating_on_gpu() else super()._kind_of(func, args)
 
-    def _count_copy(self, tensors: Sequence[Any], device: Any) -> None:
-        source, to_gpu = tensors[-1], is_on_gpu(tensors[0]) if device is None else device.type == "cuda"
+    def _count_copy(self, source: Any, to_gpu: bool) -> None:
         if to_gpu != is_on_gpu(source):
-            size = source.numel() * source.element_size()
-            self.copied, self.returned = self.copied + to_gpu * size, self.returned + (not to_gpu) * size
+            self.copied += source.nbytes if to_gpu else 0
+            self.returned += 0 if to_gpu else source.nbytes
 
     def record(self, values: Any, kind: Kind) -> None:
         """Log the storages on the GPU that are not in the log yet."""

@@ -23,7 +23,7 @@ from kohya_ext.config.arguments import find_problem
 from kohya_ext.config.command_line import CommandLine
 from kohya_ext.config.preset_files import FAMILIES
 from kohya_ext.config.quiet_parser import QuietParser
-from kohya_ext.config.settings import negated_flags, options
+from kohya_ext.config.settings import Settings, negated_flags, options
 from kohya_ext.config.user_files import read_dataset_config
 from kohya_ext.errors import UserError
 from kohya_ext.run.safetensors_header import count_blocks, read_header
@@ -263,7 +263,12 @@ def from_values(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig
     return _config(values, command)
 
 
-_ONE_WAY = "one_way_block_swap"
+def swaps_one_way(settings: Settings) -> bool:
+    """Return whether a run's frozen blocks are copied in one direction, on a GPU that has passed its self-test."""
+    name = "one_way_block_swap"
+    if {"*", name} & set(settings.disable_patch):
+        return False
+    return bool(settings["speed"] != "off" if settings[name] is None else settings[name])
 
 
 def _config(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
@@ -275,8 +280,7 @@ def _config(values: Mapping[str, Any], command: CommandLine) -> MemoryConfig:
         elif isinstance(value, Path):
             given[name] = str(value)
     own = {name: value for name in own_fields() if (value := command.settings[name]) is not None}
-    if {"*", _ONE_WAY} & set(command.settings.disable_patch) or (command.settings["speed"] == "off" and _ONE_WAY not in own):
-        own[_ONE_WAY] = False
+    own["one_way_block_swap"] = swaps_one_way(command.settings)
     return MemoryConfig(command.name, **given, **own)
 
 

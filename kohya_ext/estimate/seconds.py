@@ -47,7 +47,7 @@ class Work:
     copied: float = 0
     """Bytes that one micro-batch copies from the host to the GPU: swapped blocks."""
     returned: float = 0
-    """Bytes that it copies back. Without any, the host's memory is page-locked (patches/one_way_block_swap.py)."""
+    """Bytes that it copies back. As many come from pageable memory, and the rest from page-locked (one_way_block_swap)."""
     waits: int = 0
     """How often the optimizer makes the host wait for the GPU."""
 
@@ -183,9 +183,9 @@ def predict(work: Work, gpu: Gpu, micro_batches: int = 1, graphs: bool = False, 
 
 def bus_seconds(work: Work, bus: float, constants: Constants = CONSTANTS) -> float:
     """Return the seconds that a micro-batch's copies take by themselves, on a bus of so many bytes per second."""
-    if not work.returned:
-        return work.copied / bus
-    return work.copied / min(bus, constants.pageable_to_gpu) + work.returned / min(bus, constants.pageable_to_host)
+    to_host, to_gpu = min(bus, constants.pageable_to_host), min(bus, constants.pageable_to_gpu)
+    pageable = min(work.copied, work.returned)
+    return work.returned / to_host + pageable / to_gpu + (work.copied - pageable) / bus
 
 
 def by_kind(work: Work, gpu: Gpu, micro_batches: int = 1, constants: Constants = CONSTANTS) -> dict[str, float]:

@@ -11,7 +11,7 @@ from kohya_ext.config.command_line import CommandLine
 from kohya_ext.errors import UserError
 from kohya_ext.estimate.memory_config import FP8, MemoryConfig, normalized, read, sample_size_problem, size, with_bf16
 
-LORA = "sdxl_train_network.py"
+LORA, FLUX = "sdxl_train_network.py", "flux_train_network.py"
 
 
 def parse(*argv: str, script: str = LORA) -> MemoryConfig:
@@ -249,3 +249,22 @@ def test_cuda_graphs_count_where_the_model_is_recorded(script: str, options: tup
     config = parse("--resolution", "512", *network, *options, "--cuda_graphs", script=script)
     assert config.cuda_graphs is recorded
     assert ("cuda_graphs" in config.key()) is recorded
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "key"),
+    [
+        (FLUX, ("--blocks_to_swap", "4"), None),
+        (FLUX, ("--blocks_to_swap", "4", "--no-one_way_block_swap"), False),
+        (FLUX, ("--blocks_to_swap", "4", "--speed", "off"), False),
+        (FLUX, ("--blocks_to_swap", "4", "--speed", "off", "--one_way_block_swap"), None),
+        (FLUX, ("--blocks_to_swap", "4", "--disable_patch", "*"), False),
+        (FLUX, ("--no-one_way_block_swap",), None),
+        ("flux_train.py", ("--blocks_to_swap", "4", "--no-one_way_block_swap"), None),
+    ],
+)
+def test_the_direction_of_copies_counts_for_swapped_blocks_of_a_lora(
+    script: str, options: tuple[str, ...], key: bool | None
+) -> None:
+    network = ("--network_module", "networks.lora_flux") if script == FLUX else ()
+    assert parse("--resolution", "512", *network, *options, script=script).key().get("one_way_block_swap") is key

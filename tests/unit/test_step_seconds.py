@@ -203,6 +203,12 @@ def test_a_step_takes_at_least_as_long_as_its_slowest_part() -> None:
     assert max(time.parts.values()) <= time.seconds <= sum(time.parts.values())
 
 
+def test_copies_in_one_direction_use_the_whole_bus_and_upstreams_pageable_memory() -> None:
+    one_way, both = (predict(replace(ARITHMETIC, copied=54e9, returned=size), H100).parts["bus"] for size in (0, 54e9))
+    assert one_way == pytest.approx(54e9 / H100.bus)
+    assert both == pytest.approx(54 / 7.3 + 54 / 12.5)
+
+
 @of_linux
 def test_graphs_replace_the_hosts_launches_of_the_batch_but_not_of_the_optimizer() -> None:
     work = replace(TINY, optimizer=[Kernels(MEMORY, 1000, 0, 1e6)])
