@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -136,9 +136,10 @@ def _list(console: Console, script: str | None, vram: str | None, verbose: bool)
     wanted = None if script is None else [*_folders(script), *([] if vram is not None else [preset_files.ANY])]
     gpu = machine.gpu()
     families: dict[str, list[Row]] = {}
-    for row in rows(gpu):
-        if (wanted is None or row.family in wanted) and (vram is None or row.name in _of_size(row.family, vram)):
-            families.setdefault(row.family, []).append(row)
+    for family in _families():
+        if wanted is None or family in wanted:
+            listed = list(rows(gpu, family, None if vram is None else _of_size(family, vram)))
+            families |= {family: listed} if listed else {}
     for family, listed in families.items():
         named = "every script" if family == preset_files.ANY else ", ".join(preset_files.scripts(family))
         base = preset_files.base(family)
@@ -225,10 +226,15 @@ class Row:
     drawbacks: str = ""
 
 
-def rows(gpu: Gpu | None = None) -> Iterator[Row]:
-    """Yield a row for every preset, with its speed on ``gpu``, or on a common one of the preset's size."""
-    known = {tier.name: tier for tier in (*tiers.tiers(), *tiers.tiers(experimental=True))}
+def rows(gpu: Gpu | None = None, only: str | None = None, names: Collection[str] | None = None) -> Iterator[Row]:
+    """Yield a row for every preset, with its speed on ``gpu``, or on a common one of the preset's size.
+
+    ``only`` leaves one family, and ``names`` some of its presets.
+    """
+    known = {tier.name: tier for tier in (*tiers.tiers(only), *tiers.tiers(only, experimental=True))}
     for family, name, _ in preset_files.shipped():
+        if (only is not None and family != only) or (names is not None and name not in names):
+            continue
         about = preset_files.load([f"{family}/{name}"], preset_files.scripts(family)[0]).presets[-1].about
         row = Row(family, name, summary=str(about.get("summary", "")), drawbacks=str(about.get("traded", "")))
         tier = known.get(f"{family}/{name}")

@@ -35,8 +35,10 @@ class Rule:
 
     def contradicting(self, key: str, script: str, filled: Mapping[str, object], user: Mapping[str, object]) -> str | None:
         """Return the user's option that contradicts the preset's value of ``key``, or None."""
+        if key not in self.keys or not any(option in user for option in self.options):
+            return None
         family = families.of(script, {**filled, **user})
-        if key not in self.keys or (self.holds_for is not None and (family is None or not self.holds_for(family, script))):
+        if self.holds_for is not None and (family is None or not self.holds_for(family, script)):
             return None
         for option in (option for option in self.options if option in user):
             others = {**_DEFAULTS, **filled, **{key: value for key, value in user.items() if key != option}}
@@ -213,13 +215,14 @@ def held_back(
     left = {key: value for key, value in filled.items() if key not in given or key in off_in_gui}
     reasons: dict[str, Reason] = {}
     rules: tuple[Rule | Constraint, ...] = (*RULES, *CONSTRAINTS)
+    users = [{**user, **subset} for subset in subsets or [{}]]
+    kept = dict(filled)
     for rule in rules:
         for key in [key for key, value in left.items() if value is not False]:
-            others = {key: value for key, value in filled.items() if key not in reasons}
-            conflict = _conflict(rule, key, script, others, [{**user, **subset} for subset in subsets or [{}]])
+            conflict = _conflict(rule, key, script, kept, users)
             if conflict is not None:
                 reasons[key] = Reason(conflict, key in SAVES_MEMORY - _REPLACED)
-                del left[key]
+                del left[key], kept[key]
     for key in [key for key, value in left.items() if value and key in off_in_gui]:
         reasons[key] = Reason("off in the GUI", key in SAVES_MEMORY, in_gui=True)
         del left[key]

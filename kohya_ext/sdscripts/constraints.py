@@ -198,11 +198,14 @@ class Constraint:
 
     def contradicting(self, key: str, script: str, filled: Mapping[str, object], user: Mapping[str, object]) -> str | None:
         """Return the user's option that contradicts the preset's value of ``key``; None if dropping the value mends nothing."""
-        run = Run(script, {**filled, **user})
         its, theirs = (self.options, self.others) if key in self.options else (self.others, self.options)
-        if key not in its or not self.is_broken(run) or self.is_broken(run.without({*its} - {*user})):
+        given = [name for name in theirs if name in user]
+        if key not in its or not given:
             return None
-        return max((name for name in theirs if name in user), key=lambda name: bool(user[name]), default=None)
+        run = Run(script, {**filled, **user})
+        if not self.is_broken(run) or self.is_broken(run.without({*its} - {*user})):
+            return None
+        return max(given, key=lambda name: bool(user[name]))
 
 
 def newly_broken(run: Run, changes: Mapping[str, object]) -> bool:

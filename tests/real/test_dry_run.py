@@ -93,6 +93,7 @@ def test_the_first_of_two_processes_has_buckets_for_its_gradients(estimate, chec
     assert dry["parts"]["communication buffers"] == pytest.approx(4 * dry["trainable_parameters"], rel=0.01)
 
 
+@pytest.mark.thorough
 def test_a_script_without_another_estimate_is_estimated_and_then_known(estimate, checkout, models, tmp_path):
     script = "train_textual_inversion.py"
     row = read(estimate(checkout, script))

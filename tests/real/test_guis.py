@@ -135,6 +135,7 @@ def assert_trained(run: Run, script: str) -> None:
     assert not [row for row in run.report["patches"] if row["status"] == "failed" or row["surprise"]]
 
 
+@pytest.mark.thorough
 def test_terminate_of_lora_easy_saves_a_state_from_which_the_same_start_resumes(program, written, start):
     """It starts the script without accelerate, and stops it with Popen.terminate()."""
     folder = program("sd_scripts/venv", "sd_scripts")

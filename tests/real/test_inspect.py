@@ -76,7 +76,7 @@ def test_files_of_the_scripts(checkout, upstream, script, component, kind):
     ("script", "family"),
     [
         (LORA, "sdxl"),
-        ("train_network.py", "sd15"),
+        pytest.param("train_network.py", "sd15", marks=pytest.mark.thorough),
         pytest.param("flux_train_network.py", "flux", marks=pytest.mark.slow),
         pytest.param("sd3_train_network.py", "sd3", marks=pytest.mark.slow),
         pytest.param("lumina_train_network.py", "lumina", marks=pytest.mark.slow),

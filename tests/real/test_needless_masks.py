@@ -214,10 +214,14 @@ MORE_RUNS = {
 }
 
 
+def _marks(case):
+    return ([pytest.mark.newest] if "batch" in case else []) + ([pytest.mark.thorough] if case == "lumina" else [])
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=pytest.mark.newest if "batch" in case else ()) for case in RUNS),
+        *(pytest.param(case, marks=_marks(case)) for case in RUNS),
         *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_RUNS),
     ],
 )
