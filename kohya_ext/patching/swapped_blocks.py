@@ -63,6 +63,16 @@ class PageLock:
                 self.locked += memory.nbytes
                 # At exit, the driver unlocks it itself.
                 weakref.finalize(self, _unlock, runtime, memory).atexit = False
+            else:
+                self.limit = self.locked
+                _forget_error()
+
+
+def _forget_error() -> None:
+    """Let an operator meet the error of a CUDA function that has returned it, or the next one of the run would."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
+        torch.cuda.synchronize()
 
 
 def _unlock(runtime: Any, memory: torch.Tensor) -> None:
