@@ -1,0 +1,155 @@
+"""Keep an optimizer's states in memory of the host, and have those of the weights that are stepped on the GPU.
+
+Weights are stepped one after another during the backward pass, in the same order in every step. So while one is stepped, the
+states of the next ones are on their way to the GPU, and those of the last ones on their way back. Both directions have a stream
+of their own, and events order the copies and the kernels: the host does not wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kohya_ext.patching.swapped_blocks import PageLock
+
+#: Elements of the smallest state that is moved. Smaller ones, such as counters and tables of 8-bit optimizers, stay.
+_LEAST = 4096
+
+#: Bytes of states that are on their way to the GPU or back, if more than one weight's.
+_AHEAD = 2**28
+
+#: Bytes of host memory that is allocated together, because page-locking takes as long for a small piece as for a large one.
+_CHUNK = 2**28
+
+#: Bytes between the beginnings of two tensors.
+_ALIGNMENT = 256
+
+Weight = Any
+State = dict[str, Any]
+
+
+class HostMemory:
+    """Memory of the host for many tensors, page-locked as far as ``lock`` allows."""
+
+    def __init__(self, lock: PageLock) -> None:
+        self.lock = lock
+        self.allocated = 0
+        """Bytes."""
+        self._free: list[torch.Tensor] = []
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor's values."""
+        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        number = next((number for number, rest in enumerate(self._free) if rest.nbytes >= size), None)
+        if number is None:
+            number = len(self._free)
+            self._free.append(torch.empty(max(size, _CHUNK), dtype=torch.uint8))
+            self.allocated += self._free[-1].nbytes
+            self.lock.lock(self._free[-1])
+        piece, self._free[number] = self._free[number].split([size, self._free[number].nbytes - size])
+        return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """States of a weight that are copied to the GPU."""
+
+    state: State
+    copied: Any
+    """The event after the copies."""
+    size: int
+
+
+@dataclass
+class HostStates:
+    """The states of weights on one GPU.
+
+    ``to_gpu``, ``to_host``: streams of the copies.
+    """
+
+    device: torch.device
+    to_gpu: Any
+    to_host: Any
+    memory: HostMemory
+    _order: list[Weight] = field(default_factory=list)
+    """The weights in the order of the last step."""
+    _stepped: dict[Weight, None] = field(default_factory=dict)
+    """Those of this step, in order. Their states change once more before they are stepped again."""
+    _arriving: dict[Weight, _Arrival] = field(default_factory=dict)
+    _leaving: deque[tuple[Any, list[torch.Tensor]]] = field(default_factory=deque)
+    """(event after a weight's copies to the host, their sources)."""
+    _left: dict[Weight, Any] = field(default_factory=dict)
+    """Weight -> the event after its last copies to the host."""
+
+    def fetch(self, weight: Weight, states: Mapping[Weight, State]) -> State:
+        """Return a weight's state with tensors on the GPU, and begin to copy those of the weights that come next.
+
+        ``states``: the kept state of every weight.
+        """
+        self._stepped[weight] = None
+        arrival = self._arriving.pop(weight, None) or self._begin(weight, states.get(weight, {}))
+        torch.cuda.current_stream().wait_event(arrival.copied)
+        self._begin_the_next(states)
+        return arrival.state
+
+    def _begin_the_next(self, states: Mapping[Weight, State]) -> None:
+        under_way = sum(arrival.size for arrival in self._arriving.values())
+        for weight in self._order[len(self._stepped) :]:
+            if under_way >= _AHEAD:
+                return
+            if weight not in self._arriving and weight not in self._stepped and weight in states:
+                self._arriving[weight] = self._begin(weight, states[weight])
+                under_way += self._arriving[weight].size
+
+    def _begin(self, weight: Weight, state: State) -> _Arrival:
+        kept = {name: value for name, value in state.items() if _is_moved(value)}
+        copies = {name: torch.empty_like(value, device=self.device) for name, value in kept.items()}
+        self.to_gpu.wait_event(torch.cuda.current_stream().record_event())  # their memory is free by then
+        if weight in self._left:
+            self.to_gpu.wait_event(self._left[weight])
+        with torch.cuda.stream(self.to_gpu):
+            for name, value in kept.items():
+                copies[name].copy_(value, non_blocking=True)
+            return _Arrival({**state, **copies}, self.to_gpu.record_event(), sum(each.nbytes for each in kept.values()))
+
+    def store(self, weight: Weight, kept: State, state: State) -> State:
+        """Begin to copy a weight's state to the host; return it with the host's tensors, which take the place of ``kept``."""
+        moved = {name: value for name, value in state.items() if _is_moved(value)}
+        places = {name: self._place(kept.get(name), value) for name, value in moved.items()}
+        self.to_host.wait_event(torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self.to_host):
+            for name, value in moved.items():
+                places[name].copy_(value, non_blocking=True)
+            self._left[weight] = self.to_host.record_event()
+        self._leaving.append((self._left[weight], [*moved.values()]))
+        self._free()
+        return {**state, **places}
+
+    def _place(self, kept: Any, value: torch.Tensor) -> torch.Tensor:
+        if kept is not None and kept.device.type == "cpu" and (kept.shape, kept.dtype) == (value.shape, value.dtype):
+            return torch.as_tensor(kept)
+        return self.memory.empty_like(value)
+
+    def _free(self) -> None:
+        """Free the memory of states that have left the GPU, once more than :data:`_AHEAD` bytes are on their way."""
+        while sum(tensor.nbytes for _, tensors in self._leaving for tensor in tensors) > _AHEAD and len(self._leaving) > 1:
+            torch.cuda.current_stream().wait_event(self._leaving.popleft()[0])
+
+    def end_step(self) -> None:
+        """Take the order of this step for the next one."""
+        if self._stepped:
+            self._order, self._stepped = [*self._stepped], {}
+
+    def drain(self) -> None:
+        """Wait until nothing is copied any more, so that the host's states can be read."""
+        self.to_gpu.synchronize()
+        self.to_host.synchronize()
+        self._leaving.clear()
+
+
+def _is_moved(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() >= _LEAST
