@@ -4,12 +4,13 @@ Upstream does so for Adafactor alone (``--fused_backward_pass``), and with sever
 weights with upstream's one optimizer (:mod:`kohya_ext.optimizers.weight_steps`), so the scheduler and saved states stay as they
 are. The loop's own ``optimizer.step()`` then finds no gradient, and only counts the step.
 
-bf16 weights are stepped in float32 and rounded stochastically, and so are the states that the optimizer keeps in the type of the
-weights: AdamW then takes 4 bytes per weight for both, and loses no small update. ``--no-stochastic_rounding`` steps as upstream.
+bf16 weights are stepped in float32 and rounded stochastically, and so are the states that the optimizer keeps in the type of
+the weights: AdamW's two states then take 4 bytes per weight, and lose no small update. ``--no-stochastic_rounding`` steps as
+upstream.
 
-``--max_grad_norm`` needs the norm of all gradients before the first weight is stepped. Each gradient is scaled as if the norm were
-the larger one of that of the last step, and that of the gradients so far in this step. So a step whose gradients explode is
-clipped, too. Gradients are left as they are, exactly, while neither norm is above the limit.
+``--max_grad_norm`` needs the norm of all gradients before the first weight is stepped. Each gradient is scaled as if the norm
+were the larger one of that of the last step, and that of the gradients so far in this step. So a step whose gradients explode
+is clipped, too. Gradients are left as they are, exactly, while neither norm is above the limit.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Any
 from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.console import note, stop, warn
 from kohya_ext.errors import first_line
-from kohya_ext.optimizers import weight_steps
+from kohya_ext.optimizers import probes
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
-from kohya_ext.optimizers.weight_steps import WeightSteps
+from kohya_ext.optimizers.weight_steps import PART, RoundedSteps, WeightSteps, prepare
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
@@ -46,8 +47,8 @@ STOCHASTIC_ROUNDING = Option(
     "stochastic_rounding",
     True,
     boolean,
-    "with --gradient_release and bf16 weights (--full_bf16): compute steps in float32 and round them to bf16 stochastically, so "
-    "that no small update is lost",
+    "with --gradient_release and bf16 weights (--full_bf16): compute steps in float32 and round them to bf16 stochastically, "
+    "so that no small update is lost",
 )
 
 
@@ -74,13 +75,19 @@ class _Release(TrainingCallback):
         optimizer = prepared.optimizer
         _check(optimizer)
         weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
-        rounded = frozenset[str]()
-        if self.rounding is not None and _has_bf16(weights):
-            rounded = weight_steps.states_of_the_weights_type(optimizer)
-        steps = WeightSteps(optimizer, self.rounding, rounded)
+        steps = self._steps(optimizer, weights)
         for weight in weights:
             self._hooks.append(weight.register_post_accumulate_grad_hook(lambda weight: self._step(steps, weight)))
         self._describe(type(optimizer).__name__, weights)
+
+    def _steps(self, optimizer: Any, weights: list[Any]) -> WeightSteps:
+        if self.rounding is None or not _has_bf16(weights):
+            return WeightSteps(optimizer)
+        states = probes.states_of_the_weights_type(optimizer)
+        part = PART if probes.steps_elements_separately(optimizer, states) else None
+        steps = RoundedSteps(optimizer, self.rounding, states, part)
+        steps.reserve(weights)
+        return steps
 
     def _describe(self, optimizer: str, weights: list[Any]) -> None:
         rounded = ", rounds stochastically to bf16" if self.rounding is not None and _has_bf16(weights) else ""
@@ -91,7 +98,6 @@ class _Release(TrainingCallback):
         if self.max_norm:
             self._clip(weight.grad)
         steps.step(weight)
-        weight.grad = None
         self.stepped += 1
 
     def _clip(self, gradient: Any) -> None:
@@ -152,13 +158,13 @@ def _check(optimizer: Any) -> None:
     """Exit unless the optimizer steps each weight by itself."""
     name, advice = type(optimizer).__name__, "use AdamW, AdamW8bit or Adafactor, or remove it"
     try:
-        weight_steps.prepare(optimizer)
+        prepare(optimizer)
     except Exception as problem:  # an optimizer of any package
         stop(f"--{RELEASE} cannot step one weight at a time with {name} ({first_line(problem)}); {advice}")
     if type(optimizer).__module__.startswith(_SEPARATE):
         return
     try:
-        is_separate = weight_steps.steps_weights_separately(optimizer)
+        is_separate = probes.steps_weights_separately(optimizer)
     except Exception as problem:
         stop(f"--{RELEASE} could not try {name} on the host ({first_line(problem)}); {advice}")
     if not is_separate:
@@ -192,8 +198,8 @@ PATCH = Patch(
     targets=(),
     options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING),
     exactness="exact",
-    held_to="the same run without it, for float32 weights or with --no-stochastic_rounding, and with --max_grad_norm 0; the mean "
-    "of stochastic roundings, to the value",
+    held_to="the same run without it, for float32 weights or with --no-stochastic_rounding, while no gradient is clipped; the "
+    "mean of stochastic roundings, to the value",
     idea="https://github.com/kohya-ss/sd-scripts/pull/1259",
     wanted=lambda settings: settings[GRADIENT_RELEASE],
     problems=_problems,

@@ -291,10 +291,10 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     _excludes(_RELEASE, FUSED_OPTIMIZERS, "each steps the optimizer during the backward pass; remove --{other}"),
     _excludes(_RELEASE, ("deepspeed",), "DeepSpeed steps its own optimizer"),
     Constraint(_RELEASE, _PRECISION, lambda run: run.precision == "fp16",
-               "--{option} needs --mixed_precision bf16 or no: the gradients of fp16 are scaled until the backward pass is over"),
+               "--{option} needs --mixed_precision bf16 or no: with fp16 the gradients are scaled until all are known"),
     Constraint(_RELEASE, _OPTIMIZER, lambda run: run.optimizer.lower().startswith(_WHOLE_STEPS),
-               "--{option} cannot be combined with --optimizer_type {run.optimizer}, whose step depends on the gradients of all "
-               "weights; use AdamW, AdamW8bit or Adafactor"),
+               "--{option} cannot be combined with --optimizer_type {run.optimizer}, whose step depends on the gradients of "
+               "all weights; use AdamW, AdamW8bit or Adafactor"),
     Constraint(_OFFLOADED[:1], (), lambda run: run.has("gradient_checkpointing") and not run.offloads,
                "--{option} fails with a TypeError in {run.script}; remove it"),
     Constraint(_WARMUP, _SCHEDULE, lambda run: run.refuses_warmup and run.scheduler == "constant",
