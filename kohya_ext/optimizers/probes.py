@@ -91,8 +91,8 @@ def _agree(optimizer: Any, together: Sequence[Any], apart: Sequence[Any]) -> boo
             step_groups(optimizer, [{**other, "params": [weight]}])
             weight.grad = None
         step_groups(optimizer, [other])
-    one, two = (torch.cat([weight.detach().view(-1) for weight in weights]) for weights in (together, apart))
-    return bool(torch.equal(one, two))
+    left, right = (torch.cat([weight.detach().view(-1) for weight in weights]) for weights in (together, apart))
+    return bool(torch.equal(left, right))
 
 
 def _give(weights: Sequence[Any], gradient: Any) -> None:

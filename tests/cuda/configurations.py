@@ -68,7 +68,7 @@ def _named() -> Iterator[tuple[str, Configuration]]:
     yield "sdxl-finetune-fused", Configuration(FINE_TUNE, (*mixed, *fused), reached=IN_EVERY_SDXL_STEP)
 
     whole = (*mixed, "--full_bf16", "--optimizer_type", "AdamW", "--max_grad_norm", "0")
-    released = IN_EVERY_SDXL_STEP | {"gradient_release", "kohya_ext/optimizers/weight_steps"}
+    released = IN_EVERY_SDXL_STEP | {"gradient_release"}
     yield RELEASE, Configuration(FINE_TUNE, whole, None, ("--gradient_release",), released, adds_work=True)
 
     for name, (options, reached) in _EXTENSION_OPTIONS.items():

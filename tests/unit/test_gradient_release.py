@@ -151,11 +151,11 @@ def rounded_steps(part, reserve=False, steps=4):
 def test_parts_of_a_weight_are_stepped_as_the_whole(reserve):
     (whole, expected), (parts, optimizer) = rounded_steps(None), rounded_steps(64, reserve)
     assert all(map(torch.equal, whole, parts))
-    for one, two in zip(whole, parts, strict=True):
-        assert expected.state[one].keys() == optimizer.state[two].keys()
-        assert optimizer.state[two]["step"] == 4
-        assert all(torch.equal(value, optimizer.state[two][name]) for name, value in expected.state[one].items())
-        assert {optimizer.state[two][name].dtype for name in STATES} == {torch.bfloat16}
+    for usual, weight in zip(whole, parts, strict=True):
+        assert expected.state[usual].keys() == optimizer.state[weight].keys()
+        assert optimizer.state[weight]["step"] == 4
+        assert all(torch.equal(value, optimizer.state[weight][name]) for name, value in expected.state[usual].items())
+        assert {optimizer.state[weight][name].dtype for name in STATES} == {torch.bfloat16}
 
 
 def test_states_of_a_resumed_run_move_to_one_piece_of_memory():
@@ -203,9 +203,9 @@ def test_probes_know_how_an_optimizer_treats_weights(kind, is_separate, states, 
     random, state = torch.get_rng_state(), dict(optimizer.state)
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     assert probes.steps_weights_separately(optimizer) == is_separate
-    found = probes.states_of_the_weights_type(optimizer)
-    assert found == states
-    assert probes.steps_elements_separately(optimizer, found) == is_elementwise
+    names = probes.states_of_the_weights_type(optimizer)
+    assert names == states
+    assert probes.steps_elements_separately(optimizer, names) == is_elementwise
     assert torch.equal(torch.get_rng_state(), random)
     assert optimizer.state == state
     after = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -317,8 +317,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_what_it_cannot_do_is_refused_before_a_model_is_loaded(case):
     script, values = case
-    found = [*options._impossible(Path(script), Namespace(**dict(values)), Settings(gradient_release=True))]
-    assert any("--gradient_release" in problem and REFUSED[case] in problem for problem in found), found
+    problems = [*options._impossible(Path(script), Namespace(**dict(values)), Settings(gradient_release=True))]
+    assert any("--gradient_release" in problem and REFUSED[case] in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(
