@@ -45,6 +45,7 @@ SITE = Path(__file__).with_name("third_party")
 
 _COMMON = "--mixed_precision bf16 --gradient_checkpointing --cache_latents --train_batch_size 1 --learning_rate 1e-4"
 _SDXL = f"{_COMMON} --sdpa --no_half_vae --resolution 1024"
+_RELEASE = f"{_SDXL} --cache_text_encoder_outputs --full_bf16 --max_grad_norm 0 --gradient_release"
 _SD15 = f"{_COMMON} --sdpa --resolution 512"
 _INVERSION = "--token_string sks --init_word a --num_vectors_per_token 4 --optimizer_type AdamW8bit"
 _SAMPLES = "--sample_prompts benchmarks/third_party/prompts.txt --sample_every_n_steps 1"
@@ -97,6 +98,8 @@ ROWS = (
     Row("sample images, Anima", f"anima_train_network.py --preset anima-lora/12gb {_SAMPLES}"),
     Row("two processes, fine-tune of SDXL", "sdxl_train.py --preset sdxl-finetune/base --full_bf16 --num_processes 2"),
     Row("two processes, LoRA of SDXL", "sdxl_train_network.py --preset sdxl-lora/16gb --num_processes 2"),
+    Row("gradient release with AdamW, fine-tune of SDXL", f"sdxl_train.py {_RELEASE} --optimizer_type AdamW"),
+    Row("gradient release with AdamW8bit, fine-tune of SDXL", f"sdxl_train.py {_RELEASE} --optimizer_type AdamW8bit"),
     Row("a fork's script, SD 1.5", f"train_network.py {_SD15} --network_module networks.lora --network_dim 16 "
         "--optimizer_type AdamW8bit", _KEPT),
 )  # fmt: skip

@@ -27,7 +27,7 @@ from kohya_ext.patching.patch import Patch, Target, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks
-from kohya_ext.sdscripts.constraints import fused_optimizer
+from kohya_ext.sdscripts.constraints import stepping_in_backward
 
 FILE = "kohya_ext_adaptive_lr.json"
 """The file in a state's folder."""
@@ -191,7 +191,7 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> Ada
         f"--adaptive_lr halves the rate when the mean loss of {settings[ADAPTIVE_LR_PATIENCE]} steps is not {_BETTER:.0%} "
         "below the best; the script's log shows the scheduler's rate"
     )
-    fused = fused_optimizer(args) is not None
+    fused = stepping_in_backward(args, settings) is not None
     return Adaptive(accelerator, settings[ADAPTIVE_LR_PATIENCE], getattr(args, "max_grad_norm", None) or 0.0, fused)
 
 

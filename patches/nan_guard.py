@@ -24,7 +24,7 @@ from kohya_ext.patching.patch import Patch, Target, moved, takes
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, current_batch, step_values, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import journal, ranks, resume, stop_request
-from kohya_ext.sdscripts.constraints import fused_optimizer
+from kohya_ext.sdscripts.constraints import stepping_in_backward
 
 EXIT_CODE = 3
 """Exit code of a run that this patch ended."""
@@ -123,7 +123,7 @@ class _Guard(TrainingCallback):
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Guard:
-    return _Guard(args, accelerator, fused_optimizer(args) is not None, settings[NAN_PATIENCE])
+    return _Guard(args, accelerator, stepping_in_backward(args, settings) is not None, settings[NAN_PATIENCE])
 
 
 def _backward(original: Any, settings: Settings) -> Any:

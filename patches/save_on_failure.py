@@ -14,10 +14,11 @@ from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.run.last_step import LastStep
+from kohya_ext.sdscripts.constraints import stepping_in_backward
 
 
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> LastStep:
-    return LastStep(args, accelerator)
+    return LastStep(args, accelerator, stepping_in_backward(args, settings) is not None)
 
 
 PATCH = Patch(

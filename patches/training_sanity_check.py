@@ -21,7 +21,7 @@ from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, t
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.preflight import abbreviated
 from kohya_ext.run import ranks
-from kohya_ext.sdscripts.constraints import fused_optimizer
+from kohya_ext.sdscripts.constraints import stepping_in_backward
 
 #: Starts of the names of weights that may have no gradient. SDXL, Lumina 2 and --clip_skip do not use the last layers of text
 #: encoders.
@@ -31,6 +31,8 @@ _USUAL = ("lora_te", "text_model.encoder.layers.", "text_model.final_layer_norm.
 @dataclass
 class _Check(TrainingCallback):
     args: Namespace
+    in_backward: str | None
+    """The option with which the optimizer steps during the backward pass, which leaves no gradients to check."""
     checked: bool = False
     stepped: bool = False
     names: dict[int, str] = field(default_factory=dict)
@@ -43,13 +45,17 @@ class _Check(TrainingCallback):
         self.checked = True
         models = [accelerator.unwrap_model(model) for model in accelerator._models]
         self.names = {id(weight): name for model in models for name, weight in model.named_parameters()}
-        problems = [*_between_processes(self.args, accelerator), *_in_optimizers(accelerator), *self._in_network(accelerator)]
+        problems = [
+            *_between_processes(self.in_backward, accelerator),
+            *_in_optimizers(accelerator),
+            *self._in_network(accelerator),
+        ]
         if problems:
             stop("\n".join([*problems, "stopped before the first step; --disable_patch training_sanity_check skips this"]))
 
     def before_step(self, optimizer: Any) -> None:
         """Check the gradients of the first step."""
-        if self.stepped:
+        if self.stepped or self.in_backward is not None:
             return
         self.stepped = True
         trained = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
@@ -84,7 +90,7 @@ class _Check(TrainingCallback):
 def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Check:
     if not getattr(args, "max_train_epochs", None) and getattr(args, "max_train_steps", 1) < 1:
         stop(f"nothing would be trained: --max_train_steps is {args.max_train_steps}; set it above 0")
-    return _Check(args)
+    return _Check(args, stepping_in_backward(args, settings))
 
 
 def _check_dataset(original: Any, settings: Settings) -> Any:
@@ -98,12 +104,11 @@ def _check_dataset(original: Any, settings: Settings) -> Any:
     return generate_dataset_group_by_blueprint
 
 
-def _between_processes(args: Namespace, accelerator: Accelerator) -> Iterator[str]:
+def _between_processes(in_backward: str | None, accelerator: Accelerator) -> Iterator[str]:
     # DistributedDataParallel averages a gradient after the hooks in which these optimizers step and free it.
-    fused = fused_optimizer(args)
-    if fused is not None and accelerator.num_processes > 1:
+    if in_backward is not None and accelerator.num_processes > 1:
         yield (
-            f"--{fused} steps before the processes have averaged their gradients, so each would train its own weights; "
+            f"--{in_backward} steps before the processes have averaged their gradients, so each would train its own weights; "
             "remove it or use one process"
         )
     launched = int(os.environ.get("WORLD_SIZE", "1"))

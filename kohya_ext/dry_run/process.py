@@ -113,6 +113,7 @@ def _install(request: Request, folder: Path) -> Any:
     if request.recorded:
         recording.install(tracker)
     _use_own_kernels(request)
+    _try_optimizers_with_data()
     steps = Steps(tracker, request, folder / RESULT)
     steps.install()
     return steps
@@ -124,6 +125,13 @@ def _use_own_kernels(request: Request) -> None:
         setattr(importlib.import_module("kohya_ext.quantization.support"), "kernels_obstacle", lambda *_: None)  # noqa: B010
     if request.kernels:
         setattr(importlib.import_module("kohya_ext.kernels.fused"), "_HAS_RMS_NORM_KERNEL", False)  # noqa: B010
+
+
+def _try_optimizers_with_data() -> None:
+    """Let the steps of small weights, which decide how the run's are stepped, compute on the host."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    setattr(importlib.import_module("kohya_ext.optimizers.probes"), "_on_the_host", _disable_current_modes)  # noqa: B010
 
 
 def _run_in_this_thread() -> None:

@@ -18,7 +18,7 @@ from kohya_ext.config.settings import options
 from kohya_ext.quantization.selection import reason_to_refuse
 from kohya_ext.run.safetensors_header import count_blocks
 from kohya_ext.sdscripts import families
-from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, FUSED_OPTIMIZERS, VARIANTS, Run, newly_broken
+from kohya_ext.sdscripts.constraints import CACHED_LATENTS, CACHED_TEXT, FUSED_OPTIMIZERS, RELEASE, VARIANTS, Run, newly_broken
 from kohya_ext.sdscripts.families import Family
 
 #: The phases of a run, as ``estimate`` names them.
@@ -222,7 +222,8 @@ def _saves_in_finetune(run: Attempt) -> bool:
 
 
 def _fused(run: Attempt) -> Changes:
-    return {"fused_backward_pass": True} if _saves_in_finetune(run) and not run.has("fused_backward_pass") else {}
+    is_fused = run.has("fused_backward_pass", RELEASE)
+    return {"fused_backward_pass": True} if _saves_in_finetune(run) and not is_fused else {}
 
 
 def _pure_bf16(run: Attempt) -> Changes:
@@ -259,7 +260,7 @@ def _swap(run: Attempt) -> Changes:
     if now >= most:
         return {}
     # A separate optimizer step would find trained weights in host memory.
-    fused = {} if run.trains_network or run.has(*FUSED_OPTIMIZERS) else _fused(run)
+    fused = {} if run.trains_network or run.has(*FUSED_OPTIMIZERS, RELEASE) else _fused(run)
     return {"blocks_to_swap": most // 2 if now < most // 2 else most, **fused}
 
 

@@ -20,7 +20,7 @@ from kohya_ext.planning.plan import Candidate, known_tiers
 from kohya_ext.planning.tiers import fits, usable_bytes
 from kohya_ext.preflight import deepspeed
 from kohya_ext.sdscripts.checkouts import Checkout
-from kohya_ext.sdscripts.constraints import fused_optimizer
+from kohya_ext.sdscripts.constraints import stepping_in_backward
 from kohya_ext.units import gigabytes, label
 
 #: Fraction of the host's memory that a plan uses.
@@ -275,7 +275,7 @@ def _start(checkout: Checkout, command: CommandLine, choice: _Choice, family: st
         return None
     changed = _each(tiered.with_({key: value for key, value in changes.items() if value or key in tiered.values}), machine)
     args = Namespace(**changed.values)
-    steps_early = fused_optimizer(args) is not None
+    steps_early = stepping_in_backward(args, changed.settings) is not None
     return None if steps_early or any(deepspeed.conflicts(checkout.script(command.name), args)) else changed
 
 

@@ -21,7 +21,7 @@ from kohya_ext.config.user_files import read_dataset_config, subsets
 from kohya_ext.errors import UserError, did_you_mean
 from kohya_ext.preflight import Findings, deepspeed, given, numbers
 from kohya_ext.sdscripts import families
-from kohya_ext.sdscripts.constraints import CONSTRAINTS, PRESERVATION, VARIANTS, Constraint, Run, is_schedule_free
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, PRESERVATION, RELEASE, VARIANTS, Constraint, Run, is_schedule_free
 
 _BITSANDBYTES = ("AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit", "PagedLion8bit")
 _DADAPTATION = ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD")
@@ -279,7 +279,7 @@ def _impossible(script: Path, args: Namespace, settings: Settings = _DEFAULTS) -
     """Yield the problems of the whole run, then of each subset with its own settings from --dataset_config."""
     of_subsets = [constraint for constraint in CONSTRAINTS if constraint.of_subset]
     of_run = [constraint for constraint in CONSTRAINTS if not constraint.of_subset]
-    values = {**vars(args), **{name: settings[name] for name in (VARIANTS, PRESERVATION)}}
+    values = {**vars(args), **{name: settings[name] for name in (VARIANTS, PRESERVATION, RELEASE)}}
     yield from _broken(of_run, script, values)
     if not getattr(args, "dataset_config", None):
         yield from _broken(of_subsets, script, values)

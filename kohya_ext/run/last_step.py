@@ -33,7 +33,6 @@ from kohya_ext.patching.types import Accelerator
 from kohya_ext.run import ranks, resume, retry_request
 from kohya_ext.run.atomic_write import final_path, not_waiting, written_files
 from kohya_ext.run.output_files import rolling_state
-from kohya_ext.sdscripts.constraints import fused_optimizer
 
 #: Keys of the values that the processes share.
 _PART, _SAVED = "failure/part/", "failure/saved"
@@ -51,6 +50,8 @@ class LastStep(TrainingCallback):
 
     args: Namespace
     accelerator: Accelerator
+    steps_in_backward: bool = False
+    """Whether the optimizer steps during the backward pass."""
     steps: int = 0
     """Complete steps of this process."""
     snapshot: resume.Snapshot | None = None
@@ -83,8 +84,8 @@ class LastStep(TrainingCallback):
         self._is_quiet = True
 
     def before_backward(self) -> None:
-        """Note that a fused optimizer changes weights."""
-        if fused_optimizer(self.args) is not None:
+        """Note that an optimizer changes weights, if it steps during the backward pass."""
+        if self.steps_in_backward:
             self.before_optimizer_step()
 
     def before_optimizer_step(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kohya_ext.sdscripts import families
 from kohya_ext.sdscripts.families import Family
@@ -18,6 +19,9 @@ CACHED_LATENTS = ("cache_latents", "cache_latents_to_disk")
 
 #: Options that step the optimizer during the backward pass, so that no gradient is kept.
 FUSED_OPTIMIZERS = ("fused_backward_pass", "fused_optimizer_groups", "blockwise_fused_optimizers")
+
+RELEASE = "gradient_release"
+"""The extension's option that steps each weight of any optimizer during the backward pass."""
 
 CHANGING_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate")
 
@@ -33,14 +37,30 @@ CHANGING_IMAGES = ("color_aug", "random_crop")
 #: which upstream changes with --full_fp16 alone.
 CASTS_WEIGHTS = ("flux_train.py", "flux_train_control_net.py", "lumina_train.py", "sdxl_train_control_net_lllite.py")
 
+#: Options of old releases that choose an optimizer.
+OLD_OPTIMIZER_SWITCHES = {"use_8bit_adam": "AdamW8bit", "use_lion_optimizer": "Lion"}
+
+#: Starts of the names of optimizers whose step depends on the gradients of all weights.
+_WHOLE_STEPS = ("prodigy", "dadapt")
 
 #: Networks that look for the classes of the models they know.
 _DETECTING = ("networks.loha", "networks.lokr")
 
 
-def fused_optimizer(args: object) -> str | None:
-    """Return the option of a run's arguments that steps the optimizer during the backward pass; None if there is none."""
-    return next((name for name in FUSED_OPTIMIZERS if getattr(args, name, None)), None)
+class Settings(Protocol):
+    """The extension's options by name."""
+
+    def __getitem__(self, name: str) -> object: ...
+
+
+def stepping_in_backward(args: object, settings: Settings | None = None) -> str | None:
+    """Return the option of a run that steps the optimizer during the backward pass; None if there is none.
+
+    ``settings``: the extension's, if the arguments do not have them.
+    """
+    if settings is not None and settings[RELEASE]:
+        return RELEASE
+    return next((name for name in (*FUSED_OPTIMIZERS, RELEASE) if getattr(args, name, None)), None)
 
 
 def is_schedule_free(values: Mapping[str, object]) -> bool:
@@ -135,6 +155,17 @@ class Run:
         return str(self.values.get("optimizer_type")).lower() == "adafactor"
 
     @property
+    def optimizer(self) -> str:
+        """The optimizer's class, without its module."""
+        older = next((name for switch, name in OLD_OPTIMIZER_SWITCHES.items() if self.has(switch)), None)
+        return str(self.values.get("optimizer_type") or older or "AdamW").rpartition(".")[2]
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether the script trains the weights of a whole model."""
+        return self.family is not None and self.script in self.family.finetune
+
+    @property
     def scheduler(self) -> str:
         """The schedule that upstream uses."""
         return str(self.values.get("lr_scheduler_type") or self.values.get("lr_scheduler"))
@@ -227,6 +258,7 @@ def _excludes(
     return Constraint(options, others, lambda run: run.has(*others) and when(run), message, of_subset, consequence)
 
 
+_RELEASE, _IN_BACKWARD = (RELEASE,), (*FUSED_OPTIMIZERS, RELEASE)
 _BLOCKS, _PRECISION, _SCHEDULE = ("blocks_to_swap",), ("mixed_precision",), ("lr_scheduler", "lr_scheduler_type")
 _UNET_ONLY, _OPTIMIZER, _WARMUP = ("network_train_unet_only",), ("optimizer_type",), ("lr_warmup_steps",)
 _OFFLOADED = ("cpu_offload_checkpointing", "unsloth_offload_checkpointing")
@@ -251,12 +283,21 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     _excludes(_OFFLOADED, _BLOCKS, "upstream does not support it"),
     _excludes(_OFFLOADED[1:], _OFFLOADED[:1], "choose one"),
     Constraint(FUSED_OPTIMIZERS[:1], _OPTIMIZER, lambda run: not run.uses_adafactor,
-               "--{option} works with --optimizer_type Adafactor only"),
-    Constraint(_BLOCKS, FUSED_OPTIMIZERS, lambda run: run.swaps_trained and not run.has(*FUSED_OPTIMIZERS),
+               "--{option} works with --optimizer_type Adafactor only; --gradient_release works with others"),
+    Constraint(_BLOCKS, _IN_BACKWARD, lambda run: run.swaps_trained and not run.has(*_IN_BACKWARD),
                "{run.script} fails at its first step with --{option}, because the optimizer finds weights in host memory; add "
-               "--fused_backward_pass, which needs --optimizer_type Adafactor"),
-    Constraint(FUSED_OPTIMIZERS, ("gradient_accumulation_steps",), lambda run: run.accumulation > 1,
+               "--fused_backward_pass, which needs --optimizer_type Adafactor, or --gradient_release"),
+    Constraint(_IN_BACKWARD, ("gradient_accumulation_steps",), lambda run: run.accumulation > 1,
                "--{option} and --gradient_accumulation_steps {run.accumulation} cannot be combined: no gradient is kept"),
+    Constraint(_RELEASE, (), lambda run: not run.fine_tunes,
+               "--{option} works with the scripts that fine-tune whole models, not with {run.script}; remove it"),
+    _excludes(_RELEASE, FUSED_OPTIMIZERS, "each steps the optimizer during the backward pass; remove --{other}"),
+    _excludes(_RELEASE, ("deepspeed",), "DeepSpeed steps its own optimizer"),
+    Constraint(_RELEASE, _PRECISION, lambda run: run.precision == "fp16",
+               "--{option} needs --mixed_precision bf16 or no: with fp16 the gradients are scaled until all are known"),
+    Constraint(_RELEASE, _OPTIMIZER, lambda run: run.optimizer.lower().startswith(_WHOLE_STEPS),
+               "--{option} cannot be combined with --optimizer_type {run.optimizer}, whose step depends on the gradients of "
+               "all weights; use AdamW, AdamW8bit or Adafactor"),
     Constraint(_OFFLOADED[:1], (), lambda run: run.has("gradient_checkpointing") and not run.offloads,
                "--{option} fails with a TypeError in {run.script}; remove it"),
     Constraint(_WARMUP, _SCHEDULE, lambda run: run.refuses_warmup and run.scheduler == "constant",

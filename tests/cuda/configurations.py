@@ -17,6 +17,9 @@ OPTIMIZERS = {
 LORA = "sdxl_train_network.py"
 FINE_TUNE = "sdxl_train.py"
 
+RELEASE = "sdxl-finetune-release"
+"""The configuration that steps weights during the backward pass, and frees their gradients."""
+
 #: Patches that are on by default and take part in every step.
 IN_EVERY_STEP = frozenset({"nan_guard", "out_of_memory", "skip_unused_gradients", "step_times"})
 IN_EVERY_LORA_STEP = IN_EVERY_STEP | {"single_process_reduce", "skip_unit_scaling"}
@@ -64,6 +67,10 @@ def _named() -> Iterator[tuple[str, Configuration]]:
     fused = ("--fused_backward_pass", "--optimizer_type", "Adafactor", *_ADAFACTOR)
     yield "sdxl-finetune-fused", Configuration(FINE_TUNE, (*mixed, *fused), reached=IN_EVERY_SDXL_STEP)
 
+    whole = (*mixed, "--full_bf16", "--optimizer_type", "AdamW", "--max_grad_norm", "0")
+    released = IN_EVERY_SDXL_STEP | {"gradient_release"}
+    yield RELEASE, Configuration(FINE_TUNE, whole, None, ("--gradient_release",), released, adds_work=True)
+
     for name, (options, reached) in _EXTENSION_OPTIONS.items():
         of_step = IN_EVERY_STEP | reached
         yield name, Configuration(LORA, mixed, extension_options=options, reached=of_step, adds_work=True)
@@ -104,5 +111,5 @@ CONFIGURATIONS = dict(_named())
 #: Mark -> generation -> its configurations; the others are slow. CI's two generations together cover both precisions.
 MARKS = {
     "default": {"newest": ("sdxl-lora-bf16",)},
-    "thorough": {"newest": ("flux-lora-fp16",), "oldest": ("sdxl-lora-fp16", "sdxl-finetune-fused")},
+    "thorough": {"newest": ("flux-lora-fp16", RELEASE), "oldest": ("sdxl-lora-fp16", "sdxl-finetune-fused")},
 }

@@ -73,6 +73,13 @@ def test_checkpointing_fewer_blocks_launches_less(pair):
     assert all(ours.launches < theirs.launches for ours, theirs in zip(pair.ours.steps, pair.upstream.steps, strict=True))
 
 
+@pytest.mark.configurations(lambda configuration: "--gradient_release" in configuration.extension_options)
+def test_released_gradients_take_no_memory(pair):
+    """Upstream keeps the gradient of every weight, as large as all weights, up to the step."""
+    ours, theirs = (run.peak - run.steps[-1].bytes for run in (pair.ours, pair.upstream))
+    assert ours < 0.8 * theirs  # 0.7: activations remain
+
+
 def test_progress_bar_shows_reserved_memory(pair):
     shown = re.findall(r"[ \[]memory=([\d.]+)/([\d.]+)GB\]", pair.ours.output)
     (journal,) = pair.ours.folder.glob("*.journal.jsonl")

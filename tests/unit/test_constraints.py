@@ -9,7 +9,7 @@ from kohya_ext.config import preset_conflicts
 from kohya_ext.config.settings import Settings
 from kohya_ext.planning.memory_savings import Attempt, steps
 from kohya_ext.preflight import options
-from kohya_ext.sdscripts.constraints import CONSTRAINTS, VARIANTS, Run, fused_optimizer, newly_broken
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, VARIANTS, Run, newly_broken, stepping_in_backward
 
 LORA, FINE_TUNE, FLUX, ANIMA = "sdxl_train_network.py", "sdxl_train.py", "flux_train_network.py", "anima_train.py"
 ADAFACTOR = {"optimizer_type": "Adafactor", "mixed_precision": "bf16"}
@@ -88,5 +88,5 @@ def test_messages_have_their_fields():
 
 
 def test_the_option_that_fuses_the_optimizer_is_named():
-    assert fused_optimizer(Namespace(fused_backward_pass=False, fused_optimizer_groups=4)) == "fused_optimizer_groups"
-    assert fused_optimizer(Namespace(fused_optimizer_groups=None)) is None
+    assert stepping_in_backward(Namespace(fused_backward_pass=False, fused_optimizer_groups=4)) == "fused_optimizer_groups"
+    assert stepping_in_backward(Namespace(fused_optimizer_groups=None)) is None

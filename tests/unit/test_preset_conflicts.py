@@ -80,6 +80,8 @@ def held_back(script, *argv):
         (FINE_TUNE, "12gb", "--train_text_encoder", {"cache_text_encoder_outputs"}),
         (FINE_TUNE, "12gb", "--learning_rate_te1 1e-5", set()),
         (FINE_TUNE, "16gb", "--fused_backward_pass", {"gradient_accumulation_steps"}),
+        (FINE_TUNE, "12gb", "--gradient_release", {"fused_backward_pass"}),
+        (FINE_TUNE, "16gb", "--gradient_release", {"gradient_accumulation_steps"}),
         (FLUX, "12gb", "--text_encoder_lr 5e-5", {"network_train_unet_only"}),
         (FLUX, "12gb", "--network_args train_t5xxl=True", {"network_train_unet_only", "cache_text_encoder_outputs"}),
         (FLUX, "12gb", "--cpu_offload_checkpointing", {"blocks_to_swap"}),

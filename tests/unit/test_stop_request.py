@@ -28,7 +28,7 @@ class Saves(LastStep):
 
 @pytest.fixture
 def last():
-    last = Saves(Namespace(fused_backward_pass=False, blockwise_fused_optimizers=False), SimpleNamespace())
+    last = Saves(Namespace(), SimpleNamespace())
     finish(last)
     return last
 
@@ -84,8 +84,8 @@ def test_a_change_that_takes_longer_than_windows_allows_saves_nothing(last):
         last.before_optimizer_step()
 
 
-def test_fused_optimizers_change_weights_in_backward(last):
-    last.args.fused_backward_pass = True
+def test_optimizers_that_step_in_backward_change_weights_there(last):
+    last.steps_in_backward = True
     last.before_backward()
     last.save_before_end(0.0, 143)
     assert last.saved_at is None

@@ -24,7 +24,7 @@ def warnings_of(capsys, *without, trained=("used",)):
     accelerator = SimpleNamespace(
         num_processes=1, distributed_type="NO", unwrap_model=lambda each: each, _models=[model], _optimizers=[optimizer]
     )
-    check = _Check(Namespace())
+    check = _Check(Namespace(), None)
     check.before_batch(accelerator)
     check.before_step(optimizer)
     return capsys.readouterr().err

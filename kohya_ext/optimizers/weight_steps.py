@@ -1,0 +1,192 @@
+"""Step the weights of an optimizer one at a time, with the optimizer's own ``step`` and state.
+
+``step`` of almost every optimizer treats each weight by itself, and passes over weights without a gradient. So a weight can
+be stepped as soon as it has its gradient: ``param_groups`` then has this weight alone. Values that a group counts once a step,
+such as the ``k`` of schedule-free optimizers, are read from a copy of the group, so each weight sees those of the step before.
+A last call of ``step``, when no weight has a gradient any more, counts them.
+
+PyTorch's tutorial has an optimizer for each weight instead. With one, schedulers and saved states stay as they are:
+https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
+
+PART = 2**22
+"""Elements of a bf16 weight that are stepped together, if the optimizer treats each element by itself."""
+
+_CHUNK = 2**28
+"""Bytes of weights whose states are allocated together."""
+
+_ALIGNED = 256
+"""Elements to which the place of a state is aligned: 512 bytes, as by PyTorch's allocator."""
+
+
+class WeightSteps:
+    """Steps of an optimizer for one weight at a time."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self._group_of = {weight: number for number, group in enumerate(optimizer.param_groups) for weight in group["params"]}
+
+    def step(self, weight: Any) -> None:
+        """Step a weight with its gradient, and drop that."""
+        self.step_in_place_of(weight, weight)
+        weight.grad = None
+
+    def step_in_place_of(self, weight: Any, stand_in: Any) -> None:
+        """Step a tensor with its own gradient and state, and with the options of a weight."""
+        group = self.optimizer.param_groups[self._group_of[weight]]
+        step_groups(self.optimizer, [{**group, "params": [stand_in]}])
+
+
+class RoundedSteps(WeightSteps):
+    """The same with bf16 weights stepped in float32 and rounded stochastically.
+
+    So are states that the optimizer keeps in the weight's own type: between two steps they are bf16. All other states are the
+    optimizer's own. An optimizer that treats each element by itself steps large weights in parts, because the float32 copies of
+    a weight, its gradient and its states would take more memory than anything else in the step.
+    """
+
+    def __init__(self, optimizer: Any, rounding: StochasticRounding, rounded_states: frozenset[str], part: int | None) -> None:
+        """``rounded_states``: names of states of the weight's type. ``part``: elements stepped together; None for all."""
+        super().__init__(optimizer)
+        self._rounding, self._rounded, self._part = rounding, rounded_states, part
+        self._reserved: dict[tuple[Any, str], Any] = {}
+        """(weight, name) -> memory of a state that the first step creates."""
+
+    def reserve(self, weights: Iterable[Any]) -> None:
+        """Move the states to memory without gaps, and allocate that of the states to come, if a state has its weight's shape.
+
+        The first steps would allocate them between temporary tensors of all sizes, and leave gaps that nothing fits into.
+        """
+        if self._part is not None:
+            for together in _chunks(weight for weight in weights if _is_rounded_weight(weight)):
+                for name in sorted(self._rounded):
+                    self._reserve(name, together)
+
+    def _reserve(self, name: str, weights: Sequence[Any]) -> None:
+        for weight, memory in zip(weights, _memory(weights), strict=True):
+            state = self.optimizer.state.get(weight, {})
+            if name in state:
+                memory.copy_(state[name])
+                state[name] = memory
+            else:
+                self._reserved[weight, name] = memory
+
+    def step(self, weight: Any) -> None:
+        """Step a weight with its gradient, and drop that."""
+        if not _is_rounded_weight(weight):
+            super().step(weight)
+            return
+        states = self.optimizer.state
+        before, gradient, weight.grad = states.get(weight, {}), weight.grad, None
+        after: dict[str, Any] = {}
+        for part in self._parts(weight):
+            self._step_part(weight, gradient, part, before, after)
+        states[weight] = after
+
+    def _parts(self, weight: Any) -> Sequence[slice | None]:
+        """Return the parts of the weight's elements, or None for all of it."""
+        if self._part is None or not weight.is_contiguous() or weight.numel() <= self._part:
+            return [None]
+        return [slice(start, start + self._part) for start in range(0, weight.numel(), self._part)]
+
+    def _step_part(
+        self, weight: Any, gradient: Any, part: slice | None, before: Mapping[str, Any], after: dict[str, Any]
+    ) -> None:
+        """Step a part with the states of before the step, and write the new ones to ``after``."""
+        import torch
+
+        states = self.optimizer.state
+        stand_in = torch.nn.Parameter(_of(weight.detach(), part).float())
+        stand_in.grad = _of(gradient, part).float()
+        states[stand_in] = {name: self._opened(name, value, part) for name, value in before.items()}
+        try:
+            self.step_in_place_of(weight, stand_in)
+            stepped = states[stand_in]
+        finally:  # an error leaves only what a saved state can contain
+            states.pop(stand_in, None)
+        stand_in.grad = None
+        for name, value in stepped.items():
+            if self._is_rounded(name, value):
+                if name not in after:
+                    after[name] = before[name] if name in before else self._created(weight, name, value, part)
+                self._rounding.copy(_of(after[name], part), value)
+            else:
+                after[name] = value
+        self._rounding.copy(_of(weight.detach(), part), stand_in.detach())
+
+    def _created(self, weight: Any, name: str, value: Any, part: slice | None) -> Any:
+        """Return the memory of a new state."""
+        reserved = self._reserved.pop((weight, name), None)
+        return _in_bf16(value if part is None else weight) if reserved is None else reserved
+
+    def _opened(self, name: str, value: Any, part: slice | None) -> Any:
+        """Return a state for a part: in float32 if it is rounded, and a counter of its own."""
+        if self._is_rounded(name, value):
+            return _of(value, part).float()
+        return value.clone() if part is not None and hasattr(value, "clone") else value
+
+    def _is_rounded(self, name: str, value: Any) -> bool:
+        return name in self._rounded and hasattr(value, "is_floating_point") and bool(value.is_floating_point())
+
+
+def _is_rounded_weight(weight: Any) -> bool:
+    import torch
+
+    return weight.dtype is torch.bfloat16
+
+
+def _chunks(weights: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield lists of weights whose states are allocated together: large ones, of which a second copy is small."""
+    together: list[Any] = []
+    for weight in weights:
+        together.append(weight)
+        if sum(each.nbytes for each in together) >= _CHUNK:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def _memory(weights: Sequence[Any]) -> list[Any]:
+    """Return bf16 tensors with the shapes of weights, in one piece of memory on their device."""
+    import torch
+
+    sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in weights]
+    whole = torch.empty(sum(sizes), dtype=torch.bfloat16, device=weights[0].device)
+    return [part[: weight.numel()].view(weight.shape) for weight, part in zip(weights, whole.split(sizes), strict=True)]
+
+
+def _in_bf16(tensor: Any) -> Any:
+    """Return memory for a tensor of a shape, in bf16."""
+    import torch
+
+    return torch.empty_like(tensor, dtype=torch.bfloat16, requires_grad=False)
+
+
+def _of(tensor: Any, part: slice | None) -> Any:
+    """Return a part of a tensor's elements."""
+    return tensor if part is None else tensor.view(-1)[part]
+
+
+def step_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Call an optimizer's ``step`` with other parameter groups."""
+    own, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = own
+
+
+def prepare(optimizer: Any) -> None:
+    """Let an optimizer do now what it does once for all weights: bitsandbytes moves a loaded state to the GPU.
+
+    Nothing is stepped or counted. Raises what ``step`` raises.
+    """
+    step_groups(optimizer, [dict(group) for group in optimizer.param_groups])

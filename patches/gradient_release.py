@@ -1,0 +1,209 @@
+"""``--gradient_release``: step each weight of a full fine-tune as soon as the backward pass has its gradient, and free that.
+
+Upstream does so for Adafactor alone (``--fused_backward_pass``), and with several optimizers for others. This patch steps the
+weights with upstream's one optimizer (:mod:`kohya_ext.optimizers.weight_steps`), so the scheduler and saved states stay as they
+are. The loop's own ``optimizer.step()`` then finds no gradient, and only counts the step.
+
+bf16 weights are stepped in float32 and rounded stochastically, and so are the states that the optimizer keeps in the type of
+the weights: AdamW's two states then take 4 bytes per weight, and lose no small update. ``--no-stochastic_rounding`` steps as
+upstream.
+
+``--max_grad_norm`` needs the norm of all gradients before the first weight is stepped. Each gradient is scaled as if the norm
+were the larger one of that of the last step, and that of the gradients so far in this step. So a step whose gradients explode
+is clipped, too. Gradients are left as they are, exactly, while neither norm is above the limit.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kohya_ext.config.settings import Option, Settings, boolean
+from kohya_ext.console import note, stop, warn
+from kohya_ext.errors import first_line
+from kohya_ext.optimizers import probes
+from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
+from kohya_ext.optimizers.weight_steps import PART, RoundedSteps, WeightSteps, prepare
+from kohya_ext.patching.patch import Patch
+from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
+from kohya_ext.patching.types import Accelerator
+from kohya_ext.sdscripts.constraints import CONSTRAINTS, RELEASE, Run
+
+FILE = "kohya_ext_gradient_release.pt"
+"""The file in a state's folder."""
+
+GRADIENT_RELEASE = Option(
+    RELEASE,
+    False,
+    boolean,
+    "in a full fine-tune, step each weight during the backward pass and free its gradient, with any optimizer that treats each "
+    "weight by itself",
+    activates=True,
+)
+STOCHASTIC_ROUNDING = Option(
+    "stochastic_rounding",
+    True,
+    boolean,
+    "with --gradient_release and bf16 weights (--full_bf16): compute steps in float32 and round them to bf16 stochastically, "
+    "so that no small update is lost",
+)
+
+
+@dataclass
+class _Release(TrainingCallback):
+    """The steps of a run's weights, and what decides on them: the norms of their gradients and the rounding's generator."""
+
+    rounding: StochasticRounding | None
+    max_norm: float
+    """The limit of the norm of all gradients; 0: no limit."""
+    stepped: int = 0
+    """Weights stepped in this run."""
+    earlier: Any = 0.0
+    """The sum of the squares of all gradients in the last step."""
+    squares: Any = 0.0
+    """That of the gradients so far in this step."""
+    _hooks: list[Any] = field(default_factory=list)
+
+    def before_batch(self, accelerator: Accelerator) -> None:
+        """Hook the weights, once accelerate has prepared the optimizer and loaded a state."""
+        if self._hooks:
+            return
+        (prepared,) = accelerator._optimizers
+        optimizer = prepared.optimizer
+        _check(optimizer)
+        weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
+        steps = self._steps(optimizer, weights)
+        for weight in weights:
+            self._hooks.append(weight.register_post_accumulate_grad_hook(lambda weight: self._step(steps, weight)))
+        self._describe(type(optimizer).__name__, weights)
+
+    def _steps(self, optimizer: Any, weights: list[Any]) -> WeightSteps:
+        if self.rounding is None or not _has_bf16(weights):
+            return WeightSteps(optimizer)
+        states = probes.states_of_the_weights_type(optimizer)
+        part = PART if probes.steps_elements_separately(optimizer, states) else None
+        steps = RoundedSteps(optimizer, self.rounding, states, part)
+        steps.reserve(weights)
+        return steps
+
+    def _describe(self, optimizer: str, weights: list[Any]) -> None:
+        rounded = ", rounds stochastically to bf16" if self.rounding is not None and _has_bf16(weights) else ""
+        clipped = f", clips to --max_grad_norm {self.max_norm:g} by the norm of the last step" if self.max_norm else ""
+        note(f"--{RELEASE} steps {len(weights)} weights with {optimizer} during the backward pass{rounded}{clipped}")
+
+    def _step(self, steps: WeightSteps, weight: Any) -> None:
+        if self.max_norm:
+            self._clip(weight.grad)
+        steps.step(weight)
+        self.stepped += 1
+
+    def _clip(self, gradient: Any) -> None:
+        """Scale a gradient as if the norm were the larger one of the last step's, and of the gradients so far in this one."""
+        import torch
+
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        self.squares = norm.square().add_(self.squares)
+        larger = torch.maximum(self.squares, torch.as_tensor(self.earlier, dtype=torch.float32, device=norm.device))
+        gradient.mul_(larger.rsqrt_().mul_(self.max_norm).clamp_(max=1))
+
+    def after_batch(self, accelerator: Accelerator) -> None:
+        """Keep the norm of this step, unless it was skipped."""
+        if isinstance(self.squares, float):
+            return
+        self.earlier, self.squares = self.squares, 0.0
+
+    def on_state_save(self, folder: Path) -> None:
+        """Write the norm of the last step and the rounding's random state."""
+        import torch
+
+        rounding = None if self.rounding is None else self.rounding.state()
+        torch.save({"squares": float(self.earlier), "rounding": rounding}, folder / FILE)
+
+    def on_state_load(self, folder: Path) -> None:
+        """Read the norm of the last step and the rounding's random state."""
+        import torch
+
+        file = folder / FILE
+        if not file.is_file():
+            warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")
+            return
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        self.earlier = saved["squares"]
+        if self.rounding is not None and saved["rounding"] is not None:
+            try:
+                self.rounding.restore(saved["rounding"])
+            except RuntimeError:
+                warn(f"{folder} was saved on another kind of device: the result will differ from an uninterrupted run")
+
+    def on_end(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _has_bf16(weights: list[Any]) -> bool:
+    import torch
+
+    return any(weight.dtype is torch.bfloat16 for weight in weights)
+
+
+#: Packages whose optimizers step each weight by itself, although some do not run on the host.
+_SEPARATE = ("torch.", "bitsandbytes.")
+
+
+def _check(optimizer: Any) -> None:
+    """Exit unless the optimizer steps each weight by itself."""
+    name, advice = type(optimizer).__name__, "use AdamW, AdamW8bit or Adafactor, or remove it"
+    try:
+        prepare(optimizer)
+    except Exception as problem:  # an optimizer of any package
+        stop(f"--{RELEASE} cannot step one weight at a time with {name} ({first_line(problem)}); {advice}")
+    if type(optimizer).__module__.startswith(_SEPARATE):
+        return
+    try:
+        is_separate = probes.steps_weights_separately(optimizer)
+    except Exception as problem:
+        stop(f"--{RELEASE} could not try {name} on the host ({first_line(problem)}); {advice}")
+    if not is_separate:
+        stop(f"--{RELEASE} cannot be combined with {name}, whose step depends on the gradients of all weights; {advice}")
+
+
+def _problems(script: str, args: Namespace, settings: Settings) -> Iterator[str]:
+    """Yield why several processes cannot use it. Other combinations are in the table of constraints."""
+    if (settings.num_processes or 1) > 1:
+        yield f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process"
+
+
+def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Release:
+    run = Run(program().command.name, {**vars(args), RELEASE: True})
+    for problem in (problem for each in CONSTRAINTS if RELEASE in each.options for problem in each.problems(run)):
+        stop(problem)  # preflight, which reports them earlier, may be off
+    if accelerator.num_processes > 1:
+        stop(f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process")
+    rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
+    return _Release(rounding, args.max_grad_norm or 0.0)
+
+
+def _facts() -> dict[str, object]:
+    release = current(_Release)
+    return {} if release is None else {"weights": release.stepped}
+
+
+PATCH = Patch(
+    name=RELEASE,
+    summary="--gradient_release: step each weight of a fine-tune during the backward pass, with any optimizer",
+    targets=(),
+    options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING),
+    exactness="exact",
+    held_to="the same run without it, for float32 weights or with --no-stochastic_rounding, while no gradient is clipped; the "
+    "mean of stochastic roundings, to the value",
+    idea="https://github.com/kohya-ss/sd-scripts/pull/1259",
+    wanted=lambda settings: settings[GRADIENT_RELEASE],
+    problems=_problems,
+    facts=_facts,
+    stage=Stage.COMPUTE,
+    on_start=_start,
+)

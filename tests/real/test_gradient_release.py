@@ -1,0 +1,107 @@
+"""``--gradient_release`` trains what upstream trains without it, in every script of a fine-tune, and resumes bit for bit."""
+
+import pytest
+
+from tests.real.test_losing_nothing import FULL, same
+
+torch = pytest.importorskip("torch")
+
+#: Upstream's own clipping needs the norm of all gradients.
+UNCLIPPED = ("--max_grad_norm", "0")
+SCHEDULE = ("--lr_scheduler", "cosine", "--lr_warmup_steps", "1")
+RELEASE = "--gradient_release"
+BF16 = ("--mixed_precision", "bf16", "--full_bf16")
+
+OPTIMIZERS = {
+    "AdamW": (),
+    "Lion": ("--optimizer_type", "Lion"),
+    "SGDNesterov": ("--optimizer_type", "SGDNesterov"),
+    "AdamWScheduleFree": ("--optimizer_type", "AdamWScheduleFree", "--optimizer_args", "warmup_steps=3"),
+    "Adafactor": ("--optimizer_type", "Adafactor", "--optimizer_args", "relative_step=False", "scale_parameter=False"),
+    "relative Adafactor": ("--optimizer_type", "Adafactor"),
+    "CAME": ("--optimizer_type", "pytorch_optimizer.CAME"),
+}
+
+
+def assert_released(run, weights=1):
+    """The patch stepped, and did not only leave the loop's step as it was."""
+    assert run.code == 0, run.output[-4000:]
+    assert f"{RELEASE} steps" in run.output
+    assert run.report["facts"]["gradient_release"]["weights"] >= weights
+
+
+def without_release(train, checkout, script, *options):
+    """Run upstream, or the patches alone for SDXL, whose text encoders upstream trains with wrong gradients."""
+    return train(checkout, script, *options, start="launcher" if script == FULL else "plain")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(FULL, marks=pytest.mark.newest),
+        pytest.param("flux_train.py", marks=pytest.mark.oldest),
+        *(
+            pytest.param(script, marks=pytest.mark.slow)
+            for script in ("sd3_train.py", "lumina_train.py", "anima_train.py", "fine_tune.py", "train_db.py")
+        ),
+    ],
+)
+def test_weights_are_upstreams(checkout, train, script):
+    options = (*UNCLIPPED, *SCHEDULE)
+    upstream = without_release(train, checkout, script, *options)
+    released = train(checkout, script, *options, RELEASE)
+    assert_released(released)
+    assert same(released.tensors, upstream.tensors)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_optimizer_steps_as_upstream(checkout, train, optimizer):
+    options = (*UNCLIPPED, *OPTIMIZERS[optimizer])
+    upstream = without_release(train, checkout, "flux_train.py", *options)
+    released = train(checkout, "flux_train.py", *options, RELEASE)
+    assert_released(released)
+    assert same(released.tensors, upstream.tensors)
+
+
+@pytest.mark.thorough
+@pytest.mark.newest
+def test_bf16_weights_are_upstreams_without_stochastic_rounding(checkout, train):
+    options = (*UNCLIPPED, *BF16, "--optimizer_type", "AdamW")
+    upstream = without_release(train, checkout, FULL, *options)
+    released = train(checkout, FULL, *options, RELEASE, "--no-stochastic_rounding")
+    assert_released(released)
+    assert same(released.tensors, upstream.tensors)
+
+
+def test_gradients_below_the_limit_are_not_changed(checkout, train):
+    options = ("--max_grad_norm", "1e6")
+    upstream = without_release(train, checkout, "flux_train.py", *options)
+    released = train(checkout, "flux_train.py", *options, RELEASE)
+    assert "clips to --max_grad_norm 1e+06 by the norm of the last step" in released.output
+    assert same(released.tensors, upstream.tensors)
+
+
+#: Case -> script and options. AdamW's states are bf16, and rounded, too; the states of Adafactor are float32.
+RESUMED = {
+    "stochastic rounding": (FULL, (*BF16, "--optimizer_type", "AdamW")),
+    "clipping": ("flux_train.py", ("--max_grad_norm", "0.01")),
+    "schedule-free": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["AdamWScheduleFree"])),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("stochastic rounding", marks=pytest.mark.newest),
+        pytest.param("clipping", marks=pytest.mark.oldest),
+        pytest.param("schedule-free", marks=pytest.mark.thorough),
+    ],
+)
+def test_resume_equals_the_undisturbed_run(checkout, train, case):
+    script, options = RESUMED[case]
+    options = (*options, RELEASE, "--save_every_n_steps", "2", "--save_state")
+    undisturbed = train(checkout, script, *options)
+    assert_released(undisturbed)
+    resumed = train(checkout, script, *options, "--resume", str(undisturbed.folder / "tiny-step00000002-state"))
+    assert same(resumed.tensors, undisturbed.tensors)
