@@ -29,7 +29,8 @@ from kohya_ext.speed import proof
 from kohya_ext.units import gigabytes
 
 if TYPE_CHECKING:
-    from kohya_ext.patching.swapped_blocks import OneWaySwap, PageLock
+    from kohya_ext.patching.page_lock import PageLock
+    from kohya_ext.patching.swapped_blocks import OneWaySwap
 
 ONE_WAY_BLOCK_SWAP = Option(
     "one_way_block_swap",
@@ -38,10 +39,6 @@ ONE_WAY_BLOCK_SWAP = Option(
     "with --blocks_to_swap, copy frozen blocks from host to GPU only, from page-locked memory; on by default if a test on this "
     "GPU shows that it works, and if the host has the memory",
 )
-
-#: Bytes of host memory that stay free, and the largest part of the machine's memory that is page-locked: Windows allows a half
-#: for all of a system's processes.
-_SPARE, _LOCKED = 2 * 2**30, 0.4
 
 
 @dataclass
@@ -65,22 +62,20 @@ class _Swaps(TrainingCallback):
                 swap.keep(block, on_host)
 
     def _begin(self, offloader: Any, blocks: Sequence[Any]) -> OneWaySwap | None:
-        import psutil
         import torch
 
-        from kohya_ext.patching.swapped_blocks import OneWaySwap, PageLock, obstacle, size
+        from kohya_ext.patching.page_lock import PageLock, free_memory
+        from kohya_ext.patching.swapped_blocks import OneWaySwap, obstacle, size
 
-        processes = self.accelerator.num_processes
-        memory = psutil.virtual_memory()
-        free = memory.available // processes
+        free = free_memory(self.accelerator.num_processes)
         more = size(block for block, on_host in _swapped(offloader, blocks) if not on_host)
-        if (problem := obstacle(blocks)) is None and more + _SPARE > free:
-            problem = f"copies in host memory need {gigabytes(more)} GB more, and {gigabytes(free)} GB are free"
+        if (problem := obstacle(blocks)) is None and more > free:
+            problem = f"copies in host memory need {gigabytes(more)} GB more, and {gigabytes(max(free, 0))} GB are free"
         if problem is not None:
             note(f"--blocks_to_swap copies blocks in both directions: {problem}")
             return None
         if self.lock is None:
-            self.lock = PageLock(round(min(_LOCKED * memory.total / processes, free - _SPARE)))
+            self.lock = PageLock.of_this_machine(self.accelerator.num_processes)
         self.kept += size(block for block, _ in _swapped(offloader, blocks))
         return OneWaySwap(offloader.device, torch.cuda.Stream(offloader.device), offloader.thread_pool, self.lock)
 

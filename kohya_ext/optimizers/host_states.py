@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kohya_ext.patching.swapped_blocks import PageLock
+from kohya_ext.patching.page_lock import PageLock
 
 #: Elements of the smallest state that is moved. Smaller ones, such as counters and tables of 8-bit optimizers, stay.
 _LEAST = 4096

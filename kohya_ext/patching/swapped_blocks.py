@@ -8,7 +8,6 @@ host waits for neither.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from kohya_ext.patching.page_lock import PageLock
 
 #: Bytes between the beginnings of two tensors in a block's memory.
 _ALIGNMENT = 256
@@ -44,40 +45,6 @@ def obstacle(blocks: Iterable[Block]) -> str | None:
             if dtypes.setdefault(name, part.weight.dtype) != part.weight.dtype:
                 return f"the blocks store {name} in several types"
     return None
-
-
-class PageLock:
-    """Page-locks memory of this process, up to a limit in bytes, until it is collected."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.locked = 0
-
-    def lock(self, memory: torch.Tensor) -> None:
-        """Lock a tensor's memory, if the limit and the machine allow it. Copies from it are faster then, and equal."""
-        if not 0 < memory.nbytes <= self.limit - self.locked:
-            return
-        with contextlib.suppress(RuntimeError, AttributeError):  # a build of torch or a GPU without it
-            runtime = torch.cuda.cudart()
-            if int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
-                self.locked += memory.nbytes
-                # At exit, the driver unlocks it itself.
-                weakref.finalize(self, _unlock, runtime, memory).atexit = False
-            else:
-                self.limit = self.locked
-                _forget_error()
-
-
-def _forget_error() -> None:
-    """Let an operator meet the error of a CUDA function that has returned it, or the next one of the run would."""
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda").add_(1)
-        torch.cuda.synchronize()
-
-
-def _unlock(runtime: Any, memory: torch.Tensor) -> None:
-    with contextlib.suppress(RuntimeError):
-        runtime.cudaHostUnregister(memory.data_ptr())
 
 
 @dataclass(frozen=True)

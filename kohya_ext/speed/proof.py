@@ -33,7 +33,7 @@ _PROGRAM = "kohya_ext.speed.self_test"
 _CODE = (
     *("kernels/fused.py", "kernels/gates.py", "compiling/graphs.py", "compiling/cuda_recorder.py"),
     *("compiling/blocks.py", "compiling/configuration.py", "compiling/fallback.py", "speed/self_test.py"),
-    "patching/swapped_blocks.py",
+    *("patching/swapped_blocks.py", "patching/page_lock.py"),
 )
 
 Start = Callable[[Sequence[str]], "subprocess.Popen[str]"]

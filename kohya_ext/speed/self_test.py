@@ -104,7 +104,8 @@ def one_way_block_swap(device: torch.device) -> None:
     """Run a stack of layers of which two have memory on the GPU, so that each takes that of the one before the last."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from kohya_ext.patching.swapped_blocks import OneWaySwap, PageLock
+    from kohya_ext.patching.page_lock import PageLock
+    from kohya_ext.patching.swapped_blocks import OneWaySwap
 
     blocks = [torch.nn.Linear(2048, 2048, bias=False, device=device).requires_grad_(False) for _ in range(5)]
     # Copies take longer than the product of few rows, and less time than that of many.

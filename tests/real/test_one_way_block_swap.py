@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from kohya_ext.patches import one_way_block_swap  # noqa: E402
 
 from kohya_ext.config.settings import Settings  # noqa: E402
+from kohya_ext.patching import page_lock  # noqa: E402
 from kohya_ext.patching.patch import Patcher  # noqa: E402
 from tests.streams import Now, Streams, to_device  # noqa: E402
 
@@ -145,7 +146,7 @@ def test_upstream_swaps_what_cannot_be_kept(swap, monkeypatch, capsys, reason):
     if reason == "trained":
         model.blocks.requires_grad_(True)
     else:
-        monkeypatch.setattr(one_way_block_swap, "_SPARE", 2**60)
+        monkeypatch.setattr(page_lock, "SPARE", 2**60)
     swaps, _ = swap(model, 2, "early")
     assert [*swaps.swaps.values()] == [None]
     assert "copies blocks in both directions" in capsys.readouterr().err

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from kohya_ext.optimizers import host_states  # noqa: E402
 from kohya_ext.optimizers.host_states import HostMemory, HostStates  # noqa: E402
-from kohya_ext.patching.swapped_blocks import PageLock  # noqa: E402
+from kohya_ext.patching.page_lock import PageLock  # noqa: E402
 from tests.streams import Streams  # noqa: E402
 
 SIZE = 8192

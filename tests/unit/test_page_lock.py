@@ -1,4 +1,4 @@
-"""Page-locked memory: its limit, and a machine that refuses it. Swapped blocks are tested in tests/real."""
+"""Page-locked memory: its limit, and a machine that refuses it."""
 
 import gc
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kohya_ext.patching import swapped_blocks  # noqa: E402
-from kohya_ext.patching.swapped_blocks import PageLock  # noqa: E402
+from kohya_ext.patching import page_lock  # noqa: E402
+from kohya_ext.patching.page_lock import PageLock  # noqa: E402
 
 MIB = 2**20
 
@@ -41,7 +41,7 @@ def test_memory_is_locked_up_to_the_limit_and_unlocked_with_the_lock(runtime):
 
 def test_after_a_refusal_nothing_is_locked_and_the_error_is_forgotten(runtime, monkeypatch):
     forgotten = []
-    monkeypatch.setattr(swapped_blocks, "_forget_error", lambda: forgotten.append(True))
+    monkeypatch.setattr(page_lock, "_forget_error", lambda: forgotten.append(True))
     lock, memory = PageLock(3 * MIB), torch.empty(MIB, dtype=torch.uint8)
     runtime.code = 2
     lock.lock(memory)
