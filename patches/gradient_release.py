@@ -17,20 +17,25 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kohya_ext.config.settings import Option, Settings, boolean
 from kohya_ext.console import note, stop, warn
-from kohya_ext.errors import first_line
+from kohya_ext.errors import UserError, first_line
 from kohya_ext.optimizers import probes
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
-from kohya_ext.optimizers.weight_steps import PART, RoundedSteps, WeightSteps, prepare
+from kohya_ext.optimizers.weight_steps import PART, RoundedSteps, WeightSteps, prepare, without_states
 from kohya_ext.patching.patch import Patch
 from kohya_ext.patching.training_loop import Stage, TrainingCallback, current, program, trained_weights
 from kohya_ext.patching.types import Accelerator
 from kohya_ext.sdscripts.constraints import CONSTRAINTS, RELEASE, Run
+
+if TYPE_CHECKING:
+    from kohya_ext.optimizers.host_states import HostStates
 
 FILE = "kohya_ext_gradient_release.pt"
 """The file in a state's folder."""
@@ -51,6 +56,14 @@ STOCHASTIC_ROUNDING = Option(
     "so that no small update is lost",
 )
 
+OPTIMIZER_STATES_ON_HOST = Option(
+    "optimizer_states_on_host",
+    False,
+    boolean,
+    "with --gradient_release, keep the optimizer's states in host memory, and copy those of each weight to the GPU and back "
+    "while others are stepped",
+)
+
 
 @dataclass
 class _Release(TrainingCallback):
@@ -59,6 +72,9 @@ class _Release(TrainingCallback):
     rounding: StochasticRounding | None
     max_norm: float
     """The limit of the norm of all gradients; 0: no limit."""
+    accelerator: Accelerator
+    host: HostStates | None = None
+    """The optimizer's states on the host; None if they are on the GPU."""
     stepped: int = 0
     """Weights stepped in this run."""
     earlier: Any = 0.0
@@ -67,13 +83,21 @@ class _Release(TrainingCallback):
     """That of the gradients so far in this step."""
     _hooks: list[Any] = field(default_factory=list)
 
+    @property
+    def _optimizer(self) -> Any:
+        (prepared,) = self.accelerator._optimizers
+        return prepared.optimizer
+
     def before_batch(self, accelerator: Accelerator) -> None:
         """Hook the weights, once accelerate has prepared the optimizer and loaded a state."""
         if self._hooks:
             return
-        (prepared,) = accelerator._optimizers
-        optimizer = prepared.optimizer
-        _check(optimizer)
+        optimizer = self._optimizer
+        if self.host is not None:
+            vars(optimizer).pop("load_state_dict", None)
+            self.host.adopt(optimizer)
+        with nullcontext() if self.host is None else without_states(optimizer):
+            _check(optimizer)
         weights = [weight for weight in trained_weights([optimizer]) if weight.requires_grad]
         steps = self._steps(optimizer, weights)
         for weight in weights:
@@ -82,17 +106,18 @@ class _Release(TrainingCallback):
 
     def _steps(self, optimizer: Any, weights: list[Any]) -> WeightSteps:
         if self.rounding is None or not _has_bf16(weights):
-            return WeightSteps(optimizer)
+            return WeightSteps(optimizer, self.host)
         states = probes.states_of_the_weights_type(optimizer)
         part = PART if probes.steps_elements_separately(optimizer, states) else None
-        steps = RoundedSteps(optimizer, self.rounding, states, part)
+        steps = RoundedSteps(optimizer, self.rounding, states, part, self.host)
         steps.reserve(weights)
         return steps
 
     def _describe(self, optimizer: str, weights: list[Any]) -> None:
         rounded = ", rounds stochastically to bf16" if self.rounding is not None and _has_bf16(weights) else ""
         clipped = f", clips to --max_grad_norm {self.max_norm:g} by the norm of the last step" if self.max_norm else ""
-        note(f"--{RELEASE} steps {len(weights)} weights with {optimizer} during the backward pass{rounded}{clipped}")
+        on_host = ", keeps its states in host memory" if self.host is not None else ""
+        note(f"--{RELEASE} steps {len(weights)} weights with {optimizer} during the backward pass{rounded}{clipped}{on_host}")
 
     def _step(self, steps: WeightSteps, weight: Any) -> None:
         if self.max_norm:
@@ -111,6 +136,8 @@ class _Release(TrainingCallback):
 
     def after_batch(self, accelerator: Accelerator) -> None:
         """Keep the norm of this step, unless it was skipped."""
+        if self.host is not None:
+            self.host.end_step()
         if isinstance(self.squares, float):
             return
         self.earlier, self.squares = self.squares, 0.0
@@ -119,6 +146,8 @@ class _Release(TrainingCallback):
         """Write the norm of the last step and the rounding's random state."""
         import torch
 
+        if self.host is not None:
+            self.host.drain()  # accelerate writes the states next
         rounding = None if self.rounding is None else self.rounding.state()
         torch.save({"squares": float(self.earlier), "rounding": rounding}, folder / FILE)
 
@@ -126,6 +155,11 @@ class _Release(TrainingCallback):
         """Read the norm of the last step and the rounding's random state."""
         import torch
 
+        if self.host is not None:
+            from kohya_ext.optimizers.host_states import load_on_host
+
+            optimizer = self._optimizer
+            optimizer.load_state_dict = partial(load_on_host, optimizer, optimizer.load_state_dict)
         file = folder / FILE
         if not file.is_file():
             warn(f"{folder} was saved without --{RELEASE}, so the resumed run has no norm of its last step")
@@ -140,6 +174,8 @@ class _Release(TrainingCallback):
 
     def on_end(self) -> None:
         """Remove the hooks."""
+        if self.host is not None:
+            self.host.drain()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -184,24 +220,53 @@ def _start(args: Namespace, accelerator: Accelerator, settings: Settings) -> _Re
     if accelerator.num_processes > 1:
         stop(f"--{RELEASE} steps before the processes have averaged their gradients; remove it or use one process")
     rounding = StochasticRounding(accelerator.device, args.seed or 0) if settings[STOCHASTIC_ROUNDING] else None
-    return _Release(rounding, args.max_grad_norm or 0.0)
+    host = _host_states(accelerator) if settings[OPTIMIZER_STATES_ON_HOST] else None
+    return _Release(rounding, args.max_grad_norm or 0.0, accelerator, host)
+
+
+def _host_states(accelerator: Accelerator) -> HostStates | None:
+    """Return the place of states on the host; None on a CPU, where they are there already."""
+    import torch
+
+    from kohya_ext.optimizers.host_states import HostMemory, HostStates
+    from kohya_ext.patching.page_lock import PageLock
+
+    device = accelerator.device
+    if not _has_streams(device):
+        return None
+    to_gpu, to_host = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return HostStates(device, to_gpu, to_host, HostMemory(PageLock.of_this_machine()))
+
+
+def _has_streams(device: Any) -> bool:
+    return bool(device.type == "cuda")
+
+
+def _wanted(settings: Settings) -> bool:
+    if settings[OPTIMIZER_STATES_ON_HOST] and not settings[GRADIENT_RELEASE]:
+        raise UserError(f"--{OPTIMIZER_STATES_ON_HOST.name} needs --{RELEASE}: add it, or remove the first")
+    return bool(settings[GRADIENT_RELEASE])
 
 
 def _facts() -> dict[str, object]:
     release = current(_Release)
-    return {} if release is None else {"weights": release.stepped}
+    if release is None:
+        return {}
+    memory = None if release.host is None else release.host.memory
+    on_host = {} if memory is None else {"host_bytes": memory.allocated, "page_locked_bytes": memory.lock.locked}
+    return {"weights": release.stepped, **on_host}
 
 
 PATCH = Patch(
     name=RELEASE,
     summary="--gradient_release: step each weight of a fine-tune during the backward pass, with any optimizer",
     targets=(),
-    options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING),
+    options=(GRADIENT_RELEASE, STOCHASTIC_ROUNDING, OPTIMIZER_STATES_ON_HOST),
     exactness="exact",
     held_to="the same run without it, for float32 weights or with --no-stochastic_rounding, while no gradient is clipped; the "
     "mean of stochastic roundings, to the value",
     idea="https://github.com/kohya-ss/sd-scripts/pull/1259",
-    wanted=lambda settings: settings[GRADIENT_RELEASE],
+    wanted=_wanted,
     problems=_problems,
     facts=_facts,
     stage=Stage.COMPUTE,

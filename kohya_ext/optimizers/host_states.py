@@ -8,7 +8,7 @@ of their own, and events order the copies and the kernels: the host does not wai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +139,18 @@ class HostStates:
         while sum(tensor.nbytes for _, tensors in self._leaving for tensor in tensors) > _AHEAD and len(self._leaving) > 1:
             torch.cuda.current_stream().wait_event(self._leaving.popleft()[0])
 
+    def adopt(self, optimizer: Any) -> None:
+        """Move an optimizer's states, which a run resumes with, to the host's memory, and small ones to the weights' device."""
+        for group in optimizer.param_groups:
+            counts_on_gpu = group.get("fused") or group.get("capturable")
+            for weight in group["params"]:
+                state = optimizer.state.get(weight, {})
+                for name, value in state.items():
+                    if _is_moved(value):
+                        state[name] = self.memory.empty_like(value).copy_(value)
+                    elif isinstance(value, torch.Tensor) and (name != "step" or counts_on_gpu):
+                        state[name] = value.to(weight.device)
+
     def end_step(self) -> None:
         """Take the order of this step for the next one."""
         if self._stepped:
@@ -152,4 +164,22 @@ class HostStates:
 
 
 def _is_moved(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() >= _LEAST
+    """Return whether a state is moved. bitsandbytes' paged ones are the driver's to move."""
+    return isinstance(value, torch.Tensor) and value.numel() >= _LEAST and not getattr(value, "is_paged", False)
+
+
+def load_on_host(optimizer: Any, load: Callable[[Any], None], saved: Any) -> None:
+    """Load a saved state with an optimizer's own ``load``, which would move all of it to the devices of the weights."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    stand_ins = {weight: torch.nn.Parameter(torch.empty(0, dtype=weight.dtype)) for weight in weights}
+    own = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [stand_ins[weight] for weight in group["params"]]
+    try:
+        load(saved)
+    finally:
+        for group, params in zip(optimizer.param_groups, own, strict=True):
+            group["params"] = params
+        for weight, stand_in in stand_ins.items():
+            if stand_in in optimizer.state:
+                optimizer.state[weight] = optimizer.state.pop(stand_in)

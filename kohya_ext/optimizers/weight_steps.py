@@ -11,10 +11,15 @@ https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.h
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kohya_ext.optimizers.stochastic_rounding import StochasticRounding
+
+if TYPE_CHECKING:
+    from kohya_ext.optimizers.host_states import HostStates
 
 PART = 2**22
 """Elements of a bf16 weight that are stepped together, if the optimizer treats each element by itself."""
@@ -29,14 +34,32 @@ _ALIGNED = 256
 class WeightSteps:
     """Steps of an optimizer for one weight at a time."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any, host: HostStates | None = None) -> None:
+        """``host`` keeps the states between steps."""
+        self.optimizer, self.host = optimizer, host
         self._group_of = {weight: number for number, group in enumerate(optimizer.param_groups) for weight in group["params"]}
 
     def step(self, weight: Any) -> None:
         """Step a weight with its gradient, and drop that."""
-        self.step_in_place_of(weight, weight)
+        with self._state_on_gpu(weight):
+            self.step_in_place_of(weight, weight)
         weight.grad = None
+
+    @contextlib.contextmanager
+    def _state_on_gpu(self, weight: Any) -> Iterator[None]:
+        """Have a weight's state on the GPU inside the block."""
+        if self.host is None:
+            yield
+            return
+        states = self.optimizer.state
+        kept = states.get(weight, {})
+        states[weight] = self.host.fetch(weight, states)
+        try:
+            yield
+        except BaseException:
+            states[weight] = kept
+            raise
+        states[weight] = self.host.store(weight, kept, states[weight])
 
     def step_in_place_of(self, weight: Any, stand_in: Any) -> None:
         """Step a tensor with its own gradient and state, and with the options of a weight."""
@@ -52,9 +75,16 @@ class RoundedSteps(WeightSteps):
     a weight, its gradient and its states would take more memory than anything else in the step.
     """
 
-    def __init__(self, optimizer: Any, rounding: StochasticRounding, rounded_states: frozenset[str], part: int | None) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        rounding: StochasticRounding,
+        rounded_states: frozenset[str],
+        part: int | None,
+        host: HostStates | None = None,
+    ) -> None:
         """``rounded_states``: names of states of the weight's type. ``part``: elements stepped together; None for all."""
-        super().__init__(optimizer)
+        super().__init__(optimizer, host)
         self._rounding, self._rounded, self._part = rounding, rounded_states, part
         self._reserved: dict[tuple[Any, str], Any] = {}
         """(weight, name) -> memory of a state that the first step creates."""
@@ -64,7 +94,7 @@ class RoundedSteps(WeightSteps):
 
         The first steps would allocate them between temporary tensors of all sizes, and leave gaps that nothing fits into.
         """
-        if self._part is not None:
+        if self._part is not None and self.host is None:
             for together in _chunks(weight for weight in weights if _is_rounded_weight(weight)):
                 for name in sorted(self._rounded):
                     self._reserve(name, together)
@@ -83,12 +113,13 @@ class RoundedSteps(WeightSteps):
         if not _is_rounded_weight(weight):
             super().step(weight)
             return
-        states = self.optimizer.state
-        before, gradient, weight.grad = states.get(weight, {}), weight.grad, None
-        after: dict[str, Any] = {}
-        for part in self._parts(weight):
-            self._step_part(weight, gradient, part, before, after)
-        states[weight] = after
+        with self._state_on_gpu(weight):
+            states = self.optimizer.state
+            before, gradient, weight.grad = states.get(weight, {}), weight.grad, None
+            after: dict[str, Any] = {}
+            for part in self._parts(weight):
+                self._step_part(weight, gradient, part, before, after)
+            states[weight] = after
 
     def _parts(self, weight: Any) -> Sequence[slice | None]:
         """Return the parts of the weight's elements, or None for all of it."""
@@ -190,3 +221,13 @@ def prepare(optimizer: Any) -> None:
     Nothing is stepped or counted. Raises what ``step`` raises.
     """
     step_groups(optimizer, [dict(group) for group in optimizer.param_groups])
+
+
+@contextlib.contextmanager
+def without_states(optimizer: Any) -> Iterator[None]:
+    """Take an optimizer's states away inside the block, so that it does not move them."""
+    own, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = own

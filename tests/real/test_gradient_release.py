@@ -105,3 +105,36 @@ def test_resume_equals_the_undisturbed_run(checkout, train, case):
     assert_released(undisturbed)
     resumed = train(checkout, script, *options, "--resume", str(undisturbed.folder / "tiny-step00000002-state"))
     assert same(resumed.tensors, undisturbed.tensors)
+
+
+#: The same with 8-bit states and their small tables, which stay where they are, and the states of another package.
+ON_HOST = {
+    "AdamW": (FULL, (*UNCLIPPED, "--optimizer_type", "AdamW")),
+    "stochastic rounding": RESUMED["stochastic rounding"],
+    "fused AdamW": (FULL, (*UNCLIPPED, *BF16, "--optimizer_type", "AdamW", "--optimizer_args", "fused=True")),
+    "AdamW8bit": ("flux_train.py", (*UNCLIPPED, "--optimizer_type", "AdamW8bit")),
+    "Adafactor": ("flux_train.py", (*UNCLIPPED, *OPTIMIZERS["Adafactor"])),
+    "schedule-free": RESUMED["schedule-free"],
+}
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("stochastic rounding", marks=pytest.mark.newest),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ON_HOST if case != "stochastic rounding"),
+    ],
+)
+def test_states_on_the_host_are_those_on_the_gpu(checkout, train, case, order):
+    script, options = ON_HOST[case]
+    options = (*options, RELEASE, "--save_every_n_steps", "2", "--save_state")
+    usual = train(checkout, script, *options)
+    env = {"STATES_ON_CPU": order}
+    kept = train(checkout, script, *options, "--optimizer_states_on_host", env=env)
+    assert_released(kept)
+    assert kept.report["facts"]["gradient_release"]["host_bytes"] > 0 or case == "Adafactor"
+    assert same(kept.tensors, usual.tensors)
+    state = str(kept.folder / "tiny-step00000002-state")
+    resumed = train(checkout, script, *options, "--optimizer_states_on_host", "--resume", state, env=env)
+    assert same(resumed.tensors, train(checkout, script, *options, "--resume", state).tensors)

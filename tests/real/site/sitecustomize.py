@@ -238,6 +238,14 @@ def swap_on_cpu(module):
     Streams(os.environ["SWAP_ON_CPU"] == "late").install()
 
 
+def keep_states_on_cpu(module):
+    """Let the patch take a CPU for a GPU, with streams whose copies are early or late."""
+    from tests.streams import Streams
+
+    module._has_streams = lambda device: True
+    Streams(os.environ["STATES_ON_CPU"] == "late").install()
+
+
 def break_profiler(module):
     def fail(self):
         raise RuntimeError("no profiler here")
@@ -420,6 +428,8 @@ if "REPLAY_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(skip_self_test, "kohya_ext.speed.proof")
 if "SWAP_ON_CPU" in os.environ:
     wrapt.register_post_import_hook(swap_on_cpu, "kohya_ext.patches.one_way_block_swap")
+if "STATES_ON_CPU" in os.environ:
+    wrapt.register_post_import_hook(keep_states_on_cpu, "kohya_ext.patches.gradient_release")
 if "TRIAL_CHOOSES" in os.environ:
     wrapt.register_post_import_hook(decide_trial, "kohya_ext.speed.trial")
 if "LOSES_GPU" in os.environ:
