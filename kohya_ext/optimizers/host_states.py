@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from kohya_ext.patching.page_lock import PageLock
@@ -47,7 +48,8 @@ class HostMemory:
         number = next((number for number, rest in enumerate(self._free) if rest.nbytes >= size), None)
         if number is None:
             number = len(self._free)
-            self._free.append(torch.empty(max(size, _CHUNK), dtype=torch.uint8))
+            # NumPy's, because a dry run takes what torch creates during a backward pass for the GPU's.
+            self._free.append(torch.from_numpy(numpy.empty(max(size, _CHUNK), numpy.uint8)))
             self.allocated += self._free[-1].nbytes
             self.lock.lock(self._free[-1])
         piece, self._free[number] = self._free[number].split([size, self._free[number].nbytes - size])
